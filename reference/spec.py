@@ -1,0 +1,519 @@
+"""The words all rooms share: what a layer, a cache and a batch are, and the names of checks, features and paths.
+
+Free of torch, so that listing, validating and reporting stay light. One definition of every field: ``cases`` validates
+YAML onto these classes, backends judge them in ``unsupported_reasons``, and ``reference`` turns them into its
+parameters. Defaults that need arithmetic (scale, slopes, sinks, window pair) are properties of :class:`LayerSpec`, and
+nobody else resolves them. Must not know: tensors, files, backends.
+"""
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar, Literal
+
+from attncheck.errors import SpecError
+
+GENERATOR_VERSION = 1
+"""Version of the problem generator. Part of a case's hash: raise it when the same case gives other tensors."""
+
+MAX_TOKENS = 2**31
+"""No batch holds more tokens than this: larger numbers are typing errors, not questions."""
+
+_STRICT: dict[str, Any] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+
+class AttentionType(str, Enum):
+    """Which keys a layer attends to; strings, as in vLLM, so that compiled graphs can carry them."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class AttentionCGSupport(Enum):
+    """How much of attention a backend can put into a full CUDA graph (vLLM's levels; compare ``.value``)."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+DType = Literal["float16", "bfloat16", "float32"]
+KVCacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"]
+Layout = Literal["NHD", "HND"]
+InputName = Literal["needles", "large_scores", "equal_scores", "coordinates", "views"]
+
+
+def _positive(description: str) -> Any:
+    return field(metadata={"description": description, "gt": 0})
+
+
+def _option(default: Any, description: str, **constraints: Any) -> Any:
+    return field(default=default, metadata={"description": description, **constraints})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLASpec:
+    """Multi-head latent attention: the sizes of the latent cache row and of the projections."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    kv_lora_rank: int = _positive("width of the latent part of a cache row")
+    qk_nope_head_dim: int = field(metadata={"description": "width of q and k without rotary embedding", "ge": 0})
+    qk_rope_head_dim: int = field(metadata={"description": "width of q and k with rotary embedding", "ge": 0})
+    v_head_dim: int = _positive("width of a value head")
+    workspace: int | None = _option(None, "tokens of context gathered at once in a chunked prefill", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputQuantSpec:
+    """Quantisation fused into attention's output (static, per tensor)."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    dtype: Literal["fp8_e4m3"] = _option("fp8_e4m3", "dtype of the output")
+    scale: float = field(metadata={"description": "dequantisation factor: code * scale is the value", "gt": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One attention layer: what the impl's constructor is told, and what the truth is computed from."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    num_heads: int = _positive("query heads")
+    num_kv_heads: int = _positive("key/value heads; divides num_heads")
+    head_size: int = _positive("head size of query and key")
+    head_size_v: int | None = _option(None, "head size of value and output; default: head_size", gt=0)
+    dtype: DType = _option("bfloat16", "dtype of query, key, value and output")
+    scale: float | None = _option(None, "multiplies the scores; default: head_size ** -0.5")
+    attn_type: AttentionType = _option(AttentionType.DECODER, "which keys the layer attends to")
+    causal: bool | None = _option(None, "a query sees no later key; default: true for decoder, else false")
+    sliding_window: int | None = _option(None, "a query sees at most this many keys, itself included", ge=1)
+    logits_soft_cap: float | None = _option(None, "cap: scores become cap * tanh(score / cap); 0 or null: off", ge=0)
+    alibi: bool | tuple[float, ...] = _option(False, "ALiBi slopes, one a query head; true: the published slopes")
+    sinks: bool | tuple[float, ...] = _option(False, "sink logits, one a query head; true: generated, all distinct")
+    attn_chunk_size: int | None = _option(None, "chunk size of local attention, in tokens", ge=1)
+    kv_sharing: bool = _option(False, "the layer reads another layer's cache and writes nothing")
+    mla: MLASpec | None = _option(None, "multi-head latent attention")
+    output_quant: OutputQuantSpec | None = _option(None, "quantisation fused into the output")
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise SpecError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
+                field="num_kv_heads",
+                value=self.num_kv_heads,
+                allowed=f"it must divide num_heads {self.num_heads}",
+            )
+        for name in ("alibi", "sinks"):
+            given = getattr(self, name)
+            if not isinstance(given, bool) and len(given) != self.num_heads:
+                raise SpecError(
+                    f"{len(given)} values for {self.num_heads} query heads",
+                    field=name,
+                    value=given,
+                    allowed="give one a query head, or true",
+                )
+        if self.attn_type != AttentionType.DECODER:
+            if self.causal:
+                raise SpecError(
+                    f"attention of type {self.attn_type} is not causal",
+                    field="causal",
+                    value=True,
+                    allowed="leave causal out, or use attn_type: decoder",
+                )
+            if self.attn_chunk_size is not None:
+                raise SpecError(
+                    f"chunks are defined for decoder layers, not for {self.attn_type}",
+                    field="attn_chunk_size",
+                    value=self.attn_chunk_size,
+                    allowed="leave attn_chunk_size out",
+                )
+        if self.attn_type == AttentionType.ENCODER_DECODER:
+            for name in ("sliding_window", "alibi"):
+                if getattr(self, name):
+                    raise SpecError(
+                        "in cross attention the positions of queries mean nothing",
+                        field=name,
+                        value=getattr(self, name),
+                        allowed=f"leave {name} out",
+                    )
+        if self.mla is not None:
+            width = self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+            if self.num_kv_heads != 1 or self.head_size != width:
+                raise SpecError(
+                    f"a latent cache has one KV head of kv_lora_rank + qk_rope_head_dim = {width}",
+                    field="mla",
+                    value=f"num_kv_heads {self.num_kv_heads}, head_size {self.head_size}",
+                    allowed=f"give num_kv_heads: 1, head_size: {width}",
+                )
+
+    @property
+    def value_head_size(self) -> int:
+        """``Dv``: head size of value and output."""
+        return self.head_size if self.head_size_v is None else self.head_size_v
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the scores: ``scale``, or ``head_size ** -0.5`` (MLA: of the unabsorbed head size)."""
+        if self.scale is not None:
+            return self.scale
+        size = self.head_size if self.mla is None else self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
+        return float(size) ** -0.5
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query sees no later key; only decoder layers can be causal."""
+        return self.attn_type == AttentionType.DECODER if self.causal is None else self.causal
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Inclusive distances (left, right); -1: unlimited. A window of W keys is (W-1, 0), mirrored if not causal."""
+        if self.sliding_window is None:
+            return (-1, -1)
+        left = self.sliding_window - 1
+        return (left, 0) if self.is_causal else (left, left)
+
+    @property
+    def soft_cap(self) -> float | None:
+        """The cap on the scores, or None; a cap of 0 means none."""
+        return self.logits_soft_cap or None
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """One float32-representable slope a query head, or None."""
+        if isinstance(self.alibi, bool):
+            if not self.alibi:
+                return None
+            slopes = _published_alibi_slopes(self.num_heads)
+            return tuple(_as_float32(slopes[i]) for i in _shuffled(self.num_heads))
+        return tuple(_as_float32(slope) for slope in self.alibi)
+
+    @property
+    def sink_logits(self) -> tuple[float, ...] | None:
+        """One float32-representable sink logit a query head, or None; generated ones are spread over 1 to 9."""
+        if isinstance(self.sinks, bool):
+            if not self.sinks:
+                return None
+            n = self.num_heads
+            return tuple(round((1.0 + 8.0 * (i + 0.5) / n) * 64) / 64 for i in _shuffled(n))
+        return tuple(_as_float32(sink) for sink in self.sinks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """The paged KV cache of a layer: page size, layout, dtype, scales, and where in the pool the batch lies."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    block_size: int = _option(16, "tokens a page", gt=0)
+    layout: Layout = _option("NHD", "memory order of a page: NHD (tokens, heads) or HND (heads, tokens)")
+    kv_cache_dtype: KVCacheDType = _option("auto", "dtype of the cache; auto: the layer's")
+    k_scale: float | tuple[float, ...] = _option(1.0, "dequantisation factor of K: a number, or one a KV head")
+    v_scale: float | tuple[float, ...] = _option(1.0, "dequantisation factor of V: a number, or one a KV head")
+    q_scale: float | tuple[float, ...] = _option(1.0, "dequantisation factor of Q: a number, or one a KV head")
+    num_blocks: int | None = _option(None, "pages in the pool; default: what the batch needs, and a half more", gt=0)
+    first_block: int | None = _option(None, "lowest page the batch may own; default: 1", gt=0)
+
+    def __post_init__(self) -> None:
+        for name in ("k_scale", "v_scale", "q_scale"):
+            scale = getattr(self, name)
+            if any(s <= 0 for s in (scale if isinstance(scale, tuple) else (scale,))):
+                raise SpecError("a scale must be positive", field=name, value=scale, allowed="give numbers above 0")
+        if self.first_block is not None and self.num_blocks is not None and self.first_block >= self.num_blocks:
+            raise SpecError(
+                f"the pool has only {self.num_blocks} pages",
+                field="first_block",
+                value=self.first_block,
+                allowed="raise num_blocks or lower first_block",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestSpec:
+    """``count`` equal requests of a batch. ``seq_len`` counts the new tokens too and defaults to ``query_len``."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    query_len: int = field(metadata={"description": "new tokens", "gt": 0, "le": MAX_TOKENS})
+    seq_len: int | None = _option(
+        None, "tokens in the cache after this step; default: query_len", ge=0, le=MAX_TOKENS
+    )
+    count: int = _option(1, "how many such requests", gt=0, le=MAX_TOKENS)
+    encoder_len: int | None = _option(None, "tokens of the encoder (cross attention)", ge=0, le=MAX_TOKENS)
+    shared_prefix: int = _option(0, "the first so many positions are the same pages for all who share", ge=0)
+
+    def __post_init__(self) -> None:
+        if self.seq_len is None:
+            object.__setattr__(self, "seq_len", self.query_len)
+        if self.shared_prefix > self.context_len:
+            raise SpecError(
+                f"only the {max(self.context_len, 0)} tokens of context can be shared",
+                field="shared_prefix",
+                value=self.shared_prefix,
+                allowed="lower it, or raise seq_len",
+            )
+
+    @property
+    def total_len(self) -> int:
+        """``seq_len`` as a plain integer."""
+        return self.query_len if self.seq_len is None else self.seq_len
+
+    @property
+    def context_len(self) -> int:
+        """Tokens whose K/V stood in the cache before this step; negative where rows see no key of their own."""
+        return self.total_len - self.query_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingSpec:
+    """Padding as vLLM pads for CUDA graphs: trailing requests of query length 0, trailing tokens of slot -1."""
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    requests: int = _option(0, "padding requests at the tail", ge=0, le=MAX_TOKENS)
+    tokens: int = _option(0, "padding tokens at the tail", ge=0, le=MAX_TOKENS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastPrefillOptions:
+    """``fast_prefill``: only the rows that yield logits are computed."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    rows: int = _option(1, "last rows of each request that are computed", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecDecodeOptions:
+    """``spec_decode``: verification of draft tokens, every request with 1 + num_speculative_tokens rows."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    num_speculative_tokens: int = _option(3, "draft tokens a request", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions:
+    """``tree``: draft tokens form a tree."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    parents: tuple[int, ...] = _option((-1, 0, 0, 1), "parent of each new row, -1 for a root; parents come first")
+
+    def __post_init__(self) -> None:
+        for row, parent in enumerate(self.parents):
+            if not -1 <= parent < row:
+                raise SpecError(
+                    f"row {row} names parent {parent}",
+                    field="parents",
+                    value=self.parents,
+                    allowed="a parent is -1 or an earlier row",
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitKVOptions:
+    """``split_kv``: the keys are cut into parts, whose results are merged by their LSE."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    parts: int = _option(2, "parts the keys are cut into", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DCPOptions:
+    """``dcp``: decode context parallelism, the keys spread over ranks."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    size: int = _option(2, "ranks", gt=0)
+    interleave: int = _option(1, "consecutive positions a rank holds", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchOptions:
+    """``micro_batch``: the rows are cut at token positions and computed part by part."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    cuts: tuple[int, ...] = field(metadata={"description": "token positions where the batch is cut, increasing"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalConv1dOptions:
+    """``causal_conv1d``: the short convolution of state-space layers."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    channels: int = _option(64, "channels", gt=0)
+    width: int = _option(4, "taps", gt=0)
+    activation: Literal["silu"] | None = _option("silu", "activation after the convolution")
+    bias: bool = _option(True, "whether a bias is added")
+
+
+PathOptions = (
+    FastPrefillOptions
+    | SpecDecodeOptions
+    | TreeOptions
+    | SplitKVOptions
+    | DCPOptions
+    | MicroBatchOptions
+    | CausalConv1dOptions
+)
+
+PATH_OPTIONS: Mapping[str, type[PathOptions] | None] = {
+    "paged": None,
+    "encoder_only": None,
+    "cross": None,
+    "mla": None,
+    "fast_prefill": FastPrefillOptions,
+    "spec_decode": SpecDecodeOptions,
+    "tree": TreeOptions,
+    "local": None,
+    "cascade": None,
+    "split_kv": SplitKVOptions,
+    "dcp": DCPOptions,
+    "micro_batch": MicroBatchOptions,
+    "merge": None,
+    "causal_conv1d": CausalConv1dOptions,
+}
+"""Every path (how a question is put to a backend) and the class of its options, None where it has none."""
+
+PATHS: tuple[str, ...] = tuple(PATH_OPTIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathSpec:
+    """How the question is put: a name of :data:`PATHS` and, where the path has options, their values."""
+
+    name: str = "paged"
+    options: PathOptions | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSpec:
+    """One step's batch: requests in order, padding behind them, and the path the question takes."""
+
+    requests: tuple[RequestSpec, ...]
+    padding: PaddingSpec = PaddingSpec()
+    path: PathSpec = PathSpec()
+
+    def __post_init__(self) -> None:
+        if not self.requests:
+            raise SpecError("a batch needs a request", field="requests", value=self.requests, allowed="give one")
+        tokens = sum(r.count * max(r.query_len, r.total_len, r.encoder_len or 0) for r in self.requests)
+        if tokens + self.padding.tokens > MAX_TOKENS:
+            raise SpecError(
+                f"the batch holds {tokens + self.padding.tokens} tokens",
+                field="requests",
+                value=len(self.requests),
+                allowed=f"at most {MAX_TOKENS} tokens are a question",
+            )
+
+    def __iter__(self) -> Iterator[RequestSpec]:
+        """Every single request, counts unrolled, in order."""
+        for request in self.requests:
+            for _ in range(request.count):
+                yield request
+
+    @property
+    def num_requests(self) -> int:
+        """Real requests, padding excluded."""
+        return sum(r.count for r in self.requests)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of the real requests."""
+        return sum(r.count * r.query_len for r in self.requests)
+
+    @property
+    def max_query_len(self) -> int:
+        """Longest query length of a request."""
+        return max(r.query_len for r in self.requests)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest ``seq_len`` of a request."""
+        return max(r.total_len for r in self.requests)
+
+
+@dataclass(frozen=True)
+class CheckInfo:
+    """What a check establishes, and what it cannot see; one line each."""
+
+    establishes: str
+    cannot_see: str
+
+
+CHECKS: Mapping[str, CheckInfo] = {
+    "numerics": CheckInfo(
+        "every real output row of every head lies within the error budget of the float64 truth",
+        "errors below the rounding of the layer's dtype, and keys whose weight lies below it",
+    ),
+    "lse": CheckInfo(
+        "the log-sum-exp is right: natural log, -inf exactly where a row sees nothing",
+        "whether the backend uses the same LSE when it merges partial results itself",
+    ),
+    "cache_write": CheckInfo(
+        "exactly the mapped slots hold exactly the new K/V, slot -1 wrote nowhere, inputs are unchanged",
+        "writes outside the cache's own memory",
+    ),
+    "containment": CheckInfo(
+        "NaN, Inf and huge values in memory the batch does not own never reach the output",
+        "reads whose result is discarded",
+    ),
+    "claims": CheckInfo(
+        "what is declared runs; what is not declared is refused, or answered right",
+        "declarations no case of the run asks about",
+    ),
+}
+"""The checks of this version, in the order they are reported."""
+
+FEATURES: tuple[str, ...] = (
+    "sliding_window",
+    "logits_soft_cap",
+    "alibi",
+    "alibi_sqrt",
+    "alibi_non_causal",
+    "sinks",
+    "non_causal",
+    "head_size_v",
+    "lse",
+    "cascade",
+    "local",
+    "kv_sharing",
+    "fp8_kv",
+    "fp8_per_head",
+    "fp8_query",
+    "output_quant",
+    "mla",
+    "tree",
+    "tree_depth",
+    "short_keys",
+    "merge_nan",
+)
+"""Everything a backend may declare under ``features``."""
+
+
+def _published_alibi_slopes(num_heads: int) -> list[float]:
+    """The slopes of the ALiBi paper (Press et al. 2022): geometric for a power of two, interleaved otherwise."""
+
+    def geometric(n: int) -> list[float]:
+        return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
+
+    power = 2 ** int(math.log2(num_heads))
+    return geometric(power) + geometric(2 * power)[0::2][: num_heads - power]
+
+
+def _shuffled(n: int) -> list[int]:
+    """A fixed permutation of ``range(n)`` without monotone runs, so that a reversed or shifted index shows."""
+    stride = next((s for s in range(max(1, round(n * 0.618)), n) if math.gcd(s, n) == 1), 1)
+    return [(1 + i * stride) % n for i in range(n)]
+
+
+def _as_float32(x: float) -> float:
+    """``x`` rounded to float32: kernels take slopes and sinks in that dtype, so the truth must use the same value."""
+    (rounded,) = struct.unpack("f", struct.pack("f", x))
+    return float(rounded)

@@ -1,0 +1,174 @@
+"""The one error tree of attncheck. Every room may import this module; it imports nothing of ours.
+
+::
+
+    AttncheckError
+    |-- QuestionError                the question was wrong: exit code 2
+    |   |-- CaseFileError            reading a YAML file: file, line, column, key, value, what would be right
+    |   |-- BatchSpecError           reading a batch string: text, position, why
+    |   |-- SpecError                a layer, cache or batch that means nothing (also a ValueError)
+    |   |-- UnknownNameError         a backend, suite, check, ... nobody knows; carries the known names
+    |   |-- SelectionError           no case or backend is left after the filters
+    |   |-- BackendLoadError         a named backend could not be imported, or breaks the contract
+    |   |-- DeviceError              a device that is not there
+    |   |-- BlindCaseError           a case whose truth does not notice what it asks about
+    |   `-- RunFileError             a run file that cannot be trusted: path, line, why
+    |-- BackendUnavailableError      a registered backend cannot run on this machine: an outcome, not a fault
+    `-- ReferenceArgumentError       the reference refuses an undefined argument (also a ValueError)
+
+Errors are fields; ``str()`` renders them, and nothing else in attncheck composes these sentences. Anything outside
+this tree that reaches the command line is a fault of attncheck itself: exit code 3.
+"""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+
+class AttncheckError(Exception):
+    """Root of everything attncheck raises on purpose."""
+
+
+class QuestionError(AttncheckError):
+    """The question was wrong (exit code 2): the user can mend it, no backend is to blame."""
+
+
+class CaseFileError(QuestionError):
+    """A case file (or an expectation file) says something that cannot be.
+
+    ``line`` and ``column`` count from 1; ``key`` is the dotted path of the value, ``allowed`` what would be right.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        file: str,
+        line: int | None = None,
+        column: int | None = None,
+        key: str = "",
+        value: object = None,
+        allowed: str = "",
+    ) -> None:
+        self.reason, self.file, self.line, self.column = reason, file, line, column
+        self.key, self.value, self.allowed = key, value, allowed
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        place = ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+        text = f"{place}: {self.key}: {self.reason}" if self.key else f"{place}: {self.reason}"
+        if self.value is not None:
+            text += f" (found {shorten(self.value)})"
+        return f"{text}; {self.allowed}" if self.allowed else text
+
+
+class BatchSpecError(QuestionError):
+    """A batch string that does not parse or means nothing; ``position`` counts characters from 0."""
+
+    def __init__(self, reason: str, *, text: str, position: int = 0, allowed: str = "") -> None:
+        self.reason, self.text, self.position, self.allowed = reason, text, position, allowed
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        message = f"batch {shorten(self.text)}: {self.reason} (at character {self.position + 1})"
+        return f"{message}; {self.allowed}" if self.allowed else message
+
+
+class SpecError(QuestionError, ValueError):
+    """A field of a layer, cache or batch has a value that means nothing; ``field`` is its name."""
+
+    def __init__(self, reason: str, *, field: str, value: object, allowed: str) -> None:
+        self.reason, self.field, self.value, self.allowed = reason, field, value, allowed
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"{self.field} = {shorten(self.value)}: {self.reason}; {self.allowed}"
+
+
+class UnknownNameError(QuestionError):
+    """A name nobody knows; ``kind`` is what was looked for (backend, suite, check, ...)."""
+
+    def __init__(self, kind: str, name: str, known: Sequence[str]) -> None:
+        self.kind, self.name, self.known = kind, name, tuple(known)
+        super().__init__(name)
+
+    def __str__(self) -> str:
+        close = get_close_matches(self.name, self.known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return f"unknown {self.kind} {self.name!r}{hint} (known: {', '.join(self.known) or 'none'})"
+
+
+class SelectionError(QuestionError):
+    """The filters leave nothing to examine, or a backend asked for by name cannot be examined here."""
+
+
+class BackendLoadError(QuestionError):
+    """A backend named on the command line could not be loaded, or breaks the contract."""
+
+    def __init__(self, ref: str, reason: str, *, allowed: str = "") -> None:
+        self.ref, self.reason, self.allowed = ref, reason, allowed
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        message = f"backend {self.ref!r}: {self.reason}"
+        return f"{message}; {self.allowed}" if self.allowed else message
+
+
+class DeviceError(QuestionError):
+    """A device that this machine, or this torch, does not have."""
+
+    def __init__(self, device: str, reason: str) -> None:
+        self.device, self.reason = device, reason
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"device {self.device!r}: {self.reason}"
+
+
+class BlindCaseError(QuestionError):
+    """A case cannot see what it asks about: its truth hardly moves when ``subject`` is changed."""
+
+    def __init__(self, case: str, subject: str, reason: str) -> None:
+        self.case, self.subject, self.reason = case, subject, reason
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"case {self.case}: blind to {self.subject}: {self.reason}"
+
+
+class RunFileError(QuestionError):
+    """A run file that cannot be read, or contradicts itself; ``line`` counts from 1."""
+
+    def __init__(self, path: str, reason: str, *, line: int | None = None) -> None:
+        self.path, self.reason, self.line = path, reason, line
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"{self.path}{'' if self.line is None else f':{self.line}'}: {self.reason}"
+
+
+class BackendUnavailableError(AttncheckError):
+    """A registered backend cannot be imported or run on this machine; ``reasons`` say why."""
+
+    def __init__(self, name: str, reasons: Sequence[str]) -> None:
+        self.name, self.reasons = name, tuple(reasons)
+        super().__init__(name)
+
+    def __str__(self) -> str:
+        return f"backend {self.name!r} is unavailable here: {'; '.join(self.reasons)}"
+
+
+class ReferenceArgumentError(AttncheckError, ValueError):
+    """The reference refuses an argument whose meaning is undefined."""
+
+    def __init__(self, argument: str, value: object, required: str) -> None:
+        self.argument, self.value, self.required = argument, value, required
+        super().__init__(argument)
+
+    def __str__(self) -> str:
+        return f"{self.argument} = {shorten(self.value)}: must be {self.required}"
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """``repr(value)`` cut to ``limit`` characters, so that a message stays one line."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
