@@ -1,0 +1,237 @@
+"""What a run leaves behind: one frozen, typed value a line of a run file.
+
+A run is a :class:`RunHeader`, any number of records, and a :class:`RunFooter`. A record says who was asked which case,
+which check looked, and what came of it. Each outcome is a class of its own with the fields that outcome has:
+a failure has figures and a summary, an unsupported case has reasons, and nothing has both. Models are strict about
+their keys: a line this version does not understand is an error, never half a record.
+
+Must not know: torch, tensors, cases, backends. A report renders on a laptop from these values alone.
+"""
+
+import hashlib
+import json
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+FORMAT = 1
+"""Version of the run file. Raised when an older reader would misread a newer file."""
+
+Figure = int | float
+Outcome = Literal["passed", "failed", "errored", "unsupported", "unavailable", "xfailed", "xpassed"]
+
+OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "errored", "unsupported", "unavailable", "xfailed", "xpassed")
+"""Every outcome, in the order they are reported."""
+
+FALLEN_SHORT: frozenset[Outcome] = frozenset({"failed", "errored", "xpassed"})
+"""Outcomes that make a run fail: a wrong answer, an error, and an expected failure that no longer is one."""
+
+EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "xfailed", "xpassed"})
+"""Outcomes of a case that was really put to the backend; the others say why it was not."""
+
+
+class _Frozen(BaseModel):
+    """Immutable, without unknown keys; NaN and infinities survive the way through JSON (as strings)."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class RecordKey(NamedTuple):
+    """What makes a record the same record: a run holds each key once."""
+
+    suite: str
+    case_id: str
+    case_hash: str
+    check: str
+    seed: int
+    backend: str
+    backend_version: str
+    environment: str
+    attncheck_version: str
+
+    def __str__(self) -> str:
+        return f"{self.suite}/{self.case_id}, check {self.check}, seed {self.seed}, backend {self.backend}"
+
+
+class _RecordBase(_Frozen):
+    """What every record says. ``backend_ref`` is what to type after ``--backend``; ``environment`` is a digest."""
+
+    kind: Literal["record"] = "record"
+    suite: str
+    case_id: str
+    case_hash: str
+    check: str
+    seed: int
+    backend: str
+    backend_ref: str
+    backend_version: str
+    environment: str
+    attncheck_version: str
+    duration_s: float = 0.0
+
+    @property
+    def key(self) -> RecordKey:
+        """The identity of this record within a run."""
+        return RecordKey(**{name: getattr(self, name) for name in RecordKey._fields})
+
+    @property
+    def case(self) -> str:
+        """``suite/id``: what people call the case."""
+        return f"{self.suite}/{self.case_id}"
+
+
+class Passed(_RecordBase):
+    """The check holds. ``figures`` measure by how much, ``notes`` say what a reader should know all the same."""
+
+    outcome: Literal["passed"] = "passed"
+    figures: dict[str, Figure] = {}
+    notes: tuple[str, ...] = ()
+
+
+class Failed(_RecordBase):
+    """The answer is wrong. ``summary``: one line, where and how much; ``meaning``: what it looks like, if known."""
+
+    outcome: Literal["failed"] = "failed"
+    figures: dict[str, Figure] = {}
+    summary: str
+    meaning: str | None = None
+    details: tuple[str, ...] = ()
+
+
+class Errored(_RecordBase):
+    """Something raised. ``stage`` is where: construct, build, forward, declaration, ..."""
+
+    outcome: Literal["errored"] = "errored"
+    stage: str
+    error_type: str
+    message: str
+    traceback: str = ""
+
+
+class Unsupported(_RecordBase):
+    """Not examined: the backend declares it cannot (``by`` backend), or no code of attncheck asks it yet."""
+
+    outcome: Literal["unsupported"] = "unsupported"
+    reasons: tuple[str, ...] = Field(min_length=1)
+    by: Literal["backend", "attncheck"] = "backend"
+
+
+class Unavailable(_RecordBase):
+    """Not examined: it cannot run on this machine."""
+
+    outcome: Literal["unavailable"] = "unavailable"
+    reasons: tuple[str, ...] = Field(min_length=1)
+
+
+class XFailed(_RecordBase):
+    """Fell short, as expected. ``underlying`` and ``summary``: what happened; ``reason``: why it was expected."""
+
+    outcome: Literal["xfailed"] = "xfailed"
+    underlying: Literal["failed", "errored"]
+    summary: str
+    reason: str
+
+
+class XPassed(_RecordBase):
+    """Expected to fall short for ``reason``, and passed: the expectation is out of date."""
+
+    outcome: Literal["xpassed"] = "xpassed"
+    reason: str
+
+
+Record = Annotated[
+    Passed | Failed | Errored | Unsupported | Unavailable | XFailed | XPassed, Field(discriminator="outcome")
+]
+"""One examined property of one case of one backend."""
+
+
+class Environment(_Frozen):
+    """The machine and the versions a run was made with. ``driver`` and ``capability`` are None on a CPU."""
+
+    attncheck: str
+    python: str
+    torch: str
+    numpy: str
+    platform: str
+    cpu: str
+    cores: int
+    device: str
+    device_name: str
+    capability: str | None = None
+    driver: str | None = None
+    deterministic: bool = False
+    tf32: bool = False
+    git_commit: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """12 hex digits over every field: equal digests, equal circumstances."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+class BackendInfo(_Frozen):
+    """A backend of the run: its conventions are the differences that are not bugs, shown beside its name."""
+
+    name: str
+    ref: str
+    version: str = ""
+    conventions: dict[str, str | bool | int | float | None] = {}
+    features: tuple[str, ...] = ()
+
+
+class SuiteInfo(_Frozen):
+    """A suite of the run: ``ref`` is what to type after ``--suite``, ``digest`` stands for the cases selected."""
+
+    name: str
+    ref: str
+    cases: int
+    digest: str = ""
+
+
+class RunHeader(_Frozen):
+    """First line of a run file. ``started`` is an ISO 8601 time with its offset; ``command`` the words typed."""
+
+    kind: Literal["header"] = "header"
+    format: int = FORMAT
+    started: str
+    environment: Environment
+    suites: tuple[SuiteInfo, ...]
+    checks: tuple[str, ...]
+    device: str
+    seed: int
+    backends: tuple[BackendInfo, ...]
+    command: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def suite_ref(self, name: str) -> str:
+        """What to type after ``--suite`` for the suite called ``name``; the name itself if the header lacks it."""
+        return next((suite.ref for suite in self.suites if suite.name == name), name)
+
+
+class RunFooter(_Frozen):
+    """Last line of a run file that came to its end. ``counts`` are per outcome, ``errors`` failed the run besides."""
+
+    kind: Literal["footer"] = "footer"
+    finished: str
+    counts: dict[Outcome, int]
+    errors: tuple[str, ...] = ()
+
+
+Line = Annotated[RunHeader | Record | RunFooter, Field(discriminator="kind")]
+
+_LINE: TypeAdapter[RunHeader | Record | RunFooter] = TypeAdapter(Line)
+
+
+def parse_line(text: str | bytes) -> RunHeader | Record | RunFooter:
+    """The value written on one line of a run file.
+
+    Raises:
+        pydantic.ValidationError: not JSON, a kind or outcome nobody knows, a missing or an unknown key.
+    """
+    return _LINE.validate_json(text)
+
+
+def format_line(line: RunHeader | Record | RunFooter) -> str:
+    """One line of JSON without its newline; :func:`parse_line` gives the equal value back."""
+    return line.model_dump_json()

@@ -1,0 +1,132 @@
+"""Records survive the way through JSON, and nothing unknown slips in."""
+
+import json
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from attncheck.reports.records import (
+    OUTCOMES,
+    BackendInfo,
+    Environment,
+    Errored,
+    Failed,
+    Passed,
+    Record,
+    RunFooter,
+    RunHeader,
+    SuiteInfo,
+    Unavailable,
+    Unsupported,
+    XFailed,
+    XPassed,
+    format_line,
+    parse_line,
+)
+
+WHO = {
+    "suite": "smoke",
+    "case_id": "edge.bfloat16-16",
+    "case_hash": "0123456789ab",
+    "check": "numerics",
+    "seed": 3,
+    "backend": "Wrong",
+    "backend_ref": "./wrong.py:Wrong",
+    "backend_version": "",
+    "environment": "abcdefabcdef",
+    "attncheck_version": "0.1.0",
+}
+ENVIRONMENT = Environment(
+    attncheck="0.1.0",
+    python="3.11.9",
+    torch="2.13.0+cpu",
+    numpy="2.3.0",
+    platform="Linux",
+    cpu="a cpu",
+    cores=2,
+    device="cpu",
+    device_name="a cpu",
+)
+HEADER = RunHeader(
+    started="2026-01-01T00:00:00+00:00",
+    environment=ENVIRONMENT,
+    suites=(SuiteInfo(name="mine", ref="./mine.yaml", cases=3),),
+    checks=("numerics",),
+    device="cpu",
+    seed=0,
+    backends=(BackendInfo(name="a", ref="a", conventions={"lse_base": "e", "batch_invariant": True}),),
+)
+ONE_OF_EACH: list[Record] = [
+    Passed(**WHO, figures={"rows": 40, "worst_budget": 0.5}, notes=("ran math",)),
+    Failed(**WHO, figures={"worst_budget": math.inf}, summary="7 of 40 rows", meaning="window", details=("row 3",)),
+    Errored(**WHO, stage="forward", error_type="RuntimeError", message="no", traceback="Traceback ..."),
+    Unsupported(**WHO, reasons=("head_size 80 is not one of 64",), by="attncheck"),
+    Unavailable(**WHO, reasons=("needs CUDA",)),
+    XFailed(**WHO, underlying="failed", summary="7 of 40 rows", reason="known"),
+    XPassed(**WHO, reason="known"),
+]
+
+
+def test_one_class_an_outcome() -> None:
+    assert [record.outcome for record in ONE_OF_EACH] == list(OUTCOMES)
+
+
+@pytest.mark.parametrize("line", [HEADER, *ONE_OF_EACH, RunFooter(finished="now", counts={"passed": 3})])
+def test_a_line_comes_back_equal_and_of_its_class(line: RunHeader | Record | RunFooter) -> None:
+    text = format_line(line)
+    assert "\n" not in text
+    again = parse_line(text)
+    assert type(again) is type(line)
+    assert again == line
+
+
+def test_nan_and_integers_keep_what_they_are() -> None:
+    again = parse_line(format_line(Passed(**WHO, figures={"nan": math.nan, "inf": -math.inf, "n": 3, "x": 3.0})))
+    assert isinstance(again, Passed)
+    assert math.isnan(again.figures["nan"])
+    assert again.figures["inf"] == -math.inf
+    assert isinstance(again.figures["n"], int)
+    assert isinstance(again.figures["x"], float)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reasons": ["x"]},
+        {"outcome": "skipped"},
+        {"kind": "finding"},
+        {"suite": None},
+        {"seed": "many"},
+    ],
+)
+def test_what_is_not_understood_is_refused(change: dict[str, object]) -> None:
+    data = json.loads(format_line(ONE_OF_EACH[0])) | change
+    with pytest.raises(ValidationError):
+        parse_line(json.dumps(data))
+
+
+def test_not_examined_needs_a_reason() -> None:
+    with pytest.raises(ValidationError):
+        Unsupported(**WHO, reasons=())
+
+
+def test_records_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        ONE_OF_EACH[0].seed = 4
+
+
+def test_the_key_is_who_was_asked_what_not_what_came_of_it() -> None:
+    assert {record.key for record in ONE_OF_EACH} == {ONE_OF_EACH[0].key}
+    assert ONE_OF_EACH[0].key != Passed(**(WHO | {"seed": 4})).key
+
+
+def test_the_digest_tells_environments_apart() -> None:
+    assert len(ENVIRONMENT.digest) == 12
+    assert ENVIRONMENT.digest == ENVIRONMENT.model_copy().digest
+    assert ENVIRONMENT.digest != ENVIRONMENT.model_copy(update={"torch": "2.11.0"}).digest
+
+
+def test_a_suite_read_from_a_file_is_named_by_its_path() -> None:
+    assert HEADER.suite_ref("mine") == "./mine.yaml"
+    assert HEADER.suite_ref("smoke") == "smoke"
