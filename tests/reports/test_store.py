@@ -1,0 +1,143 @@
+"""Run files: written safely, read strictly."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.errors import RunFileError
+from attncheck.reports.records import Record, RunHeader
+from attncheck.reports.store import RunWriter, read_run
+
+Make = Callable[..., Record]
+Write = Callable[..., Path]
+
+
+def test_what_was_written_is_read(write: Write, make: Make, header: RunHeader) -> None:
+    records = (make("passed"), make("failed", check="cache_write"), make("unsupported", check="lse"))
+    run = read_run(write(*records, errors=("an expectation matched nothing",)))
+    assert run.header == header
+    assert run.records == records
+    assert run.complete
+    assert run.footer is not None
+    assert run.footer.counts == {"passed": 1, "failed": 1, "unsupported": 1}
+    assert run.errors == ("an expectation matched nothing",)
+
+
+def test_every_record_is_in_the_file_as_soon_as_it_is_added(tmp_path: Path, make: Make, header: RunHeader) -> None:
+    path = tmp_path / "deep" / "er" / "run.jsonl"
+    with RunWriter(path, header) as writer:
+        for count, check in enumerate(("numerics", "lse"), start=1):
+            writer.add(make("passed", check=check))
+            assert len(read_run(path).records) == count
+            assert not read_run(path).complete
+
+
+def test_an_interrupted_run_has_no_footer(tmp_path: Path, make: Make, header: RunHeader) -> None:
+    path = tmp_path / "run.jsonl"
+
+    def interrupted() -> None:
+        with RunWriter(path, header) as writer:
+            writer.add(make("passed"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    run = read_run(path)
+    assert not run.complete
+    assert not run.cut_line
+    assert len(run.records) == 1
+
+
+def test_a_run_is_never_overwritten(write: Write, make: Make, header: RunHeader) -> None:
+    path = write(make("passed"))
+    before = path.read_bytes()
+    with pytest.raises(RunFileError, match="exists already"), RunWriter(path, header):
+        pass
+    assert path.read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_is_a_run_file_error(tmp_path: Path, header: RunHeader) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFileError, match="cannot be written"), RunWriter(tmp_path / "file" / "run.jsonl", header):
+        pass
+
+
+def test_the_writer_refuses_the_same_record_twice(tmp_path: Path, make: Make, header: RunHeader) -> None:
+    with RunWriter(tmp_path / "run.jsonl", header) as writer:
+        writer.add(make("passed"))
+        with pytest.raises(ValueError, match="came twice: smoke/edge"):
+            writer.add(make("failed"))
+
+
+def test_a_line_cut_off_in_the_middle_is_tolerated_and_told(write: Write, make: Make) -> None:
+    path = write(make("passed"), make("passed", check="lse"))
+    header, first, second, _ = path.read_text().splitlines()
+    path.write_text(f"{header}\n{first}\n{second[:50]}")
+    run = read_run(path)
+    assert run.cut_line
+    assert not run.complete
+    assert [record.check for record in run.records] == ["numerics"]
+
+
+def test_a_last_line_that_only_lacks_its_newline_counts(write: Write, make: Make) -> None:
+    path = write(make("passed"))
+    path.write_text(path.read_text().rstrip("\n"))
+    assert read_run(path).complete
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("damage", "line", "message"),
+    [
+        (lambda lines: [], None, "is empty"),
+        (lambda lines: ["\n", "  "], None, "is empty"),
+        (lambda lines: lines[1:], 1, "has no header"),
+        (lambda lines: ["suite: smoke", *lines], 1, "no run file"),
+        (lambda lines: ['{"kind": "header", "format": 2}', *lines[1:]], 1, "format 2; this attncheck reads format 1"),
+        (lambda lines: [lines[0], *lines], 2, "second header"),
+        (lambda lines: [lines[0], "{", *lines[1:]], 2, "not a line of JSON"),
+        (lambda lines: [lines[0], "", *lines[1:]], 2, "not a line of JSON"),
+        (lambda lines: [lines[0], '{"kind": "finding"}'], 2, "finding"),
+        (lambda lines: [lines[0], edit(lines[1], outcome="crashed")], 2, "crashed"),
+        (lambda lines: [lines[0], edit(lines[1], stderr="x")], 2, "unknown key 'stderr'"),
+        (lambda lines: [lines[0], edit(lines[1], seed=None)], 2, "seed"),
+        (lambda lines: [lines[0], lines[1], lines[1]], 3, "there twice: smoke/edge, check numerics"),
+        (lambda lines: [*lines, lines[1]], 5, "behind the footer"),
+        (lambda lines: [*lines, "cut off {"], 5, "behind the footer"),
+        (lambda lines: [lines[0], lines[1], lines[3]], 3, "counts 2 passed, the file holds 1"),
+        (lambda lines: [lines[0], edit(lines[1], suite="alibi")], 2, "suite 'alibi' is not in the header"),
+        (lambda lines: [lines[0], edit(lines[1], backend="other")], 2, "backend 'other' is not in the header"),
+        (lambda lines: [lines[0], edit(lines[1], check="timing")], 2, "check 'timing' is not in the header"),
+        (lambda lines: [lines[0], edit(lines[1], seed=9)], 2, "seed 9 is not in the header"),
+        (lambda lines: [lines[0], edit(lines[1], environment="ffff")], 2, "environment 'ffff' is not in the header"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused_with_the_line(
+    write: Write, make: Make, damage: Callable[[list[str]], list[str]], line: int | None, message: str
+) -> None:
+    path = write(make("passed"), make("passed", check="lse"))
+    path.write_text("".join(f"{text}\n" for text in damage(lines_of(path))))
+    with pytest.raises(RunFileError, match=message) as caught:
+        read_run(path)
+    assert caught.value.line == line
+    assert str(caught.value).startswith(str(path))
+
+
+def edit(line: str, **changes: object) -> str:
+    return json.dumps(json.loads(line) | changes)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RunFileError, match="cannot be read: No such file"):
+        read_run(tmp_path / "nothing.jsonl")
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_bytes(b"\xff\xfe\x00\n")
+    with pytest.raises(RunFileError, match="no run file"):
+        read_run(tmp_path / "run.jsonl")
