@@ -67,13 +67,11 @@ class RunWriter:
         self._synced = monotonic()
 
     def __enter__(self) -> Self:
+        if self.path.exists():
+            raise RunFileError(str(self.path), "exists already; runs are never overwritten, name another file")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("x", encoding="utf-8", newline="\n")
-        except FileExistsError:
-            raise RunFileError(
-                str(self.path), "exists already; runs are never overwritten, name another file"
-            ) from None
         except OSError as error:
             raise RunFileError(str(self.path), f"cannot be written: {error.strerror}") from error
         self._write(self.header)
