@@ -1,0 +1,53 @@
+"""attncheck examines attention backends: YAML-written cases, a float64 truth, a verdict for each backend.
+
+>>> import attncheck
+>>> attncheck.examine("torch_sdpa", suite="smoke").verdict  # doctest: +SKIP
+'passed'
+
+Importing this module loads nothing: its names are imported when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attncheck.backends.kernel import kernel_backend
+    from attncheck.harness.api import Examination, examine
+
+    __version__: str
+
+__all__ = ["Examination", "__version__", "examine", "kernel_backend"]
+
+_HOME = {
+    "Examination": "attncheck.harness.api",
+    "examine": "attncheck.harness.api",
+    "kernel_backend": "attncheck.backends.kernel",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _version() -> str:
+    """The installed version; in a checkout that is not installed, the one its pyproject.toml states."""
+    import importlib.metadata
+    import tomllib
+    from pathlib import Path
+
+    try:
+        return importlib.metadata.version("attncheck")
+    except importlib.metadata.PackageNotFoundError:
+        stated = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+        return str(stated["project"]["version"])
