@@ -254,7 +254,7 @@ class RequestSpec:
     def __post_init__(self) -> None:
         if self.seq_len is None:
             object.__setattr__(self, "seq_len", self.query_len)
-        if self.shared_prefix > self.context_len:
+        if self.shared_prefix > max(self.context_len, 0):
             raise SpecError(
                 f"only the {max(self.context_len, 0)} tokens of context can be shared",
                 field="shared_prefix",

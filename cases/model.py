@@ -1,0 +1,141 @@
+"""What a case and a suite are: frozen values with stable identities.
+
+A case's hash is its identity over time: it covers what the tensors depend on (layer, cache, batch and path, inputs,
+the generator's version) and nothing else, with every field left out that equals its default, so that a new key with a
+default changes no hash. Must not know: YAML, files, backends.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from attncheck.errors import SpecError
+from attncheck.reference.spec import (
+    GENERATOR_VERSION,
+    BatchSpec,
+    CacheSpec,
+    InputName,
+    LayerSpec,
+    RequestSpec,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """A budget of a case's own: the harness multiplies its budget by ``factor``, visibly, for ``reason``."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    factor: float = field(metadata={"description": "multiplies the error budget", "gt": 0})
+    reason: str = field(metadata={"description": "why this case needs a budget of its own"})
+
+    def __post_init__(self) -> None:
+        if not self.reason.strip():
+            raise SpecError(
+                "a budget of one's own needs a reason", field="reason", value=self.reason, allowed="say why in a line"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One question. ``checks`` and ``inputs`` of None mean: all that apply."""
+
+    suite: str
+    id: str
+    layer: LayerSpec
+    cache: CacheSpec
+    batch: BatchSpec
+    checks: tuple[str, ...] | None = None
+    tolerance: Tolerance | None = None
+    inputs: tuple[InputName, ...] | None = None
+    description: str = ""
+    notes: tuple[str, ...] = ()
+    origin: str = field(default="", compare=False)
+    """Where it was written: ``file:line``."""
+
+    @property
+    def key(self) -> str:
+        """``suite/id``: unique among the suites of a run."""
+        return f"{self.suite}/{self.id}"
+
+    @cached_property
+    def hash(self) -> str:
+        """12 hex digits of the SHA-256 of what is asked; equal questions, however written, have equal hashes."""
+        return _digest(question(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """The cases of one file, and what the file wishes for a run."""
+
+    name: str
+    description: str
+    cases: tuple[Case, ...]
+    path: Path
+    default_backends: tuple[str, ...] = ()
+    """Backends to examine if the command line names none."""
+    default_device: str | None = None
+    """Device to use if the command line names none."""
+    notes: tuple[str, ...] = ()
+    """What a reader of a run should know, such as keys of the file that are not used."""
+
+    def __iter__(self) -> Iterator[Case]:
+        return iter(self.cases)
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    @cached_property
+    def hash(self) -> str:
+        """12 hex digits over the ids and hashes of the cases, for a run's header."""
+        return _digest([[case.id, case.hash] for case in self.cases])
+
+
+def question(case: Case) -> dict[str, Any]:
+    """What a case's hash covers, as plain JSON values without any field that equals its default.
+
+    Neighbouring equal requests are merged (``q1_q1`` asks what ``2q1`` asks); inputs are a set.
+    """
+    path = case.batch.path
+    content: dict[str, Any] = {
+        "generator": GENERATOR_VERSION,
+        "layer": _spare(case.layer),
+        "cache": _spare(case.cache),
+        "requests": [_spare(request) for request in _merged(case.batch.requests)],
+        "padding": _spare(case.batch.padding),
+        "path": {} if path.name == "paged" else {"name": path.name, "options": _spare(path.options)},
+        "inputs": None if case.inputs is None else sorted(case.inputs),
+    }
+    return {key: value for key, value in content.items() if value not in (None, {})}
+
+
+def _merged(requests: tuple[RequestSpec, ...]) -> list[RequestSpec]:
+    merged: list[RequestSpec] = []
+    for request in requests:
+        if merged and replace(merged[-1], count=request.count) == request:
+            merged[-1] = replace(request, count=merged[-1].count + request.count)
+        else:
+            merged.append(request)
+    return merged
+
+
+def _spare(value: Any) -> Any:
+    """``value`` as JSON values; of a dataclass, only the fields that differ from their default."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [_spare(item) for item in value]
+    if is_dataclass(value):
+        given = {f.name: (getattr(value, f.name), f.default) for f in fields(value)}
+        return {name: _spare(own) for name, (own, default) in given.items() if default is MISSING or own != default}
+    return value
+
+
+def _digest(content: object) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
