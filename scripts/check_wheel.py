@@ -53,7 +53,9 @@ def check_installed(wheel: Path, scratch: Path) -> None:
         done = subprocess.run(arguments, check=True, cwd=home, env=environment, capture_output=True, text=True)
         return done.stdout
 
-    found = ask(python, "-c", "import importlib.util as u; print(u.find_spec('torch'), u.find_spec('attncheck').origin)")
+    found = ask(
+        python, "-c", "import importlib.util as u; print(u.find_spec('torch'), u.find_spec('attncheck').origin)"
+    )
     if not found.startswith("None ") or str(home) not in found:
         sys.exit(f"the clean environment is not clean: {found}")
     command = str(home / "bin" / "attncheck")

@@ -1,0 +1,106 @@
+"""What holds the distribution together: links, versions, pins, scripts, and names that must not be reachable."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import attncheck
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("reference", "cases", "backends", "reports", "harness")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    stated = [line.split("#")[0].strip() for line in lines]
+    return dict(line.lower().replace("_", "-").split("==") for line in stated if line)
+
+
+def tracked_files() -> list[Path]:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("not a git checkout: no list of our own files")
+    return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_reached_by_a_relative_link(room):
+    assert str((ROOT / "src" / "attncheck" / room).readlink()) == f"../../{room}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_bare_room_name_is_no_module_of_ours(room):
+    """What an installation puts on sys.path holds no second, bare copy of a room (-P: the folder itself is left out)."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "ModuleNotFoundError" in done.stderr
+
+
+def test_the_changelog_tops_with_this_version():
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert versions[0] == PROJECT["version"]
+
+
+def test_the_installed_version_is_the_stated_one():
+    assert attncheck.__version__ == PROJECT["version"]
+
+
+def test_every_requirement_is_pinned_within_its_range():
+    packaging = pytest.importorskip("packaging.requirements")
+    stated = [*PROJECT["dependencies"], *(r for extra in PROJECT["optional-dependencies"].values() for r in extra)]
+    for requirement in map(packaging.Requirement, stated):
+        if requirement.name == PROJECT["name"]:
+            continue
+        pinned = pins()[requirement.name.lower().replace("_", "-")]
+        assert pinned in requirement.specifier, f"{requirement} does not admit the pin {pinned}"
+
+
+def test_the_extra_dev_names_every_other_extra():
+    extras = set(PROJECT["optional-dependencies"]) - {"dev"}
+    (own,) = (r for r in PROJECT["optional-dependencies"]["dev"] if r.startswith("attncheck["))
+    assert set(own.removeprefix("attncheck[").removesuffix("]").split(",")) == extras
+
+
+@pytest.mark.parametrize("script", ["scripts/demo", "scripts/test", "scripts/tox", ".ci/run"])
+def test_a_script_is_executable_and_parses(script):
+    assert os.access(ROOT / script, os.X_OK)
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+
+
+def test_the_scripts_refuse_an_old_python_in_words(tmp_path):
+    """With nothing new enough on PATH, the message names what is needed and how to point at it."""
+    checkout = tmp_path / "checkout"
+    (checkout / "scripts").mkdir(parents=True)
+    for name in ("scripts/test", "scripts/tox", "constraints.txt"):
+        (checkout / name).write_bytes((ROOT / name).read_bytes())
+        (checkout / name).chmod(0o755)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("bash", "dirname"):
+        (tools / tool).symlink_to(f"/bin/{tool}" if Path(f"/bin/{tool}").exists() else f"/usr/bin/{tool}")
+    (tools / "python3").write_text("#!/bin/sh\nexit 1\n")
+    (tools / "python3").chmod(0o755)
+
+    done = subprocess.run(
+        [str(checkout / "scripts" / "test")], env={"PATH": str(tools)}, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 1
+    assert "Python 3.11 or newer" in done.stderr
+    assert "PYTHON=" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_no_file_names_a_package_registry():
+    """Set-up takes packages from wherever the machine's pip is told to: no host of a registry stands in the project."""
+    hosts = ["pypi." + "org", "python" + "hosted", "download.py" + "torch", "registry." + "npmjs"]
+    for path in tracked_files():
+        text = path.read_bytes().decode("utf-8", errors="replace")
+        assert not [host for host in hosts if host in text], path
