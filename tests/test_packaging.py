@@ -36,7 +36,7 @@ def test_a_room_is_reached_by_a_relative_link(room):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_bare_room_name_is_no_module_of_ours(room):
-    """What an installation puts on sys.path holds no second, bare copy of a room (-P: the folder itself is left out)."""
+    """What an installation puts on sys.path holds no second copy of a room (-P leaves out the folder itself)."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", f"import {room}"], cwd=ROOT, capture_output=True, text=True, check=False
     )
