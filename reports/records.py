@@ -30,6 +30,10 @@ EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "xfaile
 """Outcomes of a case that was really put to the backend; the others say why it was not."""
 
 
+BUDGET_SHARE = "budget_share"
+"""The figure that says which share of the error budget the worst row used; above 1.0 the answer is wrong."""
+
+
 class _Frozen(BaseModel):
     """Immutable, without unknown keys; NaN and infinities survive the way through JSON (as strings)."""
 

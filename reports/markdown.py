@@ -1,0 +1,190 @@
+"""A run as Markdown, for a pull request, a wiki, a file: everything the run file says that a reader can use.
+
+Nothing is cut here: every failure with its figures and the line that repeats it, every reason for what was not
+examined. Messages of backends are quoted so that they cannot become markup. Must not know: how records came about.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from attncheck.reports import phrases
+from attncheck.reports.records import Errored, Failed, Record, RunHeader, XFailed
+from attncheck.reports.repro import repro_command
+from attncheck.reports.store import Run
+from attncheck.reports.summary import Summary, Tally, summarise
+
+
+def render_run(run: Run) -> str:
+    """The whole report of one run file, ending in a newline."""
+    summary = summarise(run.records, checks=run.header.checks)
+    sections = [
+        "# attncheck report",
+        _circumstances(run),
+        f"**{phrases.closing(summary, run.errors)}**",
+        "## Backends and suites",
+        "Good records of examined ones, over all checks; `-` where nothing was examined.",
+        _suite_table(summary, run.header),
+        "## Backends and checks",
+        _check_table(summary),
+        *_conventions(run.header, summary),
+        *_run_errors(run.errors),
+        *_failures(summary, run.header),
+        *_expected(summary.expected),
+        *_gaps(summary),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _circumstances(run: Run) -> str:
+    header, env = run.header, run.header.environment
+    facts = {
+        "Asked": ", ".join(f"{suite.name} ({phrases.plural(suite.cases, 'case')})" for suite in header.suites),
+        "Checks": ", ".join(header.checks),
+        "Seed": str(header.seed),
+        "Device": f"{header.device}: {env.device_name}"
+        + (f", compute capability {env.capability}" if env.capability else "")
+        + (f", driver {env.driver}" if env.driver else ""),
+        "Machine": f"{env.cpu}, {phrases.plural(env.cores, 'core')}, {env.platform}",
+        "Versions": f"attncheck {env.attncheck}, torch {env.torch}, numpy {env.numpy}, Python {env.python}"
+        + (f", commit {env.git_commit}" if env.git_commit else ""),
+        "Policy": f"TF32 {'on' if env.tf32 else 'off'}, "
+        f"deterministic algorithms {'on' if env.deterministic else 'off'}",
+        "Started": header.started + (f", finished {run.footer.finished}" if run.footer else ""),
+        "Command": _code(" ".join(header.command)) if header.command else "",
+        "Notes": "; ".join(_text(note) for note in header.notes),
+    }
+    lines = [f"- {name}: {value}" for name, value in facts.items() if value]
+    if warning := phrases.incomplete(run):
+        lines.insert(0, f"- **{_text(warning)}**")
+    return "\n".join(lines)
+
+
+def _suite_table(summary: Summary, header: RunHeader) -> str:
+    rows = [
+        [
+            _backend(backend, header),
+            *(_cell(summary.by_suite.get((backend, suite))) for suite in summary.suites),
+            phrases.budgets(summary.by_backend[backend].worst_share),
+            str(summary.by_backend[backend].not_examined or "-"),
+        ]
+        for backend in summary.backends
+    ]
+    return _table(["backend", *summary.suites, "worst error (budgets)", "not examined"], rows)
+
+
+def _check_table(summary: Summary) -> str:
+    rows = [
+        [_text(backend), *(_cell(summary.by_check.get((backend, check))) for check in summary.checks)]
+        for backend in summary.backends
+    ]
+    return _table(["backend", *summary.checks], rows)
+
+
+def _backend(name: str, header: RunHeader) -> str:
+    """The backend's name with its version and conventions, so that no figure is read without them."""
+    info = next((backend for backend in header.backends if backend.name == name), None)
+    if info is None:
+        return _text(name)
+    version = f" {_text(info.version)}" if info.version else ""
+    stated = f"<br>{_text(phrases.conventions(info))}" if info.conventions else ""
+    return f"{_text(name)}{version}{stated}"
+
+
+def _cell(tally: Tally | None) -> str:
+    if tally is None or not tally.examined:
+        return "-"
+    text = f"{tally.good}/{tally.examined}"
+    return f"**{text}**" if tally.short else text
+
+
+def _conventions(header: RunHeader, summary: Summary) -> list[str]:
+    features = [
+        f"- {_text(backend.name)} declares: {', '.join(sorted(backend.features)) or 'no optional feature'}"
+        for backend in header.backends
+        if backend.name in summary.backends
+    ]
+    return ["\n".join(features)] if features else []
+
+
+def _run_errors(errors: Sequence[str]) -> list[str]:
+    return ["## Errors of the run", "\n".join(f"- {_text(error)}" for error in errors)] if errors else []
+
+
+def _failures(summary: Summary, header: RunHeader) -> list[str]:
+    if not summary.short:
+        return []
+    return ["## What fell short", *(_failure(record, header) for record in summary.short)]
+
+
+def _failure(record: Record, header: RunHeader) -> str:
+    lines = [
+        f"### {_text(record.backend)}: {_text(record.case)}, {record.check}",
+        f"**{record.outcome}**: {_text(phrases.what_happened(record))}",
+    ]
+    if isinstance(record, Failed):
+        lines += ["\n".join(f"- {_text(detail)}" for detail in record.details)] if record.details else []
+        lines += [f"Looks like: {_text(record.meaning)}"] if record.meaning else []
+        if record.figures:
+            lines.append(_table(["figure", "value"], [[_text(name), f"{x:.6g}"] for name, x in record.figures.items()]))
+    if isinstance(record, Errored):
+        lines.append(_fenced(record.traceback or record.message))
+    lines.append(f"Repeat:\n\n{_fenced(repro_command(record, header), 'sh')}")
+    return "\n\n".join(lines)
+
+
+def _expected(records: Iterable[XFailed]) -> list[str]:
+    rows = [
+        [_text(record.backend), _text(record.case), record.check, _text(record.summary), _text(record.reason)]
+        for record in records
+    ]
+    if not rows:
+        return []
+    return [
+        "## Fell short as expected",
+        _table(["backend", "case", "check", "what happened", "expected because"], rows),
+    ]
+
+
+def _gaps(summary: Summary) -> list[str]:
+    if not summary.gaps:
+        return ["## Not examined", "Nothing was left out of what this run asked."]
+    rows = [
+        [_text(gap.backend), gap.outcome, phrases.gap(gap, len(summary.checks)), _text(phrases.gap_reasons(gap))]
+        for gap in summary.gaps
+    ]
+    return [
+        "## Not examined",
+        "About these the run says nothing, neither good nor bad.",
+        _table(["backend", "outcome", "what", "why"], rows),
+    ]
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A pipe table. Cells must be escaped already; tabulate's own pipe format pads but does not escape."""
+    if not (body := list(rows)):
+        return "Nothing was recorded."
+    lines = [headers, ["---"] * len(headers), *body]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+_MARKUP = re.compile(r"[\\`*\[\]|]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+
+
+def _text(text: str) -> str:
+    """``text`` on one line, with everything escaped that Markdown or HTML would read; ``a_b`` means nothing to it."""
+    flat = " ".join(phrases.printable(text).split())
+    return _MARKUP.sub(lambda match: "\\" + match[0], flat).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _code(text: str) -> str:
+    fence = "`" * (_longest_ticks(text) + 1)
+    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
+
+
+def _fenced(text: str, language: str = "text") -> str:
+    fence = "`" * max(3, _longest_ticks(text) + 1)
+    return f"{fence}{language}\n{phrases.printable(text).rstrip()}\n{fence}"
+
+
+def _longest_ticks(text: str) -> int:
+    return max((len(run) for run in re.findall(r"`+", text)), default=0)

@@ -1,0 +1,104 @@
+"""How a run's figures and circumstances are put into words, the same in every report.
+
+Must not know: tables, colours, Markdown.
+"""
+
+import math
+import unicodedata
+from collections.abc import Sequence
+
+from attncheck.reports.records import OUTCOMES, BackendInfo, Errored, Failed, Record, RunHeader, XPassed
+from attncheck.reports.store import Run
+from attncheck.reports.summary import Gap, Summary
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 case``, ``2 cases``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def budgets(share: float | None) -> str:
+    """A share of the error budget to about three digits; ``-`` where nothing was measured."""
+    if share is None:
+        return "-"
+    if math.isinf(share):
+        return "inf"
+    return f"{share:.2f}" if share < 10 else f"{share:.3g}"
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters: messages come from foreign code, and a terminal obeys what it is sent."""
+    return "".join(
+        character if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf") else "?"
+        for character in text
+    )
+
+
+def title(header: RunHeader) -> str:
+    """One line: versions, machine, what was asked."""
+    env = header.environment
+    machine = plural(env.cores, "core") if env.driver is None else env.device_name
+    suites = ", ".join(f"{suite.name}: {plural(suite.cases, 'case')}" for suite in header.suites)
+    noun = "suite" if len(header.suites) == 1 else "suites"
+    return f"attncheck {env.attncheck}, torch {env.torch}, {machine}, {noun} {suites}, seed {header.seed}"
+
+
+def conventions(backend: BackendInfo) -> str:
+    """The backend's conventions in one line."""
+    return ", ".join(f"{name}: {_word(value)}" for name, value in backend.conventions.items()) or "none stated"
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else printable(str(value))
+
+
+def gap(item: Gap, checks: int) -> str:
+    """What was not examined, without the reasons: ``9 cases``, or ``41 cases (lse)`` where only some checks were not.
+
+    ``checks`` is how many checks the run has.
+    """
+    some = f" ({', '.join(item.checks)})" if len(item.checks) < checks else ""
+    return f"{plural(item.cases, 'case')}{some}"
+
+
+def gap_reasons(item: Gap) -> str:
+    """Why something was not examined; attncheck's own limits are marked as such."""
+    origin = "attncheck: " if item.by == "attncheck" else ""
+    return printable(origin + "; ".join(item.reasons))
+
+
+def what_happened(record: Record) -> str:
+    """One line for a record that fell short; any other is told by its outcome."""
+    match record:
+        case Failed():
+            text = record.summary
+        case Errored():
+            text = f"{record.error_type} in {record.stage}: {_first_line(record.message)}"
+        case XPassed():
+            text = f"passed, but was expected to fall short: {record.reason}"
+        case _:
+            text = record.outcome
+    return printable(text)
+
+
+def _first_line(message: str) -> str:
+    return next(iter(message.strip().splitlines()), "(no message)")
+
+
+def closing(summary: Summary, errors: Sequence[str] = ()) -> str:
+    """The last line: the verdict and how many of everything. ``errors`` fail a run whatever its records say."""
+    verdict = "failed" if errors else summary.verdict
+    counts = [f"{summary.total[outcome]} {outcome}" for outcome in OUTCOMES if summary.total[outcome]]
+    counts += [plural(len(errors), "error")] if errors else []
+    size = f"{plural(len(summary.backends), 'backend')}, {plural(summary.cases, 'case')}"
+    return f"{verdict}: {size}: {', '.join(counts) or 'no records'}"
+
+
+def incomplete(run: Run) -> str | None:
+    """A warning about a run without footer, or None."""
+    if run.complete:
+        return None
+    where = "in the middle of a line" if run.cut_line else "before its footer"
+    return f"{run.path} was cut off {where}: what follows is {plural(len(run.records), 'record')} of an unfinished run"

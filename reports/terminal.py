@@ -1,0 +1,185 @@
+"""A run as a person reads it in a terminal: the table, what fell short, what was not examined.
+
+Text in, text out: no colours unless asked for, nothing printed here. Lines keep to 100 columns, except commands made
+to be pasted. Must not know: how the records came about.
+"""
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from attncheck.reports import phrases
+from attncheck.reports.records import Errored, Failed, Record, RunHeader
+from attncheck.reports.repro import repro_command
+from attncheck.reports.store import Run
+from attncheck.reports.summary import Summary, Tally, summarise
+
+WIDTH = 100
+SHOWN_FAILURES = 3
+"""Failures shown in full for one backend under one check; the Markdown report shows them all."""
+SHOWN_GAPS = 6
+"""Reasons shown for one backend, those with most cases first."""
+
+
+def render_run(run: Run, *, color: bool = False) -> str:
+    """A run file as text: title, warning if it was cut off, tables, failures."""
+    parts = [phrases.title(run.header)]
+    if warning := phrases.incomplete(run):
+        parts.append(f"warning: {warning}")
+    parts.append(render(run.header, run.records, errors=run.errors, color=color))
+    return "\n\n".join(parts)
+
+
+def render(header: RunHeader, records: Sequence[Record], *, errors: Sequence[str] = (), color: bool = False) -> str:
+    """The tables and failures of a run without its title, ending with the counts of all outcomes."""
+    summary = summarise(records, checks=header.checks)
+    sections = [
+        _check_table(summary, color),
+        _suite_table(summary, color) if len(summary.suites) > 1 else "",
+        *_failures(summary, header, color),
+        _gaps(summary),
+        _expected(summary),
+        _conventions(header, summary),
+        "\n".join(_wrap(f"error: {error}") for error in errors),
+        phrases.closing(summary, errors),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _check_table(summary: Summary, color: bool) -> str:
+    """Backends down, checks across: good of examined."""
+    if not summary.backends:
+        return ""
+    rows = [
+        [
+            backend,
+            *(_cell(summary.by_check.get((backend, check)), color) for check in summary.checks),
+            _budgets(summary.by_backend[backend]),
+            _left_out(summary.by_backend[backend]),
+        ]
+        for backend in summary.backends
+    ]
+    return _table([["backend", *summary.checks, "worst error", "not examined"], *rows])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns lined up, two spaces apart. The headings are the first row: tabulate would pad a row of its own."""
+    return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def _suite_table(summary: Summary, color: bool) -> str:
+    """Suites down, backends across: good of examined, over all checks."""
+    rows = [
+        [suite, *(_cell(summary.by_suite.get((backend, suite)), color) for backend in summary.backends)]
+        for suite in summary.suites
+    ]
+    return _table([["suite", *summary.backends], *rows])
+
+
+def _cell(tally: Tally | None, color: bool) -> str:
+    if tally is None or not tally.examined:
+        return "-"
+    return _paint(f"{tally.good}/{tally.examined}", "31" if tally.short else "32", color)
+
+
+def _budgets(tally: Tally) -> str:
+    share = phrases.budgets(tally.worst_share)
+    return share if share == "-" else f"{share} budgets"
+
+
+def _left_out(tally: Tally) -> str:
+    counts = [f"{tally[outcome]} {outcome}" for outcome in ("unsupported", "unavailable") if tally[outcome]]
+    return "\n".join(counts) or "-"
+
+
+def _paint(text: str, code: str, color: bool) -> str:
+    return f"\033[{code}m{text}\033[0m" if color else text
+
+
+def _wrap(text: str, indent: str = "", hang: str = "  ") -> str:
+    """Fold long lines; a word that is longer than a line, such as a path, stays whole."""
+    return "\n".join(
+        textwrap.fill(
+            line,
+            WIDTH,
+            initial_indent=indent,
+            subsequent_indent=indent + hang,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines()
+    )
+
+
+def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
+    """Each failure in full, up to :data:`SHOWN_FAILURES` a backend and check, then how many more there are."""
+    seen: Counter[tuple[str, str]] = Counter()
+    shown = []
+    for record in summary.short:
+        seen[record.backend, record.check] += 1
+        if seen[record.backend, record.check] <= SHOWN_FAILURES:
+            shown.append(failure(record, header, color=color))
+    more = [
+        f"{backend}, {check}: {count - SHOWN_FAILURES} more"
+        for (backend, check), count in seen.items()
+        if count > SHOWN_FAILURES
+    ]
+    if more:
+        shown.append(_wrap(f"not shown here: {'; '.join(more)} (all are in the run file: attncheck report)"))
+    return shown
+
+
+def failure(record: Record, header: RunHeader | None = None, *, color: bool = False) -> str:
+    """One record that fell short: who, which case, which check; what happened; what it looks like; how to repeat it."""
+    lines = [f"{_paint(record.outcome, '31', color)}  {record.backend}  {record.case}  {record.check}"]
+    lines.append(_wrap(phrases.what_happened(record), "  "))
+    if isinstance(record, Failed):
+        lines += [_wrap(phrases.printable(detail), "  ") for detail in record.details]
+        if record.meaning:
+            lines.append(_wrap(f"looks like: {phrases.printable(record.meaning)}", "  "))
+    if isinstance(record, Errored) and (place := _raised_at(record.traceback)):
+        lines.append(f"  {phrases.printable(place)}")
+    lines.append(f"  repeat: {repro_command(record, header)}")
+    return "\n".join(lines)
+
+
+def _raised_at(traceback: str) -> str:
+    """The last ``File ..., line ..., in ...`` of a traceback: where it was raised."""
+    places = [line.strip() for line in traceback.splitlines() if line.strip().startswith('File "')]
+    return places[-1] if places else ""
+
+
+def _gaps(summary: Summary) -> str:
+    rows = []
+    for backend in summary.backends:
+        gaps = [gap for gap in summary.gaps if gap.backend == backend]
+        for gap in gaps[:SHOWN_GAPS]:
+            what = phrases.gap(gap, len(summary.checks))
+            rows.append([backend, gap.outcome, what, " ".join(phrases.gap_reasons(gap).split())])
+        if len(gaps) > SHOWN_GAPS:
+            rows.append([backend, "", "", f"and {phrases.plural(len(gaps) - SHOWN_GAPS, 'further reason')}"])
+    if not rows:
+        return ""
+    fixed = 2 + sum(max(len(row[column]) for row in rows) + 2 for column in range(3))
+    for row in rows:
+        row[3] = textwrap.fill(row[3], max(WIDTH - fixed, 30), break_long_words=False)
+    return "not examined\n" + textwrap.indent(_table(rows), "  ")
+
+
+def _expected(summary: Summary) -> str:
+    reasons = Counter((record.backend, record.reason) for record in summary.expected)
+    return "\n".join(
+        _wrap(f"fell short as expected: {backend}, {count} times: {phrases.printable(reason)}")
+        for (backend, reason), count in reasons.items()
+    )
+
+
+def _conventions(header: RunHeader, summary: Summary) -> str:
+    """Each backend's conventions, those that are alike together."""
+    groups: dict[str, list[str]] = {}
+    for backend in header.backends:
+        if backend.name in summary.backends and backend.conventions:
+            groups.setdefault(phrases.conventions(backend), []).append(backend.name)
+    return "\n".join(_wrap(f"conventions of {', '.join(names)}: {text}") for text, names in groups.items())

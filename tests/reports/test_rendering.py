@@ -1,0 +1,172 @@
+"""Reports for people: everything that matters is there, it fits, and messages stay text."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attncheck.reports import markdown, terminal
+from attncheck.reports.records import BUDGET_SHARE, Record, RunHeader
+from attncheck.reports.store import read_run
+
+Make = Callable[..., Record]
+Write = Callable[..., Path]
+
+FAILURE: dict[str, Any] = {
+    "backend": "Wrong",
+    "case_id": "window.bfloat16-16",
+    "figures": {"rows": 40, "bad_rows": 7, BUDGET_SHARE: 18.4},
+    "summary": "7 of 40 rows, first: row 3 (request 0, position 35), all heads; worst 18.4 budgets at head 2",
+    "meaning": "the window is one key too long (the truth with sliding_window=129 fits all rows)",
+    "details": ["row 3: found 0.5, expected 0.25"],
+}
+REASON = "kv_cache_dtype fp8_e5m2 is not one of auto, bfloat16, float16, float32; block_size 12 is no multiple of 16"
+
+
+@pytest.fixture
+def records(make: Make) -> list[Record]:
+    return [
+        make("passed", figures={BUDGET_SHARE: 0.5}),
+        make("passed", check="lse"),
+        make("failed", **FAILURE),
+        make("errored", backend="Wrong", check="cache_write", traceback='  File "wrong.py", line 9, in forward\n    x'),
+        *(make("unsupported", backend="Wrong", check="lse", case_id=f"c{i}", reasons=[REASON]) for i in range(3)),
+        make("xfailed", backend="Wrong", case_id="known", reason="upstream issue 5"),
+    ]
+
+
+def row(text: str, first: str) -> list[str]:
+    """The words of the line that begins with ``first``."""
+    return next(line.split() for line in text.splitlines() if line.startswith(first))
+
+
+def test_terminal_table_counts_good_of_examined(header: RunHeader, records: list[Record]) -> None:
+    text = terminal.render(header, records)
+    assert row(text, "backend")[:4] == ["backend", "numerics", "lse", "cache_write"]
+    assert row(text, "reference") == ["reference", "1/1", "1/1", "-", "0.50", "budgets", "-"]
+    assert row(text, "Wrong") == ["Wrong", "1/2", "-", "0/1", "18.4", "budgets", "3", "unsupported"]
+    assert text.splitlines()[-1] == (
+        "failed: 2 backends, 6 cases: 2 passed, 1 failed, 1 errored, 3 unsupported, 1 xfailed"
+    )
+
+
+def test_terminal_tells_each_failure_whole(header: RunHeader, records: list[Record]) -> None:
+    text = terminal.render(header, records)
+    assert "failed  Wrong  smoke/window.bfloat16-16  numerics\n" in text
+    for part in (FAILURE["summary"], FAILURE["meaning"], FAILURE["details"][0]):
+        assert part in text
+    assert "repeat: attncheck run --backend ./wrong.py:Wrong" in text
+    assert "RuntimeError in forward: no such kernel" in text
+    assert 'File "wrong.py", line 9, in forward' in text
+    assert "fell short as expected: Wrong, 1 times: upstream issue 5" in text
+    assert "conventions of Wrong: lse_base: 2, batch_invariant: yes" in text
+
+
+def test_terminal_says_what_was_not_examined_and_why(header: RunHeader, records: list[Record]) -> None:
+    text = terminal.render(header, records)
+    assert "3 cases (lse)" in text
+    flat = " ".join(text.split())
+    assert "kv_cache_dtype fp8_e5m2 is not one of" in flat
+
+
+def test_terminal_keeps_to_100_columns_but_never_breaks_a_command(header: RunHeader, make: Make) -> None:
+    records = [make("failed", **FAILURE | {"summary": "word " * 60, "details": ["x" * 20 + " y" * 90]})]
+    records += [make("unsupported", check="lse", reasons=["why " * 80])]
+    for line in terminal.render(header, records).splitlines():
+        assert len(line) <= 100 or "repeat: " in line
+
+
+def test_terminal_shows_a_few_failures_of_a_kind_and_counts_the_rest(header: RunHeader, make: Make) -> None:
+    records = [make("failed", case_id=f"c{i}") for i in range(10)] + [make("failed", check="lse")]
+    text = terminal.render(header, records)
+    assert text.count("repeat: ") == 4
+    assert "reference, numerics: 7 more" in text
+
+
+def test_terminal_colours_only_when_asked(header: RunHeader, records: list[Record]) -> None:
+    plain = terminal.render(header, records)
+    assert "\033" not in plain
+    coloured = terminal.render(header, records, color=True)
+    assert "\033[31m0/1\033[0m" in coloured
+    assert re.sub(r"\033\[\d+m", "", coloured) == plain
+
+
+def test_messages_cannot_drive_the_terminal(header: RunHeader, make: Make) -> None:
+    text = terminal.render(header, [make("errored", message="\x1b]0;owned\x07 \x1b[2J\rhidden\u202e")])
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", text)
+
+
+def test_suites_get_a_table_when_there_are_several(header: RunHeader, make: Make) -> None:
+    text = terminal.render(header, [make("passed"), make("failed", suite="mine")])
+    assert row(text, "smoke") == ["smoke", "1/1"]
+    assert row(text, "mine") == ["mine", "0/1"]
+    assert "\nsuite" not in terminal.render(header, [make("passed")])
+
+
+def test_a_run_of_nothing_says_so(header: RunHeader) -> None:
+    assert terminal.render(header, []).splitlines()[-1] == "not examined: 0 backends, 0 cases: no records"
+
+
+def test_a_cut_off_run_is_announced(write: Write, records: list[Record]) -> None:
+    path = write(*records)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:4]))
+    assert "was cut off before its footer" in terminal.render_run(read_run(path))
+    assert "was cut off before its footer" in markdown.render_run(read_run(path))
+
+
+def test_errors_of_the_run_turn_a_good_table_into_a_failure(write: Write, make: Make) -> None:
+    run = read_run(write(make("passed"), errors=("entry 2 of expect.yaml matches no case",)))
+    text = terminal.render_run(run)
+    assert "error: entry 2 of expect.yaml matches no case" in text
+    assert text.splitlines()[-1] == "failed: 1 backend, 1 case: 1 passed, 1 error"
+    assert "entry 2 of expect.yaml matches no case" in markdown.render_run(run)
+
+
+def test_markdown_has_backends_by_suites_with_conventions(write: Write, records: list[Record], make: Make) -> None:
+    text = markdown.render_run(read_run(write(*records, make("passed", suite="mine"))))
+    assert "| backend | smoke | mine | worst error (budgets) | not examined |" in text
+    assert "| reference 0.1.0<br>lse_base: e | 2/2 | 1/1 | 0.50 | - |" in text
+    assert "| Wrong<br>lse_base: 2, batch_invariant: yes | **1/3** | - | 18.4 | 3 |" in text
+
+
+def test_markdown_has_every_failure_with_figures_meaning_and_command(write: Write, make: Make) -> None:
+    records = [make("failed", **FAILURE | {"case_id": f"c{i}"}) for i in range(10)]
+    text = markdown.render_run(read_run(write(*records)))
+    assert text.count("### Wrong: smoke/c") == 10
+    assert text.count("Looks like: the window is one key too long") == 10
+    assert text.count("| bad_rows | 7 |") == 10
+    assert "```sh\nattncheck run --backend ./wrong.py:Wrong --suite smoke --case c3 --check numerics" in text
+
+
+def test_markdown_says_what_it_does_not_know(write: Write, records: list[Record], make: Make) -> None:
+    text = markdown.render_run(read_run(write(*records)))
+    assert f"| Wrong | unsupported | 3 cases (lse) | {REASON} |" in text
+    assert "Nothing was left out" in markdown.render_run(read_run(write(make("passed"), name="other.jsonl")))
+
+
+def test_messages_cannot_become_markup(write: Write, make: Make) -> None:
+    evil = "<script>alert(1)</script> | cell | ``` [a](javascript:x) *b* a_b"
+    records = [
+        make("errored", message=evil, traceback=f"Traceback\n```\n# heading\n{evil}"),
+        make("unsupported", check="lse", reasons=[evil]),
+    ]
+    text = markdown.render_run(read_run(write(*records)))
+    outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", text)
+    assert "<script" not in outside
+    assert "heading" not in outside
+    assert not re.search(r"(?<!\\)\]\(", outside)
+    cells = next(line for line in outside.splitlines() if "unsupported |" in line)
+    assert len(re.findall(r"(?<!\\)\|", cells)) == 5
+    assert "a_b" in cells
+
+
+def test_reports_need_no_torch() -> None:
+    code = (
+        "import sys, attncheck.reports.terminal, attncheck.reports.markdown; "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

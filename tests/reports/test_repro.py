@@ -1,0 +1,35 @@
+"""The repro line, taken apart again by a shell's rules, says exactly what the record says."""
+
+import shlex
+import subprocess
+from collections.abc import Callable
+
+from attncheck.reports.records import Record, RunHeader
+from attncheck.reports.repro import repro_command
+
+Make = Callable[..., Record]
+
+
+def test_the_line_names_one_backend_case_and_check(make: Make, header: RunHeader) -> None:
+    line = repro_command(make("failed", backend="Wrong", case_id="edge.bfloat16-16"), header)
+    assert line == (
+        "attncheck run --backend ./wrong.py:Wrong --suite smoke --case edge.bfloat16-16 --check numerics "
+        "--device cpu --in-process"
+    )
+
+
+def test_a_seed_of_its_own_is_said(make: Make) -> None:
+    assert " --seed 7 " in repro_command(make("failed", seed=7))
+    assert "--seed" not in repro_command(make("failed"))
+
+
+def test_a_suite_file_is_named_by_its_path_and_quoted(make: Make, header: RunHeader) -> None:
+    words = shlex.split(repro_command(make("failed", suite="mine"), header))
+    assert words[words.index("--suite") + 1] == "./my suite.yaml"
+
+
+def test_what_a_stranger_named_reaches_no_shell(make: Make) -> None:
+    name = "a'; echo $(id) `id` *.py"
+    line = repro_command(make("failed", backend_ref=name))
+    done = subprocess.run(["sh", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[3] == name

@@ -1,0 +1,73 @@
+"""Counting: every record lands in exactly one place, and what was not examined never counts as good."""
+
+import math
+from collections.abc import Callable
+
+from attncheck.reports.records import BUDGET_SHARE, OUTCOMES, Record
+from attncheck.reports.summary import summarise, tally
+
+Make = Callable[..., Record]
+
+
+def test_every_outcome_has_its_place(make: Make) -> None:
+    found = tally([make(outcome) for outcome in OUTCOMES])
+    assert [found[outcome] for outcome in OUTCOMES] == [1] * 7
+    assert found.examined == 5
+    assert found.not_examined == 2
+    assert found.good == 2  # passed, xfailed
+    assert found.short == 3  # failed, errored, xpassed
+
+
+def test_the_worst_share_is_over_passes_and_failures(make: Make) -> None:
+    shares = [0.25, 18.4, 0.5]
+    records = [make("failed" if share > 1 else "passed", figures={BUDGET_SHARE: share}) for share in shares]
+    assert tally(records).worst_share == 18.4
+    assert tally([make("passed", figures={"rows": 3}), make("unavailable")]).worst_share is None
+
+
+def test_a_share_that_is_no_number_is_the_worst(make: Make) -> None:
+    records = [make("failed", figures={BUDGET_SHARE: "NaN"}), make("passed", figures={BUDGET_SHARE: 0.5})]
+    assert tally(records).worst_share == math.inf
+
+
+def test_verdicts(make: Make) -> None:
+    assert summarise([make("passed"), make("xfailed", check="lse")]).verdict == "passed"
+    assert summarise([make("passed"), make("xpassed", check="lse")]).verdict == "failed"
+    assert summarise([make("passed"), make("errored", check="lse")]).verdict == "failed"
+    assert summarise([make("unsupported"), make("unavailable", check="lse")]).verdict == "not examined"
+    assert summarise([]).verdict == "not examined"
+
+
+def test_tables_are_by_backend_and_check_and_by_backend_and_suite(make: Make) -> None:
+    records = [
+        make("passed", check="cache_write", backend="Wrong", suite="mine"),
+        make("failed", check="numerics", backend="Wrong", suite="mine"),
+        make("passed", check="numerics", backend="Wrong"),
+        make("passed", check="numerics"),
+    ]
+    summary = summarise(records, checks=("numerics", "lse", "cache_write"))
+    assert summary.backends == ("Wrong", "reference")
+    assert summary.suites == ("mine", "smoke")
+    assert summary.checks == ("numerics", "cache_write")
+    assert summary.cases == 2
+    assert (summary.by_check["Wrong", "numerics"].good, summary.by_check["Wrong", "numerics"].examined) == (1, 2)
+    assert (summary.by_suite["Wrong", "mine"].good, summary.by_suite["Wrong", "mine"].examined) == (1, 2)
+    assert ("reference", "mine") not in summary.by_suite
+    assert summary.short == (records[1],)
+
+
+def test_equal_reasons_are_one_gap(make: Make) -> None:
+    small, large = ["head_size 80"], ["head_size 256", "no window"]
+    records = [
+        *(make("unsupported", case_id=f"c{i}", check=check, reasons=small) for i in range(2) for check in ("a", "b")),
+        *(make("unsupported", case_id=f"d{i}", check="a", reasons=large) for i in range(3)),
+        make("unsupported", case_id="e", check="a", reasons=small, by="attncheck"),
+        make("unavailable", case_id="f", check="a", reasons=small),
+    ]
+    gaps = summarise(records).gaps
+    assert [(gap.outcome, gap.by, gap.reasons, gap.cases, gap.checks) for gap in gaps] == [
+        ("unsupported", "backend", tuple(large), 3, ("a",)),
+        ("unsupported", "backend", tuple(small), 2, ("a", "b")),
+        ("unsupported", "attncheck", tuple(small), 1, ("a",)),
+        ("unavailable", "machine", tuple(small), 1, ("a",)),
+    ]
