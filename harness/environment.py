@@ -9,7 +9,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-import numpy
+import numpy as np
 import torch
 
 import attncheck
@@ -29,7 +29,7 @@ def collect_environment(device: str) -> Environment:
         attncheck=attncheck.__version__,
         python=platform.python_version(),
         torch=str(torch.__version__),
-        numpy=numpy.__version__,
+        numpy=np.__version__,
         platform=f"{platform.system()} {platform.machine()}",
         cpu=cpu,
         cores=cores(),
@@ -71,7 +71,7 @@ def _git_commit() -> str | None:
 def _first_line(*command: str) -> str | None:
     """First line a command prints, or None where it is missing, fails or does not answer."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603 (fixed words)
     except (OSError, subprocess.SubprocessError):
         return None
     lines = done.stdout.splitlines()
