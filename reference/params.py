@@ -237,5 +237,11 @@ def layer_params(layer: LayerSpec, *, causal: bool | None = None) -> AttentionPa
     )
 
 
+def require_params(params: object) -> None:
+    """Refuses parameters of another kind of layer."""
+    if not isinstance(params, AttentionParams):
+        raise ReferenceArgumentError("params", params, "AttentionParams")
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,96 @@
+"""Refusals shared by the functions of the reference: what an argument must be before it means anything.
+
+Each helper raises :class:`~attncheck.errors.ReferenceArgumentError` naming the argument, the value and what would be
+right, so that no index error comes up from the depths. Must not know: formulas.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attncheck.errors import ReferenceArgumentError
+
+FLOAT8_DTYPES = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+)
+"""The dtypes that carry a scale; every other float dtype is taken at face value."""
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def is_float8(tensor: Tensor) -> bool:
+    """Whether the tensor holds codes that mean ``code * scale``."""
+    return tensor.dtype in FLOAT8_DTYPES
+
+
+def require_shape(name: str, tensor: Tensor, *sizes: int | None, legend: str = "") -> None:
+    """Refuses another number of axes, or another size of an axis; ``None`` stands for any size."""
+    shape = tuple(tensor.shape)
+    fits = len(shape) == len(sizes) and all(want in (None, have) for want, have in zip(sizes, shape, strict=True))
+    if not fits:
+        want = "[" + ", ".join("any" if size is None else str(size) for size in sizes) + "]"
+        raise ReferenceArgumentError(f"{name}.shape", shape, want + (f" ({legend})" if legend else ""))
+
+
+def require_float(name: str, tensor: Tensor, *, float8: bool = False) -> None:
+    """Refuses what is no floating-point tensor, and float8 codes where no scale could give them a meaning."""
+    if not tensor.dtype.is_floating_point or (is_float8(tensor) and not float8):
+        raise ReferenceArgumentError(
+            f"{name}.dtype", tensor.dtype, "floating point" + ("" if float8 else ", not float8")
+        )
+
+
+def require_same_device(first: str, tensor: Tensor, **others: Tensor) -> None:
+    """Refuses tensors that do not lie on the device of the first."""
+    for name, other in others.items():
+        if other.device != tensor.device:
+            raise ReferenceArgumentError(f"{name}.device", str(other.device), f"{tensor.device}, where {first} is")
+
+
+def require_positive_int(name: str, value: object) -> None:
+    """Refuses a count that is no integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ReferenceArgumentError(name, value, "an integer >= 1")
+
+
+def require_index(name: str, tensor: Tensor) -> None:
+    """Refuses an index tensor that is neither int32 nor int64."""
+    if tensor.dtype not in _INDEX_DTYPES:
+        raise ReferenceArgumentError(f"{name}.dtype", tensor.dtype, "int32 or int64")
+
+
+def host_ints(name: str, tensor: Tensor, size: int | None = None) -> list[int]:
+    """A one-dimensional index tensor as Python integers, of which no arithmetic can overflow."""
+    require_index(name, tensor)
+    require_shape(name, tensor, size)
+    return [int(value) for value in tensor.tolist()]
+
+
+def host_offsets(name: str, tensor: Tensor, rows_name: str, rows: int) -> list[int]:
+    """Start offsets of packed sequences, ``[R + 1]``: from 0, never falling, within the ``rows`` they cut."""
+    offsets = host_ints(name, tensor)
+    if not offsets or offsets[0] != 0:
+        raise ReferenceArgumentError(name, offsets[:1], "offsets that start at 0, one more than there are requests")
+    for before, after in pairwise(offsets):
+        if after < before:
+            raise ReferenceArgumentError(name, [before, after], "non-decreasing")
+    if offsets[-1] > rows:
+        raise ReferenceArgumentError(f"{name}[-1]", offsets[-1], f"at most {rows}, the rows of {rows_name}")
+    return offsets
+
+
+def require_scale(name: str, scale: float | Tensor, *shapes: Sequence[int]) -> None:
+    """Refuses a scale that is neither a positive number, nor one element, nor of one of the given shapes."""
+    if isinstance(scale, Tensor):
+        if not scale.dtype.is_floating_point:
+            raise ReferenceArgumentError(f"{name}.dtype", scale.dtype, "floating point")
+        if scale.numel() != 1 and tuple(scale.shape) not in [tuple(shape) for shape in shapes]:
+            allowed = ", ".join(str(list(shape)) for shape in shapes)
+            raise ReferenceArgumentError(f"{name}.shape", tuple(scale.shape), f"one element, or {allowed}")
+    elif not (math.isfinite(scale) and scale > 0):
+        raise ReferenceArgumentError(name, scale, "a positive number")
