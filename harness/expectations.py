@@ -1,0 +1,176 @@
+"""Expected failures: a file that says who falls short where, and why that is known (``--expect FILE``).
+
+A file is a YAML list of entries::
+
+    - backend: Wrong              # the backend's name, as reports show it
+      case: smoke/window-edge.*   # a pattern on suite/id, or on the id alone
+      check: numerics
+      outcome: failed             # or errored
+      reason: the window is one key too long, issue 17
+
+A record that fell short as an entry says becomes ``xfailed``; one that passed although expected to fall short becomes
+``xpassed`` and fails the run. An entry that matches no case of the run's suites, or that no record bears out, fails the
+run as well, by its line. Entries for suites, backends, cases or checks this run leaves out are not looked at.
+
+Must not know: how records come about.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol
+
+from attncheck.cases.validation import suggestion, validate
+from attncheck.cases.yaml_tree import Items, Place, Table, describe, parse_yaml
+from attncheck.errors import CaseFileError
+from attncheck.reference.spec import CHECKS
+from attncheck.reports.phrases import what_happened
+from attncheck.reports.records import Errored, Failed, Passed, Record, RecordKey, XFailed, XPassed
+
+
+class HasNames(Protocol):
+    """What is read of a case: a suite and an id."""
+
+    @property
+    def suite(self) -> str:
+        """Name of the suite."""
+
+    @property
+    def id(self) -> str:
+        """Id within the suite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """One entry of the file. ``case`` is a pattern (``*``, ``?``, ``[...]``) on ``suite/id`` or on the id."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    backend: str = field(metadata={"description": "name of the backend"})
+    case: str = field(metadata={"description": "pattern on suite/id, or on the id"})
+    check: str = field(metadata={"description": "name of the check"})
+    outcome: Literal["failed", "errored"] = field(metadata={"description": "what is expected: failed or errored"})
+    reason: str = field(metadata={"description": "why it is expected"})
+
+    def fits_case(self, suite: str, case_id: str) -> bool:
+        """Whether the pattern matches this case."""
+        return fnmatchcase(f"{suite}/{case_id}", self.case) or fnmatchcase(case_id, self.case)
+
+    def fits_suite(self, suite: str) -> bool:
+        """Whether the pattern could match a case of this suite."""
+        named, slash, _ = self.case.partition("/")
+        return not slash or fnmatchcase(suite, named)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An expectation and where it is written."""
+
+    expectation: Expectation
+    place: Place
+
+    def __str__(self) -> str:
+        wanted = self.expectation
+        where = f"{self.place.file}:{self.place.line}"
+        return f"{where}: {wanted.backend}, {wanted.case}, {wanted.check}: {wanted.outcome} expected"
+
+
+def load_expectations(path: Path) -> tuple[Entry, ...]:
+    """Read an expectation file.
+
+    Raises:
+        CaseFileError: with line and column, for anything but a list of complete entries with known checks.
+    """
+    file = str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CaseFileError(f"cannot be read: {error.strerror}", file=file) from error
+    except UnicodeDecodeError as error:
+        raise CaseFileError("is not UTF-8 text", file=file) from error
+    tree = parse_yaml(text, file)
+    if not isinstance(tree, Items):
+        raise tree.place.fault(
+            f"a list of expectations belongs here, and this is {describe(tree)}",
+            allowed="write - backend: ..., one entry after the other",
+        )
+    entries = []
+    for item in tree.items:
+        expectation = validate(Expectation, item)
+        if expectation.check not in CHECKS:
+            place = item.entries["check"].place if isinstance(item, Table) else item.place
+            raise place.fault(
+                "unknown check", value=expectation.check, allowed=suggestion(expectation.check, [*CHECKS])
+            )
+        if not expectation.reason.strip():
+            place = item.entries["reason"].place if isinstance(item, Table) else item.place
+            raise place.fault("an expected failure needs a reason", allowed="say why it is known")
+        entries.append(Entry(expectation, item.place))
+    return tuple(entries)
+
+
+class Expectations:
+    """The entries of one run, applied to its records one by one and then asked what was left unmet.
+
+    ``cases`` are all cases of the run's suites, ``selected`` those the filters leave; ``backends`` and ``checks`` are
+    the names the run examines.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        *,
+        cases: Sequence[HasNames],
+        selected: Sequence[HasNames],
+        backends: Sequence[str],
+        checks: Sequence[str],
+    ) -> None:
+        suites = {case.suite for case in cases}
+        self._blind = []
+        self._live = []
+        for entry in entries:
+            wanted = entry.expectation
+            if not any(wanted.fits_suite(suite) for suite in suites):
+                continue
+            if not any(wanted.fits_case(case.suite, case.id) for case in cases):
+                self._blind.append(entry)
+            elif (
+                wanted.backend in backends
+                and wanted.check in checks
+                and any(wanted.fits_case(case.suite, case.id) for case in selected)
+            ):
+                self._live.append(entry)
+        self._met: set[Entry] = set()
+        self._seen: dict[Entry, RecordKey] = {}
+
+    def apply(self, record: Record) -> Record:
+        """The record as it stands in the light of the expectations: itself, or an ``xfailed`` or ``xpassed`` one."""
+        for entry in self._live:
+            wanted = entry.expectation
+            if (record.backend, record.check) != (wanted.backend, wanted.check):
+                continue
+            if not wanted.fits_case(record.suite, record.case_id):
+                continue
+            self._seen.setdefault(entry, record.key)
+            who = record.key._asdict() | {"backend_ref": record.backend_ref, "duration_s": record.duration_s}
+            if isinstance(record, Failed | Errored) and record.outcome == wanted.outcome:
+                self._met.add(entry)
+                return XFailed(**who, underlying=record.outcome, summary=what_happened(record), reason=wanted.reason)
+            if isinstance(record, Passed):
+                self._met.add(entry)  # not borne out, but its record says so
+                return XPassed(**who, reason=f"{wanted.reason} ({entry.place.file}:{entry.place.line})")
+        return record
+
+    def unmet(self, *, stopped_early: bool = False) -> list[str]:
+        """One line for each entry that fails the run. Of a run that stopped early, only what it saw can be judged."""
+        blind = [
+            f"{entry}, but it matches no case of this run's suites; remove it or mend the pattern"
+            for entry in self._blind
+        ]
+        missed = [
+            f"{entry}, but no record bears it out; remove it if this is mended"
+            for entry in self._live
+            if entry not in self._met and not (stopped_early and entry not in self._seen)
+        ]
+        return blind + missed
