@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attncheck.reference.builder import AttentionMetadataBuilder
+    from attncheck.reference.cache import (
+        compute_slot_mapping,
+        copy_blocks,
+        kv_cache_views,
+        reshape_and_cache,
+        swap_blocks,
+    )
+    from attncheck.reference.merge import merge_attn_states, merge_many
     from attncheck.reference.metadata import CommonAttentionMetadata
     from attncheck.reference.paged import paged_attention
     from attncheck.reference.params import AttentionParams, Precision, layer_params, visible, window_pair
+    from attncheck.reference.quant import dequantize_fp8, quantize_fp8
     from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, CacheSpec, LayerSpec
     from attncheck.reference.varlen import varlen_attention
 
@@ -27,8 +36,17 @@ _HOME = {
     "CommonAttentionMetadata": "metadata",
     "LayerSpec": "spec",
     "Precision": "params",
+    "compute_slot_mapping": "cache",
+    "copy_blocks": "cache",
+    "dequantize_fp8": "quant",
+    "kv_cache_views": "cache",
     "layer_params": "params",
+    "merge_attn_states": "merge",
+    "merge_many": "merge",
     "paged_attention": "paged",
+    "quantize_fp8": "quant",
+    "reshape_and_cache": "cache",
+    "swap_blocks": "cache",
     "varlen_attention": "varlen",
     "visible": "params",
     "window_pair": "params",
@@ -45,8 +63,17 @@ __all__ = [
     "CommonAttentionMetadata",
     "LayerSpec",
     "Precision",
+    "compute_slot_mapping",
+    "copy_blocks",
+    "dequantize_fp8",
+    "kv_cache_views",
     "layer_params",
+    "merge_attn_states",
+    "merge_many",
     "paged_attention",
+    "quantize_fp8",
+    "reshape_and_cache",
+    "swap_blocks",
     "varlen_attention",
     "visible",
     "window_pair",

@@ -94,3 +94,10 @@ def require_scale(name: str, scale: float | Tensor, *shapes: Sequence[int]) -> N
             raise ReferenceArgumentError(f"{name}.shape", tuple(scale.shape), f"one element, or {allowed}")
     elif not (math.isfinite(scale) and scale > 0):
         raise ReferenceArgumentError(name, scale, "a positive number")
+
+
+def require_broadcast(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    """Refuses a tensor that does not broadcast to ``shape``."""
+    axes = zip(reversed(tensor.shape), reversed(shape), strict=False)
+    if tensor.dim() > len(shape) or any(have not in (1, want) for have, want in axes):
+        raise ReferenceArgumentError(f"{name}.shape", tuple(tensor.shape), f"broadcastable to {list(shape)}")

@@ -64,14 +64,6 @@ class ScoreRule:
         distance_qk = (k_pos_1k - q_pos_q1).to(self.precision.compute)
         return distance_qk.clamp_(max=0).neg_().sqrt_().neg_() if self.params.alibi_sqrt else distance_qk
 
-    def round_probs(self, p_Nmk: Tensor) -> Tensor:
-        """The numerators as they enter the product with V."""
-        return _rounded(p_Nmk, self.precision.prob)
-
-    def round_out(self, out: Tensor) -> Tensor:
-        """The output as it is returned."""
-        return _rounded(out, self.precision.out)
-
 
 class RowTile:
     """Some consecutive rows of a request, all heads, and what they have summed so far."""
@@ -141,7 +133,7 @@ class RowTile:
         p_Nmk = s_Nmk.sub_(pivot_Nm1).exp_()
         self.max_Nm1 = max_Nm1
         self.sum_Nm1.mul_(rescale_Nm1).add_(p_Nmk.sum(-1, keepdim=True))
-        self.acc_NmV.mul_(rescale_Nm1).baddbmm_(self.rule.round_probs(p_Nmk), v_NkV)
+        self.acc_NmV.mul_(rescale_Nm1).baddbmm_(self.rule.precision.round_prob(p_Nmk), v_NkV)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """``(out [q, H, V], lse [q, H])`` of everything absorbed, sinks included."""
@@ -159,7 +151,7 @@ class RowTile:
         lse_Nm1 = max_Nm1 + sum_Nm1.log()
         out_qHV = out_NmV.view(heads, groups, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads * groups, -1)
         lse_qH = lse_Nm1.view(heads, groups, rows).permute(2, 0, 1).reshape(rows, heads * groups)
-        return self.rule.round_out(out_qHV), lse_qH
+        return self.rule.precision.round_out(out_qHV), lse_qH
 
 
 def attend(
@@ -211,8 +203,3 @@ def _cleared(k_NkD: Tensor, v_NkV: Tensor, at: int, seen_k: Tensor) -> tuple[Ten
     keep_1k1[at : at + len(seen_k)] = seen_k
     gone_1k1 = ~keep_1k1[None, :, None]
     return k_NkD.masked_fill(gone_1k1, 0.0), v_NkV.masked_fill(gone_1k1, 0.0)
-
-
-def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """``x`` with the values it has in ``dtype``, still carried in its own dtype."""
-    return x if dtype is None else x.to(dtype).to(x.dtype)

@@ -24,6 +24,7 @@ from attncheck.reference.arguments import (
 )
 from attncheck.reference.online_softmax import FetchKeys, ScoreRule, attend, heads_first
 from attncheck.reference.params import AttentionParams, Precision, require_params
+from attncheck.reference.quant import fp8_values
 from attncheck.reference.visibility import MaskFunction, Visibility
 
 
@@ -117,7 +118,7 @@ def paged_attention(
     for request, rows, seq_len in batch.requests():
         query_qHD = query[rows]
         if is_float8(query):
-            query_qHD = _dequantised(query_qHD, q_scale, compute)
+            query_qHD = fp8_values(query_qHD, _per_head(q_scale), compute)
         pages = block_table[request, : -(-seq_len // batch.block_size)].to(query.device, torch.int64)
         lo, hi = (0, seq_len) if kv_range is None else (min(kv_range[0], seq_len), min(kv_range[1], seq_len))
         sight = Visibility(params, (lo, hi), seq_len - len(query_qHD), request, tree, mask_fn)
@@ -189,22 +190,20 @@ def _page_reader(
 
 
 def _read(cache: Tensor, blocks: Tensor, offsets: Tensor, scale: float | Tensor, compute: torch.dtype) -> Tensor:
-    """``cache[blocks, offsets]``, ``[k, Hkv, D]``; codes are given their value."""
+    """``cache[blocks, offsets]``, ``[k, Hkv, C]``; codes are given their value."""
     if not is_float8(cache):
         return cache[blocks, offsets]
     codes = cache.view(torch.uint8)[blocks, offsets].view(cache.dtype)
-    if isinstance(scale, Tensor) and scale.numel() != 1 and scale.dim() == 3:
+    if isinstance(scale, Tensor) and scale.numel() != 1 and scale.dim() > 1:
         scale = scale[blocks.to(scale.device), offsets.to(scale.device)]
-    return _dequantised(codes, scale, compute)
+    return fp8_values(codes, _per_head(scale), compute)
 
 
-def _dequantised(codes: Tensor, scale: float | Tensor, compute: torch.dtype) -> Tensor:
-    """``code * scale`` for codes ``[rows, heads, size]``; the scale is a number, one element, or one a head."""
-    values = codes.to(compute)
+def _per_head(scale: float | Tensor) -> float | Tensor:
+    """A scale that broadcasts to ``[rows, heads, size]``."""
     if not isinstance(scale, Tensor):
-        return values * scale
-    scale = scale.to(values.device, compute)
-    return values * (scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(-1))
+        return scale
+    return scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(-1)
 
 
 def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, params: AttentionParams) -> None:

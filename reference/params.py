@@ -151,6 +151,14 @@ class Precision:
         """What a good kernel for tensors of ``dtype`` rounds: float32 inside, ``P`` and output in ``dtype``."""
         return cls(torch.float32, dtype, dtype)
 
+    def round_prob(self, p: Tensor) -> Tensor:
+        """Softmax numerators as they enter the product with V."""
+        return _rounded(p, self.prob)
+
+    def round_out(self, out: Tensor) -> Tensor:
+        """The output as it is returned."""
+        return _rounded(out, self.out)
+
 
 def window_pair(sliding_window: int | None, *, bidirectional: bool = False) -> tuple[int, int]:
     """Inclusive distances for vLLM's ``sliding_window``: a query sees at most so many keys, itself included.
@@ -241,6 +249,11 @@ def require_params(params: object) -> None:
     """Refuses parameters of another kind of layer."""
     if not isinstance(params, AttentionParams):
         raise ReferenceArgumentError("params", params, "AttentionParams")
+
+
+def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``x`` with the values it has in ``dtype``, still carried in its own dtype."""
+    return x if dtype is None else x.to(dtype).to(x.dtype)
 
 
 def _is_int(value: object) -> bool:

@@ -1,0 +1,67 @@
+"""Float8 codes and the scales that give them a meaning: ``value = code * scale``.
+
+Must not know: caches, attention.
+"""
+
+import torch
+from torch import Tensor
+
+from attncheck.errors import ReferenceArgumentError
+from attncheck.reference.arguments import is_float8, require_broadcast, require_float, require_scale
+
+
+@torch.no_grad()
+def quantize_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """The codes of ``x``: ``round_fp8(clamp(float32(x) / float32(scale), -max, max))``, new, of the shape of ``x``.
+
+    Rounds to nearest, ties to even; saturates (infinities too); NaN stays NaN. ``scale`` is the factor of the way
+    back, a number or a tensor that broadcasts to ``x``; it divides, as in vLLM, where multiplying by a reciprocal
+    could differ by a code. ``max`` is the largest finite number of ``dtype``: 448 for ``float8_e4m3fn``, 57344 for
+    ``float8_e5m2``, 240 for ``float8_e4m3fnuz``.
+
+    >>> quantize_fp8(torch.tensor([1.0, 3.3, 1e9, -1e9]), 2.0).float()
+    tensor([   0.5000,    1.6250,  448.0000, -448.0000])
+    """
+    require_float("x", x)
+    _check_scale(scale, x)
+    if not is_float8(torch.empty(0, dtype=dtype)):
+        raise ReferenceArgumentError("dtype", dtype, "a float8 dtype")
+    return fp8_codes(x, scale, dtype)
+
+
+@torch.no_grad()
+def dequantize_fp8(codes: Tensor, scale: float | Tensor, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """``code * scale`` in ``dtype``, new, of the shape of ``codes``.
+
+    ``scale`` is a number (used exactly, not through float32) or a tensor that broadcasts to ``codes``.
+
+    >>> dequantize_fp8(torch.tensor([0.5, 1.625]).to(torch.float8_e4m3fn), 2.0)
+    tensor([1.0000, 3.2500], dtype=torch.float64)
+    """
+    if not is_float8(codes):
+        raise ReferenceArgumentError("codes.dtype", codes.dtype, "a float8 dtype")
+    _check_scale(scale, codes)
+    require_float("dequantised", torch.empty(0, dtype=dtype))
+    return fp8_values(codes, scale, dtype)
+
+
+def fp8_codes(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`quantize_fp8` for arguments already found sound."""
+    divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    limit = torch.finfo(dtype).max
+    return x.float().div(divisor).clamp_(-limit, limit).to(dtype)
+
+
+def fp8_values(codes: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`dequantize_fp8` for arguments already found sound."""
+    return codes.to(dtype).mul_(scale.to(codes.device, dtype) if isinstance(scale, Tensor) else scale)
+
+
+def _check_scale(scale: float | Tensor, x: Tensor) -> None:
+    if not isinstance(scale, Tensor):
+        require_scale("scale", scale)
+    else:
+        require_float("scale", scale)
+        require_broadcast("scale", scale, x.shape)
+        if not (scale > 0).all():
+            raise ReferenceArgumentError("scale", scale.min().item(), "positive everywhere")
