@@ -1,0 +1,80 @@
+"""``claims``: what is declared runs; what is not declared is refused, or answered right.
+
+A feature quietly ignored is the worst bug of all: accepted, undeclared and wrong fails here. Cannot see: declarations no
+case of the run asks about. Wrong answers to declared cases are ``numerics``'s business.
+"""
+
+import torch
+
+from attncheck.backends.declarations import required_features
+from attncheck.harness.checks.numerics import output_shares, summarize
+from attncheck.harness.explain import explain
+from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.observation import Observation, Raised
+from attncheck.harness.problem import Problem
+from attncheck.harness.runner import Session
+from attncheck.harness.truth import Truth
+
+NOT_REFUSABLE = frozenset({"short_keys"})
+"""Features whose absence cannot be noticed without reading lengths on the host: compared only where declared."""
+
+
+def examine_declared(session: Session, seen: Observation | Raised) -> Finding:
+    """A case the declarations accept: it must run, and so must the profiling call without metadata."""
+    if isinstance(seen, Raised):
+        return broken_promise(seen)
+    pool_before = None if session.pool is None else session.pool.bytes().clone()
+    idle = session.run_without_metadata()
+    if isinstance(idle, Raised):
+        return Broken(
+            f"forward without metadata (the profiling call) raised {type(idle.error).__name__}: {idle.message}",
+            details=(idle.trace,),
+        )
+    if not bool(torch.isfinite(idle).all()):
+        return Broken("forward without metadata (the profiling call) left NaN or Inf in the output")
+    if session.pool is not None and pool_before is not None and not torch.equal(pool_before, session.pool.bytes()):
+        return Broken("forward without metadata (the profiling call) changed a cache it was not given")
+    return Holds()
+
+
+def broken_promise(raised: Raised) -> Broken:
+    """A declared case that was refused, or broke."""
+    verb = "refused" if raised.is_refusal else "raised"
+    return Broken(
+        f"declared, but {verb} at {raised.stage}: {type(raised.error).__name__}: {raised.message}",
+        details=(raised.trace,),
+    )
+
+
+def examine_undeclared(
+    problem: Problem, truth: Truth, attempt: Observation | Raised, reasons: tuple[str, ...]
+) -> Finding:
+    """A case the declarations leave out, tried all the same: refusing is right, answering right is fine."""
+    if isinstance(attempt, Raised):
+        if attempt.is_refusal:
+            return Holds(notes=(f"refused at {attempt.stage}: {attempt.message}",))
+        after = f" after changing {' and '.join(attempt.touched)}" if attempt.touched else ""
+        return Broken(
+            f"not declared, and no clear refusal: {type(attempt.error).__name__} at {attempt.stage}{after}: "
+            f"{attempt.message}",
+            meaning="a case the backend cannot do must be refused with ValueError, NotImplementedError or TypeError",
+            details=(*reasons, attempt.trace),
+        )
+    shares = output_shares(truth, attempt)
+    if bool(attempt.unwritten.any()) or bool((shares > 1).any()):
+        return Broken(
+            f"not declared ({'; '.join(reasons)}), accepted, and wrong: {summarize(problem, shares)}",
+            {"budget_share": float(shares.max())},
+            explain(problem, truth, attempt.output[: len(shares)].double(), shares),
+        )
+    return Holds(notes=(f"answered right without declaring it: {'; '.join(reasons)}",))
+
+
+def unprobed(problem: Problem, features: frozenset[str]) -> NotExamined | None:
+    """Undeclared cases that are not tried at all, and why."""
+    case = problem.case
+    missing = (required_features(case.layer, case.cache, case.batch) - features) & NOT_REFUSABLE
+    if not missing:
+        return None
+    names = ", ".join(sorted(missing))
+    return NotExamined((f"{names}: compared only where declared, since refusing it needs the lengths on the host",))

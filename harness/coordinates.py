@@ -1,0 +1,63 @@
+"""Signatures: which request, position and head a K or V row belongs to, written into the signs of its first channels.
+
+A wrong read or write can then be named, not only noticed. The bits are scrambled by an invertible hash, so that they
+look random (a V with constant channels would hide errors) and still decode. Must not know: caches, backends.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHANNELS = 32
+"""Channels a signature occupies; head sizes below it carry none."""
+
+_MASK = 0xFFFFFFFF
+_FACTOR = 0x9E3779B1
+_INVERSE = pow(_FACTOR, -1, 1 << 32)
+_SALT = {"key": 0x243F6A88, "value": 0x85A308D3}
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """The origin of a row: ``kind`` is "key" or "value"; request modulo 1024, position modulo 131072, head modulo 32."""
+
+    kind: str
+    request: int
+    position: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of request {self.request}, position {self.position}, KV head {self.head}"
+
+
+def sign(rows: Tensor, kind: str, requests: Tensor, positions: Tensor) -> None:
+    """Write signatures into ``rows`` (``[n, Hkv, D]``, in place); ``requests`` and ``positions`` are int64 ``[n]``."""
+    heads = torch.arange(rows.shape[1])
+    word = ((requests % 1024) << 22 | (positions % 131072) << 5)[:, None] | (heads % 32)
+    code = _scramble(word ^ _SALT[kind])
+    bits = (code[..., None] >> torch.arange(CHANNELS)) & 1
+    rows[..., :CHANNELS] = (2 * bits - 1).to(rows.dtype)
+
+
+def decode(row: Tensor) -> tuple[Coordinate, ...]:
+    """What the signature of one row (``[D]``) can mean, read as a key's and as a value's; empty without a signature.
+
+    Any sign pattern decodes to something: keep only origins that exist in the problem at hand.
+    """
+    signs = row[:CHANNELS].double()
+    if len(row) < CHANNELS or not bool((signs.abs() == 1).all()):
+        return ()
+    word = sum(1 << i for i, s in enumerate(signs.tolist()) if s > 0)
+    for _ in range(2):
+        word = (word ^ word >> 16) * _INVERSE & _MASK
+    plain = {kind: word ^ salt for kind, salt in _SALT.items()}
+    return tuple(Coordinate(kind, w >> 22, w >> 5 & 131071, w & 31) for kind, w in plain.items())
+
+
+def _scramble(word: Tensor) -> Tensor:
+    """An invertible mixing of 32-bit words held in int64."""
+    for _ in range(2):
+        word = word * _FACTOR & _MASK
+        word = word ^ (word >> 16)
+    return word

@@ -1,0 +1,205 @@
+"""Evaluation: a plan of cases and backends turned into records. Execution (where a process runs) is not its business.
+
+An exception or a refusal of a backend is a record, never the end of a run; a case that cannot see what it asks about is
+kept aside as a fault of the question. Must not know: files, terminals, pytest.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+import attncheck
+from attncheck.backends.registry import LoadedBackend
+from attncheck.cases.model import Case
+from attncheck.errors import QuestionError
+from attncheck.harness.answerable import unanswered_reasons
+from attncheck.harness.checks import cache_write, claims, containment, lse, numerics
+from attncheck.harness.dump import dump_case
+from attncheck.harness.environment import collect_environment
+from attncheck.harness.findings import Broken, Finding, NotExamined
+from attncheck.harness.memory import shortage
+from attncheck.harness.observation import Observation, Raised
+from attncheck.harness.outcomes import Circumstances, record_of, unavailable
+from attncheck.harness.problem import Problem, build_problem
+from attncheck.harness.runner import Session, StageError, stage
+from attncheck.harness.truth import Truth, truth_of
+from attncheck.reference.spec import CHECKS
+from attncheck.reports.records import Environment, Record
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A backend that cannot be loaded on this machine, and why: each of its cases is ``unavailable``."""
+
+    name: str
+    ref: str
+    reasons: tuple[str, ...]
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be examined. ``checks`` of None: those each case asks for, or all."""
+
+    cases: tuple[Case, ...]
+    backends: tuple[LoadedBackend | Missing, ...]
+    checks: tuple[str, ...] | None = None
+    device: str = "cpu"
+    seed: int = 0
+    dump: Path | None = None
+
+    def checks_of(self, case: Case) -> tuple[str, ...]:
+        """The checks to make of ``case``, in the order they are reported."""
+        asked = set(CHECKS if case.checks is None else case.checks)
+        return tuple(name for name in CHECKS if name in asked and (self.checks is None or name in self.checks))
+
+
+@dataclass
+class Examiner:
+    """Examines a plan, pair by pair. Problem and truth of the latest case are kept for the backends that follow."""
+
+    plan: Plan
+    blind: list[QuestionError] = field(default_factory=list)
+    """Cases that could not be put at all; the command line ends with exit code 2 if there are any."""
+    _latest: tuple[Case, Problem, Truth] | None = field(default=None, init=False, repr=False)
+    _unputable: set[Case] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.plan.device)
+        with _exact_float32():
+            self.environment: Environment = collect_environment(self.plan.device)
+        self._circumstances = Circumstances(self.plan.seed, self.environment.digest, attncheck.__version__)
+
+    def run(self) -> Iterator[Record]:
+        """Every record, grouped by case, then by backend."""
+        for case in self.plan.cases:
+            for backend in self.plan.backends:
+                yield from self.examine(case, backend)
+
+    def examine(self, case: Case, backend: LoadedBackend | Missing) -> list[Record]:
+        """The records of one pair; empty where the case itself is at fault (see ``blind``)."""
+        checks = self.plan.checks_of(case)
+        if isinstance(backend, Missing):
+            return [unavailable(self._circumstances, case, backend, check, backend.reasons) for check in checks]
+        with _exact_float32():
+            return self._examine(case, backend, checks)
+
+    def _examine(self, case: Case, backend: LoadedBackend, checks: tuple[str, ...]) -> list[Record]:
+        def same_for_all(finding: Finding) -> list[Record]:
+            return [record_of(self._circumstances, case, backend, check, finding, 0.0) for check in checks]
+
+        cls = backend.backend
+        try:
+            absent = stage("declaration", lambda: tuple(cls.unavailable_reasons(self.plan.device)))
+            reasons = stage("declaration", lambda: tuple(cls.unsupported_reasons(case.layer, case.cache, case.batch)))
+        except StageError as failure:
+            return same_for_all(failure.raised)
+        if absent:
+            return [unavailable(self._circumstances, case, backend, check, absent) for check in checks]
+        unanswered = unanswered_reasons(case)
+        if unanswered:
+            return same_for_all(NotExamined(unanswered, "attncheck"))
+        lacking = shortage(case, self.device)
+        if lacking is not None:
+            return [unavailable(self._circumstances, case, backend, check, (lacking,)) for check in checks]
+        try:
+            problem, truth = self._problem_and_truth(case)
+        except QuestionError as error:
+            if case not in self._unputable:
+                self._unputable.add(case)
+                self.blind.append(error)
+            return []
+        desk = _Desk(backend, problem, truth, self.device, reasons)
+        records = []
+        for check in checks:
+            began = perf_counter()
+            finding = desk.examine(check)
+            records.append(record_of(self._circumstances, case, backend, check, finding, perf_counter() - began))
+            if isinstance(finding, Broken) and self.plan.dump is not None:
+                dump_case(self.plan.dump, problem, truth, backend.name, desk.seen)
+        return records
+
+    def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:
+        if self._latest is None or self._latest[0] != case:
+            problem = build_problem(case, self.plan.seed)
+            self._latest = (case, problem, truth_of(problem, self.device))
+        return self._latest[1:]
+
+
+class _Desk:
+    """One case of one backend: the session and the first observation are shared by the checks that need them."""
+
+    def __init__(
+        self, backend: LoadedBackend, problem: Problem, truth: Truth, device: torch.device, reasons: tuple[str, ...]
+    ) -> None:
+        self._backend, self._problem, self._truth = backend.backend, problem, truth
+        self._device, self._reasons = device, reasons
+        self._session: Session | Raised | None = None
+        self._seen: Observation | Raised | None = None
+
+    @property
+    def seen(self) -> Observation | Raised | None:
+        """The first observation, if the backend was driven at all."""
+        return self._seen
+
+    def examine(self, check: str) -> Finding:
+        """The finding of one check."""
+        if self._reasons:
+            return self._undeclared(check)
+        if check == "lse" and "lse" not in self._backend.features:
+            return NotExamined(("feature 'lse' is not declared",))
+        session, seen = self._observe()
+        if check == "claims":
+            if isinstance(session, Raised):
+                return claims.broken_promise(session)
+            return claims.examine_declared(session, seen)
+        if isinstance(session, Raised):
+            return session
+        if isinstance(seen, Raised):
+            return seen
+        match check:
+            case "numerics":
+                return numerics.examine(self._problem, self._truth, seen)
+            case "lse":
+                return lse.examine(self._problem, self._truth, seen, self._backend.conventions)
+            case "cache_write":
+                return cache_write.examine(self._problem, session.pool, seen, session.impl.brings_writer)
+            case "containment":
+                return containment.examine(self._problem, self._truth, session, seen)
+            case _:
+                raise ValueError(f"check {check!r} has no examiner; known: {', '.join(CHECKS)}")
+
+    def _undeclared(self, check: str) -> Finding:
+        if check != "claims":
+            return NotExamined(self._reasons)
+        skipped = claims.unprobed(self._problem, self._backend.features)
+        if skipped is not None:
+            return skipped
+        session, seen = self._observe()
+        attempt = session if isinstance(session, Raised) else seen
+        return claims.examine_undeclared(self._problem, self._truth, attempt, self._reasons)
+
+    def _observe(self) -> tuple[Session | Raised, Observation | Raised]:
+        if self._session is None:
+            try:
+                self._session = Session(self._backend, self._problem, self._device)
+            except StageError as failure:
+                self._session = failure.raised
+        if self._seen is None:
+            self._seen = self._session if isinstance(self._session, Raised) else self._session.run()
+        return self._session, self._seen
+
+
+@contextmanager
+def _exact_float32() -> Iterator[None]:
+    """No TF32 while anything is examined, whatever the caller's setting: float32 means float32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,38 @@
+"""What a check saw, as one of three kinds of value. Must not know: records, backends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from attncheck.harness.observation import Raised
+
+Figures = Mapping[str, float | int]
+
+
+@dataclass(frozen=True)
+class Holds:
+    """The property holds; ``figures`` measure by how much, ``notes`` what a reader should know all the same."""
+
+    figures: Figures = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The property does not hold. ``summary``: one line, where and how much; ``meaning``: what it looks like."""
+
+    summary: str
+    figures: Figures = field(default_factory=dict)
+    meaning: str | None = None
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NotExamined:
+    """Nothing was examined, for these reasons; ``by`` says whose limit it is."""
+
+    reasons: tuple[str, ...]
+    by: Literal["backend", "attncheck"] = "backend"
+
+
+Finding = Holds | Broken | NotExamined | Raised

@@ -1,0 +1,173 @@
+"""Wrong questions whose right answers a faulty backend might be giving.
+
+Each :class:`Hypothesis` is the problem with one thing changed: a window one key longer, the soft cap left out, the last
+key lost. They serve twice: a case must notice the ones it asks about (or it is blind), and an output that is wrong but
+fits one of them can be explained. Must not know: backends, observations.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.tolerance import Rows
+from attncheck.reference import AttentionParams, paged_attention, visible
+from attncheck.reference.spec import LayerSpec
+
+
+HiddenKeys = Callable[[int, Tensor, Tensor], Tensor]
+"""(request, row positions ``[a, 1]``, key positions ``[1, b]``) -> bool ``[a, b]``: the keys a faulty kernel loses."""
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """What a faulty backend may have done: ``meaning`` says it, ``ask`` gives its right answer (out, LSE)."""
+
+    meaning: str
+    ask: Callable[[], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Toggle:
+    """A modifier of the layer changed by the smallest step, or turned off.
+
+    ``acts`` (bool ``[T]``): the rows whose answer it can change at all. ``mostly``: whether most of these, not only one,
+    have to notice before the case counts as able to see it.
+    """
+
+    subject: str
+    hypothesis: Hypothesis
+    acts: Tensor
+    mostly: bool
+
+
+def toggles(layer: LayerSpec, params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
+    """The changes a case with this layer must notice."""
+    seen = _keys_seen(rows, params)
+    if params.logits_soft_cap:
+        off = replace(params, logits_soft_cap=None)
+        yield Toggle("logits_soft_cap", _altered("the soft cap is ignored", rows, off), seen > 1, True)
+    if params.alibi_slopes is not None:
+        off = replace(params, alibi_slopes=None)
+        yield Toggle("alibi", _altered("the ALiBi bias is missing", rows, off), seen > 1, True)
+    if params.sinks is not None:
+        off = replace(params, sinks=None)
+        yield Toggle("sinks", _altered("the sinks are ignored", rows, off), seen > 0, True)
+    yield from _window_toggles(params, rows, seen)
+
+
+def _window_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterator[Toggle]:
+    left, right = params.window
+    for bound, side, value in (("left", 0, left), ("right", 1, right)):
+        if value < 0 or (side == 1 and params.causal):
+            continue
+
+        def moved(to: int, side: int = side) -> AttentionParams:
+            pair = (to, params.window[1]) if side == 0 else (params.window[0], to)
+            return replace(params, window=pair)
+
+        size = value + 1
+        name = "sliding_window" if params.causal else f"sliding_window ({bound} bound)"
+        acts = _keys_seen(rows, moved(-1)) > seen
+        yield Toggle(name, _altered(f"the {bound} window bound is ignored", rows, moved(-1)), acts, True)
+        longer = f"the window is one key too long on the {bound} (sliding_window={size + 1})"
+        yield Toggle(f"{name} + 1", _altered(longer, rows, moved(value + 1)), acts, False)
+        if value > 0:
+            shorter = f"the window is one key too short on the {bound} (sliding_window={size - 1})"
+            yield Toggle(f"{name} - 1", _altered(shorter, rows, moved(value - 1)), acts, False)
+
+
+def explanations(layer: LayerSpec, params: AttentionParams, rows: Rows, block_size: int) -> Iterator[Hypothesis]:
+    """Common faults in the order in which they are tried on a wrong output; the toggles come first."""
+    for toggle in toggles(layer, params, rows):
+        yield toggle.hypothesis
+    default = params.head_size**-0.5
+    if params.softmax_scale != default:
+        yield _altered("the default scale is used in place of the layer's", rows, replace(params, scale=default))
+    if params.softmax_scale != 1.0:
+        yield _altered("the scale is left out", rows, replace(params, scale=1.0))
+        yield _altered("the scale is applied twice", rows, replace(params, scale=params.softmax_scale**2))
+    if params.causal:
+        yield _altered("the causal mask is missing", rows, replace(params, causal=False))
+    else:
+        yield _altered("a causal mask is applied", rows, replace(params, causal=True))
+    for meaning, hidden in _lost_keys(rows, block_size):
+        yield _masked(meaning, rows, params, hidden)
+    if 1 < params.num_kv_heads < params.num_heads:
+        tiled = torch.arange(params.num_heads, device=rows.keys.device) % params.num_kv_heads
+        swapped = replace(rows, keys=rows.keys[:, tiled], values=rows.values[:, tiled])
+        yield _altered(
+            "query head h reads KV head h % num_kv_heads in place of h // group size",
+            swapped,
+            replace(params, num_kv_heads=params.num_heads),
+        )
+    yield Hypothesis("the output is all zeros", lambda: _zeros(rows))
+    yield _altered("all visible keys weigh the same: the scores are lost", rows, replace(params, scale=0.0))
+
+
+def _altered(meaning: str, rows: Rows, params: AttentionParams) -> Hypothesis:
+    return Hypothesis(meaning, lambda: rows.attend(params))
+
+
+def _lost_keys(rows: Rows, block_size: int) -> Iterator[tuple[str, HiddenKeys]]:
+    """Keys that faulty kernels lose: (meaning, predicate of request, row and key positions that hides a key)."""
+    query_lens = (rows.cu_seqlens_q[1:] - rows.cu_seqlens_q[:-1]).tolist()
+    key_lens = (rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]).tolist()
+    context = [k - q for q, k in zip(query_lens, key_lens, strict=True)]
+    yield "the causal mask is aligned to the first key (top left)", lambda r, q, k: k > q - context[r]
+    yield "the keys of this step are missing", lambda r, q, k: k >= context[r]
+    yield "the key of the row itself is missing", lambda r, q, k: k >= q
+    yield "the last key is missing", lambda r, q, k: k >= key_lens[r] - 1
+    yield "the first key is missing", lambda r, q, k: k < 1
+    yield "the last, partly filled page is missing", lambda r, q, k: k >= key_lens[r] // block_size * block_size
+
+
+def _masked(meaning: str, rows: Rows, params: AttentionParams, hidden: HiddenKeys) -> Hypothesis:
+    """The same attention with some keys hidden; positions stay what they are."""
+
+    def ask() -> tuple[Tensor, Tensor]:
+        starts, lens = rows.cu_seqlens_k[:-1], rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]
+        width = max(int(lens.max()), 1)
+        # Pages of one token: the keys as they stand are a cache, and its table is arithmetic.
+        table = torch.minimum(starts[:, None] + torch.arange(width, device=starts.device), rows.cu_seqlens_k[-1] - 1)
+        return paged_attention(
+            rows.query,
+            rows.keys[:, None],
+            rows.values[:, None],
+            table,
+            lens,
+            rows.cu_seqlens_q,
+            params,
+            mask_fn=lambda r, q, k: visible(params, q, k) & ~hidden(r, q, k),
+        )
+
+    return Hypothesis(meaning, ask)
+
+
+def _zeros(rows: Rows) -> tuple[Tensor, Tensor]:
+    shape = (*rows.query.shape[:2], rows.values.shape[-1])
+    empty = torch.zeros(shape, dtype=torch.float64, device=rows.query.device)
+    return empty, torch.full(shape[:2], float("-inf"), dtype=torch.float64, device=rows.query.device)
+
+
+def _keys_seen(rows: Rows, params: AttentionParams) -> Tensor:
+    """int64 ``[T]``: how many keys each row sees, from the window's arithmetic."""
+    counts = []
+    starts_q, starts_k = rows.cu_seqlens_q.tolist(), rows.cu_seqlens_k.tolist()
+    left, right = params.window
+    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+        position = torch.arange(q1 - q0) + (k1 - k0) - (q1 - q0)
+        last = torch.full_like(position, k1 - k0 - 1)
+        first = torch.zeros_like(position)
+        if params.causal:
+            last = torch.minimum(last, position)
+        if right >= 0:
+            last = torch.minimum(last, position + right)
+        if left >= 0:
+            first = torch.maximum(first, position - left)
+        if params.attn_chunk_size:
+            chunk = position // params.attn_chunk_size - params.attn_chunk_lookback
+            first = torch.maximum(first, chunk * params.attn_chunk_size)
+        counts.append((last - first + 1).clamp(min=0))
+    return torch.cat(counts).to(rows.query.device)

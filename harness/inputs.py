@@ -1,0 +1,161 @@
+"""Queries that bite: where each row and head is pointed, and how hard.
+
+Plain random inputs are nearly blind: with n keys of near-uniform weight a lost key moves the output by 1/n. So each
+query is made parallel to one key (a *needle*) that stands where off-by-one errors live, with a gain that gives this key
+about half of the softmax weight. Heads of one row point at different places. An invisible needle has no effect on the
+right answer and dominates a wrong one. Some rows get scores far beyond float32's comfort (large), or all equal.
+
+Everything is derived in float64 from integers and rounded to few significant bits, so that it is the same on every
+machine. Must not know: pages, slots, backends.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attncheck.reference.spec import LayerSpec
+
+_LARGE_SCORE = 4096.0
+_KEY_VARIANCE = 1.25
+_TILES = (16, 64, 128)
+
+
+@dataclass(frozen=True)
+class RequestGeometry:
+    """Where a request's rows and keys stand: rows at positions ``first .. first + rows - 1``, keys ``base + j``."""
+
+    rows: int
+    first: int
+    num_keys: int
+    base: int
+    first_row: int
+
+
+def biting_queries(
+    layer: LayerSpec, keys: Tensor, requests: list[RequestGeometry], block_size: int, inputs: frozenset[str]
+) -> Tensor:
+    """Float64 queries ``[T, H, D]`` for ``keys`` (float64 ``[N, Hkv, D]``, all requests' keys behind one another)."""
+    parts = [_request_queries(layer, keys, request, block_size, inputs) for request in requests]
+    return torch.cat(parts) if parts else keys.new_zeros(0, layer.num_heads, layer.head_size)
+
+
+def _request_queries(
+    layer: LayerSpec, keys: Tensor, request: RequestGeometry, block_size: int, inputs: frozenset[str]
+) -> Tensor:
+    heads = torch.arange(layer.num_heads)
+    rows = torch.arange(request.rows)
+    turn = (request.first_row + rows)[:, None]
+    lo, hi = visible_span(layer, request.first + rows, request.num_keys)
+    target, other = _targets(request, block_size, lo, hi, turn + heads)
+    # The key index wraps at the end of the batch: the last request's neighbour is the first.
+    kv_head = heads // (layer.num_heads // layer.num_kv_heads)
+    needle = keys[(request.base + target) % len(keys), kv_head]
+    second = keys[(request.base + other) % len(keys), kv_head]
+    norm = needle.norm(dim=-1).clamp(min=1e-3)
+    background, bias = _background(layer, request.first + rows, lo, hi, target)
+    score = _needle_score(norm, background - bias)
+    kind = (turn * 5 + heads) % 16
+    if "needles" not in inputs:
+        score = norm  # unit-variance scores: a plain random input
+    if "large_scores" in inputs:
+        far = 100 * layer.soft_cap if layer.soft_cap else _LARGE_SCORE
+        large = kind % 4 == 1 if layer.soft_cap else kind == 7
+        score = torch.where(large, torch.full_like(score, far), score)
+    if "equal_scores" in inputs:
+        score = torch.where(kind == 11, torch.zeros_like(score), score)
+    query = needle * _few_bits(score / (layer.softmax_scale or 1.0) / norm.square())[..., None]
+    if layer.soft_cap and "needles" in inputs:
+        twins = (kind % 4 == 2) & (target != other)
+        query = torch.where(twins[..., None], _twin_queries(layer, needle, second), query)
+    limit = 3e4 if layer.dtype == "float16" else 1e30
+    return query.clamp(-limit, limit)
+
+
+def visible_span(layer: LayerSpec, positions: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """First and last visible key of rows at ``positions`` (int64 ``[q]``); last < first where a row sees nothing."""
+    left, right = layer.window
+    hi = torch.full_like(positions, num_keys - 1)
+    lo = torch.zeros_like(positions)
+    if layer.is_causal:
+        hi = torch.minimum(hi, positions)
+    if right >= 0:
+        hi = torch.minimum(hi, positions + right)
+    if left >= 0:
+        lo = torch.maximum(lo, positions - left)
+    if layer.attn_chunk_size:
+        lo = torch.maximum(lo, positions // layer.attn_chunk_size * layer.attn_chunk_size)
+    return lo, hi
+
+
+def _targets(
+    request: RequestGeometry, block_size: int, lo: Tensor, hi: Tensor, turn: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which key each row and head points at, and a second, visible one: int64 ``[q, H]`` each.
+
+    The visible places: both ends of what the row sees, page and tile edges. The invisible: one beyond either end, and
+    the neighbouring request's first key.
+    """
+    page = hi // block_size * block_size
+    visible = [hi, lo, page, page - 1, hi - 1, lo + (block_size - lo % block_size) % block_size, (lo + hi) // 2]
+    visible += [edge for tile in _TILES for edge in (hi // tile * tile, hi // tile * tile - 1)]
+    beyond = [hi + 1, lo - 1, torch.full_like(hi, request.num_keys)]
+    inside = [(place >= lo) & (place <= hi) for place in visible]
+    known = [(hi + 1 < request.num_keys) & (hi >= lo), (lo > 0) & (hi >= lo), torch.ones_like(hi, dtype=torch.bool)]
+    # Ends first: rows with few heads still point at what matters most.
+    order = [0, len(visible), 1, len(visible) + 1, *range(2, len(visible)), len(visible) + 2]
+    places = torch.stack([(visible + beyond)[i] for i in order], dim=-1)
+    valid = torch.stack([(inside + known)[i] for i in order], dim=-1)
+    target = _nth_valid(places, valid, turn)
+    seen = valid & (places >= lo[:, None]) & (places <= hi[:, None])
+    seen[:, -1] |= ~seen.any(dim=-1)
+    return target, _nth_valid(places, seen, turn + 1)
+
+
+def _nth_valid(places: Tensor, valid: Tensor, n: Tensor) -> Tensor:
+    """Per row the ``n``-th (modulo their number) of the valid places; ``places, valid [q, P]``, ``n [q, H]``."""
+    wanted = n % valid.sum(dim=-1, keepdim=True) + 1
+    reached = valid.cumsum(dim=-1)[:, None, :] >= wanted[..., None]
+    return places.gather(-1, reached.int().argmax(dim=-1))
+
+
+def _background(
+    layer: LayerSpec, positions: Tensor, lo: Tensor, hi: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log of the summed weights of all visible keys at score 0 (``[q, H]``), and the ALiBi bias of the target."""
+    count = (hi - lo + 1).clamp(min=1).double()[:, None]
+    slopes = torch.tensor(layer.alibi_slopes or [0.0] * layer.num_heads, dtype=torch.float64)
+    to_first, to_last = ((end - positions).double()[:, None] * slopes for end in (lo, hi))
+    steep = slopes.abs().clamp(min=1e-12)
+    total = torch.maximum(to_first, to_last) + torch.log(torch.expm1(-steep * count) / torch.expm1(-steep))
+    if layer.sink_logits is not None:
+        total = torch.logaddexp(total, torch.tensor(layer.sink_logits, dtype=torch.float64))
+    return total, (target - positions[:, None]).double() * slopes
+
+
+def _needle_score(norm: Tensor, lead: Tensor) -> Tensor:
+    """The score that gives the needle about the weight of all other keys together.
+
+    A query along a key of length n with score s scatters the other scores with variance v (s/n)^2, which adds half of
+    that to the log of their sum: solve s = lead + v (s/n)^2 / 2; where there is no solution take the best s.
+    """
+    a = _KEY_VARIANCE / 2 / norm.square()
+    discriminant = (1 - 4 * a * lead).clamp(min=0)
+    return ((1 - discriminant.sqrt()) / (2 * a)).clamp(min=1.0)
+
+
+def _twin_queries(layer: LayerSpec, first: Tensor, second: Tensor) -> Tensor:
+    """Queries under which two keys score 1.1 and 1.1 - 1.5/cap caps: without the cap the first wins, with it hardly."""
+    cap, scale = layer.soft_cap or 1.0, layer.softmax_scale or 1.0
+    s1, s2 = 1.1 * cap / scale, (1.1 * cap - min(1.5, 0.5 * cap)) / scale
+    g11, g12, g22 = (first * first).sum(-1), (first * second).sum(-1), (second * second).sum(-1)
+    determinant = (g11 * g22 - g12 * g12).clamp(min=1e-3)
+    alpha = _few_bits((s1 * g22 - s2 * g12) / determinant)
+    beta = _few_bits((s2 * g11 - s1 * g12) / determinant)
+    return first * alpha[..., None] + second * beta[..., None]
+
+
+def _few_bits(x: Tensor) -> Tensor:
+    """``x`` rounded to 8 significant bits: swallows the last-bit differences of other machines' logarithms."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 256).round() / 256, exponent)

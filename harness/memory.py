@@ -1,0 +1,54 @@
+"""How much memory a case needs, estimated before anything is allocated. Must not know: backends."""
+
+import os
+
+import torch
+
+from attncheck.cases.model import Case
+from attncheck.reference.spec import AttentionType
+
+_ROW_COPIES = 12
+"""Float64 tensors of the output's size alive at once: truth, low-precision run, weights, errors, altered truths."""
+
+_POOL_COPIES = 5
+"""The pool, its clean image, and the images before, after and expected."""
+
+
+def needed_bytes(case: Case) -> int:
+    """An upper estimate of what examining ``case`` holds at once, in bytes, on the host or the device."""
+    layer, cache, batch = case.layer, case.cache, case.batch
+    cross = layer.attn_type == AttentionType.ENCODER_DECODER
+    keys = sum(r.count * ((r.encoder_len or 0) if cross else r.total_len) for r in batch.requests)
+    itemsize = 4 if layer.dtype == "float32" else 2
+    key_row = layer.num_kv_heads * (layer.head_size + layer.value_head_size)
+    pages = keys // cache.block_size + 2 * batch.num_requests
+    pool = (cache.num_blocks or (cache.first_block or 0) + 2 * pages) * cache.block_size * key_row * itemsize
+    rows = batch.num_tokens * layer.num_heads * (layer.head_size + layer.value_head_size) * 8
+    return _POOL_COPIES * pool + keys * key_row * (2 * 8 + itemsize) + _ROW_COPIES * rows
+
+
+def shortage(case: Case, device: torch.device) -> str | None:
+    """Why ``case`` does not fit ``device`` (and the host) right now, with the GiB it needs; None: it does."""
+    needed = needed_bytes(case)
+    for name, free in (("the host", _free_host_bytes()), (str(device), _free_device_bytes(device))):
+        if free is not None and needed > 0.9 * free:
+            return f"the case needs about {needed / 2**30:.1f} GiB, {name} has {free / 2**30:.1f} GiB free"
+    return None
+
+
+def _free_device_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
+def _free_host_bytes() -> int | None:
+    """Memory the kernel could hand out without swapping; None where it does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError, IndexError):
+        pages = os.sysconf_names.get("SC_AVPHYS_PAGES")
+        return None if pages is None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

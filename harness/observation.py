@@ -1,0 +1,76 @@
+"""What was seen when a backend was driven once: tensors, traces of misbehaviour, or the exception it raised.
+
+Must not know: how the backend was driven, what is right.
+"""
+
+import traceback
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DOCUMENTED_ERRORS = (ValueError, NotImplementedError, TypeError)
+"""What the contract lets a backend refuse with. RuntimeError is for calls in the wrong order, which the harness never
+makes; libraries raise it for anything."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One call that returned. Rows stand in the problem's order, padding rows behind them."""
+
+    output: Tensor
+    """``[T + padding, H, Dv]``"""
+    lse: Tensor | None
+    """float32 ``[T + padding, H]``, for backends that declare it."""
+    unwritten: Tensor
+    """bool ``[T]``: rows of which some element still holds the pattern put there before the call."""
+    pool_before: Tensor | None
+    """The cache's bytes before the call (uint8, flat), None without a pool."""
+    pool_after: Tensor | None
+    changed: tuple[str, ...] = ()
+    """Inputs and metadata fields that the call changed."""
+    breaches: tuple[str, ...] = ()
+    """Zones around the output buffers that the call wrote to."""
+    protocol: tuple[str, ...] = ()
+    """Promises of the contract that the call broke in passing (such as not returning the buffer it was given)."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A stage (construct, build, forward, ...) that raised. ``touched``: what it had changed before."""
+
+    stage: str
+    error: Exception
+    touched: tuple[str, ...] = ()
+
+    @property
+    def is_refusal(self) -> bool:
+        """A documented error raised before anything was changed."""
+        return isinstance(self.error, DOCUMENTED_ERRORS) and not self.touched
+
+    @property
+    def message(self) -> str:
+        """The exception in one line."""
+        return " ".join(str(self.error).split()) or "(no message)"
+
+    @property
+    def trace(self) -> str:
+        """The formatted traceback."""
+        return "".join(traceback.format_exception(self.error))
+
+
+CANARY = 1.5
+"""What stands in the padding rows of the output before a call."""
+
+_PATTERNS = {1: 0x7F, 2: 0x7FE5, 4: 0x7FE5A5A5}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def mark_unwritten(tensor: Tensor) -> None:
+    """Fill with a NaN whose bits no computation produces."""
+    tensor.view(_INTEGERS[tensor.element_size()]).fill_(_PATTERNS[tensor.element_size()])
+
+
+def still_unwritten(tensor: Tensor) -> Tensor:
+    """bool, of the tensor's shape: elements that still hold the pattern."""
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()]) == _PATTERNS[tensor.element_size()]

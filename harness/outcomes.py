@@ -1,0 +1,76 @@
+"""From what a backend did to an outcome: the one place where results, refusals and exceptions become records.
+
+Runner, engine, command line and plugin all go through here. Must not know: how anything was examined.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from attncheck.cases.model import Case
+from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.observation import Raised
+from attncheck.reports.records import Errored, Failed, Passed, Record, Unavailable, Unsupported
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What every record of a run shares: seed, environment digest, attncheck's version."""
+
+    seed: int
+    environment: str
+    attncheck_version: str
+
+
+class Named(Protocol):
+    """How a backend is called in records, whether or not it could be loaded."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ref(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+
+
+def record_of(
+    circumstances: Circumstances, case: Case, backend: Named, check: str, finding: Finding, duration_s: float
+) -> Record:
+    """The record of one finding. A backend that raised has ``errored``, whatever it raised: it declared the case."""
+    common = _identity(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
+    match finding:
+        case Holds(figures, notes):
+            return Passed(**common, figures=dict(figures), notes=notes)
+        case Broken(summary, figures, meaning, details):
+            return Failed(**common, figures=dict(figures), summary=summary, meaning=meaning, details=details)
+        case NotExamined(reasons, by):
+            return Unsupported(**common, reasons=reasons, by=by)
+        case Raised():
+            return Errored(
+                **common,
+                stage=finding.stage,
+                error_type=type(finding.error).__name__,
+                message=finding.message,
+                traceback=finding.trace,
+            )
+
+
+def unavailable(
+    circumstances: Circumstances, case: Case, backend: Named, check: str, reasons: tuple[str, ...]
+) -> Record:
+    """The record of a case that cannot run on this machine."""
+    return Unavailable(**_identity(circumstances, case, backend, check), reasons=reasons)
+
+
+def _identity(circumstances: Circumstances, case: Case, backend: Named, check: str) -> dict[str, Any]:
+    return {
+        "suite": case.suite,
+        "case_id": case.id,
+        "case_hash": case.hash,
+        "check": check,
+        "seed": circumstances.seed,
+        "backend": backend.name,
+        "backend_ref": backend.ref,
+        "backend_version": backend.version,
+        "environment": circumstances.environment,
+        "attncheck_version": circumstances.attncheck_version,
+    }

@@ -1,0 +1,178 @@
+"""The paged cache of one session: allocated, filled with the problem's context, poisoned where nobody owns it.
+
+Filled and read only through the backend's codec, which is proven first; a backend without one is filled through its own
+writer. Must not know: checks, truths. Slots are int64 indices into the pool, page * block_size + offset.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.packings import allocate_kv_cache
+from attncheck.harness.codec_proof import prove_codec
+from attncheck.harness.problem import Problem, Request
+from attncheck.harness.randomness import Stream
+
+SMALL_POOL = 1 << 22
+"""Slots up to which the whole pool is filled and compared; of a larger one only the surroundings of owned pages."""
+
+
+Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""(kv_cache, slots, key, value): stores rows in a cache."""
+
+_STALE_ROWS = 64
+
+
+class Pool:
+    """A backend's KV cache for one problem. ``codec`` is None where the backend brings none we know."""
+
+    def __init__(
+        self, backend: type[AttentionBackend], problem: Problem, device: torch.device, own_writer: Writer
+    ) -> None:
+        self._problem, self._device = problem, device
+        self.codec = backend.kv_cache_codec(problem.layer, problem.cache)
+        if self.codec is not None:
+            prove_codec(self.codec, backend, problem)
+        self._writer: Writer = own_writer if self.codec is None else self.codec.write
+        self.kv_cache = allocate_kv_cache(backend, problem.layer, problem.cache, problem.num_blocks, device)
+        self.regions = foreign_slots(problem)
+        self._fill()
+        self._clean = self.bytes().clone()
+
+    def bytes(self) -> Tensor:
+        """The cache's memory as flat uint8; a view."""
+        return flat_bytes(self.kv_cache)
+
+    def filled(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> Tensor:
+        """The cache as it stands before a step; ``poison`` in foreign slots (of ``regions``, default all)."""
+        self.bytes().copy_(self._clean)
+        if poison is not None:
+            chosen = [slots for name, slots in self.regions.items() if regions is None or name in regions]
+            if chosen:
+                slots = torch.cat(chosen)
+                self.write(slots, *(rows.fill_(poison) for rows in self._empty_rows(len(slots))))
+        return self.kv_cache
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store rows where ``slots`` says; negative slots are left out."""
+        keep = (slots >= 0).nonzero().squeeze(1).to(self._device)
+        rows = slots.to(self._device)[keep]
+        self._writer(self.kv_cache, rows, key.to(self._device)[keep], value.to(self._device)[keep])
+
+    def write_image(self, image: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store rows in a copy of :meth:`bytes` through the codec."""
+        if self.codec is None:
+            raise RuntimeError("only a pool with a codec can write a copy of its memory")
+        slots, key, value = (tensor.to(self._device) for tensor in (slots, key, value))
+        self.codec.write(self._view(image), slots, key, value)
+
+    def read_image(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of a copy of :meth:`bytes`, read through the codec."""
+        if self.codec is None:
+            raise RuntimeError("only a pool with a codec can read a copy of its memory")
+        return self.codec.read(self._view(image), slots)
+
+    def _view(self, image: Tensor) -> Tensor:
+        """A copy of the pool's memory in the shape and strides the backend knows."""
+        cache = self.kv_cache
+        view = torch.empty(0, dtype=cache.dtype, device=cache.device)
+        return view.set_(image.untyped_storage(), cache.storage_offset(), cache.shape, cache.stride())
+
+    def _fill(self) -> None:
+        """Plausible stale rows in every slot of interest, then the context."""
+        problem = self._problem
+        stale_keys, stale_values = self._empty_rows(_STALE_ROWS)
+        for rows in (stale_keys, stale_values):
+            rows.copy_(Stream("stale rows").int8(*rows.shape).to(rows) / 64)
+        for slots in (*self.regions.values(), problem.key_slots[problem.new_keys[problem.new_keys >= 0]]):
+            index = torch.arange(len(slots)) % _STALE_ROWS
+            self.write(slots, stale_keys[index], stale_values[index])
+        old = problem.old_keys
+        slots, first = _first_occurrences(problem.key_slots[old])
+        self.write(slots, problem.keys[old][first], problem.values[old][first])
+
+    def _empty_rows(self, count: int) -> tuple[Tensor, Tensor]:
+        layer = self._problem.layer
+        sizes = (layer.head_size, layer.value_head_size)
+        key, value = (torch.zeros(count, layer.num_kv_heads, size, dtype=self._problem.dtype) for size in sizes)
+        return key, value
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """All memory behind a tensor as flat uint8, whatever its shape and strides; a view."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _first_occurrences(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct slots, and where each stands first: requests that share pages would write them twice."""
+    distinct, inverse = slots.unique(return_inverse=True)
+    first = torch.full((len(distinct),), len(slots)).scatter_reduce(
+        0, inverse, torch.arange(len(slots)), "amin", include_self=True
+    )
+    return distinct, first
+
+
+def foreign_slots(problem: Problem) -> dict[str, Tensor]:
+    """Region name -> slots no query row of the batch may be influenced by; regions are disjoint, empty ones left out."""
+    if not problem.has_pool:
+        return {}
+    size = problem.cache.block_size
+    owned = problem.owned_slots
+    owned_pages = (owned // size).unique()
+    pages = _pages_of_interest(problem, owned_pages)
+    regions = {
+        "the null page": _slots(torch.tensor([0]), size),
+        "the unused tail of a last page": _difference(_slots(owned_pages, size), owned),
+        "pages of no request": _slots(_difference(pages, torch.cat([owned_pages, torch.tensor([0])])), size),
+        "pages the window has left behind": _freed_slots(problem),
+    }
+    return {name: slots for name, slots in regions.items() if len(slots)}
+
+
+def covers_whole_pool(problem: Problem) -> bool:
+    """Whether every slot of the pool is either owned or in one of the regions."""
+    return problem.num_blocks * problem.cache.block_size <= SMALL_POOL
+
+
+def _pages_of_interest(problem: Problem, owned_pages: Tensor) -> Tensor:
+    if covers_whole_pool(problem):
+        return torch.arange(problem.num_blocks)
+    wrapped = [owned_pages % (1 << bits) for bits in (15, 16, 31)]
+    per_page = problem.cache.block_size * problem.layer.num_kv_heads * problem.layer.head_size
+    for elements in (per_page, 2 * per_page):
+        # Where an element offset kept in 32 bits would land.
+        wrapped.append((owned_pages * elements % (1 << 32)) // elements)
+    near = torch.cat([owned_pages - 1, owned_pages + 1, *wrapped]).unique()
+    return near[(near >= 0) & (near < problem.num_blocks)]
+
+
+def _freed_slots(problem: Problem) -> Tensor:
+    """Slots in whole pages that lie before every row's window or chunk: a cache manager may reuse them meanwhile."""
+    needed, owned = [], []
+    for request in problem.requests:
+        slots = problem.key_slots[request.base : request.base + request.num_keys]
+        first = _first_visible(problem, request) // problem.cache.block_size * problem.cache.block_size
+        owned.append(slots)
+        needed.append(slots[first:])
+    return _difference(torch.cat(owned), torch.cat(needed))
+
+
+def _first_visible(problem: Problem, request: Request) -> int:
+    """The first position any row of the request can see."""
+    layer, first = problem.layer, max(0, request.first_position)
+    left, _ = layer.window
+    lowest = 0 if left < 0 else max(0, first - left)
+    if layer.attn_chunk_size:
+        lowest = max(lowest, first // layer.attn_chunk_size * layer.attn_chunk_size)
+    return lowest
+
+
+def _slots(pages: Tensor, size: int) -> Tensor:
+    return (pages[:, None] * size + torch.arange(size)).reshape(-1)
+
+
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    """The elements of ``a`` that are not in ``b``, sorted."""
+    return a[~torch.isin(a, b)].unique()

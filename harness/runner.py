@@ -1,0 +1,298 @@
+"""Drives one backend through one problem, exactly as a model runner does, and never reaches around the contract.
+
+A :class:`Session` constructs impl, builder and cache once; every :meth:`Session.run` refills the cache, hands over fresh
+tensors and reports what was seen. Whatever the backend raises is caught here, with the stage it happened in. Must not
+know: truths, checks, outcomes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheSpec
+from attncheck.backends.packings import cache_dtype
+from attncheck.errors import AttncheckError
+from attncheck.harness.config import Layer, vllm_config
+from attncheck.harness.observation import CANARY, Observation, Raised, mark_unwritten, still_unwritten
+from attncheck.harness.pool import Pool
+from attncheck.harness.problem import Problem
+from attncheck.harness.step import Step, make_step
+
+_GUARD_ROWS = 4
+_GUARD = 0.75
+
+T = TypeVar("T")
+
+
+class StageError(AttncheckError):
+    """Carries what a stage of the contract raised up to the caller of a session."""
+
+    def __init__(self, raised: Raised) -> None:
+        self.raised = raised
+        super().__init__(raised.stage)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What stands where nothing should be looked at: ``poison`` in foreign slots (None: plausible stale rows; only in
+    ``regions``, where given), ``padding`` in the padding rows of query, key and value."""
+
+    poison: float | None = None
+    regions: tuple[str, ...] | None = None
+    padding: float = float("nan")
+
+
+def stage(name: str, call: Callable[[], T]) -> T:
+    """The result of ``call``; what it raises comes back as a StageError that names the stage."""
+    try:
+        return call()
+    except StageError:
+        raise
+    except Exception as error:
+        raise StageError(Raised(name, error)) from error
+
+
+class Session:
+    """One backend on one problem on one device. Raises StageError where the backend refuses or breaks at set-up."""
+
+    def __init__(self, backend: type[AttentionBackend], problem: Problem, device: torch.device) -> None:
+        self.backend, self.problem, self.device = backend, problem, device
+        self.attn_layer = Layer(problem.cache, device)
+        self.impl = stage("construct", self._construct_impl)
+        self.builder = stage("builder", self._construct_builder)
+        self.order = self._request_order()
+        self.pristine = self._step(Fill())
+        self.pool: Pool | None = None
+        if problem.has_pool:
+            self.pool = stage("cache", lambda: Pool(backend, problem, device, self._write_through_backend))
+
+    def run(self, fill: Fill = Fill()) -> Observation | Raised:
+        """One step over a freshly filled cache."""
+        try:
+            step, common = self._step(fill), self.pristine.common_metadata()
+            kv_cache = torch.empty(0, dtype=self.problem.dtype, device=self.device)
+            if self.pool is not None:
+                kv_cache = self.pool.filled(fill.poison, fill.regions)
+                if not self.impl.brings_writer and step.key is not None and step.value is not None:
+                    self.pool.write(step.slot_mapping, step.key, step.value)
+            before = None if self.pool is None else self.pool.bytes().clone()
+            metadata = stage("build", lambda: self.builder.build(common_prefix_len=0, common_attn_metadata=common))
+        except StageError as failure:
+            return failure.raised
+        out = _Guarded((len(step.query), self.problem.layer.num_heads, self._head_size_v), self.problem.dtype, self)
+        lse = None
+        if "lse" in self.backend.features:
+            lse = _Guarded((len(step.query), self.problem.layer.num_heads), torch.float32, self)
+        try:
+            returned = stage("forward", lambda: self._forward(step, kv_cache, metadata, out.rows, lse))
+        except StageError as failure:
+            touched = ["the output"] if out.touched(step.num_rows) else []
+            if self.pool is not None and before is not None and not torch.equal(before, self.pool.bytes()):
+                touched.append("the cache")
+            return replace(failure.raised, touched=tuple(touched))
+        rows, protocol = self._output_of(returned, out.rows)
+        return Observation(
+            output=self._in_problem_order(rows, step),
+            lse=None if lse is None else self._in_problem_order(lse.rows, step),
+            unwritten=self._in_problem_order(still_unwritten(rows).flatten(1).any(dim=1), step)[: step.num_rows],
+            pool_before=before,
+            pool_after=None if self.pool is None else self.pool.bytes().clone(),
+            changed=tuple(_changes(self.pristine, step, common, fill)),
+            breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
+            protocol=protocol,
+        )
+
+    def run_without_metadata(self) -> Tensor | Raised:
+        """The profiling call: no metadata, an empty cache. The output, in the step's order."""
+        step = self._step(Fill(padding=0.0))
+        out = _Guarded((len(step.query), self.problem.layer.num_heads, self._head_size_v), self.problem.dtype, self)
+        lse = None
+        if "lse" in self.backend.features:
+            lse = _Guarded((len(step.query), self.problem.layer.num_heads), torch.float32, self)
+        empty = torch.empty(0, dtype=self.problem.dtype, device=self.device)
+        try:
+            returned = stage("forward without metadata", lambda: self._forward(step, empty, None, out.rows, lse))
+        except StageError as failure:
+            return failure.raised
+        return self._output_of(returned, out.rows)[0]
+
+    @property
+    def _head_size_v(self) -> int:
+        return self.problem.layer.value_head_size
+
+    def _construct_impl(self) -> Any:
+        layer = self.problem.layer
+        keywords: dict[str, Any] = {}
+        if layer.sink_logits is not None:
+            keywords["sinks"] = torch.tensor(layer.sink_logits, dtype=torch.float32, device=self.device)
+        if layer.value_head_size != layer.head_size:
+            keywords["head_size_v"] = layer.value_head_size
+        return self.backend.get_impl_cls()(
+            layer.num_heads,
+            layer.head_size,
+            layer.softmax_scale,
+            layer.num_kv_heads,
+            None if layer.alibi_slopes is None else list(layer.alibi_slopes),
+            layer.sliding_window,
+            self.problem.cache.kv_cache_dtype,
+            layer.logits_soft_cap,
+            str(layer.attn_type),
+            None,
+            **keywords,
+        )
+
+    def _construct_builder(self) -> Any:
+        problem, layer, cache = self.problem, self.problem.layer, self.problem.cache
+        batch = problem.case.batch
+        width = problem.block_table.shape[1] * cache.block_size
+        spec = KVCacheSpec(
+            block_size=cache.block_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=cache_dtype(layer, cache),
+            head_size_v=layer.value_head_size if layer.value_head_size != layer.head_size else None,
+            sliding_window=layer.sliding_window,
+            attention_chunk_size=layer.attn_chunk_size,
+        )
+        config = vllm_config(
+            layer,
+            cache,
+            problem.dtype,
+            max_model_len=max(width, batch.max_seq_len),
+            max_num_seqs=batch.num_requests + batch.padding.requests,
+            max_tokens=batch.num_tokens + batch.padding.tokens,
+        )
+        return self.backend.get_builder_cls()(spec, ["layer.0"], config, self.device)
+
+    def _request_order(self) -> list[int]:
+        """Requests with at most ``reorder_batch_threshold`` new tokens first, as the runner sorts a batch."""
+        threshold = getattr(self.builder, "reorder_batch_threshold", None)
+        requests = range(len(self.problem.requests))
+        if threshold is None:
+            return list(requests)
+        return sorted(requests, key=lambda i: self.problem.requests[i].rows > threshold)
+
+    def _step(self, fill: Fill) -> Step:
+        pad_seq_len = self.backend.conventions.pad_seq_len
+        return make_step(
+            self.problem, self.device, self.order, padding_fill=fill.padding, pad_seq_len=pad_seq_len
+        )
+
+    def _forward(
+        self, step: Step, kv_cache: Tensor, metadata: Any, output: Tensor, lse: "_Guarded | None"
+    ) -> Tensor | None:
+        keywords = {} if lse is None else {"output_lse": lse.rows}
+        with torch.no_grad():
+            if not self.backend.forward_includes_kv_cache_update and metadata is not None and step.key is not None:
+                self.impl.do_kv_cache_update(self.attn_layer, step.key, step.value, kv_cache, step.slot_mapping)
+            result: Tensor | None = self.impl.forward(
+                self.attn_layer, step.query, step.key, step.value, kv_cache, metadata, output=output, **keywords
+            )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return result
+
+    def _output_of(self, returned: Tensor | None, output: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+        """Where the answer stands, and what the contract says otherwise."""
+        if returned is None:
+            return output, ("forward returned None; the contract says the output",)
+        if returned.data_ptr() == output.data_ptr():
+            return output, ()
+        if self.backend.accept_output_buffer:
+            return output, ("forward returned another tensor than the output it was given (accept_output_buffer)",)
+        if returned.numel() != output.numel():
+            note = f"forward returned shape {tuple(returned.shape)}, the rows need {tuple(output.shape)}"
+            return output, (note,)
+        return returned.reshape(output.shape).to(output.dtype), ()
+
+    def _in_problem_order(self, rows: Tensor, step: Step) -> Tensor:
+        """Real rows back where the problem has them; padding rows stay behind."""
+        ordered = rows.clone()
+        ordered[step.row_order.to(rows.device)] = rows[: step.num_rows]
+        return ordered
+
+    def _write_through_backend(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Fill the cache by the backend's own writer, for one that brings no codec: a prefill whose result is dropped."""
+        if not self.backend.forward_includes_kv_cache_update:
+            self.impl.do_kv_cache_update(self.attn_layer, key, value, kv_cache, slots)
+            return
+        capacity = self.problem.num_blocks * self.problem.cache.block_size
+        for first in range(0, len(slots), capacity):
+            piece = slice(first, first + capacity)
+            common = _prefill_metadata(slots[piece], self.problem, self.device)
+            metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
+            query = key.new_zeros(len(slots[piece]), self.problem.layer.num_heads, self.problem.layer.head_size)
+            output = key.new_zeros(len(query), self.problem.layer.num_heads, self._head_size_v)
+            keywords = {}
+            if "lse" in self.backend.features:
+                keywords["output_lse"] = torch.zeros(output.shape[:2], device=self.device)
+            with torch.no_grad():
+                self.impl.forward(
+                    self.attn_layer, query, key[piece], value[piece], kv_cache, metadata, output=output, **keywords
+                )
+
+
+class _Guarded:
+    """An output buffer between guard rows: real rows marked as unwritten, padding rows holding a finite canary."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, session: Session) -> None:
+        count, real = shape[0], session.pristine.num_rows
+        self._all = torch.full((count + 2 * _GUARD_ROWS, *shape[1:]), _GUARD, dtype=dtype, device=session.device)
+        self.rows = self._all[_GUARD_ROWS : _GUARD_ROWS + count]
+        self.rows[real:] = CANARY
+        mark_unwritten(self.rows[:real])
+
+    def breached(self) -> bool:
+        """Whether a guard row changed."""
+        guards = torch.cat([self._all[:_GUARD_ROWS], self._all[-_GUARD_ROWS:]])
+        return not bool((guards == _GUARD).all())
+
+    def touched(self, real: int) -> bool:
+        """Whether any real row was written."""
+        return not bool(still_unwritten(self.rows[:real]).all())
+
+
+def _changes(pristine: Step, step: Step, common: CommonAttentionMetadata, fill: Fill) -> list[str]:
+    """Names of inputs and metadata fields that no longer hold what was handed over."""
+    names = []
+    real = {"query": pristine.num_rows, "key": pristine.num_key_rows, "value": pristine.num_key_rows}
+    for name in ("query", "key", "value", "slot_mapping"):
+        was, now = getattr(pristine, name), getattr(step, name)
+        count = real.get(name)
+        if was is not None and not torch.equal(was[:count], now[:count]):
+            names.append(name)
+    untouched = pristine.common_metadata()
+    for field in fields(CommonAttentionMetadata):
+        was, now = getattr(untouched, field.name), getattr(common, field.name)
+        same = torch.equal(was, now) if isinstance(was, Tensor) and isinstance(now, Tensor) else _equal(was, now)
+        if not same:
+            names.append(f"metadata.{field.name}")
+    return names
+
+
+def _equal(was: object, now: object) -> bool:
+    """Equality of what is no tensor; arrays compare by their elements."""
+    return bool(getattr(was == now, "all", lambda: was == now)())
+
+
+def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:
+    """Metadata of one prompt whose K/V go to ``slots``."""
+    count, size = len(slots), problem.cache.block_size
+    starts, lens = torch.tensor([0, count], dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device, copy=True),
+        query_start_loc_cpu=starts,
+        seq_lens=lens.to(device, copy=True),
+        seq_lens_cpu=lens,
+        num_computed_tokens_cpu=torch.zeros(1, dtype=torch.int32),
+        num_reqs=1,
+        num_actual_tokens=count,
+        max_query_len=count,
+        max_seq_len=count,
+        block_table_tensor=torch.arange(-(-count // size), dtype=torch.int32, device=device)[None],
+        slot_mapping=slots,
+        causal=problem.layer.is_causal,
+    )

@@ -1,0 +1,137 @@
+"""What a model runner would hand to a backend for one problem: padded rows, metadata, views of fused tensors.
+
+Follows vLLM's conventions: padding requests have query length 0, ``seq_lens`` 0 and null pages; padding tokens have slot
+-1 and rows of NaN. Must not know: backends, truths, checks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attncheck.harness.problem import Problem
+from attncheck.reference import CommonAttentionMetadata
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call's tensors on a device. ``T`` counts padding tokens, ``R`` padding requests."""
+
+    problem: Problem
+    row_order: Tensor
+    """int64 ``[real rows]``: the problem's row that stands at each row of this step."""
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    slot_mapping: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+    @property
+    def num_key_rows(self) -> int:
+        """Rows of key and value that are no padding."""
+        return len(self.problem.new_keys)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that belong to requests."""
+        return len(self.row_order)
+
+    def common_metadata(self) -> CommonAttentionMetadata:
+        """Fresh metadata of this step: the tensors are copies, so that what a backend does to them can be seen."""
+        query_start_loc, seq_lens = self.query_start_loc.clone(), self.seq_lens.clone()
+        host_starts, host_lens = self.query_start_loc.cpu().clone(), self.seq_lens.cpu().clone()
+        query_lens = host_starts[1:] - host_starts[:-1]
+        cross = self.problem.is_cross
+        return CommonAttentionMetadata(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=host_starts,
+            seq_lens=seq_lens,
+            seq_lens_cpu=host_lens,
+            num_computed_tokens_cpu=host_lens - query_lens,
+            num_reqs=len(seq_lens),
+            num_actual_tokens=len(self.query),
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            block_table_tensor=self.block_table.clone(),
+            slot_mapping=self.slot_mapping.clone(),
+            causal=self.problem.layer.is_causal,
+            encoder_seq_lens=np.array(host_lens.tolist(), dtype=np.int32) if cross else None,
+        )
+
+
+def make_step(
+    problem: Problem, device: torch.device, order: Sequence[int] | None = None, *, padding_fill: float = float("nan"),
+    pad_seq_len: int = 0,
+) -> Step:
+    """The step of ``problem`` on ``device``, its requests in ``order`` (default: as they stand in the case).
+
+    Every call gives new tensors with equal contents; ``padding_fill`` stands in the padding rows of query, key, value,
+    ``pad_seq_len`` in the ``seq_lens`` of padding requests.
+    """
+    order = list(range(len(problem.requests))) if order is None else list(order)
+    requests = [problem.requests[i] for i in order]
+    padding = problem.case.batch.padding
+    rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
+    new_keys, slots = _writes(problem, order)
+    # In cross attention the key rows are the encoder's: the decoder's padding tokens do not lengthen them.
+    key_padding = 0 if problem.is_cross else padding.tokens
+    query = _padded(problem.query[rows], padding.tokens, padding_fill).to(device)
+    key = _padded(problem.keys[new_keys], key_padding, padding_fill).to(device)
+    value = _padded(problem.values[new_keys], key_padding, padding_fill).to(device)
+    if "views" in problem.inputs:
+        query, key, value = _as_views(query, key, value)
+    no_keys = problem.is_cross and not len(new_keys)
+    query_lens = [r.rows for r in requests]
+    lens = torch.tensor([*(r.num_keys for r in requests), *[pad_seq_len] * padding.requests])
+    table = torch.zeros(len(lens), problem.block_table.shape[1], dtype=torch.int32)
+    table[: len(order)] = problem.block_table[order]
+    return Step(
+        problem=problem,
+        row_order=rows,
+        query=query,
+        key=None if no_keys else key,
+        value=None if no_keys else value,
+        slot_mapping=torch.cat([slots, torch.full((key_padding,), -1)]).to(device),
+        query_start_loc=torch.tensor([0, *query_lens, *[0] * padding.requests]).cumsum(0).int().to(device),
+        seq_lens=lens.int().to(device),
+        block_table=table.to(device),
+        max_query_len=max(query_lens),
+        max_seq_len=int(lens.max()),
+    )
+
+
+def _writes(problem: Problem, order: list[int]) -> tuple[Tensor, Tensor]:
+    """Indices into the problem's keys of the rows this step brings, and their slots (-1: written nowhere)."""
+    counts = [r.num_keys - r.cached + (0 if problem.is_cross else max(0, -r.first_position)) for r in problem.requests]
+    pieces = problem.new_keys.split(counts)
+    index = torch.cat([pieces[i] for i in order])
+    if not len(problem.keys):
+        return index.new_empty(0), torch.full((len(index),), -1)
+    return index, torch.where(index >= 0, problem.key_slots[index], -1)
+
+
+def _padded(rows: Tensor, count: int, fill: float) -> Tensor:
+    return torch.cat([rows, rows.new_full((count, *rows.shape[1:]), fill)])
+
+
+def _as_views(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """The same values as slices of one fused tensor (of two, where the row counts differ), as a model's layer hands them."""
+    groups = [(query, key, value)] if len(query) == len(key) else [(query,), (key, value)]
+    views: list[Tensor] = []
+    for group in groups:
+        widths = [t.shape[1] * t.shape[2] for t in group]
+        # Columns nobody owns stand behind the last slice, so that rows are strided even for a group of one.
+        fused = query.new_zeros(len(group[0]), sum(widths) + 16)
+        start = 0
+        for tensor, width in zip(group, widths, strict=True):
+            view = fused[:, start : start + width].unflatten(1, tensor.shape[1:])
+            view.copy_(tensor)
+            views.append(view)
+            start += width
+    return tuple(views)

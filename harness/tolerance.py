@@ -1,0 +1,131 @@
+"""How far from the truth a correct kernel of a dtype may be: the error budget, in one place.
+
+Fixed ``atol/rtol`` go blind as the context grows, since outputs shrink like ``1/sqrt(n)``. The budget of a row and head
+is what an honest low-precision run of the same reference loses (L), a few times over, with two floors: the rounding of
+the output itself, and the rounding float32 scores suffer before ``exp``::
+
+    error <= max(k L, 2 u |t|) + 8 * 2**-24 * (1 + S) * |sum P |V||,    S = scale |q| max|k|
+
+in the 2-norm and likewise in the max norm, with ``u`` half the dtype's epsilon and ``max|k|`` over the keys the row
+sees. Under a soft cap c, ``S`` is at most c. ALiBi adds ``|slope| * n``: kernels may measure the bias from position 0,
+so that it is this large, and rounded accordingly, for keys of every weight. Must not know: backends. A backend owns no
+tolerance; a case may multiply the budget, visibly, with a reason.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attncheck.reference import AttentionParams, Precision, varlen_attention, visible
+
+K = 3.0
+"""How many times the loss of an honest low-precision run is allowed."""
+
+_SCORE_ROUNDING = 8 * 2.0**-24
+_LSE_ROUNDING = 2.0**-23
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The arguments of one unpaged attention: what truth and budget are computed from."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+
+    def attend(self, params: AttentionParams, precision: Precision = Precision()) -> tuple[Tensor, Tensor]:
+        """Output ``[T, H, Dv]`` and LSE ``[T, H]`` of the reference."""
+        return varlen_attention(
+            self.query, self.keys, self.values, self.cu_seqlens_q, self.cu_seqlens_k, params, precision=precision
+        )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Allowed errors, float64 ``[T, H]`` each: of the output in the 2-norm and max norm, and of the LSE."""
+
+    norm: Tensor
+    peak: Tensor
+    lse: Tensor
+
+    def scaled(self, factor: float) -> "Budget":
+        """The budget of a case that multiplies it."""
+        return Budget(self.norm * factor, self.peak * factor, self.lse * factor)
+
+
+def budget_of(rows: Rows, params: AttentionParams, dtype: torch.dtype, out: Tensor, lse: Tensor) -> Budget:
+    """The budget of a kernel in ``dtype`` around the truth ``out`` (float64 ``[T, H, Dv]``) and ``lse`` (``[T, H]``)."""
+    low_out, low_lse = rows.attend(params, Precision.kernel(dtype))
+    loss = low_out.double() - out
+    weighted, _ = Rows(rows.query, rows.keys, rows.values.abs(), rows.cu_seqlens_q, rows.cu_seqlens_k).attend(params)
+    u = torch.finfo(dtype).eps / 2
+    reach = score_bound(rows, params)
+    bracket = _SCORE_ROUNDING * (1 + reach)
+    norms = []
+    for size in (_norm, _peak):
+        norms.append(torch.maximum(K * size(loss), 2 * u * size(out)) + bracket * size(weighted))
+    return Budget(norms[0], norms[1], _lse_budget(rows, reach, lse, low_lse.double()))
+
+
+def share_of_budget(error: Tensor, budget: Budget) -> Tensor:
+    """The error (float64 ``[T, H, Dv]``) in budgets, per row and head: above 1 is wrong. Zero error is 0 of anything."""
+    shares = [_ratio(_norm(error), budget.norm), _ratio(_peak(error), budget.peak)]
+    return torch.maximum(*shares)
+
+
+def score_bound(rows: Rows, params: AttentionParams) -> Tensor:
+    """``S`` of the module's formula: the size of the largest score each row and head can meet, float64 ``[T, H]``."""
+    scale, group = params.softmax_scale, params.group_size
+    key_norm = _norm(rows.keys.double())
+    bound = torch.zeros(rows.query.shape[:2], dtype=torch.float64, device=rows.query.device)
+    starts_q, starts_k = rows.cu_seqlens_q.tolist(), rows.cu_seqlens_k.tolist()
+    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+        if k0 == k1:
+            continue
+        position = torch.arange(k1 - k0, device=bound.device)
+        chunk = max(1, 2**22 // (k1 - k0))
+        for first in range(q0, q1, chunk):
+            last = min(first + chunk, q1)
+            row_position = torch.arange(first, last, device=bound.device) + (k1 - k0) - q1
+            seen = visible(params, row_position[:, None], position[None, :])
+            for head in range(params.num_kv_heads):
+                longest = torch.where(seen, key_norm[k0:k1, head], 0.0).amax(dim=1)
+                bound[first:last, head * group : (head + 1) * group] = longest[:, None]
+    bound = abs(scale) * _norm(rows.query.double()) * bound
+    if params.logits_soft_cap:
+        bound = bound.clamp(max=params.logits_soft_cap)
+    if params.alibi_slopes is not None:
+        slopes = torch.tensor(params.alibi_slopes, dtype=torch.float64, device=bound.device).abs()
+        bound = bound + slopes * _lengths(rows).double()[:, None]
+    return bound
+
+
+def _lse_budget(rows: Rows, reach: Tensor, lse: Tensor, low: Tensor) -> Tensor:
+    """Summing n exponentials in float32 in any sensible order, on top of the rounding of the scores."""
+    growth = torch.sqrt(torch.ceil(_lengths(rows).double() / 16)).clamp(min=1)[:, None]
+    loss = torch.nan_to_num(torch.where(lse == low, 0.0, (lse - low).abs()), nan=math.inf)
+    return K * _LSE_ROUNDING * torch.maximum(reach, lse.abs().clamp(min=1, max=1e30)) * growth + K * loss
+
+
+def _lengths(rows: Rows) -> Tensor:
+    """int64 ``[T]``: the number of keys of each row's request."""
+    counts = rows.cu_seqlens_q[1:] - rows.cu_seqlens_q[:-1]
+    return (rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]).repeat_interleave(counts)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1)
+
+
+def _peak(x: Tensor) -> Tensor:
+    return x.abs().amax(dim=-1)
+
+
+def _ratio(error: Tensor, budget: Tensor) -> Tensor:
+    """``error / budget`` with 0/0 = 0; NaN errors count as infinite."""
+    share = torch.where(error == 0, torch.zeros_like(error), error / budget)
+    return torch.nan_to_num(share, nan=math.inf, posinf=math.inf)

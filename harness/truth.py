@@ -1,0 +1,76 @@
+"""What the reference says about a problem, how far from it a correct kernel may be, and whether the case can see.
+
+The truth is taken from the keys as they stand behind one another, without pages: a second formulation beside the paged
+one that candidates are driven through. Must not know: backends, observations.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attncheck.errors import BlindCaseError
+from attncheck.harness.hypotheses import toggles
+from attncheck.harness.problem import Problem
+from attncheck.harness.tolerance import Budget, Rows, budget_of, share_of_budget
+from attncheck.reference import AttentionParams, layer_params
+
+BITE = 10.0
+"""A change counts as noticed where it moves the truth by this many budgets."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The right answer: ``out`` float64 ``[T, H, Dv]``, ``lse`` float64 ``[T, H]``, and the budget around them."""
+
+    params: AttentionParams
+    rows: Rows
+    out: Tensor
+    lse: Tensor
+    budget: Budget
+
+
+def truth_of(problem: Problem, device: torch.device) -> Truth:
+    """The truth of ``problem``, computed on ``device``.
+
+    Raises BlindCaseError where turning off a modifier of the layer, or moving a window's edge by one, hardly moves the
+    truth: then a pass would say nothing about it.
+    """
+    params = layer_params(problem.layer)
+    rows = Rows(
+        problem.query.to(device),
+        problem.keys.to(device),
+        problem.values.to(device),
+        problem.cu_seqlens_q.to(device),
+        problem.cu_seqlens_k.to(device),
+    )
+    out, lse = rows.attend(params)
+    budget = budget_of(rows, params, problem.dtype, out, lse)
+    if problem.case.tolerance is not None:
+        budget = budget.scaled(problem.case.tolerance.factor)
+    truth = Truth(params, rows, out, lse, budget)
+    _refuse_blindness(problem, truth)
+    return truth
+
+
+def _refuse_blindness(problem: Problem, truth: Truth) -> None:
+    if "needles" not in problem.inputs:
+        return  # the case asks for plain inputs, and has to live with what they cannot show
+    for toggle in toggles(problem.layer, truth.params, truth.rows):
+        able = int(toggle.acts.sum())
+        if not able:
+            if toggle.mostly:
+                raise BlindCaseError(
+                    problem.case.key, toggle.subject, "no row of the batch has a key it could act on; lengthen a request"
+                )
+            continue
+        out, _ = toggle.hypothesis.ask()
+        moved = share_of_budget(out - truth.out, truth.budget).amax(dim=1)
+        noticed = int(((moved >= BITE) & toggle.acts).sum())
+        if noticed < (able // 2 + 1 if toggle.mostly else 1):
+            raise BlindCaseError(
+                problem.case.key,
+                toggle.subject,
+                f"only {noticed} of {able} rows move by {BITE:g} budgets when it changes (largest: "
+                f"{float(moved.max()):.3g}); use longer requests, larger scores, or a stronger modifier",
+            )
