@@ -1,0 +1,335 @@
+"""The contract: what an attention backend is. vLLM's names and call order, and a few declarations of attncheck's own.
+
+A candidate is an :class:`AttentionBackend` subclass, never instantiated, that names an impl and a metadata builder. Its
+minimum is ``get_name``, ``get_impl_cls``, ``get_builder_cls``, ``get_kv_cache_shape``, the impl's ``__init__`` and
+``forward``, the builder's ``__init__`` and ``build``; everything else has the default described here. The harness
+drives candidates by this and by nothing else. A step, in order, under ``torch.no_grad()``::
+
+    impl     = backend.get_impl_cls()(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
+                                      kv_cache_dtype, logits_soft_cap, attn_type, None)   # [, sinks=][, head_size_v=]
+    builder  = backend.get_builder_cls()(kv_cache_spec, layer_names, vllm_config, device)
+    metadata = builder.build(common_prefix_len=0, common_attn_metadata=common)
+    impl.do_kv_cache_update(attn_layer, key, value, kv_cache, slot_mapping)   # only where forward does not include it
+    impl.forward(attn_layer, query, key, value, kv_cache, metadata, output=output)   # [, output_lse=]
+
+Errors a candidate raises: ``ValueError`` for a value (size, shape, dtype), ``NotImplementedError`` for a feature or a
+combination, ``TypeError`` for an object of the wrong kind, ``RuntimeError`` for calls in the wrong order. What it
+cannot do it refuses before the output or the cache changes; a feature quietly ignored is the worst bug of all.
+Must not know: any backend, the harness.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+import attncheck
+from attncheck.backends.codecs import KVCacheCodec, default_codec
+from attncheck.backends.conventions import Conventions
+from attncheck.backends.declarations import MultipleOf, undeclared
+from attncheck.backends.quantkey import GroupShape, QuantKey, ScaleDesc
+from attncheck.reference.builder import AttentionMetadataBuilder
+from attncheck.reference.metadata import CommonAttentionMetadata
+from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, CacheSpec, LayerSpec
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionCGSupport",
+    "AttentionImpl",
+    "AttentionLayer",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "AttentionType",
+    "CommonAttentionMetadata",
+    "Conventions",
+    "GroupShape",
+    "KVCacheCodec",
+    "KVCacheSpec",
+    "MLAAttentionImpl",
+    "MultipleOf",
+    "QuantKey",
+    "ScaleDesc",
+]
+
+M = TypeVar("M")
+"""The metadata a backend's builder makes and its impl reads."""
+
+
+class AttentionMetadata:
+    """Empty marker: a base for metadata classes that want one. Any class serves as metadata."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """What a builder is told about the cache its layers share. ``block_size`` is the kernel's.
+
+    ``dtype`` is that of the allocated tensor (``torch.uint8`` for an FP8 cache). The optional fields are None for a
+    layer without the feature: ``head_size_v`` where it equals ``head_size``.
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    head_size_v: int | None = None
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+
+class AttentionLayer(Protocol):
+    """What ``forward`` may read of the layer it serves.
+
+    Scales are float32 tensors of one element, or of one per KV head; each dequantises (``value = code * scale``) and is
+    1.0 where nothing is quantised. The ``_float`` twins are host copies, since reading a tensor would synchronise.
+    """
+
+    _q_scale: Tensor
+    _k_scale: Tensor
+    _v_scale: Tensor
+    _prob_scale: Tensor
+    _q_scale_float: float
+    _k_scale_float: float
+    _v_scale_float: float
+
+
+class AttentionImpl(ABC, Generic[M]):
+    """Runs the kernels of one attention layer."""
+
+    brings_writer: ClassVar[bool] = True
+    """Whether the backend writes the new K/V itself (in ``forward`` or ``do_kv_cache_update``). False: the harness
+    writes them through the codec before ``forward``, and ``cache_write`` has nothing to examine."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None:
+        """Called with these ten by position; what the backend cannot do is refused here.
+
+        num_kv_heads: None is num_heads; query head ``h`` uses KV head ``h // (num_heads // num_kv_heads)``.
+        scale: multiplies the scores; any float, not only ``head_size ** -0.5``.
+        alibi_slopes: one a query head; adds ``slope * (key position - query position)`` after scale and cap.
+        sliding_window: ``w``: the query at position ``i`` sees keys ``i - w + 1 .. i``; mirrored if not causal.
+        logits_soft_cap: ``c``: a score becomes ``c * tanh(score / c)`` before the mask; None or 0: no cap.
+        kv_sharing_target_layer_name: the layer whose cache this one reads, and then does not write.
+
+        A backend that declares ``sinks`` also gets ``sinks=`` (float32 ``[num_heads]``) for layers that have them, one
+        that declares ``head_size_v`` gets ``head_size_v=`` where it differs.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: M | None,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the step's rows; ``[padded tokens, num_heads, value head size]``.
+
+        query: ``[padded tokens, num_heads, head_size]``; rows from ``query_start_loc[-1]`` on hold anything, NaN too.
+        key, value: ``[rows, num_kv_heads, head size]``; may be slices of one fused tensor, may be longer than the
+            slot mapping, may be None where the cache was written elsewhere.
+        kv_cache: one layer's cache in the backend's logical shape; empty for layers without one and in profiling.
+        attn_metadata: None in the profiling run: read nothing, return finite values.
+        output: where the backend has ``accept_output_buffer``: written in place and returned.
+        output_scale, output_block_scale: fused output quantisation, for a backend that declares ``output_quant``.
+
+        A backend that declares ``lse`` is also given ``output_lse=`` (float32 ``[padded tokens, num_heads]``), which
+        it writes in place.
+        """
+        raise NotImplementedError
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Writes the new K/V; called before ``forward`` where ``forward_includes_kv_cache_update`` is False."""
+        raise NotImplementedError(f"{type(self).__name__} writes the cache in forward")
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        """Whether a quantisation that follows attention may be folded into ``forward``."""
+        return False
+
+
+class MLAAttentionImpl(AttentionImpl[M]):
+    """Multi-head latent attention.
+
+    After the ten arguments, ``__init__`` takes ``q_lora_rank``, ``kv_lora_rank``, ``qk_nope_head_dim``,
+    ``qk_rope_head_dim``, ``qk_head_dim``, ``v_head_dim`` and ``kv_b_proj``.
+    """
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: AttentionLayer,
+        hidden_states_or_cq: Tensor,
+        kv_c_normed: Tensor | None,
+        k_pe: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: M | None,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the step's rows; ``[tokens, num_heads * v_head_dim]``.
+
+        hidden_states_or_cq: ``[tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]``, once projected.
+        kv_c_normed: ``[tokens, kv_lora_rank]``. k_pe: ``[tokens, 1, qk_rope_head_dim]``.
+        """
+        raise NotImplementedError
+
+
+class AttentionBackend(ABC):
+    """Facts and factories of one kernel library: static and class members only.
+
+    Selection believes these facts: one declared too generously becomes a wrong answer, one declared too strictly costs
+    speed. The harness examines both sides.
+    """
+
+    accept_output_buffer: ClassVar[bool] = False
+    """True: ``forward`` must be given ``output``, and writes into it. False: it may return a new tensor."""
+
+    forward_includes_kv_cache_update: ClassVar[bool] = True
+    """False: the new K/V are written by ``do_kv_cache_update``, which is called right before ``forward``."""
+
+    features: ClassVar[frozenset[str]] = frozenset()
+    """What the backend supports beyond plain causal attention; names of ``attncheck.reference.spec.FEATURES``."""
+
+    conventions: ClassVar[Conventions] = Conventions()
+    """Its choices where honest backends differ."""
+
+    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto",)
+    """``auto`` is the layer's dtype, under whichever name."""
+
+    supported_layouts: ClassVar[tuple[str, ...]] = ("NHD",)
+    """Memory orders of a page; a backend that reads the cache by its strides takes both."""
+
+    supported_attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER,)
+
+    supported_devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    """Types of devices, as in ``torch.device.type``."""
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """Stable, unique, upper case."""
+        raise NotImplementedError
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type[AttentionImpl[Any]]:
+        """The class made once a layer."""
+        raise NotImplementedError
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """The class made once a group of layers."""
+        raise NotImplementedError
+
+    @staticmethod
+    @abstractmethod
+    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Logical shape of one layer's cache; ``ValueError`` for a block size the kernels cannot do.
+
+        A backend that declares ``head_size_v`` takes it as a keyword, given only where it differs from ``head_size``.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def get_kv_cache_stride_order() -> tuple[int, ...]:
+        """Physical order of the logical dimensions. Raising (the default): the harness derives it from the packing.
+
+        An override may take ``cache_layout`` (``"NHD"``, ``"HND"``); one that does not has a single layout.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def get_metadata_cls() -> type[Any]:
+        """The class of the builder's products."""
+        return AttentionMetadata
+
+    @classmethod
+    def make_metadata(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object of ``get_metadata_cls()``."""
+        return cls.get_metadata_cls()(*args, **kwargs)
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        """(module, qualified name): the identity by which layers are grouped."""
+        return (cls.__module__, cls.__qualname__)
+
+    @classmethod
+    def get_supported_dtypes(cls) -> list[torch.dtype]:
+        """Dtypes of query, key, value and output."""
+        return [torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Empty: any."""
+        return []
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
+        """Page sizes the kernels can do, in tokens."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def validate_head_size(cls, head_size: int) -> None:
+        """``ValueError`` naming the size, the backend and the supported sizes."""
+        supported = cls.get_supported_head_sizes()
+        if supported and head_size not in supported:
+            raise ValueError(f"head size {head_size} is not supported by {cls.get_name()}; supported: {supported}")
+
+    @classmethod
+    def unavailable_reasons(cls, device: str) -> list[str]:
+        """Why this backend cannot run on ``device`` (``"cpu"``, ``"cuda"``, ``"cuda:1"``) here; empty: it can."""
+        kind = torch.device(device).type
+        if kind in cls.supported_devices:
+            return []
+        return [f"device {device}: the backend runs on {', '.join(cls.supported_devices)}"]
+
+    @classmethod
+    def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        """Why this backend does not answer the case, every reason with value and limit; empty: it must answer right.
+
+        Derived from the declarations. An override adds to ``super().unsupported_reasons(...)`` what they cannot say.
+        """
+        return undeclared(cls, layer, cache, batch)
+
+    @classmethod
+    def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
+        """How the cache is written and read from outside; None: only through the backend's own writer.
+
+        The default recognises the usual packings by asking ``get_kv_cache_shape`` with unmistakable numbers; a value
+        head size of its own, or any other packing, needs a codec of the backend's own.
+        """
+        return default_codec(cls, layer, cache)
+
+    @classmethod
+    def functions(cls) -> dict[str, Callable[..., Any]]:
+        """Functions offered besides attention, by the name the reference has them under."""
+        return {}
+
+    @classmethod
+    def version(cls) -> str:
+        """Version of what is examined: attncheck's for its own candidates, else empty unless overridden."""
+        return attncheck.__version__ if cls.__module__.startswith("attncheck.") else ""

@@ -1,0 +1,173 @@
+"""What a backend declares, held against a case: which features a case needs, and what speaks against a backend.
+
+Pure functions of class-level data and specs. Every reason is a fragment of a sentence with the offending value and the
+limit, and none is left out because an earlier one would suffice. Must not know: tensors, how a case is run, which paths
+the harness can put.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec
+
+if TYPE_CHECKING:
+    from attncheck.backends.contract import AttentionBackend
+
+
+DTYPES: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+"""The dtypes of specs, by the name they have there."""
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    """Among supported block sizes: every multiple of ``base``."""
+
+    base: int
+
+    def __post_init__(self) -> None:
+        if self.base < 1:
+            raise ValueError(f"base = {self.base}: must be at least 1")
+
+    def __str__(self) -> str:
+        return f"multiples of {self.base}"
+
+
+def required_features(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> frozenset[str]:
+    """The features a backend must declare to answer the case.
+
+    Encoder and cross attention are no features but attention types. Scales on a 16 or 32 bit cache need nothing: they
+    are to be ignored. ``cascade`` and the split paths need nothing either: the harness plays them where it must.
+    """
+    return frozenset(_layer_needs(layer)) | frozenset(_cache_needs(cache)) | frozenset(_batch_needs(layer, batch))
+
+
+def undeclared(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+    """Every reason why ``backend``'s declarations leave the case out; empty: it must answer right."""
+    reasons = [
+        _not_among("dtype", layer.dtype, [str(d).removeprefix("torch.") for d in backend.get_supported_dtypes()]),
+        _not_among("attn_type", str(layer.attn_type), [str(t) for t in backend.supported_attn_types]),
+        _head_size_reason(backend, layer),
+    ]
+    if has_cache(layer):
+        reasons += [
+            _kv_cache_dtype_reason(backend, layer, cache),
+            block_size_reason(backend, cache.block_size),
+            _not_among("layout", cache.layout, backend.supported_layouts),
+        ]
+    needs = required_features(layer, cache, batch) - backend.features
+    reasons += [f"{_describe(need, layer, cache, batch)}: feature {need!r} is not declared" for need in sorted(needs)]
+    return [reason for reason in reasons if reason]
+
+
+def has_cache(layer: LayerSpec) -> bool:
+    """Whether the layer reads a paged cache; encoder layers take keys and values from the step itself."""
+    return layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+
+def is_block_size_supported(backend: "type[AttentionBackend]", block_size: int) -> bool:
+    """Whether ``block_size`` is one of the backend's kernel block sizes, or a multiple it takes."""
+    return any(
+        block_size % size.base == 0 if isinstance(size, MultipleOf) else block_size == size
+        for size in backend.get_supported_kernel_block_sizes()
+    )
+
+
+def block_size_reason(backend: "type[AttentionBackend]", block_size: int) -> str:
+    """Why the backend cannot use pages of ``block_size`` tokens; empty: it can."""
+    if is_block_size_supported(backend, block_size):
+        return ""
+    sizes = ", ".join(str(size) for size in backend.get_supported_kernel_block_sizes())
+    return f"block_size {block_size}: supported are {sizes}"
+
+
+def _layer_needs(layer: LayerSpec) -> list[str]:
+    needs = {
+        "sliding_window": layer.sliding_window is not None,
+        "logits_soft_cap": layer.soft_cap is not None,
+        "alibi": layer.alibi_slopes is not None,
+        "alibi_non_causal": layer.alibi_slopes is not None and not layer.is_causal,
+        "sinks": layer.sink_logits is not None,
+        "non_causal": layer.attn_type == AttentionType.DECODER and not layer.is_causal,
+        "head_size_v": layer.value_head_size != layer.head_size,
+        "local": layer.attn_chunk_size is not None,
+        "kv_sharing": layer.kv_sharing,
+        "output_quant": layer.output_quant is not None,
+        "mla": layer.mla is not None,
+    }
+    return [feature for feature, needed in needs.items() if needed]
+
+
+def _cache_needs(cache: CacheSpec) -> list[str]:
+    if not cache.kv_cache_dtype.startswith("fp8"):
+        return []
+    per_head = isinstance(cache.k_scale, tuple) or isinstance(cache.v_scale, tuple)
+    return ["fp8_kv", "fp8_per_head"] if per_head else ["fp8_kv"]
+
+
+def _batch_needs(layer: LayerSpec, batch: BatchSpec) -> list[str]:
+    needs = ["tree"] if batch.path.name == "tree" else []
+    if layer.attn_type == AttentionType.DECODER and any(request.context_len < 0 for request in batch.requests):
+        needs.append("short_keys")
+    return needs
+
+
+def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> str:
+    """What in the case asks for ``feature``, with its value."""
+    match feature:
+        case "alibi":
+            return "the layer has ALiBi slopes"
+        case "alibi_non_causal":
+            return "the layer has ALiBi slopes and is not causal"
+        case "sinks":
+            return "the layer has attention sinks"
+        case "non_causal":
+            return "causal false"
+        case "local":
+            return f"attn_chunk_size {layer.attn_chunk_size}"
+        case "kv_sharing":
+            return "kv_sharing true"
+        case "head_size_v":
+            return f"head_size_v {layer.head_size_v} beside head_size {layer.head_size}"
+        case "fp8_kv":
+            return f"kv_cache_dtype {cache.kv_cache_dtype}"
+        case "fp8_per_head":
+            return "k_scale or v_scale per head"
+        case "output_quant" if layer.output_quant is not None:
+            return f"output quantised to {layer.output_quant.dtype}"
+        case "mla":
+            return "the layer has a latent cache"
+        case "tree":
+            return "path tree"
+        case "short_keys":
+            short = next(request for request in batch.requests if request.context_len < 0)
+            return f"query_len {short.query_len} above seq_len {short.total_len}"
+        case _:
+            return f"{feature} {getattr(layer, feature)}"
+
+
+def _not_among(name: str, value: str, supported: Sequence[str]) -> str:
+    return "" if value in supported else f"{name} {value}: supported are {', '.join(supported) or 'none'}"
+
+
+def _head_size_reason(backend: "type[AttentionBackend]", layer: LayerSpec) -> str:
+    supported = backend.get_supported_head_sizes()
+    sizes = {"head_size": layer.head_size, "head_size_v": layer.value_head_size}
+    wrong = [f"{name} {size}" for name, size in sizes.items() if supported and size not in supported]
+    if layer.value_head_size == layer.head_size:
+        wrong = wrong[:1]
+    return f"{' and '.join(wrong)}: supported are {', '.join(map(str, supported))}" if wrong else ""
+
+
+def _kv_cache_dtype_reason(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec) -> str:
+    """A cache dtype that is the layer's own, under its name, is ``auto``."""
+    names = ("auto", layer.dtype) if cache.kv_cache_dtype in ("auto", layer.dtype) else (cache.kv_cache_dtype,)
+    if any(name in backend.supported_kv_cache_dtypes for name in names):
+        return ""
+    return _not_among("kv_cache_dtype", cache.kv_cache_dtype, backend.supported_kv_cache_dtypes)

@@ -1,0 +1,242 @@
+"""``torch.nn.attention.flex_attention`` as a candidate: gathered pages, a block mask, modifiers as a score function.
+
+Compiled on CUDA, where the rows of the whole step are one call; eager on CPU, where the score matrix is materialised
+and every request is a call of its own. In both, the requests of a call lie packed one after the other, and what a row
+sees is an interval of packed keys: causal masks, windows and the borders between requests are all the same mask. Must
+not know: the reference's code.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo_config
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
+from attncheck.backends.gathering import Piece, pieces, write_pages
+from attncheck.backends.paged import PagedBackend, PagedBuilder, PagedImpl, PagedMetadata
+from attncheck.reference.params import AttentionParams
+
+_RECOMPILE_LIMIT = 256
+"""A run examines many layers in one process; dynamo's limit of 8 variants is meant for one model."""
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class FlexBackend(PagedBackend):
+    """Any head size, any block size, both layouts. Sinks are applied to the result by its LSE."""
+
+    packing = "content"
+    features = frozenset(
+        {
+            "sliding_window",
+            "logits_soft_cap",
+            "alibi",
+            "alibi_non_causal",
+            "sinks",
+            "non_causal",
+            "head_size_v",
+            "lse",
+            "kv_sharing",
+            "short_keys",
+        }
+    )
+    conventions = Conventions(padded_rows="untouched")
+    supported_attn_types = tuple(AttentionType)
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLEX_ATTENTION"
+
+    @staticmethod
+    def get_impl_cls() -> type["FlexImpl"]:
+        return FlexImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["FlexBuilder"]:
+        return FlexBuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type["FlexMetadata"]:
+        return FlexMetadata
+
+    @classmethod
+    def get_supported_dtypes(cls) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def version(cls) -> str:
+        return f"torch {torch.__version__}"
+
+
+class FlexMetadata(PagedMetadata):
+    """A step of the flex backend."""
+
+
+class FlexBuilder(PagedBuilder):
+    """Makes them."""
+
+    backend = FlexBackend
+    metadata_cls = FlexMetadata
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Requests packed for one call of the kernel.
+
+    rows: the rows of query and output, in order. key, value: ``[keys, num_kv_heads, head size]``. own, low, high: per
+    row, int64: the packed index of the row's own position, and the interval ``low <= k < high`` of keys it sees.
+    """
+
+    rows: list[slice]
+    key: Tensor
+    value: Tensor
+    own: Tensor
+    low: Tensor
+    high: Tensor
+
+
+class FlexImpl(PagedImpl):
+    """One layer."""
+
+    backend = FlexBackend
+    metadata_cls = FlexMetadata
+
+    def write(
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        write_pages(key, value, key_cache, value_cache, slot_mapping)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        params = self.params(metadata)
+        found = list(pieces(params, metadata, key, value, caches))
+        packs = [found] if query.is_cuda else [[piece] for piece in found]
+        for call in (_pack(params, pack) for pack in packs if pack):
+            out_qHD, lse_qH = self._attend_packed(torch.cat([query[rows] for rows in call.rows]), call)
+            lengths = [rows.stop - rows.start for rows in call.rows]
+            parts = zip(call.rows, torch.split(out_qHD, lengths), torch.split(lse_qH, lengths), strict=True)
+            for rows, out, lse in parts:
+                output[rows] = out.to(output.dtype)
+                if output_lse is not None:
+                    output_lse[rows] = lse
+
+    def _attend_packed(self, query_qHD: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        """``(out [rows, num_heads, value head size], lse [rows, num_heads] float32)``."""
+        num_rows, num_keys = len(query_qHD), len(call.key)
+        if num_keys == 0:
+            out_qHD = query_qHD.new_zeros(num_rows, self.num_heads, self.head_size_v)
+            lse_qH = query_qHD.new_full((num_rows, self.num_heads), -torch.inf, dtype=torch.float32)
+        else:
+            tensors = (query_qHD, call.key, call.value)
+            if self.sinks is not None:
+                tensors = (query_qHD.float(), call.key.float(), call.value.float())  # scaled before the one rounding
+            query_HqD, key_HkD, value_HkD = (tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors)
+            with _many_variants():
+                out_HqD, aux = _kernel(query_qHD.is_cuda)(
+                    query_HqD,
+                    key_HkD,
+                    value_HkD,
+                    score_mod=self._score_mod(call),
+                    block_mask=_block_mask(call, num_rows, num_keys),
+                    scale=self.scale,
+                    enable_gqa=self.num_heads != self.num_kv_heads,
+                    return_aux=AuxRequest(lse=True),
+                )
+            out_qHD, lse_qH = out_HqD[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
+        if self.sinks is None:
+            return out_qHD, lse_qH
+        sinks = self.sinks.to(lse_qH.device)
+        share = torch.sigmoid(lse_qH - sinks).where(lse_qH > -torch.inf, 0.0)  # of the keys in the denominator
+        return out_qHD * share[:, :, None], torch.logaddexp(lse_qH, sinks.expand_as(lse_qH))
+
+    def _score_mod(self, call: _Call) -> ScoreMod | None:
+        """Cap, then ALiBi. Numbers travel as tensors, which a compiled kernel reads and is not compiled for."""
+        device = call.own.device
+        cap = None if self.logits_soft_cap is None else torch.tensor(self.logits_soft_cap, device=device)
+        slopes = None if self.alibi_slopes is None else torch.tensor(self.alibi_slopes, device=device)
+        own = call.own
+        if cap is None and slopes is None:
+            return None
+
+        def modified(score: Tensor, _batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            if cap is not None:
+                score = cap * torch.tanh(score / cap)
+            return score if slopes is None else score + slopes[head] * (key - own[row])
+
+        return modified
+
+
+def _pack(params: AttentionParams, pack: list[Piece]) -> _Call:
+    """Key index = position - first key + the keys packed before; a row's interval is cut to its own request's keys."""
+    own, low, high = [], [], []
+    packed = 0
+    for piece in pack:
+        index = piece.query_positions() - piece.first_key + packed
+        left, right = params.window
+        end = packed + len(piece.key)
+        low.append((index - left if left >= 0 else torch.zeros_like(index)).clamp(packed, end))
+        reach = 0 if params.causal else right
+        high.append((index + reach + 1 if reach >= 0 else torch.full_like(index, end)).clamp(packed, end))
+        own.append(index)
+        packed = end
+    return _Call(
+        rows=[piece.rows for piece in pack],
+        key=torch.cat([piece.key for piece in pack]),
+        value=torch.cat([piece.value for piece in pack]),
+        own=torch.cat(own),
+        low=torch.cat(low),
+        high=torch.cat(high),
+    )
+
+
+def _block_mask(call: _Call, num_rows: int, num_keys: int) -> object:
+    low, high = call.low, call.high
+
+    def sees(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (key >= low[row]) & (key < high[row])
+
+    make = torch.compile(create_block_mask, dynamic=True) if low.is_cuda else create_block_mask
+    return make(sees, None, None, num_rows, num_keys, device=low.device)
+
+
+@functools.cache
+def _kernel(compiled: bool) -> Callable[..., Any]:
+    """The fused kernel, or the eager formulation. A kernel that cannot be compiled is an error, never a fall-back."""
+    if not compiled:
+        return flex_attention
+    fused: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True, dynamic=True)
+    return fused
+
+
+@contextlib.contextmanager
+def _many_variants() -> Iterator[None]:
+    """Allows as many compiled variants as a run has layers, and keeps the eager formulation's advice to itself.
+
+    flex_attention warns that it is not compiled and materialises the scores. On CPU that is intended: what is examined
+    there is the score and mask functions, and every request is small enough.
+    """
+    with warnings.catch_warnings(), dynamo_config.patch(recompile_limit=_RECOMPILE_LIMIT):
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile", category=UserWarning)
+        yield

@@ -1,0 +1,193 @@
+"""A bare attention function as a backend: five lines instead of four classes.
+
+>>> def attend(query, key_cache, value_cache, metadata, params, out): ...
+>>> MyKernel = kernel_backend(attend, name="my_kernel", features=("sliding_window",))
+>>> MyKernel.get_name(), MyKernel.get_impl_cls().brings_writer
+('MY_KERNEL', False)
+
+What ``features`` leaves out the wrapper refuses before the function is called. Must not know: what the function does.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionImpl, AttentionLayer, AttentionMetadataBuilder, AttentionType
+from attncheck.backends.conventions import Conventions
+from attncheck.backends.declarations import MultipleOf
+from attncheck.backends.paged import PagedBackend, PagedBuilder, PagedImpl, PagedMetadata
+from attncheck.reference.spec import FEATURES
+
+Kernel = Callable[..., object]
+Writer = Callable[..., object]
+
+_KERNEL_ARGUMENTS = ("query", "key_cache", "value_cache", "metadata", "params", "out")
+_KERNEL_OPTIONS = ("k_scale", "v_scale", "output_lse")
+_WRITER_ARGUMENTS = ("key", "value", "key_cache", "value_cache", "slot_mapping")
+_WRITER_OPTIONS = ("k_scale", "v_scale")
+_CACHED_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+
+def kernel_backend(
+    fn: Kernel,
+    *,
+    name: str,
+    features: Iterable[str] = (),
+    supported_dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32),
+    supported_head_sizes: Sequence[int] = (),
+    supported_block_sizes: Sequence[int | MultipleOf] = (MultipleOf(1),),
+    supported_layouts: Sequence[str] = ("NHD",),
+    supported_attn_types: Sequence[str] = (AttentionType.DECODER,),
+    supported_kv_cache_dtypes: Sequence[str] = ("auto",),
+    supported_devices: Sequence[str] = ("cpu", "cuda"),
+    writer: Writer | None = None,
+    conventions: Conventions | None = None,
+    version: str = "",
+) -> type[PagedBackend]:
+    """The backend class whose ``forward`` is ``fn``; what the keywords do not name takes the contract's default.
+
+    ``fn(query, key_cache, value_cache, metadata, params, out)``, called by position with
+
+    - query ``[T, num_heads, head_size]``; rows from ``metadata.query_start_loc[-1]`` on are padding;
+    - key_cache, value_cache: logical views ``[blocks, block size, num_kv_heads, head size]`` of the pool, strided; the
+      new K/V stand in them. With an FP8 cache they have a float8 dtype;
+    - metadata: the ``CommonAttentionMetadata`` of the step;
+    - params: the layer's ``AttentionParams``, with the step's ``causal``, and the window mirrored where it is False;
+    - out ``[T, num_heads, value head size]``, which the function writes in place.
+
+    Where its signature has them it is also given, as keywords, ``k_scale`` and ``v_scale`` (float32 tensors) and
+    ``output_lse`` (float32 ``[T, num_heads]``, written in place); the last goes with the feature ``lse``.
+    ``writer(key, value, key_cache, value_cache, slot_mapping)``, likewise with the scales, stores the new rows; without
+    one the harness does, and the cache is not examined. The function reads a paged cache: no encoder layers.
+
+    Raises ``ValueError`` for declarations that contradict each other or a signature that cannot be called so.
+    """
+    declared, options = frozenset(features), _options(fn, _KERNEL_ARGUMENTS, _KERNEL_OPTIONS)
+    _check_declarations(name, declared, options, supported_attn_types)
+    writer_options = () if writer is None else _options(writer, _WRITER_ARGUMENTS, _WRITER_OPTIONS)
+    label = name.upper()
+
+    class Backend(PagedBackend):
+        @staticmethod
+        def get_name() -> str:
+            return label
+
+        @staticmethod
+        def get_impl_cls() -> type[AttentionImpl[Any]]:
+            return Impl
+
+        @staticmethod
+        def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+            return Builder
+
+        @staticmethod
+        def get_metadata_cls() -> type[Any]:
+            return Metadata
+
+        @classmethod
+        def get_supported_dtypes(cls) -> list[torch.dtype]:
+            return list(supported_dtypes)
+
+        @classmethod
+        def get_supported_head_sizes(cls) -> list[int]:
+            return list(supported_head_sizes)
+
+        @classmethod
+        def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
+            return list(supported_block_sizes)
+
+        @classmethod
+        def version(cls) -> str:
+            return version
+
+    Backend.features = declared
+    Backend.conventions = Conventions() if conventions is None else conventions
+    Backend.supported_layouts = tuple(supported_layouts)
+    Backend.supported_attn_types = tuple(supported_attn_types)
+    Backend.supported_kv_cache_dtypes = tuple(supported_kv_cache_dtypes)
+    Backend.supported_devices = tuple(supported_devices)
+
+    class Metadata(PagedMetadata):
+        """A step of this kernel."""
+
+    class Builder(PagedBuilder):
+        backend = Backend
+        metadata_cls = Metadata
+
+    class Impl(PagedImpl):
+        backend = Backend
+        metadata_cls = Metadata
+        brings_writer = writer is not None
+
+        def write(
+            self,
+            layer: AttentionLayer,
+            key: Tensor,
+            value: Tensor,
+            key_cache: Tensor,
+            value_cache: Tensor,
+            slot_mapping: Tensor,
+        ) -> None:
+            if writer is None:
+                raise RuntimeError(f"{label} brings no writer")
+            extra = _scales(layer, writer_options)
+            writer(key, value, key_cache, value_cache, slot_mapping, **extra)
+
+        def attend(
+            self,
+            layer: AttentionLayer,
+            query: Tensor,
+            key: Tensor | None,
+            value: Tensor | None,
+            caches: tuple[Tensor, Tensor] | None,
+            metadata: PagedMetadata,
+            output: Tensor,
+            output_lse: Tensor | None,
+        ) -> None:
+            if caches is None:
+                raise NotImplementedError(f"{label} reads a paged cache; attn_type {self.attn_type} has none")
+            extra = _scales(layer, options)
+            if "output_lse" in options:
+                if output_lse is None:
+                    output_lse = query.new_empty((query.shape[0], self.num_heads), dtype=torch.float32)
+                extra["output_lse"] = output_lse
+            fn(query, *caches, metadata.common, self.params(metadata), output, **extra)
+
+    for made in (Backend, Metadata, Builder, Impl):
+        made.__qualname__ = f"{name}.{made.__name__}"
+        made.__module__ = getattr(fn, "__module__", __name__)
+    Backend.__name__ = Backend.__qualname__ = name
+    Backend.__doc__ = inspect.getdoc(fn)
+    return Backend
+
+
+def _scales(layer: AttentionLayer, options: Sequence[str]) -> dict[str, Tensor]:
+    found = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+    return {name: scale for name, scale in found.items() if name in options}
+
+
+def _options(fn: Callable[..., object], arguments: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
+    """The optional keywords that ``fn`` takes by name; ``ValueError`` where it cannot be called at all."""
+    signature = inspect.signature(fn)
+    taken = tuple(option for option in options if option in signature.parameters)
+    try:
+        signature.bind(*arguments, **dict.fromkeys(taken))
+    except TypeError as error:
+        name = getattr(fn, "__name__", repr(fn))
+        raise ValueError(
+            f"{name}{signature} cannot be called with ({', '.join(arguments)}) by position"
+            f"{''.join(f', {option}=' for option in taken)}: {error}"
+        ) from None
+    return taken
+
+
+def _check_declarations(name: str, features: frozenset[str], options: Sequence[str], attn_types: Sequence[str]) -> None:
+    wrong = [f"{feature!r} is no feature" for feature in sorted(features - set(FEATURES))]
+    if ("output_lse" in options) != ("lse" in features):
+        wrong.append("the feature 'lse' and a parameter output_lse go together")
+    wrong += [f"attn_type {kind} has no paged cache" for kind in attn_types if kind not in _CACHED_TYPES]
+    if wrong:
+        raise ValueError(f"kernel_backend {name!r}: {'; '.join(wrong)}; features are {', '.join(FEATURES)}")

@@ -1,0 +1,330 @@
+"""What our own candidates share: the cache's shape, the builder, and everything in ``forward`` that is not attention.
+
+A candidate derives from :class:`PagedBackend`, :class:`PagedBuilder` and :class:`PagedImpl`, declares what it supports,
+and implements :meth:`PagedImpl.attend`. Refusals, the profiling call, and the order write-then-attend live here once.
+Must not know: how any candidate attends.
+"""
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.codecs import KVCacheCodec, packed_codec
+from attncheck.backends.contract import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from attncheck.backends.declarations import block_size_reason
+from attncheck.backends.packings import FP8_DTYPES, Packing, packed_shape
+from attncheck.backends.refusals import refuse_cache, refuse_layer, refuse_undeclared_call
+from attncheck.reference.cache import kv_cache_views
+from attncheck.reference.params import AttentionParams, window_pair
+from attncheck.reference.spec import CacheSpec, LayerSpec
+
+
+@dataclass(frozen=True)
+class PagedMetadata:
+    """One step for one group of layers: the common metadata, and its lengths as numbers on the host."""
+
+    common: CommonAttentionMetadata
+    query_start_loc: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    attention_chunk_size: int | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that belong to requests; padding stands behind them."""
+        return self.query_start_loc[-1]
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """New tokens of each request."""
+        return tuple(end - start for start, end in itertools.pairwise(self.query_start_loc))
+
+    def requests(self) -> Iterator[tuple[int, int, int, int]]:
+        """``(request, first row, end row, seq_len)`` of every request that has rows; padding requests have none."""
+        bounds = zip(itertools.pairwise(self.query_start_loc), self.seq_lens, strict=True)
+        for request, ((start, end), seq_len) in enumerate(bounds):
+            if end > start:
+                yield request, start, end, seq_len
+
+
+class PagedBackend(AttentionBackend):
+    """Keys and values in one of the usual packings; ``content`` where value heads have a size of their own."""
+
+    accept_output_buffer = True
+    packing: ClassVar[Packing] = "split_first"
+    supported_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int | None = None
+    ) -> tuple[int, ...]:
+        if reason := block_size_reason(cls, block_size):
+            raise ValueError(f"{cls.get_name()}: {reason}")
+        value_size = head_size if head_size_v is None else head_size_v
+        if value_size != head_size and "head_size_v" not in cls.features:
+            raise NotImplementedError(f"{cls.get_name()}: head_size_v {value_size} beside head_size {head_size}")
+        packing = cls.packing_of(head_size, value_size)
+        return packed_shape(packing, num_blocks, block_size, num_kv_heads, head_size, value_size)
+
+    @classmethod
+    def packing_of(cls, head_size: int, head_size_v: int) -> Packing:
+        """Only one packing can hold keys and values of different sizes."""
+        return cls.packing if head_size == head_size_v else "content"
+
+    @classmethod
+    def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
+        return packed_codec(cls, layer, cache)
+
+
+class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
+    """Reads the lengths from their host twins: no synchronisation, and nothing that a graph could keep."""
+
+    backend: ClassVar[type[PagedBackend]]
+    metadata_cls: ClassVar[type[PagedMetadata]]
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_cache(self.backend, kv_cache_spec)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedMetadata:
+        """A shared prefix needs no treatment of its own: its pages are read through every request's table."""
+        return self.metadata_cls(
+            common=common_attn_metadata,
+            query_start_loc=tuple(common_attn_metadata.query_start_loc_cpu.tolist()),
+            seq_lens=tuple(common_attn_metadata.seq_lens_cpu.tolist()),
+            attention_chunk_size=self.kv_cache_spec.attention_chunk_size,
+        )
+
+
+class PagedImpl(AttentionImpl[PagedMetadata]):
+    """One layer. Attributes keep vLLM's names; ``sliding_window`` is the pair of inclusive distances."""
+
+    backend: ClassVar[type[PagedBackend]]
+    metadata_cls: ClassVar[type[PagedMetadata]]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: Tensor | None = None,
+        head_size_v: int | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size_v = head_size if head_size_v is None else head_size_v
+        refuse_layer(
+            self.backend,
+            num_heads=num_heads,
+            head_size=head_size,
+            scale=scale,
+            num_kv_heads=self.num_kv_heads,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            kv_cache_dtype=kv_cache_dtype,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            sinks=sinks,
+            head_size_v=self.head_size_v,
+        )
+        self.attn_type = AttentionType(attn_type)
+        self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
+        self.sinks = None if sinks is None else sinks.to(torch.float32)
+        self._sink_logits = None if sinks is None else tuple(sinks.tolist())
+        self._window_size = sliding_window
+        self.sliding_window = window_pair(sliding_window, bidirectional=not self.attends_causally)
+        self.logits_soft_cap = logits_soft_cap or None
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+
+    @property
+    def attends_causally(self) -> bool:
+        """Whether the layer is causal unless a step's metadata says otherwise."""
+        return self.attn_type == AttentionType.DECODER
+
+    @property
+    def has_cache(self) -> bool:
+        """Encoder layers take keys and values from the step itself."""
+        return self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+    def params(self, metadata: PagedMetadata) -> AttentionParams:
+        """The layer's parameters for one step: a window is mirrored where the step is not causal."""
+        causal = metadata.common.causal
+        return AttentionParams(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            head_size_v=self.head_size_v,
+            scale=self.scale,
+            causal=causal,
+            window=window_pair(self._window_size, bidirectional=not causal),
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self._sink_logits,
+            attn_chunk_size=metadata.attention_chunk_size,
+        )
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: PagedMetadata | None,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+        *,
+        output_lse: Tensor | None = None,
+    ) -> Tensor:
+        if output is None:
+            raise ValueError(f"{self.backend.get_name()}: output is None, but the caller must allocate it")
+        if attn_metadata is None:  # profiling: there is no cache and no batch
+            return output.zero_()
+        self._refuse_wrong_step(query, key, value, kv_cache, attn_metadata, output, output_lse)
+        is_fp8 = self.has_cache and self.kv_cache_dtype in FP8_DTYPES
+        refuse_undeclared_call(
+            self.backend,
+            attn_type=self.attn_type,
+            causal=attn_metadata.common.causal,
+            has_alibi=self.alibi_slopes is not None,
+            query_lens=attn_metadata.query_lens,
+            seq_lens=attn_metadata.seq_lens,
+            has_per_head_scales=is_fp8 and max(layer._k_scale.numel(), layer._v_scale.numel()) > 1,
+            has_output_scales=output_scale is not None or output_block_scale is not None,
+            has_output_lse=output_lse is not None,
+        )
+        caches = self._cache_views(kv_cache) if self.has_cache else None
+        slots = attn_metadata.common.slot_mapping
+        writes = caches is not None and self.brings_writer and self.kv_sharing_target_layer_name is None
+        if writes and caches is not None and key is not None and value is not None:
+            self.write(layer, key, value, *caches, slots)
+        self.attend(layer, query, key, value, caches, attn_metadata, output, output_lse)
+        return output
+
+    @abstractmethod
+    def write(
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Stores row ``t`` of ``key`` and ``value`` at slot ``slot_mapping[t]``; negative slots and longer rows: not.
+
+        The caches are logical views ``[blocks, block size, num_kv_heads, head size]``, float8 where they hold codes.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        """Writes the rows of all requests into ``output`` (and ``output_lse``); the cache holds the new K/V.
+
+        ``caches``: the logical views of :meth:`write`, None for encoder layers, whose keys and values are ``key`` and
+        ``value`` row for row.
+        """
+
+    def _cache_views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        codes = FP8_DTYPES.get(self.kv_cache_dtype)
+        stored = kv_cache if codes is None else kv_cache.view(codes)
+        return kv_cache_views(stored, self.backend.packing_of(self.head_size, self.head_size_v), self.head_size)
+
+    def _refuse_wrong_step(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        name = self.backend.get_name()
+        tokens = metadata_tokens(metadata, self.metadata_cls, name)
+        wrong = []
+        if tokens > query.shape[0]:
+            wrong.append(f"num_actual_tokens {tokens} exceeds the {query.shape[0]} rows of query")
+        if metadata.num_rows > tokens:
+            wrong.append(f"query_start_loc ends at {metadata.num_rows}, beyond num_actual_tokens {tokens}")
+        if query.shape[1:] != (self.num_heads, self.head_size):
+            wrong.append(f"query has shape {tuple(query.shape)}, not [tokens, {self.num_heads}, {self.head_size}]")
+        if query.dtype not in self.backend.get_supported_dtypes():
+            supported = ", ".join(map(str, self.backend.get_supported_dtypes()))
+            wrong.append(f"query has dtype {query.dtype}: supported are {supported}")
+        if output.shape[0] < tokens or output.shape[1:] != (self.num_heads, self.head_size_v):
+            wrong.append(
+                f"output has shape {tuple(output.shape)}, not [{tokens}+, {self.num_heads}, {self.head_size_v}]"
+            )
+        if output_lse is not None and (output_lse.shape[0] < tokens or output_lse.shape[1:] != (self.num_heads,)):
+            wrong.append(f"output_lse has shape {tuple(output_lse.shape)}, not [{tokens}+, {self.num_heads}]")
+        wrong += self._wrong_keys(key, value, metadata)
+        if self.has_cache:
+            wrong += self._wrong_cache(kv_cache, query.dtype)
+        if wrong:
+            raise ValueError(f"{name}: {'; '.join(wrong)}")
+
+    def _wrong_keys(self, key: Tensor | None, value: Tensor | None, metadata: PagedMetadata) -> list[str]:
+        """Rows of key and value the step needs: those its slots name, or in an encoder those of the query."""
+        if self.kv_sharing_target_layer_name is not None:
+            return []
+        needed = len(metadata.common.slot_mapping) if self.has_cache else metadata.num_rows
+        wrong = []
+        for name, given, size in (("key", key, self.head_size), ("value", value, self.head_size_v)):
+            if given is None:
+                if needed:
+                    wrong.append(f"{name} is None, but {needed} rows are needed")
+            elif given.shape[0] < needed or given.shape[1:] != (self.num_kv_heads, size):
+                wrong.append(f"{name} has shape {tuple(given.shape)}, not [{needed}+, {self.num_kv_heads}, {size}]")
+        return wrong
+
+    def _wrong_cache(self, kv_cache: Tensor, dtype: torch.dtype) -> list[str]:
+        if kv_cache.numel() == 0:
+            return ["kv_cache is empty"]
+        stored = kv_cache.dtype
+        if self.kv_cache_dtype in FP8_DTYPES:
+            expected = {torch.uint8, FP8_DTYPES[self.kv_cache_dtype]}
+        else:
+            named = [n for n in self.backend.supported_kv_cache_dtypes if n != "auto" and n not in FP8_DTYPES]
+            expected = {dtype, *(getattr(torch, n) for n in named)}
+        return [] if stored in expected else [f"kv_cache has dtype {stored} for kv_cache_dtype {self.kv_cache_dtype}"]
+
+
+def metadata_tokens(metadata: object, expected: type[PagedMetadata], backend: str) -> int:
+    """``num_actual_tokens`` of a backend's own metadata; ``TypeError`` names an object of another backend."""
+    if not isinstance(metadata, expected):
+        raise TypeError(f"{backend}: attn_metadata is a {type(metadata).__qualname__}, not a {expected.__qualname__}")
+    return metadata.common.num_actual_tokens

@@ -1,0 +1,120 @@
+"""The reference as a candidate: float64 inside, rounded once at the end.
+
+Examined like every other, so that the harness is held to the truth it uses; slow, and good for nothing else. Must not
+know: the formulas, which live in :mod:`attncheck.reference`.
+"""
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
+from attncheck.backends.paged import PagedBackend, PagedBuilder, PagedImpl, PagedMetadata
+from attncheck.reference.cache import reshape_and_cache
+from attncheck.reference.paged import paged_attention
+from attncheck.reference.varlen import varlen_attention
+
+
+class ReferenceBackend(PagedBackend):
+    """Everything the reference answers: any head size, any block size, both layouts, every modifier."""
+
+    features = frozenset(
+        {
+            "sliding_window",
+            "logits_soft_cap",
+            "alibi",
+            "alibi_non_causal",
+            "sinks",
+            "non_causal",
+            "head_size_v",
+            "lse",
+            "local",
+            "kv_sharing",
+            "fp8_kv",
+            "fp8_per_head",
+            "short_keys",
+        }
+    )
+    conventions = Conventions(padded_rows="untouched", batch_invariant=True)
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+    supported_attn_types = tuple(AttentionType)
+
+    @staticmethod
+    def get_name() -> str:
+        return "REFERENCE"
+
+    @staticmethod
+    def get_impl_cls() -> type["ReferenceImpl"]:
+        return ReferenceImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["ReferenceBuilder"]:
+        return ReferenceBuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type["ReferenceMetadata"]:
+        return ReferenceMetadata
+
+    @classmethod
+    def get_supported_dtypes(cls) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+
+class ReferenceMetadata(PagedMetadata):
+    """A step of the reference backend."""
+
+
+class ReferenceBuilder(PagedBuilder):
+    """Makes them."""
+
+    backend = ReferenceBackend
+    metadata_cls = ReferenceMetadata
+
+
+class ReferenceImpl(PagedImpl):
+    """One layer."""
+
+    backend = ReferenceBackend
+    metadata_cls = ReferenceMetadata
+
+    def write(
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        k_scale, v_scale = layer._k_scale, layer._v_scale
+        reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        common, rows = metadata.common, metadata.num_rows
+        params = self.params(metadata)
+        starts = common.query_start_loc
+        if caches is not None:
+            out, lse = paged_attention(
+                query[:rows],
+                *caches,
+                common.block_table_tensor,
+                common.seq_lens,
+                starts,
+                params,
+                k_scale=layer._k_scale,
+                v_scale=layer._v_scale,
+            )
+        elif key is not None and value is not None:
+            out, lse = varlen_attention(query[:rows], key[:rows], value[:rows], starts, starts, params)
+        output[:rows] = out.to(output.dtype)
+        if output_lse is not None:
+            output_lse[:rows] = lse.to(output_lse.dtype)
