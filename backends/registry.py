@@ -1,0 +1,225 @@
+"""From a name to a backend: names and paths here, imports only when one is asked for.
+
+Four spellings, tried in this order:
+
+- ``torch_sdpa``: a registered name, built in or from an entry point of the group ``attncheck.backends``;
+- ``name:argument``: a registered name that takes an argument, such as the backend to choose within a library;
+- ``path/to/file.py:Class``: a file that no package holds;
+- ``package.module:Class``: anything importable.
+
+The object found may be a backend class, or a plain function, which ``kernel_backend`` wraps. What is loaded has been
+held against the contract's form. Importing this module loads no torch. Must not know: what any backend supports, devices.
+"""
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from attncheck.errors import BackendLoadError, BackendUnavailableError, UnknownNameError
+
+if TYPE_CHECKING:
+    from attncheck.backends.contract import AttentionBackend
+
+BUILTIN: Mapping[str, str] = MappingProxyType(
+    {
+        "reference": "attncheck.backends.reference_backend:ReferenceBackend",
+        "torch_sdpa": "attncheck.backends.torch_sdpa:SDPABackend",
+        "flex_attention": "attncheck.backends.flex_attention:FlexBackend",
+    }
+)
+"""The backends attncheck brings along, in the order they are listed and run."""
+
+ENTRY_POINT_GROUP = "attncheck.backends"
+
+
+@dataclass(frozen=True)
+class LoadedBackend:
+    """A backend that can be driven.
+
+    name: what reports call it. ref: what was asked for; asking again finds the same. origin: where it comes from, for
+    people.
+    """
+
+    name: str
+    ref: str
+    backend: "type[AttentionBackend]"
+    version: str
+    origin: str
+
+
+def builtin_names() -> tuple[str, ...]:
+    """Names of the backends attncheck brings along."""
+    return tuple(BUILTIN)
+
+
+def entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """Installed entry points by name. A built-in name cannot be taken by one."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return {point.name: point for point in found if point.name not in BUILTIN}
+
+
+def known_names() -> tuple[str, ...]:
+    """Every registered name: built in, then from entry points."""
+    return (*BUILTIN, *sorted(entry_points()))
+
+
+def load(ref: str) -> LoadedBackend:
+    """The backend ``ref`` names.
+
+    Raises :class:`UnknownNameError` for a name nobody registered, :class:`BackendUnavailableError` for a registered one
+    whose library cannot be imported here, and :class:`BackendLoadError` for everything else that is in the way: a file
+    that does not import, a class that is not there, a contract that is not kept.
+    """
+    name, colon, argument = ref.partition(":")
+    if name in BUILTIN:
+        return _load_registered(ref, name, argument if colon else None, BUILTIN[name], "built in")
+    if (point := entry_points().get(name)) is not None:
+        distribution = point.dist.name if point.dist is not None else "an unknown distribution"
+        return _load_registered(ref, name, argument if colon else None, point.value, f"entry point of {distribution}")
+    place, colon, attribute = ref.rpartition(":")
+    if place.endswith(".py"):
+        return _checked(ref, attribute, _attribute(ref, _import_file(ref, Path(place)), attribute), f"file {place}")
+    if ref.endswith(".py"):
+        classes = _backends_in(_import_file(ref, Path(ref)))
+        raise BackendLoadError(ref, "names a file, but no class in it", allowed=_choice(ref, classes))
+    if colon and all(part.isidentifier() for part in place.split(".")):
+        return _checked(ref, attribute, _attribute(ref, _import_module(ref, place), attribute), f"module {place}")
+    raise UnknownNameError("backend", ref, known_names())
+
+
+def load_object(obj: object) -> LoadedBackend:
+    """A backend class or a plain attention function, handed over from Python. Raises :class:`BackendLoadError`."""
+    name = getattr(obj, "__qualname__", type(obj).__name__)
+    module = getattr(obj, "__module__", "")
+    place = getattr(sys.modules.get(module), "__file__", None) if module == "__main__" else None
+    ref = f"{place or module}:{name}"
+    return _checked(ref, getattr(obj, "__name__", name), obj, f"object of {place or module}")
+
+
+def _load_registered(ref: str, name: str, argument: str | None, target: str, origin: str) -> LoadedBackend:
+    """A registered name's import failing means that a library is missing: an outcome, not a wrong question."""
+    module, _, attribute = target.partition(":")
+    try:
+        found = _attribute(ref, _import_module(ref, module, missing_is_unavailable=True), attribute)
+        if argument is not None:
+            if not hasattr(found, "from_argument"):
+                raise BackendLoadError(ref, f"{name} takes no argument", allowed=f"ask for {name!r}")
+            found = found.from_argument(argument)
+        return _checked(ref, name if argument is None else ref, found, origin)
+    except ImportError as error:
+        raise BackendUnavailableError(name, [f"{target} cannot be imported: {error}"]) from error
+
+
+def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
+    """What was found as a backend, held against the contract."""
+    from attncheck.backends.contract import AttentionBackend
+    from attncheck.backends.kernel import kernel_backend
+    from attncheck.backends.verification import contract_problems
+
+    if not isinstance(found, type) and callable(found):
+        try:
+            found = kernel_backend(found, name=getattr(found, "__name__", name))
+        except ValueError as error:
+            raise BackendLoadError(ref, str(error)) from error
+    if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
+        raise BackendLoadError(
+            ref,
+            f"is {found!r}, neither a backend nor a function",
+            allowed="derive the class from attncheck.backends.contract.AttentionBackend",
+        )
+    if problems := contract_problems(found):
+        raise BackendLoadError(ref, f"breaks the contract: {'; '.join(problems)}")
+    return LoadedBackend(name=name, ref=ref, backend=found, version=found.version(), origin=origin)
+
+
+def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if missing_is_unavailable:
+            raise
+        raise BackendLoadError(ref, _import_story(error), allowed=_known()) from error
+    except Exception as error:
+        raise BackendLoadError(ref, _import_story(error)) from error
+
+
+def _import_file(ref: str, path: Path) -> ModuleType:
+    """The module of a file, under a name of its own, so that no package is shadowed and ``sys.path`` stays.
+
+    The name covers the file's state: the same file asked for twice is one module, an edited one a new module.
+    """
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise BackendLoadError(ref, f"cannot read {path}: {error.strerror}") from error
+    identity = f"{path.resolve()}:{state.st_mtime_ns}:{state.st_size}"
+    name = f"attncheck_file_{path.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise BackendLoadError(ref, f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise BackendLoadError(ref, _import_story(error)) from error
+    return module
+
+
+def _attribute(ref: str, module: ModuleType, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        if not hasattr(found, name):
+            classes = _backends_in(module)
+            raise BackendLoadError(ref, f"{_place(module)} has no {path!r}", allowed=_choice(_place(module), classes))
+        found = getattr(found, name)
+    return found
+
+
+def _backends_in(module: ModuleType) -> list[str]:
+    """The backend classes a module defines itself."""
+    from attncheck.backends.contract import AttentionBackend
+
+    return [
+        name
+        for name, found in vars(module).items()
+        if isinstance(found, type) and issubclass(found, AttentionBackend) and found.__module__ == module.__name__
+    ]
+
+
+def _choice(place: str, classes: list[str]) -> str:
+    if not classes:
+        return f"{place} defines no AttentionBackend"
+    return "ask for " + " or ".join(f"{place}:{name}" for name in classes)
+
+
+def _place(module: ModuleType) -> str:
+    return str(getattr(module, "__file__", None) or module.__name__)
+
+
+def _known() -> str:
+    return f"registered names are {', '.join(known_names())}"
+
+
+def _import_story(error: BaseException) -> str:
+    """What an import raised, and where: the innermost line that is not the import system's own."""
+    told = f"importing it raised {traceback.format_exception_only(error)[-1].strip()}"
+    if isinstance(error, SyntaxError):
+        return f"{told} ({error.filename}:{error.lineno})"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    return f"{told} ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else told

@@ -1,0 +1,136 @@
+"""Whether a class keeps the contract's form: looked at once, when it is loaded, with every problem in one list.
+
+Members, signatures and declarations are checked by inspection; nothing is computed. Must not know: where a class comes
+from, whether its answers are right.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
+
+from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from attncheck.backends.conventions import Conventions
+from attncheck.reference.spec import FEATURES, AttentionType, KVCacheDType, Layout
+
+_CONSTRUCTOR = (
+    "num_heads",
+    "head_size",
+    "scale",
+    "num_kv_heads",
+    "alibi_slopes",
+    "sliding_window",
+    "kv_cache_dtype",
+    "logits_soft_cap",
+    "attn_type",
+    "kv_sharing_target_layer_name",
+)
+_FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata")
+
+
+def contract_problems(backend: type[AttentionBackend]) -> list[str]:
+    """Every way in which ``backend`` breaks the contract's form; empty: it can be driven.
+
+    An ``ImportError`` of ``get_impl_cls`` or ``get_builder_cls`` passes through: there the library is missing.
+    """
+    return [*_missing(backend, "backend"), *_declaration_problems(backend), *_part_problems(backend)]
+
+
+def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
+    for attribute, allowed in (
+        ("features", FEATURES),
+        ("supported_layouts", get_args(Layout)),
+        ("supported_attn_types", [str(kind) for kind in AttentionType]),
+        ("supported_kv_cache_dtypes", get_args(KVCacheDType)),
+    ):
+        given = getattr(backend, attribute)
+        if isinstance(given, str):
+            yield f"{attribute} is the string {given!r}; give a collection of names"
+            continue
+        for name in sorted({str(name) for name in given} - set(allowed)):
+            yield f"{attribute} names {name!r}; known are {', '.join(allowed)}"
+    conventions: object = backend.conventions
+    if not isinstance(conventions, Conventions):
+        yield f"conventions is a {type(conventions).__name__}, not a Conventions"
+    yield from _no_text(backend, "get_name")
+    yield from _no_text(backend, "version")
+    features = backend.features
+    value_size = ("head_size_v",) if "head_size_v" in features else ()
+    shape_arguments = ("num_blocks", "block_size", "num_kv_heads", "head_size")
+    yield from _uncallable(backend.get_kv_cache_shape, "get_kv_cache_shape", shape_arguments, value_size)
+    yield from _uncallable(backend.unavailable_reasons, "unavailable_reasons", ("device",))
+    yield from _uncallable(backend.unsupported_reasons, "unsupported_reasons", ("layer", "cache", "batch"))
+    yield from _uncallable(backend.kv_cache_codec, "kv_cache_codec", ("layer", "cache"))
+
+
+def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
+    """Of the impl and the builder, as far as they can be had."""
+    features = backend.features
+    impl = _part(backend, "get_impl_cls", AttentionImpl)
+    if isinstance(impl, str):
+        yield impl
+    else:
+        yield from _missing(impl, "impl")
+        given_when_declared = [name for name in ("sinks", "head_size_v") if name in features]
+        yield from _uncallable(impl.__init__, f"{impl.__name__}.__init__", ("self", *_CONSTRUCTOR), given_when_declared)
+        options = ["output"]
+        options += ["output_lse"] if "lse" in features else []
+        options += ["output_scale", "output_block_scale"] if "output_quant" in features else []
+        yield from _uncallable(impl.forward, f"{impl.__name__}.forward", ("self", *_FORWARD), options)
+        separate = not backend.forward_includes_kv_cache_update
+        if separate and impl.do_kv_cache_update is AttentionImpl.do_kv_cache_update:
+            yield f"forward_includes_kv_cache_update is False, but {impl.__name__} has no do_kv_cache_update"
+
+    builder = _part(backend, "get_builder_cls", AttentionMetadataBuilder)
+    if isinstance(builder, str):
+        yield builder
+    else:
+        yield from _missing(builder, "builder")
+        arguments = ("self", "kv_cache_spec", "layer_names", "vllm_config", "device")
+        yield from _uncallable(builder.__init__, f"{builder.__name__}.__init__", arguments)
+        options = ["common_prefix_len", "common_attn_metadata", "fast_build"]
+        yield from _uncallable(builder.build, f"{builder.__name__}.build", ("self",), options)
+
+
+def _missing(part: type[Any], role: str) -> list[str]:
+    names: frozenset[str] = getattr(part, "__abstractmethods__", frozenset())
+    return [f"{role} {part.__name__} does not implement {', '.join(sorted(names))}"] if names else []
+
+
+def _no_text(backend: type[AttentionBackend], method: str) -> list[str]:
+    """One problem if a method that names something does not."""
+    if method in getattr(backend, "__abstractmethods__", ()):
+        return []
+    try:
+        text = getattr(backend, method)()
+    except Exception as error:  # noqa: BLE001 (someone else's code: whatever it raises is the finding)
+        return [f"{method}() raised {type(error).__name__}: {error}"]
+    return [] if isinstance(text, str) else [f"{method}() returned {text!r}, which is no string"]
+
+
+def _part(backend: type[AttentionBackend], factory: str, base: type[Any]) -> type[Any] | str:
+    """What a factory of the backend returns, or what is wrong with it."""
+    method = getattr(backend, factory)
+    if factory in getattr(backend, "__abstractmethods__", ()):
+        return f"{factory} is needed to look further"
+    try:
+        part = method()
+    except ImportError:
+        raise
+    except Exception as error:  # noqa: BLE001 (someone else's code: whatever it raises is the finding)
+        return f"{factory}() raised {type(error).__name__}: {error}"
+    if not (isinstance(part, type) and issubclass(part, base)):
+        return f"{factory}() returned {part!r}, which is no subclass of {base.__name__}"
+    return part
+
+
+def _uncallable(
+    function: Callable[..., object], name: str, positional: Sequence[str], keywords: Sequence[str] = ()
+) -> list[str]:
+    """One problem if the harness cannot call ``function`` as it does: by position, then by keyword."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        shown = [argument for argument in positional if argument != "self"] + [f"{keyword}=" for keyword in keywords]
+        return [f"{name}{signature} cannot be called with ({', '.join(shown)}): {error}"]
+    return []
