@@ -34,8 +34,8 @@ def vllm_config(
         "vllm_config.model_config",
         dtype=dtype,
         max_model_len=max_model_len,
-        get_num_attention_heads=lambda parallel_config: layer.num_heads,
-        get_num_kv_heads=lambda parallel_config: layer.num_kv_heads,
+        get_num_attention_heads=lambda _parallel_config: layer.num_heads,
+        get_num_kv_heads=lambda _parallel_config: layer.num_kv_heads,
         get_head_size=lambda: layer.head_size,
     )
     return ConfigNode(

@@ -20,7 +20,7 @@ _SALT = {"key": 0x243F6A88, "value": 0x85A308D3}
 
 @dataclass(frozen=True)
 class Coordinate:
-    """The origin of a row: ``kind`` is "key" or "value"; request modulo 1024, position modulo 131072, head modulo 32."""
+    """The origin of a row, ``kind`` "key" or "value": request modulo 1024, position modulo 131072, head modulo 32."""
 
     kind: str
     request: int

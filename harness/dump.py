@@ -13,7 +13,7 @@ from attncheck.harness.truth import Truth
 
 
 def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: Observation | Raised | None) -> Path:
-    """Write inputs, truth, budget and what the backend gave; returns the file. An older dump of the pair is replaced."""
+    """Write inputs, truth, budget and what the backend gave; returns the file. An older dump is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     case = problem.case
     path = folder / f"{case.suite}.{case.id}.{backend}.seed{problem.seed}.pt"

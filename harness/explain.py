@@ -23,7 +23,7 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
     if work > _FEW_WORK:
         return None
     rows = truth.rows
-    for hypothesis in explanations(problem.layer, truth.params, rows, problem.cache.block_size):
+    for hypothesis in explanations(truth.params, rows, problem.cache.block_size):
         out, _ = hypothesis.ask()
         if bool((share_of_budget(output - out, truth.budget) <= _slack(out, truth)).all()):
             return f"{hypothesis.meaning} (its truth fits all rows)"
@@ -31,9 +31,10 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
 
 
 def _slack(out: Tensor, truth: Truth) -> Tensor:
-    """Budgets allowed around another answer: more where it is larger than the truth, whose rounding the budget holds."""
-    size = torch.linalg.vector_norm(out, dim=-1) / torch.linalg.vector_norm(truth.out, dim=-1).clamp(min=1e-30)
-    return 2 * size.clamp(min=1.0)
+    """Budgets allowed around another answer: more where it is larger than the truth the budget was made for."""
+    size, usual = torch.linalg.vector_norm(out, dim=-1), torch.linalg.vector_norm(truth.out, dim=-1)
+    slack: Tensor = 2 * (size / usual.clamp(min=1e-30)).clamp(min=1.0)
+    return slack
 
 
 def _stranger(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> str | None:
@@ -41,9 +42,8 @@ def _stranger(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) ->
     row, head = divmod(int(shares.argmax()), shares.shape[1])
     error = output[row, head] - truth.out[row, head]
     values = truth.rows.values[:, head // truth.params.group_size].double()
-    likeness = (values @ error) / (torch.linalg.vector_norm(values, dim=-1) * torch.linalg.vector_norm(error)).clamp(
-        min=1e-30
-    )
+    lengths = torch.linalg.vector_norm(values, dim=-1) * torch.linalg.vector_norm(error)
+    likeness = (values @ error) / lengths.clamp(min=1e-30)
     best = int(likeness.abs().argmax())
     if float(likeness[best].abs()) < 0.8:
         return None

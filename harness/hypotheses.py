@@ -13,11 +13,9 @@ from torch import Tensor
 
 from attncheck.harness.tolerance import Rows
 from attncheck.reference import AttentionParams, paged_attention, visible
-from attncheck.reference.spec import LayerSpec
-
 
 HiddenKeys = Callable[[int, Tensor, Tensor], Tensor]
-"""(request, row positions ``[a, 1]``, key positions ``[1, b]``) -> bool ``[a, b]``: the keys a faulty kernel loses."""
+"""(request, row positions ``[a, 1]``, key positions ``[1, b]``) -> bool, broadcastable to ``[a, b]``: lost keys."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,8 @@ class Hypothesis:
 class Toggle:
     """A modifier of the layer changed by the smallest step, or turned off.
 
-    ``acts`` (bool ``[T]``): the rows whose answer it can change at all. ``mostly``: whether most of these, not only one,
-    have to notice before the case counts as able to see it.
+    ``acts`` (bool ``[T]``): the rows whose answer it can change at all. ``mostly``: whether most of these have to
+    notice before the case counts as able to see it, not only one.
     """
 
     subject: str
@@ -42,8 +40,8 @@ class Toggle:
     mostly: bool
 
 
-def toggles(layer: LayerSpec, params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
-    """The changes a case with this layer must notice."""
+def toggles(params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
+    """The changes a case with these parameters must notice."""
     seen = _keys_seen(rows, params)
     if params.logits_soft_cap:
         off = replace(params, logits_soft_cap=None)
@@ -78,9 +76,9 @@ def _window_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterat
             yield Toggle(f"{name} - 1", _altered(shorter, rows, moved(value - 1)), acts, False)
 
 
-def explanations(layer: LayerSpec, params: AttentionParams, rows: Rows, block_size: int) -> Iterator[Hypothesis]:
+def explanations(params: AttentionParams, rows: Rows, block_size: int) -> Iterator[Hypothesis]:
     """Common faults in the order in which they are tried on a wrong output; the toggles come first."""
-    for toggle in toggles(layer, params, rows):
+    for toggle in toggles(params, rows):
         yield toggle.hypothesis
     default = params.head_size**-0.5
     if params.softmax_scale != default:
@@ -116,11 +114,11 @@ def _lost_keys(rows: Rows, block_size: int) -> Iterator[tuple[str, HiddenKeys]]:
     key_lens = (rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]).tolist()
     context = [k - q for q, k in zip(query_lens, key_lens, strict=True)]
     yield "the causal mask is aligned to the first key (top left)", lambda r, q, k: k > q - context[r]
-    yield "the keys of this step are missing", lambda r, q, k: k >= context[r]
-    yield "the key of the row itself is missing", lambda r, q, k: k >= q
-    yield "the last key is missing", lambda r, q, k: k >= key_lens[r] - 1
-    yield "the first key is missing", lambda r, q, k: k < 1
-    yield "the last, partly filled page is missing", lambda r, q, k: k >= key_lens[r] // block_size * block_size
+    yield "the keys of this step are missing", lambda r, _q, k: k >= context[r]
+    yield "the key of the row itself is missing", lambda _r, q, k: k >= q
+    yield "the last key is missing", lambda r, _q, k: k >= key_lens[r] - 1
+    yield "the first key is missing", lambda _r, _q, k: k < 1
+    yield "the last, partly filled page is missing", lambda r, _q, k: k >= key_lens[r] // block_size * block_size
 
 
 def _masked(meaning: str, rows: Rows, params: AttentionParams, hidden: HiddenKeys) -> Hypothesis:

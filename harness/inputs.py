@@ -88,9 +88,7 @@ def visible_span(layer: LayerSpec, positions: Tensor, num_keys: int) -> tuple[Te
     return lo, hi
 
 
-def _targets(
-    request: RequestGeometry, block_size: int, lo: Tensor, hi: Tensor, turn: Tensor
-) -> tuple[Tensor, Tensor]:
+def _targets(request: RequestGeometry, block_size: int, lo: Tensor, hi: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
     """Which key each row and head points at, and a second, visible one: int64 ``[q, H]`` each.
 
     The visible places: both ends of what the row sees, page and tile edges. The invisible: one beyond either end, and
@@ -119,9 +117,7 @@ def _nth_valid(places: Tensor, valid: Tensor, n: Tensor) -> Tensor:
     return places.gather(-1, reached.int().argmax(dim=-1))
 
 
-def _background(
-    layer: LayerSpec, positions: Tensor, lo: Tensor, hi: Tensor, target: Tensor
-) -> tuple[Tensor, Tensor]:
+def _background(layer: LayerSpec, positions: Tensor, lo: Tensor, hi: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Log of the summed weights of all visible keys at score 0 (``[q, H]``), and the ALiBi bias of the target."""
     count = (hi - lo + 1).clamp(min=1).double()[:, None]
     slopes = torch.tensor(layer.alibi_slopes or [0.0] * layer.num_heads, dtype=torch.float64)

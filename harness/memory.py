@@ -1,6 +1,7 @@
 """How much memory a case needs, estimated before anything is allocated. Must not know: backends."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -46,8 +47,8 @@ def _free_device_bytes(device: torch.device) -> int | None:
 def _free_host_bytes() -> int | None:
     """Memory the kernel could hand out without swapping; None where it does not tell."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError, IndexError):
         pages = os.sysconf_names.get("SC_AVPHYS_PAGES")

@@ -25,11 +25,16 @@ class Named(Protocol):
     """How a backend is called in records, whether or not it could be loaded."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What reports call it."""
+
     @property
-    def ref(self) -> str: ...
+    def ref(self) -> str:
+        """What to type after ``--backend``."""
+
     @property
-    def version(self) -> str: ...
+    def version(self) -> str:
+        """Its version, empty where unknown."""
 
 
 def record_of(

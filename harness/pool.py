@@ -115,7 +115,7 @@ def _first_occurrences(slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def foreign_slots(problem: Problem) -> dict[str, Tensor]:
-    """Region name -> slots no query row of the batch may be influenced by; regions are disjoint, empty ones left out."""
+    """Region name -> slots no query row may be influenced by; regions are disjoint, empty ones are left out."""
     if not problem.has_pool:
         return {}
     size = problem.cache.block_size
@@ -141,10 +141,9 @@ def _pages_of_interest(problem: Problem, owned_pages: Tensor) -> Tensor:
         return torch.arange(problem.num_blocks)
     wrapped = [owned_pages % (1 << bits) for bits in (15, 16, 31)]
     per_page = problem.cache.block_size * problem.layer.num_kv_heads * problem.layer.head_size
-    for elements in (per_page, 2 * per_page):
-        # Where an element offset kept in 32 bits would land.
-        wrapped.append((owned_pages * elements % (1 << 32)) // elements)
-    near = torch.cat([owned_pages - 1, owned_pages + 1, *wrapped]).unique()
+    # Where an element offset kept in 32 bits would land, with keys and values apart or packed together.
+    wrapped += [owned_pages * elements % (1 << 32) // elements for elements in (per_page, 2 * per_page)]
+    near: Tensor = torch.cat([owned_pages - 1, owned_pages + 1, *wrapped]).unique()
     return near[(near >= 0) & (near < problem.num_blocks)]
 
 
@@ -175,4 +174,5 @@ def _slots(pages: Tensor, size: int) -> Tensor:
 
 def _difference(a: Tensor, b: Tensor) -> Tensor:
     """The elements of ``a`` that are not in ``b``, sorted."""
-    return a[~torch.isin(a, b)].unique()
+    kept: Tensor = a[~torch.isin(a, b)].unique()
+    return kept

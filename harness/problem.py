@@ -144,7 +144,10 @@ def build_problem(case: Case, seed: int) -> Problem:
     layer, cache = case.layer, case.cache
     specs = list(case.batch)
     paged = layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-    pages, num_blocks = _lay_out(specs, case, stream) if paged else ([()] * len(specs), 0)
+    pages: list[tuple[int, ...]] = [()] * len(specs)
+    num_blocks = 0
+    if paged:
+        pages, num_blocks = _lay_out(specs, case, stream)
     requests = tuple(_place(specs, pages, layer))
     dtype = TORCH_DTYPES[layer.dtype]
     inputs = DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)
@@ -249,9 +252,7 @@ def _draw(
     return rows
 
 
-def _share_prefixes(
-    specs: list[RequestSpec], requests: tuple[Request, ...], keys: Tensor, values: Tensor
-) -> None:
+def _share_prefixes(specs: list[RequestSpec], requests: tuple[Request, ...], keys: Tensor, values: Tensor) -> None:
     """Requests that share pages share what stands in them: the longest prefix's rows, in place."""
     source = max(range(len(specs)), key=lambda i: specs[i].shared_prefix)
     origin = requests[source].base

@@ -26,7 +26,7 @@ class Stream:
         return torch.from_numpy(np.where(values == -128, np.int8(0), values))
 
     def integers(self, count: int, below: int) -> Tensor:
-        """int64 ``[count]``, each in ``range(below)``; the bias of the remainder (below 2**-32) does not matter here."""
+        """int64 ``[count]``, each in ``range(below)``; the remainder's bias (below 2**-32) does not matter here."""
         words = np.asarray(self._philox.random_raw(count), dtype=np.uint64)
         return torch.from_numpy((words >> np.uint64(1)).astype(np.int64) % below)
 

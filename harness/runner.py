@@ -1,8 +1,8 @@
 """Drives one backend through one problem, exactly as a model runner does, and never reaches around the contract.
 
-A :class:`Session` constructs impl, builder and cache once; every :meth:`Session.run` refills the cache, hands over fresh
-tensors and reports what was seen. Whatever the backend raises is caught here, with the stage it happened in. Must not
-know: truths, checks, outcomes.
+A :class:`Session` constructs impl, builder and cache once; every :meth:`Session.run` refills the cache, hands over
+fresh tensors and reports what was seen. Whatever the backend raises is caught here, with the stage it happened in.
+Must not know: truths, checks, outcomes.
 """
 
 from collections.abc import Callable
@@ -37,8 +37,11 @@ class StageError(AttncheckError):
 
 @dataclass(frozen=True)
 class Fill:
-    """What stands where nothing should be looked at: ``poison`` in foreign slots (None: plausible stale rows; only in
-    ``regions``, where given), ``padding`` in the padding rows of query, key and value."""
+    """What stands where nothing should be looked at.
+
+    ``poison`` in foreign slots (None: plausible stale rows; only in ``regions``, where given), ``padding`` in the
+    padding rows of query, key and value.
+    """
 
     poison: float | None = None
     regions: tuple[str, ...] | None = None
@@ -100,7 +103,7 @@ class Session:
             unwritten=self._in_problem_order(still_unwritten(rows).flatten(1).any(dim=1), step)[: step.num_rows],
             pool_before=before,
             pool_after=None if self.pool is None else self.pool.bytes().clone(),
-            changed=tuple(_changes(self.pristine, step, common, fill)),
+            changed=tuple(_changes(self.pristine, step, common)),
             breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
             protocol=protocol,
         )
@@ -177,9 +180,7 @@ class Session:
 
     def _step(self, fill: Fill) -> Step:
         pad_seq_len = self.backend.conventions.pad_seq_len
-        return make_step(
-            self.problem, self.device, self.order, padding_fill=fill.padding, pad_seq_len=pad_seq_len
-        )
+        return make_step(self.problem, self.device, self.order, padding_fill=fill.padding, pad_seq_len=pad_seq_len)
 
     def _forward(
         self, step: Step, kv_cache: Tensor, metadata: Any, output: Tensor, lse: "_Guarded | None"
@@ -215,7 +216,7 @@ class Session:
         return ordered
 
     def _write_through_backend(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Fill the cache by the backend's own writer, for one that brings no codec: a prefill whose result is dropped."""
+        """Fill the cache by the backend's own writer, where it brings no codec: a prefill whose result is dropped."""
         if not self.backend.forward_includes_kv_cache_update:
             self.impl.do_kv_cache_update(self.attn_layer, key, value, kv_cache, slots)
             return
@@ -255,7 +256,7 @@ class _Guarded:
         return not bool(still_unwritten(self.rows[:real]).all())
 
 
-def _changes(pristine: Step, step: Step, common: CommonAttentionMetadata, fill: Fill) -> list[str]:
+def _changes(pristine: Step, step: Step, common: CommonAttentionMetadata) -> list[str]:
     """Names of inputs and metadata fields that no longer hold what was handed over."""
     names = []
     real = {"query": pristine.num_rows, "key": pristine.num_key_rows, "value": pristine.num_key_rows}

@@ -1,7 +1,7 @@
 """What a model runner would hand to a backend for one problem: padded rows, metadata, views of fused tensors.
 
-Follows vLLM's conventions: padding requests have query length 0, ``seq_lens`` 0 and null pages; padding tokens have slot
--1 and rows of NaN. Must not know: backends, truths, checks.
+Follows vLLM's conventions: padding requests have query length 0, ``seq_lens`` 0 and null pages; padding tokens have
+slot -1 and rows of NaN. Must not know: backends, truths, checks.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,11 @@ class Step:
 
 
 def make_step(
-    problem: Problem, device: torch.device, order: Sequence[int] | None = None, *, padding_fill: float = float("nan"),
+    problem: Problem,
+    device: torch.device,
+    order: Sequence[int] | None = None,
+    *,
+    padding_fill: float = float("nan"),
     pad_seq_len: int = 0,
 ) -> Step:
     """The step of ``problem`` on ``device``, its requests in ``order`` (default: as they stand in the case).
@@ -121,7 +125,7 @@ def _padded(rows: Tensor, count: int, fill: float) -> Tensor:
 
 
 def _as_views(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """The same values as slices of one fused tensor (of two, where the row counts differ), as a model's layer hands them."""
+    """The same values as slices of one fused tensor, as a model's layer hands them; of two, where row counts differ."""
     groups = [(query, key, value)] if len(query) == len(key) else [(query,), (key, value)]
     views: list[Tensor] = []
     for group in groups:

@@ -37,8 +37,9 @@ class Rows:
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
 
-    def attend(self, params: AttentionParams, precision: Precision = Precision()) -> tuple[Tensor, Tensor]:
-        """Output ``[T, H, Dv]`` and LSE ``[T, H]`` of the reference."""
+    def attend(self, params: AttentionParams, precision: Precision | None = None) -> tuple[Tensor, Tensor]:
+        """Output ``[T, H, Dv]`` and LSE ``[T, H]`` of the reference, in float64 unless ``precision`` says otherwise."""
+        precision = precision or Precision()
         return varlen_attention(
             self.query, self.keys, self.values, self.cu_seqlens_q, self.cu_seqlens_k, params, precision=precision
         )
@@ -58,27 +59,27 @@ class Budget:
 
 
 def budget_of(rows: Rows, params: AttentionParams, dtype: torch.dtype, out: Tensor, lse: Tensor) -> Budget:
-    """The budget of a kernel in ``dtype`` around the truth ``out`` (float64 ``[T, H, Dv]``) and ``lse`` (``[T, H]``)."""
+    """The budget of a kernel in ``dtype`` around a truth (float64 ``out [T, H, Dv]``, ``lse [T, H]``)."""
     low_out, low_lse = rows.attend(params, Precision.kernel(dtype))
     loss = low_out.double() - out
     weighted, _ = Rows(rows.query, rows.keys, rows.values.abs(), rows.cu_seqlens_q, rows.cu_seqlens_k).attend(params)
     u = torch.finfo(dtype).eps / 2
     reach = score_bound(rows, params)
     bracket = _SCORE_ROUNDING * (1 + reach)
-    norms = []
-    for size in (_norm, _peak):
-        norms.append(torch.maximum(K * size(loss), 2 * u * size(out)) + bracket * size(weighted))
-    return Budget(norms[0], norms[1], _lse_budget(rows, reach, lse, low_lse.double()))
+    norm, peak = (
+        torch.maximum(K * size(loss), 2 * u * size(out)) + bracket * size(weighted) for size in (_norm, _peak)
+    )
+    return Budget(norm, peak, _lse_budget(rows, reach, lse, low_lse.double()))
 
 
 def share_of_budget(error: Tensor, budget: Budget) -> Tensor:
-    """The error (float64 ``[T, H, Dv]``) in budgets, per row and head: above 1 is wrong. Zero error is 0 of anything."""
+    """The error (float64 ``[T, H, Dv]``) in budgets, per row and head; above 1 is wrong, no error is 0 of anything."""
     shares = [_ratio(_norm(error), budget.norm), _ratio(_peak(error), budget.peak)]
     return torch.maximum(*shares)
 
 
 def score_bound(rows: Rows, params: AttentionParams) -> Tensor:
-    """``S`` of the module's formula: the size of the largest score each row and head can meet, float64 ``[T, H]``."""
+    """``S`` of the module's formula, float64 ``[T, H]``: how large a score each row and head can meet."""
     scale, group = params.softmax_scale, params.group_size
     key_norm = _norm(rows.keys.double())
     bound = torch.zeros(rows.query.shape[:2], dtype=torch.float64, device=rows.query.device)
@@ -118,7 +119,8 @@ def _lengths(rows: Rows) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return norm
 
 
 def _peak(x: Tensor) -> Tensor:

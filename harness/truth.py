@@ -56,12 +56,14 @@ def truth_of(problem: Problem, device: torch.device) -> Truth:
 def _refuse_blindness(problem: Problem, truth: Truth) -> None:
     if "needles" not in problem.inputs:
         return  # the case asks for plain inputs, and has to live with what they cannot show
-    for toggle in toggles(problem.layer, truth.params, truth.rows):
+    for toggle in toggles(truth.params, truth.rows):
         able = int(toggle.acts.sum())
         if not able:
             if toggle.mostly:
                 raise BlindCaseError(
-                    problem.case.key, toggle.subject, "no row of the batch has a key it could act on; lengthen a request"
+                    problem.case.key,
+                    toggle.subject,
+                    "no row of the batch has a key it could act on; lengthen a request",
                 )
             continue
         out, _ = toggle.hypothesis.ask()

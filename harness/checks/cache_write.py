@@ -72,9 +72,9 @@ def _complaint(problem: Problem, pool: Pool, seen: Observation, slot: int, mappe
 def _origin(problem: Problem, row: Tensor) -> str:
     """Which row of the problem a stored row (``[D]``) is, read from its signature."""
     for coordinate in decode(row):
-        if coordinate.request < len(problem.requests) and coordinate.head < problem.layer.num_kv_heads:
-            if coordinate.position < problem.requests[coordinate.request].num_keys:
-                return str(coordinate)
+        in_batch = coordinate.request < len(problem.requests) and coordinate.head < problem.layer.num_kv_heads
+        if in_batch and coordinate.position < problem.requests[coordinate.request].num_keys:
+            return str(coordinate)
     return ""
 
 

@@ -1,7 +1,7 @@
 """``claims``: what is declared runs; what is not declared is refused, or answered right.
 
-A feature quietly ignored is the worst bug of all: accepted, undeclared and wrong fails here. Cannot see: declarations no
-case of the run asks about. Wrong answers to declared cases are ``numerics``'s business.
+A feature quietly ignored is the worst bug of all: accepted, undeclared and wrong fails here. Wrong answers to declared
+cases are the business of ``numerics``. Cannot see: declarations no case of the run asks about.
 """
 
 import torch

@@ -70,9 +70,7 @@ def _outside(problem: Problem, session: Session, seen: Observation) -> Broken | 
     return Broken(f"{count} of {len(padding)} padding rows of the output {wrong}")
 
 
-def _moved(
-    problem: Problem, truth: Truth, clean: Observation, poisoned: Observation, *, bitwise: bool
-) -> str | None:
+def _moved(problem: Problem, truth: Truth, clean: Observation, poisoned: Observation, *, bitwise: bool) -> str | None:
     """Where a poisoned run differs from the clean one, in a line; None: nowhere."""
     if bitwise:
         rows = _differing_rows(problem, clean, poisoned)

@@ -30,8 +30,8 @@ def examine(problem: Problem, truth: Truth, seen: Observation, conventions: Conv
     if shifted:
         got = got - _alibi_shift(problem, conventions).to(got.device)
     shares = lse_shares(got, truth)
-    figures = {"rows": shares.shape[0], "heads": shares.shape[1]}
-    figures["budget_share"] = float(shares.max()) if shares.numel() else 0.0
+    worst = float(shares.max()) if shares.numel() else 0.0
+    figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
     if bool(missing.any()):
         rows = missing.nonzero().flatten().tolist()
         return Broken(

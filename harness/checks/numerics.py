@@ -17,7 +17,8 @@ from attncheck.harness.truth import Truth
 def examine(problem: Problem, truth: Truth, seen: Observation) -> Finding:
     """Judge the output of one step."""
     shares = output_shares(truth, seen)
-    figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": float(shares.max()) if shares.numel() else 0.0}
+    worst = float(shares.max()) if shares.numel() else 0.0
+    figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
     unwritten = seen.unwritten.nonzero().flatten().tolist()
     if unwritten:
         return Broken(
