@@ -8,7 +8,7 @@ Four spellings, tried in this order:
 - ``package.module:Class``: anything importable.
 
 The object found may be a backend class, or a plain function, which ``kernel_backend`` wraps. What is loaded has been
-held against the contract's form. Importing this module loads no torch. Must not know: what any backend supports, devices.
+held against the contract's form. Importing this module loads no torch. Must not know: what a backend supports, devices.
 """
 
 import hashlib
@@ -112,7 +112,10 @@ def _load_registered(ref: str, name: str, argument: str | None, target: str, ori
         if argument is not None:
             if not hasattr(found, "from_argument"):
                 raise BackendLoadError(ref, f"{name} takes no argument", allowed=f"ask for {name!r}")
-            found = found.from_argument(argument)
+            try:
+                found = found.from_argument(argument)
+            except ValueError as error:
+                raise BackendLoadError(ref, str(error)) from error
         return _checked(ref, name if argument is None else ref, found, origin)
     except ImportError as error:
         raise BackendUnavailableError(name, [f"{target} cannot be imported: {error}"]) from error

@@ -101,11 +101,13 @@ class SDPAImpl(PagedImpl):
         # One prompt from its start: SDPA's own causal mask is the same (top left and bottom right coincide).
         is_prompt = params.causal and params.window[0] < 0 and piece.first_position == 0 and self.alibi_slopes is None
         mask = None if sees_all or is_prompt else seen
-        tensors = (query, piece.key, piece.value)
+        # SDPA's CPU kernel masks before it scales: a scale of 0 or below would turn its -inf into NaN or +inf.
+        signed = query if self.scale > 0 else query * (-1 if self.scale < 0 else 0)
+        tensors = (signed, piece.key, piece.value)
         if self.alibi_slopes is not None:
             # The bias is a float mask; in half precision slope * distance would lose the distance, so all is float32.
             mask = self._alibi_mask(seen, piece)
-            tensors = (query.float(), piece.key.float(), piece.value.float())
+            tensors = tuple(tensor.float() for tensor in tensors)
         query_HqD, key_HkD, value_HkD = (tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors)
         out_HqD = scaled_dot_product_attention(
             query_HqD,
@@ -113,7 +115,7 @@ class SDPAImpl(PagedImpl):
             value_HkD,
             attn_mask=mask,
             is_causal=is_prompt and not sees_all,
-            scale=self.scale,
+            scale=abs(self.scale) or 1.0,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
         out_qHD = out_HqD.squeeze(0).transpose(0, 1)

@@ -42,9 +42,9 @@ def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
         ("supported_attn_types", [str(kind) for kind in AttentionType]),
         ("supported_kv_cache_dtypes", get_args(KVCacheDType)),
     ):
-        given = getattr(backend, attribute)
-        if isinstance(given, str):
-            yield f"{attribute} is the string {given!r}; give a collection of names"
+        given, kinds = getattr(backend, attribute), (set, frozenset) if attribute == "features" else (tuple, list)
+        if not isinstance(given, kinds):
+            yield f"{attribute} is a {type(given).__name__}, not a {kinds[1].__name__} of names"
             continue
         for name in sorted({str(name) for name in given} - set(allowed)):
             yield f"{attribute} names {name!r}; known are {', '.join(allowed)}"
@@ -68,7 +68,7 @@ def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
     impl = _part(backend, "get_impl_cls", AttentionImpl)
     if isinstance(impl, str):
         yield impl
-    else:
+    elif impl is not None:
         yield from _missing(impl, "impl")
         given_when_declared = [name for name in ("sinks", "head_size_v") if name in features]
         yield from _uncallable(impl.__init__, f"{impl.__name__}.__init__", ("self", *_CONSTRUCTOR), given_when_declared)
@@ -83,7 +83,7 @@ def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
     builder = _part(backend, "get_builder_cls", AttentionMetadataBuilder)
     if isinstance(builder, str):
         yield builder
-    else:
+    elif builder is not None:
         yield from _missing(builder, "builder")
         arguments = ("self", "kv_cache_spec", "layer_names", "vllm_config", "device")
         yield from _uncallable(builder.__init__, f"{builder.__name__}.__init__", arguments)
@@ -107,11 +107,11 @@ def _no_text(backend: type[AttentionBackend], method: str) -> list[str]:
     return [] if isinstance(text, str) else [f"{method}() returned {text!r}, which is no string"]
 
 
-def _part(backend: type[AttentionBackend], factory: str, base: type[Any]) -> type[Any] | str:
-    """What a factory of the backend returns, or what is wrong with it."""
+def _part(backend: type[AttentionBackend], factory: str, base: type[Any]) -> type[Any] | str | None:
+    """What a factory of the backend returns, or what is wrong with it; None where it is left out."""
     method = getattr(backend, factory)
     if factory in getattr(backend, "__abstractmethods__", ()):
-        return f"{factory} is needed to look further"
+        return None
     try:
         part = method()
     except ImportError:
