@@ -129,9 +129,8 @@ def reshape_and_cache(
     live = [slot for slot in slots if slot >= 0]
     if live and max(live) >= num_blocks * block_size:
         raise ReferenceArgumentError("slot_mapping", max(live), f"a slot below {num_blocks * block_size}, or negative")
-    if len(set(live)) < len(live):
-        twice = next(slot for slot in live if live.count(slot) > 1)
-        raise ReferenceArgumentError("slot_mapping", twice, "named once: the order of two writes is not defined")
+    if (twice := _first_repeated(live)) is not None:
+        raise ReferenceArgumentError("slot_mapping", twice, "a slot named once: two writes have no order")
 
     slot = slot_mapping.to(key.device, torch.int64)
     tokens = (slot >= 0).nonzero().squeeze(-1)
@@ -230,13 +229,20 @@ def _scale_of_rows(scale: float | Tensor, blocks: Tensor, offsets: Tensor) -> fl
     return scale.unsqueeze(-1)
 
 
+def _first_repeated(numbers: Sequence[int]) -> int | None:
+    seen: set[int] = set()
+    for number in numbers:
+        if number in seen:
+            return number
+        seen.add(number)
+    return None
+
+
 def _block_pairs(mapping: Tensor) -> Tensor:
     require_index("mapping", mapping)
     require_shape("mapping", mapping, None, 2, legend="pairs (source, destination)")
-    destinations = mapping[:, 1].tolist()
-    if len(set(destinations)) < len(destinations):
-        twice = next(block for block in destinations if destinations.count(block) > 1)
-        raise ReferenceArgumentError("mapping", twice, "a destination named once")
+    if (twice := _first_repeated(mapping[:, 1].tolist())) is not None:
+        raise ReferenceArgumentError("mapping[:, 1]", twice, "a destination named once: two writes have no order")
     return mapping.to(torch.int64)
 
 

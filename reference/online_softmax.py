@@ -180,8 +180,9 @@ def attend(
 def _attend_band(tiles: Sequence[RowTile], fetch: FetchKeys, sight: Visibility, kv_tile: int) -> None:
     """One pass over the keys that any of the tiles can see."""
     reaches = [sight.reach(tile.first, tile.last) for tile in tiles]
-    end = max(hi for _, hi in reaches)
-    for tile_lo in range(min(lo for lo, _ in reaches), end, kv_tile):
+    begin = min((lo for lo, hi in reaches if lo < hi), default=0)
+    end = max((hi for lo, hi in reaches if lo < hi), default=0)
+    for tile_lo in range(begin, end, kv_tile):
         tile_hi = min(tile_lo + kv_tile, end)
         k_NkD, v_NkV = fetch(tile_lo, tile_hi)
         for tile, reach in zip(tiles, reaches, strict=True):
