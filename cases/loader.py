@@ -1,0 +1,111 @@
+"""Finding and loading suites: the built-in ones by name, any other by its file.
+
+A file is read whole, at most :data:`MAX_BYTES`, and recognised by its keys as one of ours or as a configuration of
+vLLM's attention benchmarks. Must not know: torch, backends, how a case is examined.
+"""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from attncheck.cases.model import Case, Suite
+from attncheck.cases.suite_file import FILE_KEYS, read_suite
+from attncheck.cases.vllm_bench import is_vllm_bench, read_vllm_bench
+from attncheck.cases.yaml_tree import Place, Table, describe, parse_yaml
+from attncheck.errors import CaseFileError, UnknownNameError
+
+MAX_BYTES = 2**20
+"""A case file may be this large."""
+
+_SUITES = Path(__file__).parent / "suites"
+
+
+def suite_names() -> list[str]:
+    """The built-in suites: ``smoke`` first, the others by name."""
+    names = sorted(path.stem for path in _SUITES.glob("*.yaml"))
+    return sorted(names, key=lambda name: name != "smoke")
+
+
+def suite_file(name: str) -> Path:
+    """The file of the built-in suite ``name``; raises :class:`UnknownNameError` for any other name."""
+    if name not in suite_names():
+        raise UnknownNameError("suite", name, suite_names())
+    return _SUITES / f"{name}.yaml"
+
+
+def load_suite(name_or_path: str) -> Suite:
+    """The suite of that name, or the one in that file; a built-in name wins over a file of the same name.
+
+    Raises :class:`CaseFileError` for a file that cannot be read or says something that cannot be, and
+    :class:`UnknownNameError` for what is neither a name nor looks like a file.
+    """
+    if name_or_path in suite_names():
+        return load_file(suite_file(name_or_path))
+    path = Path(name_or_path)
+    if path.suffix or len(path.parts) > 1 or path.exists():
+        return load_file(path)
+    raise UnknownNameError("suite", name_or_path, suite_names())
+
+
+def load_file(path: Path) -> Suite:
+    """The suite in a file of either kind; raises :class:`CaseFileError`."""
+    root = parse_yaml(_read(path), str(path))
+    if not isinstance(root, Table):
+        raise root.place.fault(
+            f"a case file is a mapping, and this is {describe(root)}", allowed="begin with suite: and cases:"
+        )
+    if is_vllm_bench(root):
+        return read_vllm_bench(root, path)
+    if root.entries and not set(FILE_KEYS) & set(root.entries):
+        raise root.place.fault(
+            "neither a case file nor one of vLLM's attention benchmarks",
+            value=", ".join(root.entries)[:60],
+            allowed="a case file has suite: and cases:, a benchmark file batch_specs:",
+        )
+    return read_suite(root, path)
+
+
+def select(cases: Iterable[Case], patterns: Sequence[str]) -> tuple[Case, ...]:
+    """The cases that any pattern names, in their order; all of them if there is no pattern.
+
+    A pattern is matched, as a shell does, against ``suite/id`` and against ``id``; one that is an id exactly means
+    that case alone.
+    """
+    cases = tuple(cases)
+    if not patterns:
+        return cases
+    exact = {name for case in cases for name in (case.id, case.key)}
+    names = [pattern for pattern in patterns if pattern in exact]
+    globs = [pattern for pattern in patterns if pattern not in exact]
+
+    def wanted(case: Case) -> bool:
+        both = (case.id, case.key)
+        return any(n in names for n in both) or any(fnmatchcase(n, glob) for n in both for glob in globs)
+
+    return tuple(case for case in cases if wanted(case))
+
+
+def _read(path: Path) -> str:
+    """The text of a file, with the place of what is no text."""
+    start = Place(str(path), 1, 1, "")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except IsADirectoryError as error:
+        raise CaseFileError(
+            "this is a directory", file=str(path), allowed="name one file (or a built-in suite)"
+        ) from error
+    except FileNotFoundError as error:
+        known = ", ".join(suite_names())
+        raise CaseFileError("there is no such file", file=str(path), allowed=f"built-in suites: {known}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CaseFileError(f"cannot be read: {reason}", file=str(path)) from error
+    if len(data) > MAX_BYTES:
+        raise start.fault(f"larger than {MAX_BYTES} bytes", allowed="use matrix, or split the file")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start]
+        place = Place(str(path), before.count(b"\n") + 1, error.start - before.rfind(b"\n"), "")
+        raise place.fault(f"byte 0x{data[error.start]:02X} is not UTF-8", allowed="save the file as UTF-8") from error

@@ -1,0 +1,146 @@
+"""Paths: the one a layer implies, the ones it contradicts, and what each asks of a batch.
+
+Errors are :class:`SpecError` with ``field`` as a dotted path from the case. Must not know: YAML, backends, how a path
+is played.
+"""
+
+import itertools
+
+from attncheck.errors import SpecError
+from attncheck.reference.spec import (
+    AttentionType,
+    BatchSpec,
+    CacheSpec,
+    DCPOptions,
+    FastPrefillOptions,
+    LayerSpec,
+    MicroBatchOptions,
+    PathSpec,
+    SpecDecodeOptions,
+    TreeOptions,
+)
+
+ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+"""The types of layers without a cache."""
+
+_NOT_FOR_MLA = ("paged", "encoder_only", "cross", "local")
+
+
+def implied_path(layer: LayerSpec) -> PathSpec:
+    """The path of a case that names none. A layer with chunks stays with ``paged``: its mask is the layer's own."""
+    if layer.attn_type in ENCODERS:
+        return PathSpec(name="encoder_only")
+    if layer.attn_type == AttentionType.ENCODER_DECODER:
+        return PathSpec(name="cross")
+    return PathSpec(name="mla" if layer.mla is not None else "paged")
+
+
+def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
+    """Raises :class:`SpecError` if the batch's path contradicts the layer, or asks of the batch what it is not."""
+    path = batch.path
+    _check_against_layer(layer, path.name)
+    if path.name == "local" and layer.attn_chunk_size is None:
+        raise SpecError(
+            "local attention needs the size of its chunks",
+            field="path",
+            value="local",
+            allowed="give layer.attn_chunk_size, or another path",
+        )
+    if path.name == "cascade":
+        _check_cascade(batch)
+    match path.options:
+        case SpecDecodeOptions(num_speculative_tokens=drafts):
+            _check_uniform(batch, 1 + drafts, f"verifying {drafts} draft tokens takes {1 + drafts} rows a request")
+        case TreeOptions(parents=parents):
+            _check_tree(layer, batch, parents)
+        case FastPrefillOptions(rows=rows):
+            _check_fast_prefill(batch, rows)
+        case DCPOptions(interleave=interleave):
+            _check_dcp(cache, interleave)
+        case MicroBatchOptions(cuts=cuts):
+            _check_micro_batch(batch, cuts)
+        case _:
+            pass
+
+
+def _check_against_layer(layer: LayerSpec, path: str) -> None:
+    implied = implied_path(layer).name
+    if path == implied:
+        return
+    if layer.attn_type != AttentionType.DECODER or path in ("encoder_only", "cross"):
+        raise SpecError(
+            f"a layer of type {layer.attn_type} is asked by the path {implied}",
+            field="path",
+            value=path,
+            allowed=f"leave path out, or write path: {implied}",
+        )
+    if path == "mla":
+        raise SpecError("the layer has no mla", field="path", value=path, allowed="give layer.mla, or another path")
+    if layer.mla is not None and path in _NOT_FOR_MLA:
+        raise SpecError(
+            "a layer with a latent cache is asked by the path mla",
+            field="path",
+            value=path,
+            allowed="leave path out, or leave layer.mla out",
+        )
+
+
+def _check_uniform(batch: BatchSpec, rows: int, reason: str) -> None:
+    for index, request in enumerate(batch.requests):
+        if request.query_len != rows:
+            raise SpecError(
+                reason,
+                field=f"batch.requests.{index}.query_len",
+                value=request.query_len,
+                allowed=f"give query_len {rows}",
+            )
+
+
+def _check_tree(layer: LayerSpec, batch: BatchSpec, parents: tuple[int, ...]) -> None:
+    if not parents:
+        raise SpecError("a tree needs a node", field="path.tree.parents", value=(), allowed="give each row a parent")
+    if not layer.is_causal:
+        raise SpecError("a tree narrows the causal mask", field="layer.causal", value=False, allowed="leave causal out")
+    _check_uniform(batch, len(parents), f"the tree has {len(parents)} nodes, one for each new row of a request")
+
+
+def _check_fast_prefill(batch: BatchSpec, rows: int) -> None:
+    if batch.max_query_len <= rows:
+        raise SpecError(
+            f"no request has more than {batch.max_query_len} rows, so none would be left out",
+            field="path.fast_prefill.rows",
+            value=rows,
+            allowed="lower rows, or give a longer query",
+        )
+
+
+def _check_cascade(batch: BatchSpec) -> None:
+    for index, request in enumerate(batch.requests):
+        if not request.shared_prefix:
+            raise SpecError(
+                "a cascade needs a prefix that every request shares",
+                field=f"batch.requests.{index}.shared_prefix",
+                value=0,
+                allowed="write the batch as a list, with shared_prefix in every request",
+            )
+
+
+def _check_dcp(cache: CacheSpec, interleave: int) -> None:
+    if cache.block_size % interleave:
+        raise SpecError(
+            "a page lies on the ranks in whole runs",
+            field="path.dcp.interleave",
+            value=interleave,
+            allowed=f"give a divisor of block_size {cache.block_size}",
+        )
+
+
+def _check_micro_batch(batch: BatchSpec, cuts: tuple[int, ...]) -> None:
+    edges = (0, *cuts, batch.num_tokens)
+    if not cuts or any(low >= high for low, high in itertools.pairwise(edges)):
+        raise SpecError(
+            f"the batch has {batch.num_tokens} rows",
+            field="path.micro_batch.cuts",
+            value=cuts,
+            allowed=f"give increasing positions above 0 and below {batch.num_tokens}",
+        )

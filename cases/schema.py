@@ -1,0 +1,129 @@
+"""The JSON schema of a case file, for editors.
+
+Generated from the same specs that validate, so that the two cannot drift apart. Nothing is ``required``: a ``layer``
+may be partial, because defaults and a matrix complete it; what is validated is the merged case. Must not know: files.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from attncheck.cases.model import Tolerance
+from attncheck.cases.suite_file import ASKED_KEYS, INPUTS
+from attncheck.reference.spec import CHECKS, PATH_OPTIONS, CacheSpec, LayerSpec, PaddingSpec, RequestSpec
+
+_Schema = dict[str, Any]
+
+_NAME: _Schema = {"type": "string", "pattern": "^[A-Za-z0-9_.-]+$"}
+_BATCH_STRING: _Schema = {
+    "type": "string",
+    "pattern": "^[0-9]*q[0-9]+k?(s[0-9]+k?)?(_[0-9]*q[0-9]+k?(s[0-9]+k?)?)*$",
+    "description": "segments [count]q<new tokens>[s<total tokens>] joined by _, with k for x1024: 2q2ks4k_32q1s1k",
+}
+
+
+def json_schema() -> _Schema:
+    """The schema (draft 2020-12) of a case file as a plain dictionary."""
+    kinds = {
+        "LayerSpec": LayerSpec,
+        "CacheSpec": CacheSpec,
+        "RequestSpec": RequestSpec,
+        "PaddingSpec": PaddingSpec,
+        "Tolerance": Tolerance,
+    }
+    options = {kind.__name__: kind for kind in PATH_OPTIONS.values() if kind is not None}
+    _, generated = TypeAdapter.json_schemas(
+        [(name, "validation", TypeAdapter(kind)) for name, kind in (kinds | options).items()]
+    )
+    definitions: _Schema = _tidy(generated["$defs"])
+    definitions["Batch"] = _batch()
+    definitions["Path"] = _path()
+    asked: _Schema = {
+        "layer": _ref("LayerSpec"),
+        "cache": _ref("CacheSpec"),
+        "batch": _ref("Batch"),
+        "path": _ref("Path"),
+        "checks": _names(CHECKS, "the checks to run; default: all that apply"),
+        "tolerance": _ref("Tolerance"),
+        "inputs": _names(dict.fromkeys(INPUTS), "which bites to plant; default: those that suit the case"),
+    }
+    case = {
+        "id": _NAME | {"description": "name of the case, unique in its suite"},
+        "description": {"type": "string"},
+        **asked,
+        "matrix": _matrix(definitions, asked),
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "attncheck suite",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "suite": _NAME | {"description": "name of the suite"},
+            "description": {"type": "string"},
+            "defaults": _mapping(asked) | {"description": "what every case starts from"},
+            "cases": {"type": "array", "minItems": 1, "items": _mapping(case)},
+        },
+        "$defs": definitions,
+    }
+
+
+def _ref(name: str) -> _Schema:
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _mapping(properties: _Schema) -> _Schema:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _names(known: Mapping[str, object], description: str) -> _Schema:
+    items = {"type": "string", "enum": list(known)}
+    return {"type": "array", "items": items, "uniqueItems": True, "description": description}
+
+
+def _batch() -> _Schema:
+    requests = {"type": "array", "minItems": 1, "items": _ref("RequestSpec")}
+    padded = _mapping({"requests": {"anyOf": [_BATCH_STRING, requests]}, "padding": _ref("PaddingSpec")})
+    return {"anyOf": [_BATCH_STRING, requests, padded], "description": "the requests of one step"}
+
+
+def _path() -> _Schema:
+    """A name, or a mapping from one name to its options."""
+    named = {"type": "string", "enum": [name for name in PATH_OPTIONS if name != "micro_batch"]}
+    with_options = {name: _ref(kind.__name__) for name, kind in PATH_OPTIONS.items() if kind is not None}
+    described = "how the question is put; default: what the layer implies"
+    return {"anyOf": [named, _mapping(with_options) | {"maxProperties": 1}], "description": described}
+
+
+def _matrix(definitions: _Schema, asked: _Schema) -> _Schema:
+    """Known axes with the schema of their values, so that editors complete them; deeper ones by pattern."""
+
+    def axis(schema: _Schema) -> _Schema:
+        return {"type": "array", "minItems": 1, "items": schema}
+
+    axes = {key: axis(schema) for key, schema in asked.items()}
+    for key, kind in (("layer", "LayerSpec"), ("cache", "CacheSpec")):
+        axes |= {f"{key}.{name}": axis(schema) for name, schema in definitions[kind]["properties"].items()}
+    return {
+        "type": "object",
+        "minProperties": 1,
+        "additionalProperties": False,
+        "properties": axes,
+        "patternProperties": {f"^({'|'.join(ASKED_KEYS)})\\.[^.]+\\.[^.]+": axis({}), "^batch\\.[^.]+$": axis({})},
+        "description": "axes by dotted key; the case is asked for every combination of their values",
+    }
+
+
+def _tidy(schema: Any) -> Any:
+    """Without titles, ``required`` and null defaults, which only add noise in an editor."""
+    if isinstance(schema, list):
+        return [_tidy(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    tidy = {}
+    for key, value in schema.items():
+        is_noise = (key == "title" and isinstance(value, str)) or (key == "required" and isinstance(value, list))
+        if not is_noise and not (key == "default" and value is None):
+            tidy[key] = _tidy(value)
+    return tidy

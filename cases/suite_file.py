@@ -1,0 +1,272 @@
+"""Our own case files: ``suite``, ``defaults`` and ``cases`` with their matrices, turned into cases.
+
+Every expanded case is laid out as one tree (defaults, the case's own keys, the matrix values) and then read, so that
+each mistake is reported where it was written. Must not know: where files lie, torch, backends.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import get_args
+
+from attncheck.cases.grammar import parse_batch
+from attncheck.cases.meaning import check_meaning
+from attncheck.cases.model import Case, Suite, Tolerance
+from attncheck.cases.overlay import put
+from attncheck.cases.paths import implied_path
+from attncheck.cases.validation import known_keys, locate, names_of, spec_fault, suggestion, text_of, validate
+from attncheck.cases.yaml_tree import Items, Place, Scalar, Table, Tree, describe, plain
+from attncheck.errors import BatchSpecError, CaseFileError, SpecError
+from attncheck.reference.spec import (
+    CHECKS,
+    PATH_OPTIONS,
+    PATHS,
+    BatchSpec,
+    CacheSpec,
+    InputName,
+    LayerSpec,
+    PaddingSpec,
+    PathSpec,
+    RequestSpec,
+)
+
+MAX_CASES = 100_000
+"""A file may describe this many cases, matrices multiplied out."""
+
+FILE_KEYS = ("suite", "description", "defaults", "cases")
+ASKED_KEYS = ("layer", "cache", "batch", "path", "checks", "tolerance", "inputs")
+"""What defaults and matrices may give."""
+CASE_KEYS = ("id", "description", *ASKED_KEYS, "matrix")
+INPUTS: tuple[InputName, ...] = get_args(InputName)
+
+_MERGED_KEYS = ("layer", "cache")
+_ID = re.compile(r"[A-Za-z0-9_.-]+")
+_ID_RULE = "use letters, digits, '_', '.' and '-' only"
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One axis of a matrix: the dotted path it sets, its values, and how each is written in an id."""
+
+    path: tuple[str, ...]
+    place: Place
+    values: tuple[tuple[Tree, str], ...]
+
+
+def read_suite(root: Table, path: Path) -> Suite:
+    """The suite that ``root`` describes; ``path`` is only remembered.
+
+    Raises :class:`CaseFileError` for the first mistake.
+    """
+    known_keys(root, FILE_KEYS, "a case file")
+    if "suite" not in root.entries:
+        raise root.place.fault("suite is missing", allowed="give the suite's name")
+    name = _identifier(root.entries["suite"], "suite")
+    description = text_of(root.entries["description"], "description") if "description" in root.entries else ""
+    defaults = root.entries.get("defaults", Table(root.place, {}, {}))
+    if not isinstance(defaults, Table):
+        raise _not_a("mapping", "defaults", defaults)
+    known_keys(defaults, ASKED_KEYS, "defaults")
+    written = root.entries.get("cases")
+    if written is None:
+        raise root.place.fault("cases is missing", allowed="give a list of cases")
+    if not isinstance(written, Items) or not written.items:
+        raise _not_a("list of cases", "cases", written)
+    cases: list[Case] = []
+    seen: dict[str, Case] = {}
+    for item in written.items:
+        if not isinstance(item, Table):
+            raise _not_a("mapping with an id and a batch", "a case", item)
+        known_keys(item, CASE_KEYS, "a case")
+        for case, place in _expand(item, defaults, name, len(cases)):
+            if case.id in seen:
+                where = seen[case.id].origin.rpartition(":")[2]
+                raise place.fault(
+                    "two cases have this id" if place.line != int(where) else "two values of the matrix give this id",
+                    value=case.id,
+                    allowed=f"the first stands on line {where}: rename one of them",
+                )
+            seen[case.id] = case
+            cases.append(case)
+    return Suite(name=name, description=description, cases=tuple(cases), path=path)
+
+
+def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[tuple[Case, Place]]:
+    """The cases one entry of ``cases`` stands for, each with the place of its id."""
+    if "id" not in item.entries:
+        raise item.place.fault("id is missing", allowed=f"give the case a name: {_ID_RULE}")
+    place = item.entries["id"].place
+    name = _identifier(item.entries["id"], "id")
+    laid = defaults
+    for key in ASKED_KEYS:
+        if key in item.entries:
+            laid = put(laid, (key,), item.entries[key], item.names[key], merging=key in _MERGED_KEYS)
+    axes = _read_matrix(item.entries["matrix"]) if "matrix" in item.entries else ()
+    total = before
+    combinations = 1
+    for axis in axes:
+        combinations *= len(axis.values)
+    total += combinations
+    if total > MAX_CASES:
+        raise item.names.get("matrix", place).fault(
+            f"with these {combinations} the file describes {total} cases",
+            allowed=f"at most {MAX_CASES} cases a file: shorten an axis, or split the file",
+        )
+    origin = f"{item.place.file}:{item.place.line}"
+    description = text_of(item.entries["description"], "description") if "description" in item.entries else ""
+    for values in itertools.product(*(axis.values for axis in axes)):
+        tree = laid
+        for axis, (value, _) in zip(axes, values, strict=True):
+            tree = put(tree, axis.path, value, axis.place, merging=axis.path[0] in _MERGED_KEYS)
+        full = f"{name}.{'-'.join(written for _, written in values)}" if values else name
+        yield _read_case(replace(tree, place=item.place), suite, full, description, origin), place
+
+
+def _read_case(tree: Table, suite: str, name: str, description: str, origin: str) -> Case:
+    """The case that a fully laid-out tree describes."""
+    for key, what in (("layer", "the layer's head counts and head size"), ("batch", "the requests")):
+        if key not in tree.entries:
+            raise tree.place.fault(f"{key} is missing", allowed=f"give {what} here or in defaults")
+    layer = validate(LayerSpec, tree.entries["layer"])
+    cache = validate(CacheSpec, tree.entries["cache"]) if "cache" in tree.entries else CacheSpec()
+    path = read_path(tree.entries["path"]) if "path" in tree.entries else implied_path(layer)
+    batch = read_batch(tree.entries["batch"], path)
+    try:
+        check_meaning(layer, cache, batch)
+    except SpecError as error:
+        raise _point(tree, error) from error
+    checks, inputs = tree.entries.get("checks"), tree.entries.get("inputs")
+    return Case(
+        suite=suite,
+        id=name,
+        layer=layer,
+        cache=cache,
+        batch=batch,
+        checks=None if checks is None else _read_checks(checks),
+        tolerance=validate(Tolerance, tree.entries["tolerance"]) if "tolerance" in tree.entries else None,
+        inputs=None if inputs is None else tuple(i for i in INPUTS if i in names_of(inputs, "input", INPUTS)),
+        description=description,
+        origin=origin,
+    )
+
+
+def read_batch(tree: Tree, path: PathSpec) -> BatchSpec:
+    """A batch in any of its forms: the string, a list of requests, or ``{requests, padding}``."""
+    padding, requests = PaddingSpec(), tree
+    if isinstance(tree, Table):
+        known_keys(tree, ("requests", "padding"), "a batch")
+        if "requests" not in tree.entries:
+            raise tree.place.fault("requests is missing", allowed="give a batch string or a list of requests")
+        requests = tree.entries["requests"]
+        if "padding" in tree.entries:
+            padding = validate(PaddingSpec, tree.entries["padding"])
+    try:
+        return BatchSpec(requests=_read_requests(requests), padding=padding, path=path)
+    except SpecError as error:
+        raise spec_fault(tree, error) from error
+
+
+def read_path(tree: Tree) -> PathSpec:
+    """A path by name, with the documented defaults of its options, or as ``{name: options}``."""
+    options: Tree = tree
+    if isinstance(tree, Table):
+        if len(tree.entries) != 1:
+            raise tree.place.fault(
+                f"one path is asked at a time, and here are {len(tree.entries)}", allowed="write {name: options}"
+            )
+        ((name, options),) = tree.entries.items()
+        place = tree.names[name]
+    else:
+        name, place = text_of(tree, "path"), tree.place
+        options = Table(tree.place, {}, {})
+    if name not in PATHS:
+        raise place.fault("unknown path", value=name, allowed=suggestion(name, PATHS))
+    kind = PATH_OPTIONS[name]
+    if kind is not None:
+        return PathSpec(name=name, options=validate(kind, options))
+    if not isinstance(options, Table) or options.entries:
+        raise options.place.fault(f"the path {name} has no options", allowed=f"write path: {name}")
+    return PathSpec(name=name)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> tuple[RequestSpec, ...]:
+    return parse_batch(text)
+
+
+def _read_requests(tree: Tree) -> tuple[RequestSpec, ...]:
+    if isinstance(tree, Scalar) and isinstance(tree.value, str):
+        try:
+            return _parsed(tree.value)
+        except BatchSpecError as error:
+            reason = f"{error.reason} (at character {error.position + 1})"
+            raise tree.place.fault(reason, value=tree.value, allowed=error.allowed) from error
+    if not isinstance(tree, Items):
+        raise tree.place.fault(
+            f"a batch cannot be {describe(tree)}",
+            value=tree.text if isinstance(tree, Scalar) else None,
+            allowed="write a string such as 2q1s128, or a list of {query_len, seq_len, count}",
+        )
+    if not tree.items:
+        raise tree.place.fault("a batch needs a request", allowed="give at least one")
+    return tuple(validate(RequestSpec, item) for item in tree.items)
+
+
+def _read_checks(tree: Tree) -> tuple[str, ...]:
+    names = names_of(tree, "check", tuple(CHECKS))
+    if not names:
+        raise tree.place.fault("no check is left", allowed="leave checks out for all that apply")
+    return tuple(check for check in CHECKS if check in names)
+
+
+def _read_matrix(tree: Tree) -> tuple[_Axis, ...]:
+    if not isinstance(tree, Table) or not tree.entries:
+        raise _not_a("mapping from dotted keys to lists", "matrix", tree)
+    axes = []
+    for key, values in tree.entries.items():
+        place = tree.names[key]
+        path = tuple(key.split("."))
+        if path[0] not in ASKED_KEYS or "" in path:
+            allowed = f"an axis is a dotted key below {', '.join(ASKED_KEYS)}, such as layer.dtype"
+            raise place.fault("a matrix cannot set this key", value=key[:60], allowed=allowed)
+        if not isinstance(values, Items) or not values.items:
+            raise _not_a("list of values", f"the axis {key[:60]}", values)
+        written = tuple((value, _in_id(value, n)) for n, value in enumerate(values.items, start=1))
+        axes.append(_Axis(path, place, written))
+    return tuple(axes)
+
+
+def _in_id(value: Tree, position: int) -> str:
+    """How a value of an axis is written in an id: as in the file where that is short and safe, else its position."""
+    if isinstance(value, Scalar):
+        if value.value is None:
+            return "null"
+        if isinstance(value.value, bool):
+            return str(value.value).lower()
+        text = value.text.replace("+", "") if not isinstance(value.value, str) else value.text
+        if _ID.fullmatch(text):
+            return text
+    return f"v{position}"
+
+
+def _identifier(tree: Tree, what: str) -> str:
+    text = text_of(tree, what)
+    if not _ID.fullmatch(text):
+        raise tree.place.fault(f"{what} cannot be typed on a command line", value=text, allowed=_ID_RULE)
+    return text
+
+
+def _point(tree: Table, error: SpecError) -> CaseFileError:
+    """A :class:`SpecError` of a whole case, at the value it names as far as it was written."""
+    parts = [int(part) if part.isdigit() else part for part in error.field.split(".")]
+    place = locate(tree, parts)
+    return place.fault(error.reason, value=error.value, allowed=error.allowed)
+
+
+def _not_a(wanted: str, what: str, tree: Tree) -> CaseFileError:
+    value = plain(tree) if isinstance(tree, Scalar) else None
+    found = "an empty one" if not isinstance(tree, Scalar) and not plain(tree) else describe(tree)
+    return tree.place.fault(f"{what} must be a {wanted}, and this is {found}", value=value, allowed=f"give a {wanted}")

@@ -1,0 +1,213 @@
+"""Trees onto frozen specs, by pydantic, with errors that point at the wrong value and say what would be right.
+
+Trees go through JSON text, because pydantic is strict about nested values only there. What validated once is
+remembered: a matrix asks the same layer a thousand times. Must not know: what the specs mean together.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache, lru_cache
+from typing import Any, TypeVar, cast, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from attncheck.cases.yaml_tree import Items, Place, Scalar, Table, Tree, describe, join_key, plain
+from attncheck.errors import CaseFileError, SpecError
+
+T = TypeVar("T")
+
+_WANTED: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "tuple_type": "a list",
+    "dataclass_type": "a mapping",
+    "finite_number": "a finite number",
+}
+_BOUND: Mapping[str, tuple[str, str]] = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def validate(kind: type[T], tree: Tree) -> T:
+    """The frozen dataclass ``kind`` that ``tree`` describes.
+
+    Raises :class:`CaseFileError` at the place of the first wrong value; a mistyped key is named before what is then
+    missing.
+    """
+    text = json.dumps(plain(tree), sort_keys=True)
+    try:
+        return cast("T", _validated(cast("Any", kind), text))
+    except ValidationError as error:
+        raise _translate(kind, tree, error) from error
+
+
+def known_keys(tree: Table, known: Sequence[str], owner: str) -> None:
+    """Raises :class:`CaseFileError` at the first key of ``tree`` that is not among ``known``."""
+    for name, place in tree.names.items():
+        if name not in known:
+            raise unknown_key(place, name, known, owner)
+
+
+def unknown_key(place: Place, name: str, known: Sequence[str], owner: str) -> CaseFileError:
+    """The error for a key that ``owner`` does not have."""
+    return place.fault(f"{owner} has no key {name[:60]!r}", allowed=suggestion(name, known))
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """What could have been meant."""
+    close = get_close_matches(name[:60], known, n=1)
+    return f"did you mean {close[0]!r}? (known: {', '.join(known)})" if close else f"known: {', '.join(known)}"
+
+
+def text_of(tree: Tree, what: str) -> str:
+    """The text that ``tree`` is; raises :class:`CaseFileError` for anything else."""
+    if isinstance(tree, Scalar) and isinstance(tree.value, str):
+        return tree.value
+    value = tree.text if isinstance(tree, Scalar) and tree.text else None
+    raise tree.place.fault(f"{what} is a text, and this is {describe(tree)}", value=value, allowed="quote it")
+
+
+def names_of(tree: Tree, kind: str, known: Sequence[str]) -> tuple[str, ...]:
+    """A list of distinct names out of ``known``; raises :class:`CaseFileError` for anything else."""
+    if not isinstance(tree, Items):
+        raise tree.place.fault(
+            f"a list of names belongs here, and this is {describe(tree)}",
+            value=plain(tree) if isinstance(tree, Scalar) else None,
+            allowed=f"write [{known[0]}, ...]",
+        )
+    names: list[str] = []
+    for item in tree.items:
+        name = item.value if isinstance(item, Scalar) else None
+        if not isinstance(name, str) or name not in known:
+            shown = item.text if isinstance(item, Scalar) else describe(item)
+            raise item.place.fault(f"unknown {kind}", value=shown, allowed=suggestion(shown, known))
+        if name in names:
+            raise item.place.fault(f"the {kind} is named twice", value=name, allowed="name it once")
+        names.append(name)
+    return tuple(names)
+
+
+def locate(tree: Tree, parts: Sequence[str | int]) -> Place:
+    """The place of the value ``parts`` lead to, as far as they lead; parts that are no key are skipped."""
+    return _walk(tree, parts)[0].place
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+@lru_cache(maxsize=4096)
+def _validated(kind: type, text: str) -> Any:
+    return _adapter(kind).validate_json(text)
+
+
+def _walk(tree: Tree, parts: Sequence[str | int]) -> tuple[Tree, tuple[str | int, ...]]:
+    """The deepest value on the way, and the parts that led there (pydantic adds labels of union branches)."""
+    way: list[str | int] = []
+    for part in parts:
+        if isinstance(tree, Table) and isinstance(part, str) and part in tree.entries:
+            tree = tree.entries[part]
+        elif isinstance(tree, Items) and isinstance(part, int) and part < len(tree.items):
+            tree = tree.items[part]
+        else:
+            continue
+        way.append(part)
+    return tree, tuple(way)
+
+
+def _translate(kind: type, tree: Tree, error: ValidationError) -> CaseFileError:
+    errors = error.errors(include_url=False)
+    for first in errors:
+        if first["type"] == "unexpected_keyword_argument":
+            *above, name = first["loc"]
+            owner, way = _walk(tree, above)
+            known = [f.name for f in fields(_class_at(kind, way))]
+            place = owner.names[str(name)] if isinstance(owner, Table) else owner.place
+            return unknown_key(place, str(name), known, _owner_name(kind, way))
+    wrong = [e for e in errors if e["type"] != "missing"] or errors
+    # A union reports an error a branch: the branch that came furthest is the one that was meant.
+    same_field = [e for e in wrong if e["loc"][:1] == wrong[0]["loc"][:1]]
+    deepest = max(len(_walk(tree, e["loc"])[1]) for e in same_field)
+    meant = [e for e in same_field if len(_walk(tree, e["loc"])[1]) == deepest]
+    value, way = _walk(tree, meant[0]["loc"])
+    if meant[0]["type"] == "missing":
+        return _missing(kind, value, way, meant[0])
+    cause = meant[0].get("ctx", {}).get("error")
+    if isinstance(cause, SpecError):
+        return spec_fault(value, cause)
+    reason = " or ".join(dict.fromkeys(_wanted(e) for e in meant))
+    return value.place.fault(
+        f"{_name(way)} must be {reason}", value=_shown(value), allowed=_about(kind, way) or f"give {reason}"
+    )
+
+
+def spec_fault(tree: Tree, error: SpecError) -> CaseFileError:
+    """A :class:`SpecError` (whose ``field`` is a dotted path below ``tree``) as an error with a place."""
+    parts = [int(part) if part.isdigit() else part for part in error.field.split(".")]
+    found, way = _walk(tree, parts)
+    place = found.place
+    if not way and isinstance(parts[-1], str):  # the field was left out, so the error points at its mapping
+        place = Place(place.file, place.line, place.column, join_key(place.key, parts[-1]))
+    return place.fault(error.reason, value=error.value, allowed=error.allowed)
+
+
+def _missing(kind: type, owner: Tree, way: tuple[str | int, ...], error: ErrorDetails) -> CaseFileError:
+    name = str(error["loc"][-1])
+    place = Place(owner.place.file, owner.place.line, owner.place.column, join_key(owner.place.key, name))
+    about = _about(kind, (*way, name))
+    return place.fault(f"{name} is missing", allowed=f"give it ({about})" if about else "give it")
+
+
+def _wanted(error: ErrorDetails) -> str:
+    """What pydantic would have taken, in words."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in _BOUND:
+        name, word = _BOUND[kind]
+        return f"{word} {context[name]}"
+    if kind in ("literal_error", "enum"):
+        return f"one of {context['expected']}"
+    return _WANTED.get(kind, error["msg"])
+
+
+def _shown(value: Tree) -> object:
+    if isinstance(value, Scalar):
+        return "null" if value.value is None else value.value
+    return describe(value)
+
+
+def _name(way: tuple[str | int, ...]) -> str:
+    names = [part for part in way if isinstance(part, str)]
+    what = names[-1] if names else "this"
+    return f"an element of {what}" if way and isinstance(way[-1], int) else what
+
+
+def _about(kind: type, way: tuple[str | int, ...]) -> str:
+    """The description of the field at ``way``, as the specs give it."""
+    names = [part for part in way if isinstance(part, str)]
+    if not names:
+        return ""
+    owner = _class_at(kind, names[:-1])
+    return next((f.metadata.get("description", "") for f in fields(owner) if f.name == names[-1]), "")
+
+
+def _class_at(kind: type, way: Sequence[str | int]) -> Any:
+    """The dataclass whose fields stand at ``way`` below ``kind``."""
+    for part in way:
+        hint = get_type_hints(kind).get(str(part))
+        kind = next((c for c in (hint, *get_args(hint)) if isinstance(c, type) and is_dataclass(c)), kind)
+    return kind
+
+
+def _owner_name(kind: type, way: tuple[str | int, ...]) -> str:
+    names = [part for part in way if isinstance(part, str)]
+    return names[-1] if names else kind.__name__.removesuffix("Spec").removesuffix("Options").lower()

@@ -1,0 +1,285 @@
+"""Configurations of vLLM's attention benchmarks, read as they are.
+
+Every key is honoured or named in the suite's notes; nothing is dropped silently. The files set no dtype: theirs runs
+in bfloat16, and so do these cases. Must not know: whether vLLM is installed, how a call is timed.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from attncheck.cases.meaning import check_meaning
+from attncheck.cases.model import Case, Suite
+from attncheck.cases.paths import implied_path
+from attncheck.cases.suite_file import MAX_CASES
+from attncheck.cases.validation import text_of, validate
+from attncheck.cases.vllm_batches import Batch, items_of, read_batches
+from attncheck.cases.yaml_tree import Items, Place, Scalar, Table, Tree, describe, plain
+from attncheck.errors import SpecError
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+
+_LAYER_KEYS: Mapping[str, str] = {"num_q_heads": "num_heads", "num_kv_heads": "num_kv_heads", "head_dim": "head_size"}
+_MLA_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_USED_MODEL_KEYS = (*_LAYER_KEYS, *_MLA_KEYS, "block_size")
+_USED_KEYS = (
+    "model",
+    "model_parameter_sweep",
+    "batch_specs",
+    "batch_spec_ranges",
+    "batch_sizes",
+    "backend",
+    "backends",
+    "device",
+    "description",
+    "provenance",
+    "benchmark",
+    "kv_cache_dtype",
+)
+_TIMED = "it says how a call is timed; an examination runs each case as often as its checks need"
+_REASONS: Mapping[str, str] = {
+    "repeats": _TIMED,
+    "warmup_iters": _TIMED,
+    "cuda_graphs": _TIMED,
+    "profile_memory": "memory is not measured",
+    "output": "runs are written where the command line says",
+    "mode": "every batch is examined once",
+    "reorder_batch_thresholds": "a backend declares its own threshold",
+    "chunked_prefill": "a backend chooses its own workspace",
+    "parameter_sweep": "it sets options of one backend",
+    "decode_backends": "backends are examined whole",
+    "prefill_backends": "backends are examined whole",
+    "model.num_layers": "it only repeats the call",
+    "model.name": "it names the model and changes nothing",
+}
+_CURRENT_NAMES: Mapping[str, str] = {
+    "flash": "FLASH_ATTN",
+    "triton": "TRITON_ATTN",
+    "flashinfer": "FLASHINFER",
+    "cutlass_mla": "CUTLASS_MLA",
+    "flashinfer_mla": "FLASHINFER_MLA",
+    "flash_attn_mla": "FLASH_ATTN_MLA",
+    "flashattn_mla": "FLASH_ATTN_MLA",
+    "flashmla": "FLASHMLA",
+}
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """One row of the model sweep: its label in ids ("" without a sweep), layer and cache."""
+
+    label: str
+    layer: LayerSpec
+    cache: CacheSpec
+
+
+def is_vllm_bench(root: Table) -> bool:
+    """Whether the keys of a file are those of a benchmark configuration."""
+    keys = set(root.entries)
+    return not keys & {"suite", "cases"} and bool(keys & {"batch_specs", "batch_spec_ranges", "model"})
+
+
+def read_vllm_bench(root: Table, path: Path) -> Suite:
+    """The suite a benchmark configuration stands for: every batch with every geometry, under the file's name.
+
+    Raises :class:`CaseFileError` for what cannot be a case.
+    """
+    if not {"batch_specs", "batch_spec_ranges"} & set(root.entries):
+        raise root.place.fault("the file has no batches", allowed="give batch_specs or batch_spec_ranges")
+    batches = read_batches(root, MAX_CASES)
+    notes = [*_description_notes(root), *_unused(root)]
+    geometries = list(_geometries(root, notes))
+    if len(batches) * len(geometries) > MAX_CASES:
+        raise root.names["model_parameter_sweep"].fault(
+            f"{len(batches)} batches of {len(geometries)} models are {len(batches) * len(geometries)} cases",
+            allowed=f"at most {MAX_CASES} cases a file: split it",
+        )
+    name = _UNSAFE.sub("-", path.stem) or "benchmark"
+    cases: dict[str, Case] = {}
+    repeated: dict[str, None] = {}
+    for geometry in geometries:
+        for batch in batches:
+            case = _case(name, geometry, batch)
+            if case.id in cases:
+                repeated[batch.text] = None
+            cases.setdefault(case.id, case)
+    notes += [f"asked once, though it stands there twice: {text}" for text in repeated]
+    return Suite(
+        name=name,
+        description=text_of(root.entries["description"], "description") if "description" in root.entries else "",
+        cases=tuple(cases.values()),
+        path=path,
+        default_backends=_backends(root, notes),
+        default_device=_device(root),
+        notes=tuple(notes),
+    )
+
+
+def _case(suite: str, geometry: _Geometry, batch: Batch) -> Case:
+    spec = BatchSpec(requests=batch.requests, path=implied_path(geometry.layer))
+    try:
+        check_meaning(geometry.layer, geometry.cache, spec)
+    except SpecError as error:
+        raise batch.place.fault(error.reason, value=error.value, allowed=error.allowed) from error
+    return Case(
+        suite=suite,
+        id=f"{batch.text}.{geometry.label}" if geometry.label else batch.text,
+        layer=geometry.layer,
+        cache=geometry.cache,
+        batch=spec,
+        origin=f"{batch.place.file}:{batch.place.line}",
+    )
+
+
+def _description_notes(root: Table) -> Iterator[str]:
+    if "provenance" in root.entries:
+        yield f"provenance: {_one_line(root.entries['provenance'])}"
+
+
+def _unused(root: Table) -> Iterator[str]:
+    """A line for each key that changes nothing here, with the reason."""
+    for key, value in root.entries.items():
+        if key == "benchmark" and isinstance(value, Table):
+            yield from (
+                _not_used(f"benchmark.{name}", _REASONS.get(name)) for name in value.entries if name != "device"
+            )
+        elif key not in _USED_KEYS:
+            is_backend = isinstance(value, Table) and key not in _REASONS
+            yield _not_used(key, "it sets options of one backend" if is_backend else _REASONS.get(key))
+
+
+def _not_used(key: str, reason: str | None) -> str:
+    return f"not used here: {key} ({reason or 'no meaning is known for this key'})"
+
+
+def _one_line(tree: Tree) -> str:
+    if isinstance(tree, Table):
+        return "; ".join(f"{name}: {_one_line(value)}" for name, value in tree.entries.items())
+    if isinstance(tree, Items):
+        return " / ".join(_one_line(item) for item in tree.items)
+    return tree.text
+
+
+def _backends(root: Table, notes: list[str]) -> tuple[str, ...]:
+    """The wishes of the file as references ``vllm:NAME``; ``backend`` wins over ``backends``, as with vLLM."""
+    if "backend" in root.entries and "backends" in root.entries:
+        notes.append(_not_used("backends", "backend stands beside it"))
+    if "backend" in root.entries:
+        names = [text_of(root.entries["backend"], "backend")]
+    elif "backends" in root.entries:
+        given = root.entries["backends"]
+        items = (given,) if isinstance(given, Scalar) else items_of(given, "backends")
+        names = [text_of(item, "a backend") for item in items]
+    else:
+        return ()
+    return tuple(dict.fromkeys(f"vllm:{_CURRENT_NAMES.get(name, name)}" for name in names))
+
+
+def _device(root: Table) -> str | None:
+    benchmark = root.entries.get("benchmark")
+    inner = benchmark.entries.get("device") if isinstance(benchmark, Table) else None
+    device = root.entries.get("device", inner)
+    return None if device is None else text_of(device, "device")
+
+
+def _geometries(root: Table, notes: list[str]) -> Iterator[_Geometry]:
+    """The model, or one geometry for each value of its sweep."""
+    model = root.entries.get("model", Table(root.place, {}, {}))
+    if not isinstance(model, Table):
+        raise model.place.fault(f"model must be a mapping, and this is {describe(model)}", allowed="give a mapping")
+    notes += _unused_model_keys(model)
+    if "model_parameter_sweep" not in root.entries:
+        yield _geometry("", model, root, notes)
+        return
+    labels: set[str] = set()
+    for position, (label, overrides) in enumerate(_sweep(root.entries["model_parameter_sweep"], notes), start=1):
+        notes += [note for note in _unused_model_keys(overrides) if note not in notes]
+        merged = Table(overrides.place, {**model.entries, **overrides.entries}, {**model.names, **overrides.names})
+        unique = label if label and label not in labels else f"{label}-{position}" if label else f"v{position}"
+        labels.add(unique)
+        yield _geometry(unique, merged, root, notes)
+
+
+def _unused_model_keys(model: Table) -> list[str]:
+    unused = [f"model.{name}" for name in model.entries if name not in _USED_MODEL_KEYS]
+    return [_not_used(key, _REASONS.get(key)) for key in unused]
+
+
+def _sweep(tree: Tree, notes: list[str]) -> Iterator[tuple[str, Table]]:
+    """A label and the overridden model keys for each value of a sweep, of either form."""
+    if not isinstance(tree, Table) or "values" not in tree.entries:
+        raise tree.place.fault(
+            "a sweep is a mapping with values",
+            allowed="write {param_name: num_q_heads, values: [...]}, or {values: [{...}, ...]}",
+        )
+    unused = [name for name in tree.entries if name not in ("values", "param_name", "label_format")]
+    notes += [_not_used(f"model_parameter_sweep.{name}", None) for name in unused]
+    template = text_of(tree.entries["label_format"], "label_format") if "label_format" in tree.entries else ""
+    param_name = tree.entries.get("param_name")
+    name = None if param_name is None else text_of(param_name, "param_name")
+    for value in items_of(tree.entries["values"], "values"):
+        if name is not None:
+            overrides = Table(value.place, {name: value}, {name: value.place})
+        elif isinstance(value, Table):
+            overrides = value
+        else:
+            raise value.place.fault(
+                f"a value must be a mapping of model keys, and this is {describe(value)}",
+                allowed="give mappings, or param_name beside the values",
+            )
+        yield _label(template, overrides, value), overrides
+
+
+def _label(template: str, overrides: Table, value: Tree) -> str:
+    """The file's own label without the backend, or the values joined, in characters an id may have."""
+    fields = {name: tree.text for name, tree in overrides.entries.items() if isinstance(tree, Scalar)}
+    if isinstance(value, Scalar):
+        fields["value"] = value.text
+    own = re.sub(r"[_.-]*\{backend\}[_.-]*", "", template)
+    text = re.sub(r"\{(\w+)\}", lambda match: fields.get(match[1], ""), own)
+    return _UNSAFE.sub("-", text or "-".join(fields.values())).strip("-_.")
+
+
+def _geometry(label: str, model: Table, root: Table, notes: list[str]) -> _Geometry:
+    """Layer and cache of a model; errors point at the model's own keys."""
+    entries: dict[str, Tree] = {}
+    names: dict[str, Place] = {}
+    is_mla = "kv_lora_rank" in model.entries
+    for theirs, ours in _LAYER_KEYS.items():
+        if theirs in model.entries:
+            entries[ours], names[ours] = model.entries[theirs], model.names[theirs]
+        elif theirs == "num_kv_heads" and is_mla:
+            entries[ours] = Scalar(model.place, 1, "1")
+        elif not (theirs == "head_dim" and is_mla):
+            raise model.place.fault(
+                f"{theirs} is missing in model, and the sweep does not give it", allowed=f"give model.{theirs}"
+            )
+    if is_mla:
+        mla = {key: model.entries[key] for key in _MLA_KEYS if key in model.entries}
+        entries["mla"] = Table(model.place, mla, {key: model.names[key] for key in mla})
+        if "head_size" not in entries:
+            entries["head_size"] = _latent_width(model)
+    elif "v_head_dim" in model.entries:
+        entries["head_size_v"] = model.entries["v_head_dim"]
+    cache: dict[str, Tree] = {}
+    if "block_size" in model.entries:
+        cache["block_size"] = model.entries["block_size"]
+    else:
+        _note_once(notes, f"the model has no block_size: {CacheSpec().block_size} is taken")
+    if "kv_cache_dtype" in root.entries:
+        cache["kv_cache_dtype"] = root.entries["kv_cache_dtype"]
+    layer = validate(LayerSpec, Table(model.place, entries, names))
+    return _Geometry(label, layer, validate(CacheSpec, Table(model.place, cache, {})))
+
+
+def _latent_width(model: Table) -> Scalar:
+    values = [plain(model.entries[key]) for key in ("kv_lora_rank", "qk_rope_head_dim") if key in model.entries]
+    if len(values) != 2 or not all(isinstance(value, int) for value in values):
+        raise model.place.fault("head_dim is missing in model", allowed="give kv_lora_rank + qk_rope_head_dim")
+    return Scalar(model.place, sum(values), str(sum(values)))
+
+
+def _note_once(notes: list[str], note: str) -> None:
+    if note not in notes:
+        notes.append(note)

@@ -1,0 +1,343 @@
+"""YAML as a tree that remembers where everything stands.
+
+Requirements: safe with files from strangers (no tags, no code, bounded nodes and depth, aliases counted at full size);
+scalars read as YAML 1.2 reads them (``010`` is 10, ``1e3`` a number, ``yes`` and ``1:30`` text); no key twice; each
+value and each key with its line and column, so that a mistake found much later can still be pointed at. Knows nothing
+of what the keys mean.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from attncheck.errors import CaseFileError
+
+MAX_NODES = 100_000
+"""A file may hold this many values, aliases counted as often as they are used."""
+MAX_DEPTH = 40
+"""Values may be nested this deep."""
+_MAX_DIGITS = 40
+_KEY_SHOWN = 60
+
+_Value = str | int | float | bool | None
+
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_SPECIAL: Mapping[str, _Value] = (
+    dict.fromkeys(("", "~", "null", "Null", "NULL"), None)
+    | dict.fromkeys(("true", "True", "TRUE"), True)
+    | dict.fromkeys(("false", "False", "FALSE"), False)
+    | dict.fromkeys((".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF"), float("inf"))
+    | dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf"))
+    | dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan"))
+)
+_ADVICE = (
+    ("cannot start any token", "quote the text, and indent with blanks"),
+    ("mapping values are not allowed", "quote a text that contains ': ', and see that keys of one mapping line up"),
+    ("did not find expected ',' or", "see whether a bracket or brace is not closed"),
+    ("expected ',' or", "see whether a bracket or brace is not closed"),
+    ("could not find expected ':'", "a key is followed by a colon and a blank"),
+    ("unexpected end of stream", "see whether a quote is not closed"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something stands: lines and columns count from 1; ``key`` is the dotted path from the file's root."""
+
+    file: str
+    line: int
+    column: int
+    key: str
+
+    def fault(self, reason: str, *, value: object = None, allowed: str = "") -> CaseFileError:
+        """The error that points here."""
+        return CaseFileError(
+            reason,
+            file=self.file,
+            line=self.line,
+            column=self.column,
+            key=self.key,
+            value=value,
+            allowed=allowed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A single value; ``text`` is how it was written."""
+
+    place: Place
+    value: _Value
+    text: str
+    size: int = 1
+    height: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list. ``size`` counts all values below and itself, ``height`` the levels."""
+
+    place: Place
+    items: tuple["Tree", ...]
+    size: int = 1
+    height: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A mapping from names to values; ``names`` says where each name stands."""
+
+    place: Place
+    entries: Mapping[str, "Tree"]
+    names: Mapping[str, Place]
+    size: int = 1
+    height: int = 1
+
+
+Tree = Scalar | Items | Table
+
+
+def plain(tree: Tree) -> Any:
+    """The tree as dicts, lists and scalars."""
+    if isinstance(tree, Table):
+        return {name: plain(value) for name, value in tree.entries.items()}
+    if isinstance(tree, Items):
+        return [plain(item) for item in tree.items]
+    return tree.value
+
+
+def describe(tree: Tree) -> str:
+    """What kind of value this is, for messages."""
+    if isinstance(tree, Table):
+        return "a mapping"
+    if isinstance(tree, Items):
+        return "a list"
+    if tree.value is None:
+        return "nothing"
+    if isinstance(tree.value, bool):
+        return "a truth value"
+    return "a text" if isinstance(tree.value, str) else "a number"
+
+
+def parse_yaml(text: str, file: str) -> Tree:
+    """The one document in ``text``; ``file`` is the name that errors give.
+
+    Raises :class:`CaseFileError`, with line and column, for everything that is not plain, small, safe YAML.
+    """
+    for bad in _CONTROL.finditer(text):
+        line = text.count("\n", 0, bad.start()) + 1
+        column = bad.start() - text.rfind("\n", 0, bad.start())
+        raise CaseFileError(
+            f"character U+{ord(bad[0]):04X} is not allowed in YAML",
+            file=file,
+            line=line,
+            column=column,
+            allowed="a case file is plain UTF-8 text",
+        )
+    root = _Composer(file).compose(_events(text, file))
+    if root is None:
+        raise Place(file, 1, 1, "").fault("the file is empty", allowed="a case file has suite: and cases:")
+    return root
+
+
+def _events(text: str, file: str) -> Iterator[yaml.Event]:
+    """The parser's events; its errors become ours. libyaml's parser is used where it is there: ten times faster."""
+    try:
+        yield from yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else None
+        problem = error.problem or error.context or "cannot be read"
+        advice = next((advice for phrase, advice in _ADVICE if phrase in problem), "see the line before, too")
+        lines = text.split("\n")
+        here = lines[mark.line] if mark and mark.line < len(lines) else ""
+        if "\t" in here[: len(here) - len(here.lstrip())]:
+            problem, advice = "a tab in the indentation", "indent with blanks: YAML allows no tabs there"
+        raise CaseFileError(
+            f"not YAML: {problem}",
+            file=file,
+            line=line,
+            column=mark.column + 1 if mark else None,
+            allowed=advice,
+        ) from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise CaseFileError(f"not YAML: {error}", file=file, allowed="a case file is plain UTF-8 YAML") from error
+
+
+class _Open:
+    """A list or mapping whose end has not come yet."""
+
+    def __init__(self, event: yaml.SequenceStartEvent | yaml.MappingStartEvent, place: Place) -> None:
+        self.is_table = isinstance(event, yaml.MappingStartEvent)
+        self.anchor: str | None = event.anchor
+        self.place = place
+        self.values: list[Tree] = []
+        self.names: list[str] = []
+        self.places: dict[str, Place] = {}
+
+    @property
+    def wants_name(self) -> bool:
+        return self.is_table and len(self.names) == len(self.values)
+
+    @property
+    def next_key(self) -> str:
+        """The dotted path of the value that comes next."""
+        if not self.is_table:
+            return f"{self.place.key}[{len(self.values)}]"
+        return join_key(self.place.key, self.names[-1])
+
+    def close(self) -> Tree:
+        size = 1 + sum(value.size for value in self.values)
+        height = 1 + max((value.height for value in self.values), default=0)
+        if not self.is_table:
+            return Items(self.place, tuple(self.values), size, height)
+        entries = dict(zip(self.names, self.values, strict=True))
+        names = dict(self.places)
+        if "<<" in entries:
+            entries, names = _with_merge_key(entries, names)
+        return Table(self.place, entries, names, size, height)
+
+
+class _Composer:
+    """Builds a tree from events without recursion, counting as it goes."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.nodes = 0
+        self.stack: list[_Open] = []
+        self.anchors: dict[str, Tree | None] = {}  # None: still open
+        self.root: Tree | None = None
+
+    def compose(self, events: Iterator[yaml.Event]) -> Tree | None:
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent) and self.root is not None:
+                raise self.place(event).fault("a second document begins", allowed="one file holds one document")
+            if isinstance(event, yaml.ScalarEvent):
+                self.scalar(event, self.place(event))
+            elif isinstance(event, yaml.AliasEvent):
+                self.add(self.resolve_alias(event, self.place(event)))
+            elif isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
+                self.open(event, self.place(event))
+            elif isinstance(event, yaml.CollectionEndEvent):
+                opened = self.stack.pop()
+                self.define(opened.anchor, opened.close())
+        return self.root
+
+    def open(self, event: yaml.SequenceStartEvent | yaml.MappingStartEvent, place: Place) -> None:
+        _refuse_tag(event.tag, place)
+        self.count(1, 1, place)
+        self.refuse_as_name(place)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = None
+        self.stack.append(_Open(event, place))
+
+    def scalar(self, event: yaml.ScalarEvent, place: Place) -> None:
+        _refuse_tag(event.tag, place)
+        self.count(1, 1, place)
+        is_plain = event.implicit[0]
+        scalar = Scalar(place, _resolve(event.value, place, is_plain=is_plain), event.value)
+        if self.stack and self.stack[-1].wants_name:
+            self.add_name(scalar, is_plain=is_plain)
+        else:
+            self.define(event.anchor, scalar)
+
+    def define(self, anchor: str | None, tree: Tree) -> None:
+        if anchor is not None:
+            self.anchors[anchor] = tree
+        self.add(tree)
+
+    def place(self, event: yaml.Event) -> Place:
+        key = ""
+        if self.stack:
+            top = self.stack[-1]
+            key = top.place.key if top.wants_name else top.next_key
+        mark = event.start_mark
+        assert mark is not None  # every event of a parser has one; the type allows for events made by hand
+        return Place(self.file, mark.line + 1, mark.column + 1, key)
+
+    def count(self, nodes: int, height: int, place: Place) -> None:
+        self.nodes += nodes
+        if self.nodes > MAX_NODES:
+            raise place.fault(
+                f"more than {MAX_NODES} values", allowed="use matrix, split the file, or use fewer aliases of aliases"
+            )
+        if len(self.stack) + height > MAX_DEPTH:
+            raise place.fault(f"nested more than {MAX_DEPTH} deep", allowed="a case file needs a handful of levels")
+
+    def resolve_alias(self, event: yaml.AliasEvent, place: Place) -> Tree:
+        if event.anchor not in self.anchors:
+            raise place.fault(f"nothing before this line is called &{event.anchor}", allowed="define the anchor first")
+        tree = self.anchors[event.anchor]
+        if tree is None:
+            raise place.fault(f"*{event.anchor} contains itself", allowed="an alias may name only what is complete")
+        self.refuse_as_name(place)
+        self.count(tree.size, tree.height, place)
+        return tree
+
+    def refuse_as_name(self, place: Place) -> None:
+        if self.stack and self.stack[-1].wants_name:
+            raise place.fault("a key must be a single word", allowed="write name: value")
+
+    def add_name(self, scalar: Scalar, *, is_plain: bool) -> None:
+        top = self.stack[-1]
+        name = scalar.text
+        if not isinstance(scalar.value, str) and not (is_plain and name == "<<"):
+            raise scalar.place.fault(
+                f"a key must be a text, and this is {describe(scalar)}", value=name, allowed="quote it, or name it"
+            )
+        place = Place(self.file, scalar.place.line, scalar.place.column, join_key(top.place.key, name))
+        if name in top.places:
+            raise place.fault(f"this key stands on line {top.places[name].line} already", allowed="keep one of the two")
+        top.names.append(name)
+        top.places[name] = place
+
+    def add(self, tree: Tree) -> None:
+        if self.stack:
+            self.stack[-1].values.append(tree)
+        else:
+            self.root = tree
+
+
+def join_key(path: str, name: str) -> str:
+    """``path.name``, with very long names cut."""
+    shown = name if len(name) <= _KEY_SHOWN else name[:_KEY_SHOWN] + "..."
+    return f"{path}.{shown}" if path else shown
+
+
+def _refuse_tag(tag: str | None, place: Place) -> None:
+    if tag is not None:
+        raise place.fault(f"the tag {tag} is not allowed", allowed="case files hold plain values only")
+
+
+def _resolve(text: str, place: Place, *, is_plain: bool) -> _Value:
+    """The value of a scalar by YAML 1.2's core schema; quoted scalars are text."""
+    if _CONTROL.search(text):
+        raise place.fault("an escape stands for a control character", value=text, allowed="use printable text")
+    if not is_plain:
+        return text
+    if text in _SPECIAL:
+        return _SPECIAL[text]
+    if not _FLOAT.fullmatch(text) and not _INT.fullmatch(text):
+        return text
+    if len(text) > _MAX_DIGITS:
+        raise place.fault(f"a number of {len(text)} characters", value=text, allowed="no case needs so long a number")
+    if _INT.fullmatch(text):
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    return float(text)
+
+
+def _with_merge_key(entries: dict[str, Tree], names: dict[str, Place]) -> tuple[dict[str, Tree], dict[str, Place]]:
+    """``<<: *base`` resolved: the mapping's own keys win, then the sources in order."""
+    source = entries.pop("<<")
+    place = names.pop("<<")
+    for base in source.items if isinstance(source, Items) else (source,):
+        if not isinstance(base, Table):
+            raise place.fault(f"<< takes a mapping, and this is {describe(base)}", allowed="write <<: *name")
+        entries = {**base.entries, **entries}
+        names = {**base.names, **names}
+    return entries, names

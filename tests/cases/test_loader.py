@@ -1,0 +1,259 @@
+"""Loading suites: merging, matrices, paths, positions, selection, and what never happens (torch)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attncheck.cases.loader import load_file, load_suite, select, suite_file, suite_names
+from attncheck.cases.model import Case, Suite
+from attncheck.errors import CaseFileError, UnknownNameError
+from attncheck.reference.spec import (
+    AttentionType,
+    FastPrefillOptions,
+    MicroBatchOptions,
+    RequestSpec,
+    SpecDecodeOptions,
+    TreeOptions,
+)
+
+HEAD = """\
+suite: t
+defaults:
+  layer: {num_heads: 8, num_kv_heads: 2, head_size: 64}
+cases:
+"""
+
+
+MLA = """{num_kv_heads: 1, head_size: 48, mla:
+  {kv_lora_rank: 32, qk_nope_head_dim: 8, qk_rope_head_dim: 16, v_head_dim: 8}}"""
+
+
+def load(tmp_path: Path, text: str) -> Suite:
+    path = tmp_path / "t.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_file(path)
+
+
+def one(tmp_path: Path, case: str) -> Case:
+    (case_,) = load(tmp_path, f"{HEAD}  - {{id: a, {case}}}\n").cases
+    return case_
+
+
+EXAMPLE = """\
+# yaml-language-server: $schema=./schema.json
+suite: sliding_window
+description: decode, extend and prefill across a window's edges
+defaults:
+  layer: {num_heads: 8, num_kv_heads: 2, head_size: 64, dtype: bfloat16}
+  cache: {block_size: 16, layout: NHD}
+cases:
+  - id: extend-across-the-edge
+    batch: q5s37_3q1s200
+    layer: {sliding_window: 128}
+    matrix: {layer.dtype: [float16, bfloat16], cache.block_size: [16, 32]}
+    checks: [numerics, containment]
+"""
+
+
+def test_the_example_of_the_design(tmp_path: Path) -> None:
+    suite = load(tmp_path, EXAMPLE)
+    assert suite.name == "sliding_window"
+    assert suite.description == "decode, extend and prefill across a window's edges"
+    assert [case.id for case in suite] == [
+        "extend-across-the-edge.float16-16",
+        "extend-across-the-edge.float16-32",
+        "extend-across-the-edge.bfloat16-16",
+        "extend-across-the-edge.bfloat16-32",
+    ]
+    case = suite.cases[1]
+    assert (case.layer.dtype, case.cache.block_size) == ("float16", 32)
+    assert (case.layer.sliding_window, case.layer.num_heads, case.cache.layout) == (128, 8, "NHD")
+    assert case.batch.requests == (
+        RequestSpec(query_len=5, seq_len=37),
+        RequestSpec(query_len=1, seq_len=200, count=3),
+    )
+    assert case.checks == ("numerics", "containment")
+    assert case.key == "sliding_window/extend-across-the-edge.float16-32"
+    assert case.origin.endswith("t.yaml:8")
+
+
+def test_every_form_of_a_batch(tmp_path: Path) -> None:
+    string = one(tmp_path, "batch: q5s37_2q3")
+    listed = one(tmp_path, "batch: [{query_len: 5, seq_len: 37}, {query_len: 3, count: 2}]")
+    mapped = one(tmp_path, "batch: {requests: q5s37_2q3, padding: {requests: 2, tokens: 4}}")
+    assert string.batch == listed.batch
+    assert mapped.batch.requests == string.batch.requests
+    assert (mapped.batch.padding.requests, mapped.batch.padding.tokens) == (2, 4)
+    inner = one(tmp_path, "batch: {requests: [{query_len: 5, seq_len: 37}, {query_len: 3, count: 2}]}")
+    assert inner.batch == string.batch
+
+
+def test_rows_that_see_no_key_are_asked_by_the_list_form(tmp_path: Path) -> None:
+    case = one(tmp_path, "batch: [{query_len: 5, seq_len: 3}, {query_len: 1, seq_len: 0}]")
+    assert [r.context_len for r in case.batch.requests] == [-2, -1]
+
+
+def test_a_case_is_laid_over_the_defaults_key_by_key(tmp_path: Path) -> None:
+    text = HEAD.replace("head_size: 64}", "head_size: 64, scale: 0.5, sliding_window: 9}")
+    case = load(tmp_path, f"{text}  - {{id: a, batch: q20, layer: {{scale: 2, sliding_window: null}}}}\n").cases[0]
+    assert (case.layer.scale, case.layer.sliding_window, case.layer.head_size) == (2.0, None, 64)
+
+
+def test_defaults_of_other_keys_are_replaced(tmp_path: Path) -> None:
+    text = HEAD.replace("cases:", "  batch: q7\n  checks: [numerics, lse]\n  path: {fast_prefill: {rows: 2}}\ncases:")
+    suite = load(tmp_path, f"{text}  - id: a\n  - {{id: b, batch: q9, checks: [lse], path: paged}}\n")
+    a, b = suite.cases
+    assert (a.batch.num_tokens, a.checks) == (7, ("numerics", "lse"))
+    assert a.batch.path.options == FastPrefillOptions(rows=2)
+    assert (b.batch.num_tokens, b.checks, b.batch.path.name) == (9, ("lse",), "paged")
+
+
+def test_axis_values_in_ids(tmp_path: Path) -> None:
+    axes = (
+        "layer.scale: [0.5, 1e-3, 1e+3, null], layer.sinks: [true, [1,2,3,4,5,6,7,8]], "
+        "layer: [{alibi: true}], batch: [q9, 2q8_q4s9, [{query_len: 3}]]"
+    )
+    ids = [case.id for case in load(tmp_path, f"{HEAD}  - {{id: a, matrix: {{{axes}}}}}\n")]
+    assert len(ids) == 4 * 2 * 3
+    assert ids[:4] == ["a.0.5-true-v1-q9", "a.0.5-true-v1-2q8_q4s9", "a.0.5-true-v1-v3", "a.0.5-v2-v1-q9"]
+    assert ids[-1] == "a.null-v2-v1-v3"
+    assert "a.1e-3-true-v1-q9" in ids
+    assert "a.1e3-true-v1-q9" in ids
+
+
+def test_an_axis_of_mappings_is_laid_over_the_layer(tmp_path: Path) -> None:
+    axis = "matrix: {layer: [{num_heads: 4}, {num_kv_heads: 4, sinks: true}]}"
+    first, second = load(tmp_path, f"{HEAD}  - {{id: a, batch: q9, {axis}}}\n")
+    assert (first.layer.num_heads, first.layer.num_kv_heads) == (4, 2)
+    assert (second.layer.num_heads, second.layer.num_kv_heads, second.layer.sinks) == (8, 4, True)
+
+
+def test_an_axis_may_make_the_mapping_it_sets_a_key_of(tmp_path: Path) -> None:
+    axis = "matrix: {batch.padding.tokens: [1, 2], path.spec_decode.num_speculative_tokens: [1]}"
+    cases = load(tmp_path, f"{HEAD}  - {{id: a, batch: {{requests: q2s9}}, {axis}}}\n").cases
+    assert [case.batch.padding.tokens for case in cases] == [1, 2]
+    assert cases[0].batch.path.options == SpecDecodeOptions(num_speculative_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch", "path"),
+    [
+        ("{}", "q9", "paged"),
+        ("{attn_type: encoder}", "q9", "encoder_only"),
+        ("{attn_type: encoder_only}", "q9", "encoder_only"),
+        ("{attn_type: encoder_decoder}", "[{query_len: 2, encoder_len: 9}]", "cross"),
+        ("{attn_chunk_size: 4}", "q9", "paged"),
+        (MLA, "q9", "mla"),
+    ],
+)
+def test_the_layer_implies_the_path(tmp_path: Path, layer: str, batch: str, path: str) -> None:
+    assert one(tmp_path, f"layer: {layer}, batch: {batch}").batch.path.name == path
+
+
+@pytest.mark.parametrize(
+    ("written", "options"),
+    [
+        ("spec_decode", SpecDecodeOptions()),
+        ("{spec_decode: {num_speculative_tokens: 3}}", SpecDecodeOptions()),
+        ("{spec_decode: {}}", SpecDecodeOptions()),
+        ("tree", TreeOptions()),
+        ("{tree: {parents: [-1, 0, 1, 1]}}", TreeOptions(parents=(-1, 0, 1, 1))),
+        ("{micro_batch: {cuts: [1, 6]}}", MicroBatchOptions(cuts=(1, 6))),
+        ("merge", None),
+    ],
+)
+def test_paths_by_name_and_with_options(tmp_path: Path, written: str, options: object) -> None:
+    assert one(tmp_path, f"batch: 2q4s20, path: {written}").batch.path.options == options
+
+
+def test_every_other_key(tmp_path: Path) -> None:
+    case = one(
+        tmp_path,
+        "batch: 2q1s40, description: why, inputs: [views, needles], tolerance: {factor: 2, reason: because}, "
+        "layer: {attn_type: decoder, causal: false, logits_soft_cap: 30, kv_sharing: true, alibi: [1,2,3,4,5,6,7,8], "
+        "output_quant: {scale: 0.5}}, "
+        "cache: {kv_cache_dtype: fp8, k_scale: [0.5, 2], v_scale: 3, num_blocks: 40, first_block: 20}",
+    )
+    assert case.layer.attn_type is AttentionType.DECODER
+    assert case.layer.output_quant is not None
+    assert case.layer.output_quant.scale == 0.5
+    assert case.cache.k_scale == (0.5, 2.0)
+    assert case.inputs == ("needles", "views")
+    assert case.tolerance is not None
+    assert (case.tolerance.factor, case.tolerance.reason) == (2.0, "because")
+    assert case.description == "why"
+    hash(case)
+
+
+def test_yaml_1_2_scalars(tmp_path: Path) -> None:
+    case = one(tmp_path, "batch: [{query_len: 010, seq_len: 0x10}], layer: {scale: 1e-2}, description: on")
+    assert (case.batch.max_query_len, case.batch.max_seq_len, case.layer.scale) == (10, 16, 0.01)
+    assert case.description == "on"
+
+
+def test_anchors_and_merge_keys(tmp_path: Path) -> None:
+    suite = load(
+        tmp_path,
+        f"{HEAD}  - {{id: a, batch: q9, layer: &base {{sliding_window: 4, sinks: true}}}}\n"
+        "  - {id: b, batch: q9, layer: *base}\n"
+        "  - {id: c, batch: q9, layer: {<<: *base, sliding_window: 5}}\n",
+    )
+    a, b, c = suite.cases
+    assert a.layer == b.layer
+    assert (c.layer.sliding_window, c.layer.sinks) == (5, True)
+
+
+def test_a_mistake_in_the_defaults_is_shown_in_the_defaults(tmp_path: Path) -> None:
+    text = HEAD.replace("head_size: 64", "head_size: sixty")
+    with pytest.raises(CaseFileError) as caught:
+        load(tmp_path, f"{text}  - {{id: a, batch: q9}}\n")
+    assert (caught.value.line, caught.value.column) == (3, 53)
+    assert caught.value.key == "defaults.layer.head_size"
+
+
+def test_a_mistake_in_a_matrix_is_shown_in_the_matrix(tmp_path: Path) -> None:
+    with pytest.raises(CaseFileError) as caught:
+        load(tmp_path, f"{HEAD}  - id: a\n    batch: q9\n    matrix:\n      cache.block_size: [16, -2]\n")
+    assert (caught.value.line, caught.value.column) == (8, 30)
+    assert caught.value.key == "cases[0].matrix.cache.block_size[1]"
+    assert caught.value.value == -2
+
+
+def test_names_and_files(tmp_path: Path) -> None:
+    assert suite_names()[0] == "smoke"
+    assert load_suite("smoke").path == suite_file("smoke")
+    path = tmp_path / "t.yaml"
+    path.write_text(EXAMPLE)
+    assert load_suite(str(path)).name == "sliding_window"
+    with pytest.raises(UnknownNameError, match="did you mean 'smoke'"):
+        load_suite("smok")
+    with pytest.raises(UnknownNameError):
+        suite_file("../loader")
+
+
+def test_select(tmp_path: Path) -> None:
+    names = ("decode", "decode.1", "decode.2", "prefill")
+    cases = load(tmp_path, HEAD + "".join(f"  - {{id: {name}, batch: q9}}\n" for name in names)).cases
+
+    def ids(*patterns: str) -> list[str]:
+        return [case.id for case in select(cases, patterns)]
+
+    assert ids() == list(names)
+    assert ids("decode") == ["decode"]
+    assert ids("t/decode") == ["decode"]
+    assert ids("decode*") == ["decode", "decode.1", "decode.2"]
+    assert ids("t/*.[12]") == ["decode.1", "decode.2"]
+    assert ids("prefill", "decode") == ["decode", "prefill"]
+    assert ids("Decode") == []
+    assert ids("u/*") == []
+
+
+def test_loading_imports_no_torch() -> None:
+    code = (
+        "import sys; from attncheck.cases import loader, schema; "
+        "[loader.load_suite(n) for n in loader.suite_names()]; schema.json_schema(); "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'attncheck.backends', 'attncheck.harness')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
