@@ -149,7 +149,12 @@ def _gaps(summary: Summary) -> list[str]:
     if not summary.gaps:
         return ["## Not examined", "Nothing was left out of what this run asked."]
     rows = [
-        [_text(gap.backend), gap.outcome, phrases.gap(gap, len(summary.checks)), _text(phrases.gap_reasons(gap))]
+        [
+            _text(gap.backend),
+            phrases.gap_outcome(gap),
+            phrases.gap(gap, len(summary.checks)),
+            _text(phrases.gap_reasons(gap)),
+        ]
         for gap in summary.gaps
     ]
     return [

@@ -63,10 +63,14 @@ def gap(item: Gap, checks: int) -> str:
     return f"{plural(item.cases, 'case')}{some}"
 
 
+def gap_outcome(item: Gap) -> str:
+    """The outcome's word, and whose limit it is where that is not the backend's."""
+    return f"{item.outcome} by attncheck" if item.by == "attncheck" else item.outcome
+
+
 def gap_reasons(item: Gap) -> str:
-    """Why something was not examined; attncheck's own limits are marked as such."""
-    origin = "attncheck: " if item.by == "attncheck" else ""
-    return printable(origin + "; ".join(item.reasons))
+    """Why something was not examined, on one line."""
+    return " ".join(printable("; ".join(item.reasons)).split())
 
 
 def what_happened(record: Record) -> str:

@@ -42,7 +42,7 @@ def render(header: RunHeader, records: Sequence[Record], *, errors: Sequence[str
         _gaps(summary),
         _expected(summary),
         _conventions(header, summary),
-        "\n".join(_wrap(f"error: {error}") for error in errors),
+        "\n".join(wrap(f"error: {error}") for error in errors),
         phrases.closing(summary, errors),
     ]
     return "\n\n".join(section for section in sections if section)
@@ -98,7 +98,7 @@ def _paint(text: str, code: str, color: bool) -> str:
     return f"\033[{code}m{text}\033[0m" if color else text
 
 
-def _wrap(text: str, indent: str = "", hang: str = "  ") -> str:
+def wrap(text: str, indent: str = "", hang: str = "  ") -> str:
     """Fold long lines; a word that is longer than a line, such as a path, stays whole."""
     return "\n".join(
         textwrap.fill(
@@ -127,18 +127,18 @@ def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
         if count > SHOWN_FAILURES
     ]
     if more:
-        shown.append(_wrap(f"not shown here: {'; '.join(more)} (all are in the run file: attncheck report)"))
+        shown.append(wrap(f"not shown here: {'; '.join(more)} (all are in the run file: attncheck report)"))
     return shown
 
 
 def failure(record: Record, header: RunHeader | None = None, *, color: bool = False) -> str:
     """One record that fell short: who, which case, which check; what happened; what it looks like; how to repeat it."""
     lines = [f"{_paint(record.outcome, '31', color)}  {record.backend}  {record.case}  {record.check}"]
-    lines.append(_wrap(phrases.what_happened(record), "  "))
+    lines.append(wrap(phrases.what_happened(record), "  "))
     if isinstance(record, Failed):
-        lines += [_wrap(phrases.printable(detail), "  ") for detail in record.details]
+        lines += [wrap(phrases.printable(detail), "  ") for detail in record.details]
         if record.meaning:
-            lines.append(_wrap(f"looks like: {phrases.printable(record.meaning)}", "  "))
+            lines.append(wrap(f"looks like: {phrases.printable(record.meaning)}", "  "))
     if isinstance(record, Errored) and (place := _raised_at(record.traceback)):
         lines.append(f"  {phrases.printable(place)}")
     lines.append(f"  repeat: {repro_command(record, header)}")
@@ -152,26 +152,25 @@ def _raised_at(traceback: str) -> str:
 
 
 def _gaps(summary: Summary) -> str:
-    rows = []
+    """What was not examined and why; backends with the same gap share a paragraph."""
+    owners: dict[str, list[str]] = {}
+    left_out: dict[str, int] = {}
     for backend in summary.backends:
         gaps = [gap for gap in summary.gaps if gap.backend == backend]
         for gap in gaps[:SHOWN_GAPS]:
-            what = phrases.gap(gap, len(summary.checks))
-            rows.append([backend, gap.outcome, what, " ".join(phrases.gap_reasons(gap).split())])
+            text = f"{phrases.gap(gap, len(summary.checks))}, {phrases.gap_outcome(gap)}: {phrases.gap_reasons(gap)}"
+            owners.setdefault(text, []).append(backend)
         if len(gaps) > SHOWN_GAPS:
-            rows.append([backend, "", "", f"and {phrases.plural(len(gaps) - SHOWN_GAPS, 'further reason')}"])
-    if not rows:
-        return ""
-    fixed = 2 + sum(max(len(row[column]) for row in rows) + 2 for column in range(3))
-    for row in rows:
-        row[3] = textwrap.fill(row[3], max(WIDTH - fixed, 30), break_long_words=False)
-    return "not examined\n" + textwrap.indent(_table(rows), "  ")
+            left_out[backend] = len(gaps) - SHOWN_GAPS
+    lines = [wrap(f"{', '.join(backends)}: {text}", "  ") for text, backends in owners.items()]
+    lines += [wrap(f"{name}: and for {phrases.plural(n, 'further reason')}", "  ") for name, n in left_out.items()]
+    return "\n".join(["not examined", *lines]) if lines else ""
 
 
 def _expected(summary: Summary) -> str:
     reasons = Counter((record.backend, record.reason) for record in summary.expected)
     return "\n".join(
-        _wrap(f"fell short as expected: {backend}, {count} times: {phrases.printable(reason)}")
+        wrap(f"fell short as expected: {backend}, {count} times: {phrases.printable(reason)}")
         for (backend, reason), count in reasons.items()
     )
 
@@ -182,4 +181,4 @@ def _conventions(header: RunHeader, summary: Summary) -> str:
     for backend in header.backends:
         if backend.name in summary.backends and backend.conventions:
             groups.setdefault(phrases.conventions(backend), []).append(backend.name)
-    return "\n".join(_wrap(f"conventions of {', '.join(names)}: {text}") for text, names in groups.items())
+    return "\n".join(wrap(f"conventions of {', '.join(names)}: {text}") for text, names in groups.items())

@@ -1,0 +1,129 @@
+"""``attncheck.examine``: the examination as one call, for notebooks, kernel tuners and judges of generated kernels.
+
+Prints nothing, writes no file. Whatever a candidate does is a record; only a wrong question raises.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.kernel import kernel_backend
+from attncheck.backends.registry import LoadedBackend, load_object
+from attncheck.errors import BackendLoadError, SelectionError
+from attncheck.harness.engine import Examiner, Missing, Plan
+from attncheck.harness.header import make_header
+from attncheck.harness.selection import load_backends, refuse_unavailable, select_cases, suite_device
+from attncheck.reports import phrases, terminal
+from attncheck.reports.records import FALLEN_SHORT, Record, RunHeader
+from attncheck.reports.summary import Summary, Verdict, summarise
+
+Candidate = str | type[AttentionBackend] | Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What came of it. ``header`` says what was asked in which circumstances, ``records`` what was found."""
+
+    header: RunHeader
+    records: tuple[Record, ...]
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The records counted, by check, by suite, and what was not examined."""
+        return summarise(self.records, checks=self.header.checks)
+
+    @property
+    def verdict(self) -> Verdict:
+        """``passed``, ``failed``, or ``not examined`` where every case was unsupported or unavailable."""
+        return self.summary.verdict
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was examined and nothing fell short."""
+        return self.verdict == "passed"
+
+    @property
+    def failures(self) -> tuple[Record, ...]:
+        """The records that fell short: wrong answers and errors."""
+        return self.summary.short
+
+    @property
+    def worst_share(self) -> float | None:
+        """The largest share of the error budget any row used; above 1.0 an answer is wrong. None: nothing measured."""
+        return self.summary.total.worst_share
+
+    def __str__(self) -> str:
+        """The report a terminal would show."""
+        return f"{phrases.title(self.header)}\n\n{terminal.render(self.header, self.records)}"
+
+
+def examine(
+    candidate: Candidate,
+    suite: str | Sequence[str] = "smoke",
+    *,
+    cases: str | Sequence[str] = (),
+    checks: str | Sequence[str] = (),
+    device: str | None = None,
+    seed: int = 0,
+    stop_at_first: bool = False,
+    **kernel_options: Any,
+) -> Examination:
+    """Examine one candidate and return typed records and a verdict.
+
+    Args:
+        candidate: a backend's name or reference (``"torch_sdpa"``, ``"./mine.py:Mine"``), an ``AttentionBackend``
+            class, or a function ``fn(query, key_cache, value_cache, metadata, params, out)``, which is wrapped by
+            :func:`attncheck.kernel_backend`.
+        suite: names of built-in suites, or paths of case files.
+        cases: patterns on ``suite/id`` or on the id; none: every case.
+        checks: names of checks; none: all that apply.
+        device: ``cpu``, ``cuda`` or ``cuda:N``; None: the best there is.
+        seed: seed of the inputs.
+        stop_at_first: return with the first record that falls short.
+        kernel_options: for a function, what :func:`attncheck.kernel_backend` takes (``name=``, ``features=``, ...).
+
+    Raises:
+        QuestionError: the question is wrong: an unknown suite, case, check, backend or device, a broken case file, a
+            class that breaks the contract, a backend that cannot run here. What a candidate itself raises is a record.
+    """
+    selection = select_cases(_listed(suite), _listed(cases), _listed(checks))
+    chosen, notes = suite_device(selection.suites, device)
+    backend = _load(candidate, chosen, kernel_options)
+    plan = Plan(cases=selection.cases, backends=(backend,), checks=selection.checks, device=chosen, seed=seed)
+    examiner = Examiner(plan)
+    header = make_header(selection, plan, examiner.environment, notes=notes)
+    records: list[Record] = []
+    for record in examiner.run():
+        records.append(record)
+        if stop_at_first and record.outcome in FALLEN_SHORT:
+            break
+    if examiner.blind:
+        raise examiner.blind[0]
+    return Examination(header, tuple(records))
+
+
+def _listed(names: str | Iterable[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _load(candidate: Candidate, device: str, kernel_options: dict[str, Any]) -> LoadedBackend | Missing:
+    """The candidate as a backend that can run on ``device``."""
+    backend = _resolve(candidate, kernel_options)
+    refuse_unavailable([backend], device)
+    return backend
+
+
+def _resolve(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | Missing:
+    if callable(candidate) and not isinstance(candidate, type):
+        name = str(kernel_options.pop("name", getattr(candidate, "__name__", "kernel")))
+        try:
+            return load_object(kernel_backend(candidate, name=name, **kernel_options))
+        except (TypeError, ValueError) as error:
+            raise BackendLoadError(name, str(error)) from error
+    if kernel_options:
+        raise SelectionError(f"{', '.join(kernel_options)}: an option for functions, and this is {candidate!r}")
+    if isinstance(candidate, str):
+        return load_backends([candidate])[0]
+    return load_object(candidate)

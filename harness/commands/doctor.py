@@ -1,0 +1,105 @@
+"""``attncheck doctor``: what can run on this machine, and exactly why the rest cannot."""
+
+import importlib.metadata
+import os
+import platform
+import textwrap
+
+import typer
+
+WIDTH = 100
+LIBRARIES = ("pydantic", "pytest", "triton", "xformers", "flashinfer-python", "flash-attn", "vllm")
+"""Distributions whose presence decides what can run; they are looked up, never imported."""
+
+
+def doctor() -> int:
+    """Say which versions, devices and backends are here, and why a backend cannot run."""
+    import attncheck
+
+    _line("attncheck", f"{attncheck.__version__}, Python {platform.python_version()}, {_system()}")
+    _line("libraries", ", ".join(f"{name} {_installed(name)}" for name in LIBRARIES))
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001 (a broken installation raises anything, and is what we are asked about)
+        _line("torch", f"cannot be imported ({type(error).__name__}: {error}); nothing can be examined here")
+        return 0
+    _line("torch", str(torch.__version__))
+    devices = ["cpu"]
+    _line("cpu", _cpu())
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            devices.append(f"cuda:{index}")
+            _line(devices[-1], _gpu(index))
+    else:
+        _line("cuda", _why_no_cuda())
+    from attncheck.backends import registry
+
+    typer.echo()
+    for name in registry.known_names():
+        _backend(name, devices)
+    return 0
+
+
+def _line(name: str, text: str) -> None:
+    typer.echo(textwrap.fill(text, WIDTH, initial_indent=f"{name:<15} ", subsequent_indent=" " * 16))
+
+
+def _system() -> str:
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> str:
+    from attncheck.harness.environment import collect_environment
+
+    found = collect_environment("cpu")
+    memory = ""
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = f", {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+    return f"{found.cpu}, {found.cores} cores{memory}"
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    from attncheck.harness.environment import collect_environment
+
+    found = collect_environment(f"cuda:{index}")
+    memory = torch.cuda.get_device_properties(index).total_memory / 2**30
+    return f"{found.device_name}, compute capability {found.capability}, {memory:.1f} GiB, driver {found.driver}"
+
+
+def _why_no_cuda() -> str:
+    from attncheck.errors import DeviceError
+    from attncheck.harness.selection import choose_device
+
+    try:
+        return choose_device("cuda")
+    except DeviceError as error:
+        return f"not here: {error.reason.partition(';')[0]}"
+
+
+def _backend(name: str, devices: list[str]) -> None:
+    """One backend: on which devices it can run, and every reason why not."""
+    from attncheck.backends import registry
+    from attncheck.errors import AttncheckError
+    from attncheck.harness.runner import StageError, stage
+
+    try:
+        found = registry.load(name)
+    except AttncheckError as error:
+        _line(name, f"cannot be loaded: {error}")
+        return
+    for device in devices:
+        try:
+            reasons = stage("declaration", lambda: found.backend.unavailable_reasons(device))  # noqa: B023 (called here)
+        except StageError as failure:
+            reasons = [f"unavailable_reasons raised {failure.raised.message}"]
+        verdict = f"not here: {'; '.join(reasons)}" if reasons else "can run"
+        _line(name, f"{found.version or 'no version'}, on {device}: {verdict}")

@@ -1,0 +1,182 @@
+"""``attncheck run``: put the cases of suites to backends, write a run file, print the table."""
+
+import itertools
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attncheck.errors import SelectionError
+
+if TYPE_CHECKING:
+    from attncheck.harness.engine import Examiner, Plan
+    from attncheck.harness.expectations import Expectations
+    from attncheck.harness.selection import Selection
+    from attncheck.reports.records import Record, RunHeader
+
+RESULTS = Path("results")
+
+
+def run(
+    context: typer.Context,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REF",
+            help="A backend: its name, module:Class, or file.py:Class. May be repeated. Default: all built-in ones.",
+        ),
+    ] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME|FILE", help="A built-in suite, or a YAML file. May be repeated. Default: smoke."),
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Only cases whose id, or suite/id, matches. May be repeated."),
+    ] = None,
+    check: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this check. May be repeated. Default: all.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N. Default: cuda where a GPU is.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the inputs.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The run file; must not exist. Default: results/<time>.jsonl.")
+    ] = None,
+    exitfirst: Annotated[bool, typer.Option("--exitfirst", help="Stop at the first record that falls short.")] = False,
+    expect: Annotated[Path | None, typer.Option(metavar="FILE", help="Expected failures, as YAML.")] = None,
+    dump: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the tensors of each failing case into this folder.")
+    ] = None,
+    in_process: Annotated[
+        bool,
+        typer.Option(
+            "--in-process",
+            help="One case of one backend in this very process, without a progress display: for debuggers.",
+        ),
+    ] = False,
+) -> int:
+    """Examine backends and print what they are worth.
+
+    Without options: suite smoke, every built-in backend, the best device. Every record goes into a run file, which
+    `attncheck report` reads.
+    """
+    from attncheck.harness.engine import Examiner
+    from attncheck.harness.header import make_header
+    from attncheck.harness.selection import select_cases
+    from attncheck.reports import phrases, terminal
+    from attncheck.reports.summary import summarise
+
+    began = time.monotonic()
+    selection = select_cases(suite or (), case or (), check or ())
+    plan, notes = _plan(selection, backend or [], device, seed, dump)
+    if in_process and (len(plan.cases), len(plan.backends)) != (1, 1):
+        raise SelectionError(
+            f"--in-process takes one case of one backend, and this is {phrases.plural(len(plan.cases), 'case')} "
+            f"of {phrases.plural(len(plan.backends), 'backend')}; add --case and --backend"
+        )
+    examiner = Examiner(plan)
+    header = make_header(selection, plan, examiner.environment, command=context.obj or (), notes=notes)
+    expectations = _expectations(expect, selection, header)
+    path = output or _free_path()
+    typer.echo(phrases.title(header))
+    for note in header.notes:
+        typer.echo(terminal.wrap(f"note: {note}"))
+    records, errors = _examine(examiner, header, path, expectations, exitfirst=exitfirst, silent=in_process)
+    typer.echo()
+    typer.echo(terminal.render(header, records, errors=errors, color=sys.stdout.isatty()))
+    typer.echo(f"{time.monotonic() - began:.1f} s, run file: {path}")
+    if summarise(records).short or len(errors) > len(examiner.blind):
+        return 1
+    if examiner.blind:
+        raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
+    _refuse_the_unexamined(records, [item.name for item in plan.backends], by_name=bool(backend))
+    return 0
+
+
+def _plan(
+    selection: "Selection", refs: list[str], device: str | None, seed: int, dump: Path | None
+) -> "tuple[Plan, tuple[str, ...]]":
+    """The plan, and what to tell about how it was chosen."""
+    from attncheck.harness.engine import Plan
+    from attncheck.harness.selection import choose_backends, refuse_unavailable, suite_device
+
+    chosen, notes = suite_device(selection.suites, device)
+    backends, more = choose_backends(refs, selection.suites, chosen)
+    if refs:
+        refuse_unavailable(backends, chosen)
+    plan = Plan(cases=selection.cases, backends=backends, checks=selection.checks, device=chosen, seed=seed, dump=dump)
+    return plan, (*notes, *more)
+
+
+def _expectations(file: Path | None, selection: "Selection", header: "RunHeader") -> "Expectations | None":
+    if file is None:
+        return None
+    from attncheck.harness.expectations import Expectations, load_expectations
+
+    return Expectations(
+        load_expectations(file),
+        cases=selection.all_cases,
+        selected=selection.cases,
+        backends=[backend.name for backend in header.backends],
+        checks=header.checks,
+    )
+
+
+def _free_path() -> Path:
+    """A run file named by the time, with a number behind it where that second has one already."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+    return next(path for name in names if not (path := RESULTS / f"{name}.jsonl").exists())
+
+
+def _examine(
+    examiner: "Examiner",
+    header: "RunHeader",
+    path: Path,
+    expectations: "Expectations | None",
+    *,
+    exitfirst: bool,
+    silent: bool,
+) -> "tuple[list[Record], list[str]]":
+    """Every record, written as it comes, and what failed the run besides records."""
+    from attncheck.harness.progress import watching
+    from attncheck.reports.records import FALLEN_SHORT
+    from attncheck.reports.store import RunWriter
+
+    records: list[Record] = []
+    stopped = False
+    with RunWriter(path, header) as writer:
+        with watching(len(examiner.plan.cases), silent=silent) as watcher:
+            for found in examiner.run():
+                record = found if expectations is None else expectations.apply(found)
+                writer.add(record)
+                records.append(record)
+                watcher.see(record)
+                if exitfirst and record.outcome in FALLEN_SHORT:
+                    stopped = True
+                    break
+        errors = [str(error) for error in examiner.blind]
+        errors += expectations.unmet(stopped_early=stopped) if expectations else []
+        for error in errors:
+            writer.fail(error)
+    return records, errors
+
+
+def _refuse_the_unexamined(records: "list[Record]", backends: list[str], *, by_name: bool) -> None:
+    """A backend asked for by name of which not one case was examined was a wrong question; so is a run of nothing."""
+    from attncheck.reports import phrases
+    from attncheck.reports.summary import summarise
+
+    summary = summarise(records)
+    for name in backends:
+        tally = summary.by_backend.get(name)
+        if by_name and (tally is None or not tally.examined):
+            gap = next((gap for gap in summary.gaps if gap.backend == name), None)
+            why = f": {phrases.gap_reasons(gap)}" if gap else ""
+            raise SelectionError(f"not one case of backend {name!r} was examined{why}")
+    if not summary.total.examined:
+        raise SelectionError("nothing was examined; the table says why")

@@ -1,0 +1,182 @@
+"""pytest items: one check of one case of one backend each, collected as suite, case, backend, check.
+
+The records of a case and backend are made once, when the first of its items runs, for all checks whose items are
+selected. Must not know: how anything is examined or told.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from attncheck.backends.registry import LoadedBackend
+from attncheck.cases.model import Case, Suite
+from attncheck.errors import QuestionError
+from attncheck.harness.engine import Examiner, Missing, Plan
+from attncheck.harness.header import make_header
+from attncheck.harness.selection import choose_backends, select_cases, suite_device
+from attncheck.reports import phrases, terminal
+from attncheck.reports.records import FALLEN_SHORT, Errored, Record, RunHeader, Unavailable, Unsupported
+
+Candidate = LoadedBackend | Missing
+
+
+class Collection:
+    """The question of this pytest run, and the records found so far."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self._examined: tuple[Examiner, RunHeader] | None = None
+        self._latest: tuple[tuple[str, str], list[Record]] | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        """Read the question before anything is collected; a wrong one ends the run as a usage error."""
+        option = self.config.getoption
+        try:
+            self.selection = select_cases(
+                option("attncheck_suite"), option("attncheck_case"), option("attncheck_check")
+            )
+            device, _ = suite_device(self.selection.suites, option("attncheck_device"))
+            backends, _ = choose_backends(option("attncheck_backend"), self.selection.suites, device)
+        except QuestionError as error:
+            raise pytest.UsageError(f"attncheck: {error}") from error
+        self.plan = Plan(
+            cases=self.selection.cases,
+            backends=backends,
+            checks=self.selection.checks,
+            device=device,
+            seed=option("attncheck_seed"),
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> "Iterator[None]":  # a generator whose yield gives the report
+        """Add our tree beside what the session collects from files."""
+        report: pytest.CollectReport = yield  # type: ignore[assignment]
+        if isinstance(collector, pytest.Session) and report.passed:
+            root = _Root.from_parent(collector, name="attncheck", nodeid="attncheck")
+            root.collection = self
+            report.result = [*(report.result or []), root]
+        return report  # type: ignore[return-value]
+
+    def record_of(self, item: "CheckItem") -> Record | QuestionError:
+        """The record of one item; its case and backend are examined when the first of their items asks."""
+        examiner, _ = self.examined(item.session)
+        pair = (item.case.key, item.backend.name)
+        if self._latest is None or self._latest[0] != pair:
+            self._latest = (pair, examiner.examine(item.case, item.backend))
+        found = next((record for record in self._latest[1] if record.check == item.check), None)
+        return found or examiner.blind[-1]
+
+    def examined(self, session: pytest.Session) -> tuple[Examiner, RunHeader]:
+        """The examiner of this process, for the checks whose items are selected, and the header that goes with it."""
+        if self._examined is None:
+            wanted = {item.check for item in session.items if isinstance(item, CheckItem)}
+            plan = Plan(
+                cases=self.plan.cases,
+                backends=self.plan.backends,
+                checks=tuple(wanted),
+                device=self.plan.device,
+                seed=self.plan.seed,
+            )
+            examiner = Examiner(plan)
+            self._examined = (examiner, make_header(self.selection, plan, examiner.environment))
+        return self._examined
+
+
+class _Root(pytest.Collector):
+    """Everything attncheck adds to a session."""
+
+    collection: Collection
+
+    def collect(self) -> "Iterable[_SuiteNode]":
+        for suite in self.collection.selection.suites:
+            node = _SuiteNode.from_parent(self, name=suite.name)
+            node.collection, node.suite = self.collection, suite
+            yield node
+
+
+class _SuiteNode(pytest.Collector):
+    collection: Collection
+    suite: Suite
+
+    def collect(self) -> "Iterable[_CaseNode]":
+        for case in self.collection.plan.cases:
+            if case.suite == self.suite.name:
+                node = _CaseNode.from_parent(self, name=case.id)
+                node.collection, node.case = self.collection, case
+                yield node
+
+
+class _CaseNode(pytest.Collector):
+    collection: Collection
+    case: Case
+
+    def collect(self) -> "Iterable[_BackendNode]":
+        for backend in self.collection.plan.backends:
+            node = _BackendNode.from_parent(self, name=backend.name)
+            node.collection, node.case, node.backend = self.collection, self.case, backend
+            yield node
+
+
+class _BackendNode(pytest.Collector):
+    collection: Collection
+    case: Case
+    backend: Candidate
+
+    def collect(self) -> "Iterable[CheckItem]":
+        has_xdist = self.config.pluginmanager.hasplugin("xdist")
+        for check in self.collection.plan.checks_of(self.case):
+            item = CheckItem.from_parent(self, name=check)
+            item.collection, item.case, item.backend, item.check = self.collection, self.case, self.backend, check
+            item.add_marker("attncheck")
+            if has_xdist:
+                item.add_marker(pytest.mark.xdist_group(f"{self.case.suite}.{self.case.id}.{self.backend.name}"))
+            yield item
+
+
+class FellShortError(Exception):
+    """A record that fell short, on its way to pytest's report."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        super().__init__(record.outcome)
+
+
+class CheckItem(pytest.Item):
+    """One check of one case of one backend."""
+
+    collection: Collection
+    case: Case
+    backend: Candidate
+    check: str
+
+    def runtest(self) -> None:
+        """Examine; what was not examined is a skip with its reasons, what fell short a failure."""
+        record = self.collection.record_of(self)
+        if isinstance(record, QuestionError):
+            raise record
+        if isinstance(record, Unsupported | Unavailable):
+            reasons = phrases.printable("; ".join(record.reasons))
+            raise pytest.skip.Exception(f"{record.outcome}: {reasons}", _use_item_location=True)
+        if record.outcome in FALLEN_SHORT:
+            raise FellShortError(record)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
+        """What the record says: a traceback through attncheck would tell a kernel author nothing."""
+        if isinstance(excinfo.value, QuestionError):
+            return f"the case is at fault, not the backend: {excinfo.value}"
+        if not isinstance(excinfo.value, FellShortError):
+            return str(super().repr_failure(excinfo))
+        record = excinfo.value.record
+        text = terminal.failure(record, self.collection.examined(self.session)[1])
+        if isinstance(record, Errored) and record.traceback:
+            text += f"\n\n{phrases.printable(record.traceback).rstrip()}"
+        return text
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """The line of the case in its YAML file."""
+        file, _, line = self.case.origin.rpartition(":")
+        return (Path(file), int(line) - 1, self.name) if line.isdigit() else (self.path, 0, self.name)

@@ -1,0 +1,47 @@
+"""The pytest plugin's door: options, and nothing else until one of them is given.
+
+Every pytest run on a machine where attncheck is installed imports this module, so it must not import torch, pydantic
+or anything heavy; ``pytest_items`` does, once ``--attncheck-suite`` or ``--attncheck-backend`` asks for items.
+"""
+
+import pytest
+
+MARKER = "attncheck: one check of one case of one backend, collected by --attncheck-suite or --attncheck-backend"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options; they mean what those of ``attncheck run`` mean."""
+    group = parser.getgroup("attncheck", "attention backends")
+    group.addoption(
+        "--attncheck-suite",
+        action="append",
+        default=[],
+        metavar="NAME|FILE",
+        help="examine the cases of this suite; may be repeated (default, with --attncheck-backend: smoke)",
+    )
+    group.addoption(
+        "--attncheck-backend",
+        action="append",
+        default=[],
+        metavar="REF",
+        help="examine this backend; may be repeated (default, with --attncheck-suite: all built-in ones)",
+    )
+    group.addoption(
+        "--attncheck-case", action="append", default=[], metavar="PATTERN", help="only cases whose id matches"
+    )
+    group.addoption("--attncheck-check", action="append", default=[], metavar="NAME", help="only this check")
+    group.addoption("--attncheck-device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (default: the best)")
+    group.addoption("--attncheck-seed", type=int, default=0, metavar="N", help="seed of the inputs (default: 0)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the marker; with our options, let the items join."""
+    config.addinivalue_line("markers", MARKER)
+    if not (config.getoption("attncheck_suite") or config.getoption("attncheck_backend")):
+        return
+    if config.getoption("dist", "no") == "load":
+        # Like load, but items of one xdist_group stay on one worker: a case is then examined once a backend.
+        config.option.dist = "loadgroup"
+    from attncheck.harness.pytest_items import Collection
+
+    config.pluginmanager.register(Collection(config), "attncheck-collection")

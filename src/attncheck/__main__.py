@@ -1,0 +1,21 @@
+"""``python -m attncheck`` and the ``attncheck`` script."""
+
+import sys
+
+
+def main() -> int:
+    """The command line as a process: its exit code, whatever happens on the way there."""
+    try:
+        from attncheck.harness.cli import main as command_line
+
+        return command_line()
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001 (the last line of defence)
+        # Only what is broken before the command line stands can arrive here, such as a missing dependency.
+        sys.stderr.write(f"attncheck itself failed: {type(error).__name__}: {error}\n")
+        return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
