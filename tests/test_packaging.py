@@ -104,3 +104,11 @@ def test_no_file_names_a_package_registry():
     for path in tracked_files():
         text = path.read_bytes().decode("utf-8", errors="replace")
         assert not [host for host in hosts if host in text], path
+
+
+@pytest.mark.xdist_group("together")
+def test_the_pinned_pytest_and_xdist_keep_groups_together(request):
+    """Tests that share an expensive fixture ask for one worker; xdist says so by an @ in the id (not under -n 0)."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("no worker of --dist loadgroup")
+    assert request.node.nodeid.endswith("@together")

@@ -1,0 +1,145 @@
+"""Examining the examiner: every wrong backend is caught by the check its fault calls for, and an honest one by none."""
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from attncheck.backends.registry import load
+from attncheck.cases.loader import load_suite, suite_names
+from attncheck.harness.engine import Examiner, Plan
+from attncheck.reference.spec import CHECKS
+
+HERE = Path(__file__).resolve().parent
+BASES = {"Miniature", "MaskedImpl", "ChangesLse"}
+
+ANSWERS = {"numerics", "lse"}
+EVERY = set(CHECKS)
+
+# Miniature: the check that must catch it, and those that may also complain, since the fault shows there too.
+CAUGHT_BY = {
+    "wrong.py": {
+        "WindowOffByOne": ("numerics", ANSWERS),
+        "ReadsPastTheEnd": ("containment", {"containment"}),
+        "IgnoresSoftCap": ("numerics", ANSWERS),
+        "WritesPadSlot": ("cache_write", EVERY - {"claims"}),  # the last slot may be one that somebody owns
+    },
+    "constants.py": {
+        "Zeros": ("numerics", {"numerics"}),
+        "Constant": ("numerics", {"numerics"}),
+        "MeanOfV": ("numerics", ANSWERS),
+    },
+    "faults.py": {
+        "TopLeftCausal": ("numerics", ANSWERS | {"containment"}),
+        "ExcludesItself": ("numerics", ANSWERS),
+        "DropsLastPartialPage": ("numerics", ANSWERS),
+        "WindowTooShort": ("numerics", ANSWERS),
+        "WindowDroppedInDecode": ("numerics", ANSWERS | {"containment"}),
+        "AlwaysCausal": ("numerics", ANSWERS),
+        "IdentityBlockTable": ("numerics", ANSWERS | {"containment"}),
+        "RepeatsHeadsWrong": ("numerics", ANSWERS),
+        "MissesTheNewKeys": ("numerics", ANSWERS),
+        "LeavesRowsUnwritten": ("numerics", {"numerics"}),
+        "ReturnsAnotherTensor": ("numerics", {"numerics", "claims"}),
+        "ScaleIgnored": ("numerics", ANSWERS),
+        "CapBeforeScale": ("numerics", ANSWERS),
+        "AlibiDropped": ("numerics", ANSWERS),
+        "SlopesReversed": ("numerics", ANSWERS),
+        "SinksIgnored": ("numerics", ANSWERS),
+        "SinksScaled": ("numerics", ANSWERS),
+        "LseBaseTwo": ("lse", {"lse"}),
+        "LseOfTheMaxOnly": ("lse", {"lse"}),
+        "LseWithoutSink": ("lse", {"lse"}),
+        "LseOfTheFirstHead": ("lse", {"lse"}),
+        "WritesNeighbourSlot": ("cache_write", {"cache_write"} | ANSWERS),
+        "SwapsKAndV": ("cache_write", {"cache_write"} | ANSWERS),
+        "RoundsKeys": ("cache_write", {"cache_write"} | ANSWERS),
+        "ScalesAnyCache": ("cache_write", {"cache_write"} | ANSWERS),
+        "MutatesQuery": ("cache_write", {"cache_write"}),
+        "MutatesMetadata": ("cache_write", {"cache_write"}),
+        "FollowsTheTableToItsEnd": ("containment", {"containment"}),
+        "MaskedValuesLeak": ("containment", {"containment"}),
+        "WritesPaddedRowsNaN": ("containment", {"containment"}),
+        "WritesBehindTheOutput": ("containment", {"containment"}),
+        "LetsPaddingIn": ("containment", {"containment", "numerics"}),
+        "RefusesItsOwnClaim": ("claims", EVERY),
+        "AcceptsUndeclaredSoftCap": ("claims", {"claims"}),
+        "BreaksOnUndeclaredSinks": ("claims", {"claims"}),
+        "RefusesTooLate": ("claims", {"claims"}),
+        "CannotProfile": ("claims", {"claims"}),
+        "RaisesInForward": ("numerics", EVERY),
+        "RaisesInDeclaration": ("claims", EVERY),
+    },
+}
+
+RIGHT_BY_NATURE = {"MeanOfV": {"smoke/window-prefill.1"}}
+"""Cases whose right answer is what the miniature always says: with a window of one key the mean is that key's value."""
+
+
+@cache
+def smoke_records(file, *names):
+    """Records of some miniatures over smoke, by name; together, because problem and truth are made once a case."""
+    backends = tuple(load(f"{HERE / file}:{name}") for name in names)
+    examiner = Examiner(Plan(cases=load_suite("smoke").cases, backends=backends))
+    found = defaultdict(list)
+    for record in examiner.run():
+        found[record.backend].append(record)
+    assert not examiner.blind
+    return found
+
+
+def miniatures():
+    """(file, name, the miniatures examined together with it): one worker of xdist examines such a group."""
+    for file, expected in CAUGHT_BY.items():
+        names = list(expected)
+        groups = [tuple(names[first : first + 10]) for first in range(0, len(names), 10)]
+        for group in groups:
+            mark = pytest.mark.xdist_group(f"{file}-{group[0]}")
+            for name in group:
+                yield pytest.param(file, name, group, id=name, marks=mark)
+
+
+@pytest.mark.parametrize(("file", "name", "group"), list(miniatures()))
+def test_a_fault_is_caught_by_its_check_on_smoke_alone(file, name, group):
+    check, may_complain = CAUGHT_BY[file][name]
+    short = {r.check for r in smoke_records(file, *group)[name] if r.outcome in ("failed", "errored")}
+    assert check in short
+    assert short <= may_complain
+
+
+@pytest.mark.parametrize("file", CAUGHT_BY)
+def test_the_honest_base_passes_everything(file):
+    outcomes = {r.outcome for r in smoke_records(file, "Miniature")["Miniature"]}
+    assert outcomes == {"passed", "unsupported"}
+
+
+@pytest.mark.parametrize("file", CAUGHT_BY)
+def test_every_miniature_is_expected_somewhere(file):
+    tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
+    assert {node.name for node in tree.body if isinstance(node, ast.ClassDef)} - BASES == set(CAUGHT_BY[file])
+
+
+@pytest.mark.parametrize("suite", suite_names())
+def test_answers_that_ignore_the_scores_fail_every_case(suite):
+    backends = tuple(load(f"{HERE / 'constants.py'}:{name}") for name in CAUGHT_BY["constants.py"])
+    plan = Plan(cases=load_suite(suite).cases, backends=backends, checks=("numerics",))
+    examined = [r for r in Examiner(plan).run() if r.outcome != "unsupported"]
+    assert examined
+    passed = {(r.backend, f"{r.suite}/{r.case_id}") for r in examined if r.outcome != "failed"}
+    right = {(name, case) for name, cases in RIGHT_BY_NATURE.items() for case in cases}
+    assert passed == {(name, case) for name, case in right if case.startswith(f"{suite}/")}
+
+
+@pytest.mark.parametrize("name", CAUGHT_BY["wrong.py"])
+def test_the_command_line_says_so(name, tmp_path):
+    check, _ = CAUGHT_BY["wrong.py"][name]
+    (tmp_path / "wrong.py").write_bytes((HERE / "wrong.py").read_bytes())
+    command = [sys.executable, "-m", "attncheck", "run", "--backend", f"./wrong.py:{name}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    complaints = [line for line in done.stdout.splitlines() if line.startswith("failed")]
+    assert any(name in line and check in line for line in complaints), done.stdout
