@@ -103,11 +103,11 @@ class SDPAImpl(PagedImpl):
         mask = None if sees_all or is_prompt else seen
         # SDPA's CPU kernel masks before it scales: a scale of 0 or below would turn its -inf into NaN or +inf.
         signed = query if self.scale > 0 else query * (-1 if self.scale < 0 else 0)
-        tensors = (signed, piece.key, piece.value)
+        tensors = [signed, piece.key, piece.value]
         if self.alibi_slopes is not None:
             # The bias is a float mask; in half precision slope * distance would lose the distance, so all is float32.
             mask = self._alibi_mask(seen, piece)
-            tensors = tuple(tensor.float() for tensor in tensors)
+            tensors = [tensor.float() for tensor in tensors]
         query_HqD, key_HkD, value_HkD = (tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors)
         out_HqD = scaled_dot_product_attention(
             query_HqD,

@@ -1,4 +1,4 @@
-"""One step as a model runner would hand it over: real rows, context in the cache, padding, NaN wherever nobody looks."""
+"""One step as a model runner would hand it over: rows, context in the cache, padding, NaN wherever nobody looks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,10 @@ from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 NUM_BLOCKS = 40
 
 
-def attn_layer(cache: CacheSpec = CacheSpec()) -> Any:
+DEFAULT_CACHE = CacheSpec()
+
+
+def attn_layer(cache: CacheSpec = DEFAULT_CACHE) -> Any:
     """What ``forward`` may read of a layer."""
     scales = {name: getattr(cache, name) for name in ("q_scale", "k_scale", "v_scale")}
     tensors = {f"_{name}": torch.tensor(scale).reshape(-1) for name, scale in scales.items()}
@@ -117,7 +120,7 @@ def _make_step(
     layer: LayerSpec,
     requests: Sequence[tuple[int, int]],
     *,
-    cache: CacheSpec = CacheSpec(),
+    cache: CacheSpec = DEFAULT_CACHE,
     padding: tuple[int, int] = (0, 0),
     first_steps: Sequence[bool] | None = None,
     gain: float = 1.0,

@@ -1,0 +1,169 @@
+"""What a candidate gets by saying nothing, and the values of the contract."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import attncheck
+from attncheck.backends.contract import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    Conventions,
+    GroupShape,
+    KVCacheSpec,
+    MultipleOf,
+    QuantKey,
+    ScaleDesc,
+)
+from attncheck.backends.registry import builtin_names, load
+from attncheck.reference.spec import FEATURES, BatchSpec, CacheSpec, LayerSpec, RequestSpec
+
+
+class Impl(AttentionImpl):
+    def __init__(self, *args, **kwargs):
+        self.args = args
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output=None, **scales):
+        return output
+
+
+class Builder(AttentionMetadataBuilder):
+    def __init__(self, *args):
+        super().__init__(*args)
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        return common_attn_metadata
+
+
+class Minimal(AttentionBackend):
+    """The four members that have no default."""
+
+    @staticmethod
+    def get_name():
+        return "MINIMAL"
+
+    @staticmethod
+    def get_impl_cls():
+        return Impl
+
+    @staticmethod
+    def get_builder_cls():
+        return Builder
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+def test_defaults_of_a_minimal_backend():
+    assert Minimal.accept_output_buffer is False
+    assert Minimal.forward_includes_kv_cache_update is True
+    assert Minimal.features == frozenset()
+    assert Minimal.conventions == Conventions()
+    assert Minimal.supported_kv_cache_dtypes == ("auto",)
+    assert Minimal.supported_layouts == ("NHD",)
+    assert [str(kind) for kind in Minimal.supported_attn_types] == ["decoder"]
+    assert Minimal.get_supported_dtypes() == [torch.float16, torch.bfloat16]
+    assert Minimal.get_supported_head_sizes() == []
+    assert Minimal.get_supported_kernel_block_sizes() == [MultipleOf(1)]
+    assert Minimal.functions() == {}
+    assert Minimal.version() == ""
+    assert Minimal.full_cls_name() == (__name__, "Minimal")
+    assert isinstance(Minimal.make_metadata(), AttentionMetadata)
+    with pytest.raises(NotImplementedError):
+        Minimal.get_kv_cache_stride_order()
+
+
+def test_defaults_of_a_minimal_impl_and_builder():
+    assert Impl.brings_writer is True
+    impl = Impl(8, 64, 0.125)
+    assert impl.fused_output_quant_supported(QuantKey(torch.float8_e4m3fn, None)) is False
+    with pytest.raises(NotImplementedError, match="Impl writes the cache in forward"):
+        impl.do_kv_cache_update(None, None, None, None, None)
+    assert Builder.cudagraph_support is AttentionCGSupport.NEVER
+    assert Builder.reorder_batch_threshold is None
+
+
+def test_a_plain_decoder_case_is_supported_by_default():
+    layer, batch = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64), BatchSpec(requests=(RequestSpec(query_len=3),))
+    assert Minimal.unsupported_reasons(layer, CacheSpec(), batch) == []
+    assert Minimal.kv_cache_codec(layer, CacheSpec()).packing == "split_first"
+
+
+@pytest.mark.parametrize(("device", "reasons"), [("cpu", 0), ("cuda:3", 0), ("mps", 1)])
+def test_devices(device, reasons):
+    found = Minimal.unavailable_reasons(device)
+    assert len(found) == reasons
+    assert all(device in reason and "cpu, cuda" in reason for reason in found)
+
+
+def test_validate_head_size_names_size_backend_and_choice():
+    class Narrow(Minimal):
+        @classmethod
+        def get_supported_head_sizes(cls):
+            return [64, 128]
+
+    Narrow.validate_head_size(64)
+    Minimal.validate_head_size(7)
+    with pytest.raises(ValueError, match=r"head size 80 is not supported by MINIMAL; supported: \[64, 128\]"):
+        Narrow.validate_head_size(80)
+
+
+def test_attention_types_are_strings():
+    assert AttentionType.DECODER == "decoder"
+    assert f"{AttentionType.ENCODER_ONLY}" == "encoder_only"
+
+
+def test_quant_keys_are_values():
+    def key():
+        return QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, True, GroupShape(-1, -1)))
+
+    assert key() == key()
+    assert len({key(), key()}) == 1
+    assert key() != QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, False, GroupShape(1, -1)))
+
+
+def test_cache_spec_names_what_a_builder_reads():
+    spec = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    assert (spec.head_size_v, spec.sliding_window, spec.attention_chunk_size) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lse_base", "10"),
+        ("alibi_reference", "key"),
+        ("padded_rows", "nan"),
+        ("pad_seq_len", -1),
+        ("pad_seq_len", True),
+    ],
+)
+def test_conventions_are_closed(field, value):
+    with pytest.raises(ValueError, match=f"{field} = {value!r}"):
+        Conventions(**{field: value})
+
+
+def test_multiple_of_zero_means_nothing():
+    with pytest.raises(ValueError, match="base = 0"):
+        MultipleOf(0)
+
+
+def test_our_candidates_declare_known_things_and_their_version():
+    for name in builtin_names():
+        backend = load(name).backend
+        assert backend.features <= set(FEATURES)
+        assert backend.accept_output_buffer
+        assert backend.get_name() == name.upper()
+    assert load("reference").version == attncheck.__version__
+    assert load("torch_sdpa").version == f"torch {torch.__version__}"
+
+
+def test_the_registry_loads_no_torch():
+    code = "import sys, attncheck.backends.registry as r; r.known_names(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,193 @@
+"""Every feature has a case that asks for it, and every reason names value and limit."""
+
+import pytest
+import torch
+
+from attncheck.backends.contract import AttentionBackend, MultipleOf
+from attncheck.backends.declarations import required_features, undeclared
+from attncheck.reference.spec import (
+    FEATURES,
+    AttentionType,
+    BatchSpec,
+    CacheSpec,
+    LayerSpec,
+    MLASpec,
+    OutputQuantSpec,
+    PathSpec,
+    RequestSpec,
+)
+
+
+def layer(**changes):
+    return LayerSpec(**{"num_heads": 4, "num_kv_heads": 2, "head_size": 64} | changes)
+
+
+def batch(query_len=1, seq_len=9, path="paged"):
+    return BatchSpec(requests=(RequestSpec(query_len=query_len, seq_len=seq_len),), path=PathSpec(name=path))
+
+
+PLAIN = (layer(), CacheSpec(), batch())
+
+# feature -> (case that asks for it, what asks for it, features that come along)
+NEEDS = {
+    "sliding_window": ((layer(sliding_window=7), CacheSpec(), batch()), "sliding_window 7", ()),
+    "logits_soft_cap": ((layer(logits_soft_cap=30.0), CacheSpec(), batch()), "logits_soft_cap 30.0", ()),
+    "alibi": ((layer(alibi=True), CacheSpec(), batch()), "ALiBi slopes", ()),
+    "alibi_non_causal": (
+        (layer(alibi=True, attn_type=AttentionType.ENCODER_ONLY), CacheSpec(), batch(9)),
+        "ALiBi slopes and is not causal",
+        ("alibi",),
+    ),
+    "sinks": ((layer(sinks=True), CacheSpec(), batch()), "sinks", ()),
+    "non_causal": ((layer(causal=False), CacheSpec(), batch()), "causal false", ()),
+    "head_size_v": ((layer(head_size_v=32), CacheSpec(), batch()), "head_size_v 32 beside head_size 64", ()),
+    "local": ((layer(attn_chunk_size=16), CacheSpec(), batch()), "attn_chunk_size 16", ()),
+    "kv_sharing": ((layer(kv_sharing=True), CacheSpec(), batch()), "kv_sharing true", ()),
+    "fp8_kv": ((layer(), CacheSpec(kv_cache_dtype="fp8_e5m2"), batch()), "kv_cache_dtype fp8_e5m2", ()),
+    "fp8_per_head": (
+        (layer(), CacheSpec(kv_cache_dtype="fp8", v_scale=(1.0, 2.0)), batch()),
+        "per head",
+        ("fp8_kv",),
+    ),
+    "output_quant": ((layer(output_quant=OutputQuantSpec(scale=0.5)), CacheSpec(), batch()), "fp8_e4m3", ()),
+    "mla": (
+        (
+            LayerSpec(
+                num_heads=4,
+                num_kv_heads=1,
+                head_size=48,
+                mla=MLASpec(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=8),
+            ),
+            CacheSpec(),
+            batch(),
+        ),
+        "latent cache",
+        (),
+    ),
+    "tree": ((layer(), CacheSpec(), batch(path="tree")), "path tree", ()),
+    "short_keys": ((layer(), CacheSpec(), batch(3, 1)), "query_len 3 above seq_len 1", ()),
+}
+
+NOT_ASKED_BY_A_CASE = {
+    "lse": "an output a backend may offer",
+    "cascade": "played by the harness where it is not declared",
+    "alibi_sqrt": "no layer has it",
+    "fp8_query": "no layer has it",
+    "tree_depth": "a convention of trees",
+    "merge_nan": "a property of a function",
+}
+
+
+class Strict(AttentionBackend):
+    """Declares one dtype, two head sizes, one kind of page, nothing else."""
+
+    get_name = get_impl_cls = get_builder_cls = get_kv_cache_shape = None
+
+    @classmethod
+    def get_supported_dtypes(cls):
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_supported_head_sizes(cls):
+        return [64, 128]
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls):
+        return [8, MultipleOf(16)]
+
+
+def test_every_feature_is_asked_for_or_explained():
+    assert set(NEEDS) | set(NOT_ASKED_BY_A_CASE) == set(FEATURES)
+
+
+@pytest.mark.parametrize("feature", NEEDS)
+def test_a_feature_is_required_and_its_absence_explained(feature):
+    case, asks, along = NEEDS[feature]
+    assert required_features(*case) == {feature, *along}
+
+    class Declaring(Strict):
+        features = frozenset(along)
+        supported_attn_types = tuple(AttentionType)
+        supported_kv_cache_dtypes = ("auto", "fp8", "fp8_e5m2")
+
+        @classmethod
+        def get_supported_head_sizes(cls):
+            return []
+
+    (reason,) = undeclared(Declaring, *case)
+    assert asks in reason
+    assert f"feature {feature!r} is not declared" in reason
+    Declaring.features = frozenset({feature, *along})
+    assert undeclared(Declaring, *case) == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PLAIN,
+        (layer(logits_soft_cap=0.0), CacheSpec(), batch()),
+        (layer(head_size_v=64), CacheSpec(), batch()),
+        (layer(), CacheSpec(k_scale=2.0, v_scale=(1.0, 2.0), q_scale=3.0), batch()),
+        (layer(attn_type=AttentionType.ENCODER_ONLY), CacheSpec(), batch(9)),
+        (layer(attn_type=AttentionType.ENCODER_DECODER), CacheSpec(), batch(5, 2)),
+    ],
+    ids=["plain", "cap 0", "equal value size", "scales of a float cache", "encoder only", "cross, more rows than keys"],
+)
+def test_what_needs_no_feature(case):
+    assert required_features(*case) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ((layer(dtype="float32"), CacheSpec(), batch()), "dtype float32: supported are bfloat16"),
+        ((layer(head_size=80), CacheSpec(), batch()), "head_size 80: supported are 64, 128"),
+        ((layer(), CacheSpec(block_size=24), batch()), "block_size 24: supported are 8, multiples of 16"),
+        ((layer(), CacheSpec(layout="HND"), batch()), "layout HND: supported are NHD"),
+        (
+            (layer(), CacheSpec(kv_cache_dtype="float16"), batch()),
+            "kv_cache_dtype float16: supported are auto",
+        ),
+        (
+            (layer(attn_type=AttentionType.ENCODER), CacheSpec(), batch(9)),
+            "attn_type encoder: supported are decoder",
+        ),
+    ],
+)
+def test_a_value_outside_the_declared_ones(case, reason):
+    assert undeclared(Strict, *case) == [reason]
+
+
+def test_supported_values_raise_no_reason():
+    for block_size in (8, 16, 48):
+        for kv_cache_dtype in ("auto", "bfloat16"):  # the layer's own dtype under its name
+            assert (
+                undeclared(Strict, layer(), CacheSpec(block_size=block_size, kv_cache_dtype=kv_cache_dtype), batch())
+                == []
+            )
+
+
+def test_value_head_size_is_held_against_the_supported_sizes_too():
+    reasons = undeclared(Strict, layer(head_size_v=96), CacheSpec(), batch())
+    assert "head_size_v 96: supported are 64, 128" in reasons
+
+
+def test_an_encoder_layer_is_not_asked_about_its_cache():
+    class Encoder(Strict):
+        supported_attn_types = ("encoder_only",)
+
+    case = layer(attn_type=AttentionType.ENCODER_ONLY), CacheSpec(block_size=3, layout="HND"), batch(9)
+    assert undeclared(Encoder, *case) == []
+
+
+def test_every_reason_is_told_at_once():
+    case = layer(dtype="float16", head_size=72, sliding_window=3, alibi=True), CacheSpec(block_size=3), batch(5, 4)
+    reasons = undeclared(Strict, *case)
+    assert [reason.split(":")[0] for reason in reasons] == [
+        "dtype float16",
+        "head_size 72",
+        "block_size 3",
+        "the layer has ALiBi slopes",
+        "query_len 5 above seq_len 4",
+        "sliding_window 3",
+    ]

@@ -1,0 +1,196 @@
+"""A bare function as a backend: what it is given, and what the wrapper does around it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attncheck.backends.contract import Conventions, MultipleOf
+from attncheck.backends.kernel import kernel_backend
+from attncheck.backends.verification import contract_problems
+from attncheck.reference import AttentionParams, CommonAttentionMetadata, paged_attention, reshape_and_cache
+from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
+
+PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", scale=0.4)
+STEP = [(1, 5), (3, 20), (6, 6)]
+
+
+def right(query, key_cache, value_cache, metadata, params, out):
+    """A correct kernel, by loops."""
+    starts, lens = metadata.query_start_loc_cpu.tolist(), metadata.seq_lens_cpu.tolist()
+    block_size, group = key_cache.shape[1], params.group_size
+    for r, (start, end, seq_len) in enumerate(zip(starts[:-1], starts[1:], lens, strict=True)):
+        for row in range(start, end):
+            position = seq_len - end + row
+            last = position + 1 if params.causal else seq_len
+            pages = [(int(metadata.block_table_tensor[r, p // block_size]), p % block_size) for p in range(last)]
+            for head in range(params.num_heads if pages else 0):
+                keys = torch.stack([key_cache[block, offset, head // group] for block, offset in pages])
+                values = torch.stack([value_cache[block, offset, head // group] for block, offset in pages])
+                out[row, head] = torch.softmax(keys @ query[row, head] * params.softmax_scale, 0) @ values
+
+
+def run(backend, layer, make_step, *, write_first=True, **options):
+    step = make_step(backend, layer, STEP, **options)
+    if write_first:
+        slots = step.common.slot_mapping
+        live = slots >= 0
+        codec = backend.kv_cache_codec(layer, step.cache)
+        codec.write(step.kv_cache, slots[live], step.key[: len(slots)][live], step.value[: len(slots)][live])
+    step.run()
+    rows = step.num_rows
+    assert torch.allclose(step.output[:rows].double(), step.truth, atol=1e-5)
+    return step
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_right_kernel_is_right(layout, make_step):
+    backend = kernel_backend(right, name="loops", supported_layouts=("NHD", "HND"))
+    assert contract_problems(backend) == []
+    run(backend, PLAIN, make_step, cache=CacheSpec(block_size=4, layout=layout), padding=(2, 5))
+
+
+def test_without_a_writer_the_cache_is_left_alone(make_step):
+    backend = kernel_backend(right, name="loops")
+    step = make_step(backend, PLAIN, STEP)
+    before = step.kv_cache.clone()
+    step.run()
+    assert backend.get_impl_cls().brings_writer is False
+    assert torch.equal(step.kv_cache.view(torch.int32), before.view(torch.int32))
+
+
+def test_with_a_writer_the_wrapper_calls_it_first(make_step):
+    backend = kernel_backend(right, name="loops", writer=reshape_and_cache)
+    assert backend.get_impl_cls().brings_writer is True
+    run(backend, PLAIN, make_step, write_first=False)
+
+
+def test_what_the_function_is_given(make_step):
+    seen = {}
+
+    def spy(query, key_cache, value_cache, metadata, params, out):
+        seen.update(
+            query=query, key_cache=key_cache, value_cache=value_cache, metadata=metadata, params=params, out=out
+        )
+
+    features = ("sliding_window", "non_causal", "sinks", "alibi", "alibi_non_causal", "head_size_v")
+    backend = kernel_backend(spy, name="spy", features=features)
+    layer = replace(PLAIN, sliding_window=5, sinks=True, alibi=True, head_size_v=8)
+    step = make_step(backend, layer, STEP, cache=CacheSpec(block_size=8), padding=(1, 2))
+    step.run()
+    assert seen["query"] is step.query
+    assert seen["out"] is step.output
+    assert isinstance(seen["metadata"], CommonAttentionMetadata)
+    assert seen["metadata"] is step.common
+    assert seen["key_cache"].shape == (40, 8, 2, 16)
+    assert seen["value_cache"].shape == (40, 8, 2, 8)
+    assert seen["key_cache"].data_ptr() == step.kv_cache.data_ptr()
+    assert seen["params"] == AttentionParams(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        head_size_v=8,
+        scale=0.4,
+        causal=True,
+        window=(4, 0),
+        alibi_slopes=layer.alibi_slopes,
+        sinks=layer.sink_logits,
+    )
+    step.common.causal = False
+    step.run()
+    assert (seen["params"].causal, seen["params"].window) == (False, (4, 4))
+
+
+def test_scales_and_fp8_views_are_given_to_who_asks(make_step):
+    seen = {}
+
+    def spy(query, key_cache, value_cache, metadata, params, out, *, k_scale, v_scale):
+        seen.update(k_scale=k_scale, v_scale=v_scale, dtype=key_cache.dtype)
+
+    def writer(key, value, key_cache, value_cache, slot_mapping, *, k_scale):
+        seen.update(writer_scale=k_scale, writer_dtype=value_cache.dtype)
+
+    backend = kernel_backend(
+        spy,
+        name="spy",
+        writer=writer,
+        features=("fp8_kv", "fp8_per_head"),
+        supported_kv_cache_dtypes=("fp8",),
+    )
+    cache = CacheSpec(kv_cache_dtype="fp8", k_scale=(0.5, 2.0), v_scale=3.0)
+    make_step(backend, PLAIN, STEP, cache=cache).run()
+    assert seen["k_scale"].tolist() == [0.5, 2.0] == seen["writer_scale"].tolist()
+    assert seen["v_scale"].tolist() == [3.0]
+    assert seen["dtype"] == seen["writer_dtype"] == torch.float8_e4m3fn
+
+
+def with_lse(query, key_cache, value_cache, metadata, params, out, output_lse):
+    rows = int(metadata.query_start_loc[-1])
+    batch = (metadata.block_table_tensor, metadata.seq_lens, metadata.query_start_loc)
+    found, lse = paged_attention(query[:rows], key_cache, value_cache, *batch, params)
+    out[:rows], output_lse[:rows] = found, lse
+
+
+def test_a_function_that_writes_its_lse(make_step):
+    backend = kernel_backend(with_lse, name="with_lse", features=("lse",), writer=reshape_and_cache)
+    step = run(backend, PLAIN, make_step, write_first=False)
+    assert torch.allclose(step.output_lse.double(), step.truth_lse, atol=1e-5)
+    step.run(output_lse=None)
+
+
+def test_cross_attention_reads_a_cache_too(make_step):
+    kinds = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+    backend = kernel_backend(right, name="loops", supported_attn_types=kinds)
+    run(backend, replace(PLAIN, attn_type=AttentionType.ENCODER_DECODER), make_step)
+
+
+def test_declarations_reach_the_backend():
+    conventions = Conventions(lse_base="2", padded_rows="untouched")
+    backend = kernel_backend(
+        right,
+        name="loops",
+        features=["sliding_window"],
+        supported_dtypes=[torch.float32],
+        supported_head_sizes=[16, 32],
+        supported_block_sizes=[MultipleOf(8)],
+        supported_layouts=["HND"],
+        supported_kv_cache_dtypes=["auto", "fp8"],
+        supported_devices=["cuda"],
+        conventions=conventions,
+        version="7.1",
+    )
+    assert (backend.__name__, backend.get_name(), backend.version()) == ("loops", "LOOPS", "7.1")
+    assert backend.features == {"sliding_window"}
+    assert backend.get_supported_dtypes() == [torch.float32]
+    assert backend.get_supported_head_sizes() == [16, 32]
+    assert backend.get_supported_kernel_block_sizes() == [MultipleOf(8)]
+    assert backend.supported_layouts == ("HND",)
+    assert backend.supported_kv_cache_dtypes == ("auto", "fp8")
+    assert backend.conventions is conventions
+    assert backend.unavailable_reasons("cpu") == ["device cpu: the backend runs on cuda"]
+    assert backend.__doc__ == "A correct kernel, by loops."
+
+
+def test_two_kernels_share_nothing():
+    first = kernel_backend(right, name="first", features=("alibi",))
+    second = kernel_backend(right, name="second")
+    assert first.features != second.features
+    assert first.get_impl_cls() is not second.get_impl_cls()
+    assert first.get_metadata_cls() is not second.get_metadata_cls()
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "message"),
+    [
+        (right, {"features": ("windows",)}, "'windows' is no feature"),
+        (right, {"features": ("lse",)}, "the feature 'lse' and a parameter output_lse go together"),
+        (with_lse, {}, "the feature 'lse' and a parameter output_lse go together"),
+        (right, {"supported_attn_types": ("encoder_only",)}, "attn_type encoder_only has no paged cache"),
+        (lambda query, out: None, {}, "cannot be called with (query, key_cache"),
+        (right, {"writer": lambda key: None}, "cannot be called with (key, value, key_cache"),
+    ],
+)
+def test_contradictions_are_refused(fn, options, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is what is looked at)
+        kernel_backend(fn, name="wrong", **options)
+    assert message in str(caught.value)

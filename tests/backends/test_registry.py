@@ -1,0 +1,263 @@
+"""Every way to name a backend, and every way in which that goes wrong."""
+
+import importlib.metadata
+import sys
+from textwrap import dedent
+
+import pytest
+
+from attncheck.backends import registry
+from attncheck.backends.registry import builtin_names, known_names, load, load_object
+from attncheck.backends.torch_sdpa import SDPABackend
+from attncheck.errors import BackendLoadError, BackendUnavailableError, UnknownNameError
+
+GOOD = """
+    from attncheck.backends.torch_sdpa import SDPABackend
+
+    class Good(SDPABackend):
+        pass
+
+    class Other(SDPABackend):
+        pass
+
+    def kernel(query, key_cache, value_cache, metadata, params, out):
+        out.zero_()
+
+    def useless(query):
+        pass
+
+    number = 7
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text, name="candidate.py"):
+        path = tmp_path / name
+        path.write_text(dedent(text))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def entry_point(monkeypatch):
+    """Installs entry points of our group for one test."""
+
+    def install(**targets):
+        points = [
+            importlib.metadata.EntryPoint(name, target, registry.ENTRY_POINT_GROUP) for name, target in targets.items()
+        ]
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group else ())
+
+    return install
+
+
+def test_built_in_backends_load_by_name():
+    assert builtin_names() == ("reference", "torch_sdpa", "flex_attention")
+    for name in builtin_names():
+        loaded = load(name)
+        assert (loaded.name, loaded.ref, loaded.origin) == (name, name, "built in")
+        assert loaded.backend.get_name() == name.upper()
+        assert loaded.version
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(UnknownNameError) as caught:
+        load("torch_spda")
+    assert str(caught.value) == (
+        "unknown backend 'torch_spda'; did you mean 'torch_sdpa'? (known: reference, torch_sdpa, flex_attention)"
+    )
+
+
+def test_a_name_that_takes_no_argument():
+    with pytest.raises(BackendLoadError, match="torch_sdpa takes no argument; ask for 'torch_sdpa'"):
+        load("torch_sdpa:fast")
+
+
+def test_a_class_in_a_file(file):
+    path = file(GOOD)
+    before = list(sys.path)
+    loaded = load(f"{path}:Good")
+    assert loaded.name == "Good"
+    assert loaded.ref == f"{path}:Good"
+    assert loaded.origin == f"file {path}"
+    assert issubclass(loaded.backend, SDPABackend)
+    assert sys.path == before
+    assert load(f"{path}:Other").backend.__module__ == loaded.backend.__module__
+
+
+def test_an_edited_file_is_read_again(file):
+    path = file(GOOD)
+    first = load(f"{path}:Good").backend
+    file(GOOD + "\n    Good.features = frozenset()\n")
+    again = load(f"{path}:Good").backend
+    assert again is not first
+    assert again.features == frozenset()
+
+
+def test_a_function_in_a_file_becomes_a_backend(file):
+    loaded = load(f"{file(GOOD)}:kernel")
+    assert loaded.name == "kernel"
+    assert loaded.backend.get_name() == "KERNEL"
+    assert loaded.backend.get_impl_cls().brings_writer is False
+
+
+def test_a_file_shadows_no_module(file):
+    path = file(GOOD, name="torch.py")
+    load(f"{path}:Good")
+    assert sys.modules["torch"].__file__ != str(path)
+
+
+def test_a_class_in_a_module():
+    loaded = load("attncheck.backends.torch_sdpa:SDPABackend")
+    assert loaded.backend is SDPABackend
+    assert (loaded.name, loaded.origin) == ("SDPABackend", "module attncheck.backends.torch_sdpa")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "message"),
+    [
+        (":Missing", "has no 'Missing'; ask for .*:Good or .*:Other"),
+        ("", "names a file, but no class in it; ask for .*:Good or .*:Other"),
+        (":number", "is 7, neither a backend nor a function; derive the class from .*AttentionBackend"),
+        (":useless", r"useless\(query\) cannot be called with \(query, key_cache, .*too many positional"),
+    ],
+)
+def test_a_file_that_has_something_else(file, suffix, message):
+    with pytest.raises(BackendLoadError, match=message):
+        load(f"{file(GOOD)}{suffix}")
+
+
+def test_a_file_without_any_backend(file):
+    with pytest.raises(BackendLoadError, match="defines no AttentionBackend"):
+        load(f"{file('x = 1')}:Wrong")
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(BackendLoadError, match="cannot read .*nothing.py: No such file or directory"):
+        load(f"{tmp_path / 'nothing.py'}:Wrong")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import attncheck\n\nboom = {}['key']\n", r"KeyError: 'key' \(.*candidate.py:3: boom = \{\}\['key'\]\)"),
+        ("x = 1\ndef broken(:\n", r"SyntaxError: .* \(.*candidate.py:2\)"),
+        ("import no_such_library\n", r"ModuleNotFoundError: .*no_such_library.* \(.*candidate.py:1"),
+        ("import sys\nsys.exit(4)\n", r"SystemExit: 4 \(.*candidate.py:2"),
+    ],
+)
+def test_a_file_that_does_not_import_says_where(file, text, message):
+    path = file(text)
+    loaded = set(sys.modules)
+    with pytest.raises(BackendLoadError, match=message):
+        load(f"{path}:Wrong")
+    assert not [name for name in set(sys.modules) - loaded if name.startswith("attncheck_file")]
+
+
+def test_a_module_that_is_not_there_is_answered_with_the_registered_names():
+    with pytest.raises(BackendLoadError, match="No module named 'vlm'; registered names are reference, torch_sdpa"):
+        load("vlm:CPU_ATTN")
+
+
+def test_what_is_no_name_at_all():
+    with pytest.raises(UnknownNameError):
+        load("a backend: mine")
+
+
+def test_a_class_that_breaks_the_contract(file):
+    text = """
+        from attncheck.backends.contract import AttentionBackend
+
+        class Half(AttentionBackend):
+            features = frozenset({"sliding_windows"})
+
+            @staticmethod
+            def get_name():
+                return "HALF"
+    """
+    with pytest.raises(BackendLoadError) as caught:
+        load(f"{file(text)}:Half")
+    message = str(caught.value)
+    assert "breaks the contract" in message
+    assert "get_builder_cls, get_impl_cls, get_kv_cache_shape" in message
+    assert "'sliding_windows'" in message
+
+
+def test_an_entry_point_is_a_name(entry_point, file):
+    entry_point(theirs="attncheck.backends.torch_sdpa:SDPABackend", reference="no.such:Thing")
+    assert known_names() == ("reference", "torch_sdpa", "flex_attention", "theirs")
+    loaded = load("theirs")
+    assert (loaded.name, loaded.origin) == ("theirs", "entry point of an unknown distribution")
+    assert loaded.backend is SDPABackend
+    assert load("reference").origin == "built in"
+
+
+def test_a_registered_name_whose_library_is_missing_is_unavailable(entry_point, file, monkeypatch):
+    path = file("import no_such_library\n", name="needs_a_library.py")
+    monkeypatch.syspath_prepend(str(path.parent))
+    entry_point(theirs="needs_a_library:Backend")
+    with pytest.raises(BackendUnavailableError) as caught:
+        load("theirs")
+    assert str(caught.value) == (
+        "backend 'theirs' is unavailable here: needs_a_library:Backend cannot be imported: "
+        "No module named 'no_such_library'"
+    )
+
+
+def test_a_registered_name_that_breaks_is_a_load_error(entry_point, file, monkeypatch):
+    path = file("raise RuntimeError('driver too old')\n", name="breaks_at_import.py")
+    monkeypatch.syspath_prepend(str(path.parent))
+    entry_point(theirs="breaks_at_import:Backend")
+    with pytest.raises(BackendLoadError, match="RuntimeError: driver too old"):
+        load("theirs")
+
+
+def test_a_library_missing_behind_a_factory_is_unavailable(entry_point, file, monkeypatch):
+    text = """
+        from attncheck.backends.torch_sdpa import SDPABackend
+
+        class Lazy(SDPABackend):
+            @staticmethod
+            def get_impl_cls():
+                import no_such_library
+    """
+    monkeypatch.syspath_prepend(str(file(text, name="lazy_backend.py").parent))
+    entry_point(theirs="lazy_backend:Lazy")
+    with pytest.raises(BackendUnavailableError, match="no_such_library"):
+        load("theirs")
+
+
+def test_a_registered_name_may_take_an_argument(entry_point, file, monkeypatch):
+    text = """
+        from attncheck.backends.torch_sdpa import SDPABackend
+
+        class Family:
+            @classmethod
+            def from_argument(cls, argument):
+                if argument != "math":
+                    raise ValueError(f"no kernel {argument!r}; there is 'math'")
+                return SDPABackend
+    """
+    monkeypatch.syspath_prepend(str(file(text, name="family_of_backends.py").parent))
+    entry_point(family="family_of_backends:Family")
+    loaded = load("family:math")
+    assert (loaded.name, loaded.ref, loaded.backend) == ("family:math", "family:math", SDPABackend)
+    with pytest.raises(BackendLoadError, match="no kernel 'flash'; there is 'math'"):
+        load("family:flash")
+    with pytest.raises(BackendLoadError, match="neither a backend nor a function"):
+        load("family")
+
+
+def test_objects_from_python():
+    loaded = load_object(SDPABackend)
+    assert (loaded.name, loaded.ref) == ("SDPABackend", "attncheck.backends.torch_sdpa:SDPABackend")
+    assert load(loaded.ref).backend is SDPABackend
+
+    def mine(query, key_cache, value_cache, metadata, params, out):
+        pass
+
+    assert load_object(mine).backend.get_name() == "MINE"
+    with pytest.raises(BackendLoadError, match="is 7, neither"):
+        load_object(7)

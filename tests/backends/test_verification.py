@@ -1,0 +1,134 @@
+"""Each broken promise of form is named, with the call that would fail."""
+
+import pytest
+
+from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from attncheck.backends.registry import builtin_names, load
+from attncheck.backends.torch_sdpa import SDPABackend, SDPABuilder, SDPAImpl
+from attncheck.backends.verification import contract_problems
+
+
+def with_impl(impl, **declarations):
+    return type("Mine", (SDPABackend,), {"get_impl_cls": staticmethod(lambda: impl), **declarations})
+
+
+def with_builder(builder):
+    return type("Mine", (SDPABackend,), {"get_builder_cls": staticmethod(lambda: builder)})
+
+
+class ShortForward(SDPAImpl):
+    def forward(self, layer, query, key, value, kv_cache):
+        pass
+
+
+class NoOutput(SDPAImpl):
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata):
+        pass
+
+
+class NineArguments(SDPAImpl):
+    def __init__(self, a, b, c, d, e, f, g, h, i):
+        pass
+
+
+class WithoutSinks(SDPAImpl):
+    def __init__(self, a, b, c, d, e, f, g, h, i, j):
+        pass
+
+
+class Unfinished(AttentionImpl):
+    def __init__(self, *args):
+        pass
+
+
+class ListBuild(SDPABuilder):
+    def build(self, seq_lens, query_lens):
+        pass
+
+
+class UnfinishedBuilder(AttentionMetadataBuilder):
+    def __init__(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_our_own_keep_the_contract(name):
+    assert contract_problems(load(name).backend) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "problem"),
+    [
+        (
+            with_impl(ShortForward),
+            "ShortForward.forward(self, layer, query, key, value, kv_cache) cannot be called with "
+            "(layer, query, key, value, kv_cache, attn_metadata, output=): too many positional arguments",
+        ),
+        (with_impl(NoOutput), "attn_metadata, output=): got an unexpected keyword argument 'output'"),
+        (with_impl(NineArguments), "NineArguments.__init__(self, a, b, c, d, e, f, g, h, i) cannot be called with"),
+        (
+            with_impl(WithoutSinks, features=frozenset({"sinks"})),
+            "sinks=): got an unexpected keyword argument 'sinks'",
+        ),
+        (
+            with_impl(NoOutput, features=frozenset({"lse"})),
+            "attn_metadata, output=, output_lse=)",
+        ),
+        (
+            with_impl(NoOutput, features=frozenset({"output_quant"})),
+            "attn_metadata, output=, output_scale=, output_block_scale=)",
+        ),
+        (with_impl(Unfinished), "impl Unfinished does not implement forward"),
+        (with_impl(dict), "get_impl_cls() returned <class 'dict'>, which is no subclass of AttentionImpl"),
+        (with_impl(None), "get_impl_cls() returned None, which is no subclass of AttentionImpl"),
+        (
+            with_impl(SDPAImpl, forward_includes_kv_cache_update=False),
+            "forward_includes_kv_cache_update is False, but SDPAImpl has no do_kv_cache_update",
+        ),
+        (with_builder(ListBuild), "ListBuild.build(self, seq_lens, query_lens) cannot be called with"),
+        (with_builder(UnfinishedBuilder), "builder UnfinishedBuilder does not implement build"),
+        (with_impl(SDPAImpl, features=("sinks",)), "features is a tuple, not a frozenset of names"),
+        (with_impl(SDPAImpl, features=frozenset({"sink"})), "features names 'sink'; known are sliding_window,"),
+        (with_impl(SDPAImpl, supported_layouts="NHD"), "supported_layouts is a str, not a list of names"),
+        (with_impl(SDPAImpl, supported_layouts=("NDH",)), "supported_layouts names 'NDH'; known are NHD, HND"),
+        (with_impl(SDPAImpl, supported_attn_types=("causal",)), "supported_attn_types names 'causal'"),
+        (with_impl(SDPAImpl, supported_kv_cache_dtypes=("int8",)), "supported_kv_cache_dtypes names 'int8'"),
+        (with_impl(SDPAImpl, conventions={"lse_base": "2"}), "conventions is a dict, not a Conventions"),
+        (with_impl(SDPAImpl, get_name=staticmethod(lambda: None)), "get_name() returned None, which is no string"),
+        (with_impl(SDPAImpl, version=classmethod(lambda cls: 1 / 0)), "version() raised ZeroDivisionError"),
+        (
+            with_impl(SDPAImpl, get_kv_cache_shape=staticmethod(lambda num_blocks: (num_blocks,))),
+            "cannot be called with (num_blocks, block_size, num_kv_heads, head_size, head_size_v=)",
+        ),
+        (
+            with_impl(SDPAImpl, unsupported_reasons=classmethod(lambda cls, layer: [])),
+            "unsupported_reasons(layer) cannot be called with (layer, cache, batch)",
+        ),
+        (
+            with_impl(SDPAImpl, get_builder_cls=staticmethod(lambda: {}["key"])),
+            "get_builder_cls() raised KeyError: 'key'",
+        ),
+    ],
+)
+def test_one_broken_promise_is_one_problem(backend, problem):
+    problems = contract_problems(backend)
+    assert any(problem in found for found in problems), problems
+
+
+def test_all_problems_are_told_at_once():
+    class Empty(AttentionBackend):
+        features = frozenset({"magic"})
+
+    problems = contract_problems(Empty)
+    assert problems[0] == "backend Empty does not implement get_builder_cls, get_impl_cls, get_kv_cache_shape, get_name"
+    assert len(problems) == 2
+    assert "'magic'" in problems[1]
+
+
+def test_a_missing_library_is_not_a_broken_promise():
+    def factory():
+        raise ModuleNotFoundError("no kernels here")
+
+    backend = type("Mine", (SDPABackend,), {"get_impl_cls": staticmethod(factory)})
+    with pytest.raises(ModuleNotFoundError):
+        contract_problems(backend)
