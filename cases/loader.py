@@ -10,8 +10,9 @@ from pathlib import Path
 
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.suite_file import FILE_KEYS, read_suite
+from attncheck.cases.tree import Place, Table, describe
 from attncheck.cases.vllm_bench import is_vllm_bench, read_vllm_bench
-from attncheck.cases.yaml_tree import Place, Table, describe, parse_yaml
+from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import CaseFileError, UnknownNameError
 
 MAX_BYTES = 2**20

@@ -101,14 +101,15 @@ def question(case: Case) -> dict[str, Any]:
 
     Neighbouring equal requests are merged (``q1_q1`` asks what ``2q1`` asks); inputs are a set.
     """
-    path = case.batch.path
+    name, options = case.batch.path.name, _spare(case.batch.path.options)
+    path = {} if name == "paged" else {"name": name} | ({"options": options} if options else {})
     content: dict[str, Any] = {
         "generator": GENERATOR_VERSION,
         "layer": _spare(case.layer),
         "cache": _spare(case.cache),
         "requests": [_spare(request) for request in _merged(case.batch.requests)],
         "padding": _spare(case.batch.padding),
-        "path": {} if path.name == "paged" else {"name": path.name, "options": _spare(path.options)},
+        "path": path,
         "inputs": None if case.inputs is None else sorted(case.inputs),
     }
     return {key: value for key, value in content.items() if value not in (None, {})}

@@ -5,7 +5,7 @@ Works on positioned trees, so that every value keeps the line it was written on.
 
 from collections.abc import Sequence
 
-from attncheck.cases.yaml_tree import Place, Table, Tree, describe
+from attncheck.cases.tree import Place, Table, Tree, describe
 
 
 def merge(base: Tree, over: Tree) -> Tree:

@@ -5,6 +5,7 @@ each mistake is reported where it was written. Must not know: where files lie, t
 """
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,8 +18,8 @@ from attncheck.cases.meaning import check_meaning
 from attncheck.cases.model import Case, Suite, Tolerance
 from attncheck.cases.overlay import put
 from attncheck.cases.paths import implied_path
-from attncheck.cases.validation import known_keys, locate, names_of, spec_fault, suggestion, text_of, validate
-from attncheck.cases.yaml_tree import Items, Place, Scalar, Table, Tree, describe, plain
+from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, join_key, plain
+from attncheck.cases.validation import known_keys, locate, names_of, suggestion, text_of, validate
 from attncheck.errors import BatchSpecError, CaseFileError, SpecError
 from attncheck.reference.spec import (
     CHECKS,
@@ -105,11 +106,8 @@ def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[t
         if key in item.entries:
             laid = put(laid, (key,), item.entries[key], item.names[key], merging=key in _MERGED_KEYS)
     axes = _read_matrix(item.entries["matrix"]) if "matrix" in item.entries else ()
-    total = before
-    combinations = 1
-    for axis in axes:
-        combinations *= len(axis.values)
-    total += combinations
+    combinations = math.prod(len(axis.values) for axis in axes)
+    total = before + combinations
     if total > MAX_CASES:
         raise item.names.get("matrix", place).fault(
             f"with these {combinations} the file describes {total} cases",
@@ -122,7 +120,13 @@ def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[t
         for axis, (value, _) in zip(axes, values, strict=True):
             tree = put(tree, axis.path, value, axis.place, merging=axis.path[0] in _MERGED_KEYS)
         full = f"{name}.{'-'.join(written for _, written in values)}" if values else name
-        yield _read_case(replace(tree, place=item.place), suite, full, description, origin), place
+        try:
+            case = _read_case(replace(tree, place=item.place), suite, full, description, origin)
+        except CaseFileError as error:
+            if not values:
+                raise
+            raise _in_case(error, full) from error
+        yield case, place
 
 
 def _read_case(tree: Table, suite: str, name: str, description: str, origin: str) -> Case:
@@ -130,15 +134,15 @@ def _read_case(tree: Table, suite: str, name: str, description: str, origin: str
     for key, what in (("layer", "the layer's head counts and head size"), ("batch", "the requests")):
         if key not in tree.entries:
             raise tree.place.fault(f"{key} is missing", allowed=f"give {what} here or in defaults")
-    layer = validate(LayerSpec, tree.entries["layer"])
-    cache = validate(CacheSpec, tree.entries["cache"]) if "cache" in tree.entries else CacheSpec()
+    layer = validate(LayerSpec, tree.entries["layer"], "a layer")
+    cache = validate(CacheSpec, tree.entries["cache"], "a cache") if "cache" in tree.entries else CacheSpec()
     path = read_path(tree.entries["path"]) if "path" in tree.entries else implied_path(layer)
     batch = read_batch(tree.entries["batch"], path)
     try:
         check_meaning(layer, cache, batch)
     except SpecError as error:
         raise _point(tree, error) from error
-    checks, inputs = tree.entries.get("checks"), tree.entries.get("inputs")
+    checks, inputs, tolerance = (tree.entries.get(key) for key in ("checks", "inputs", "tolerance"))
     return Case(
         suite=suite,
         id=name,
@@ -146,7 +150,7 @@ def _read_case(tree: Table, suite: str, name: str, description: str, origin: str
         cache=cache,
         batch=batch,
         checks=None if checks is None else _read_checks(checks),
-        tolerance=validate(Tolerance, tree.entries["tolerance"]) if "tolerance" in tree.entries else None,
+        tolerance=None if tolerance is None else validate(Tolerance, tolerance, "a tolerance"),
         inputs=None if inputs is None else tuple(i for i in INPUTS if i in names_of(inputs, "input", INPUTS)),
         description=description,
         origin=origin,
@@ -157,16 +161,18 @@ def read_batch(tree: Tree, path: PathSpec) -> BatchSpec:
     """A batch in any of its forms: the string, a list of requests, or ``{requests, padding}``."""
     padding, requests = PaddingSpec(), tree
     if isinstance(tree, Table):
+        if "query_len" in tree.entries:
+            raise tree.place.fault("a batch is a list, even of one request", allowed="write [{query_len: ..., ...}]")
         known_keys(tree, ("requests", "padding"), "a batch")
         if "requests" not in tree.entries:
             raise tree.place.fault("requests is missing", allowed="give a batch string or a list of requests")
         requests = tree.entries["requests"]
         if "padding" in tree.entries:
-            padding = validate(PaddingSpec, tree.entries["padding"])
+            padding = validate(PaddingSpec, tree.entries["padding"], "padding")
     try:
         return BatchSpec(requests=_read_requests(requests), padding=padding, path=path)
-    except SpecError as error:
-        raise spec_fault(tree, error) from error
+    except SpecError as error:  # the limit of tokens in all; the reason tells how many there are
+        raise requests.place.fault(error.reason, allowed=error.allowed) from error
 
 
 def read_path(tree: Tree) -> PathSpec:
@@ -181,12 +187,12 @@ def read_path(tree: Tree) -> PathSpec:
         place = tree.names[name]
     else:
         name, place = text_of(tree, "path"), tree.place
-        options = Table(tree.place, {}, {})
+        options = Table(replace(place, key=join_key(place.key, name)), {}, {})
     if name not in PATHS:
         raise place.fault("unknown path", value=name, allowed=suggestion(name, PATHS))
     kind = PATH_OPTIONS[name]
     if kind is not None:
-        return PathSpec(name=name, options=validate(kind, options))
+        return PathSpec(name=name, options=validate(kind, options, f"the path {name}"))
     if not isinstance(options, Table) or options.entries:
         raise options.place.fault(f"the path {name} has no options", allowed=f"write path: {name}")
     return PathSpec(name=name)
@@ -212,7 +218,14 @@ def _read_requests(tree: Tree) -> tuple[RequestSpec, ...]:
         )
     if not tree.items:
         raise tree.place.fault("a batch needs a request", allowed="give at least one")
-    return tuple(validate(RequestSpec, item) for item in tree.items)
+    for item in tree.items:
+        if isinstance(item, Scalar) and isinstance(item.value, str):
+            raise item.place.fault(
+                "a list holds requests as mappings",
+                value=item.value,
+                allowed="write {query_len, seq_len, count}, or the whole batch as one string",
+            )
+    return tuple(validate(RequestSpec, item, "a request") for item in tree.items)
 
 
 def _read_checks(tree: Tree) -> tuple[str, ...]:
@@ -264,6 +277,19 @@ def _point(tree: Table, error: SpecError) -> CaseFileError:
     parts = [int(part) if part.isdigit() else part for part in error.field.split(".")]
     place = locate(tree, parts)
     return place.fault(error.reason, value=error.value, allowed=error.allowed)
+
+
+def _in_case(error: CaseFileError, name: str) -> CaseFileError:
+    """The same error with the expanded case it occurs in, since its values may stand in several places."""
+    return CaseFileError(
+        f"{error.reason}, in case {name}",
+        file=error.file,
+        line=error.line,
+        column=error.column,
+        key=error.key,
+        value=error.value,
+        allowed=error.allowed,
+    )
 
 
 def _not_a(wanted: str, what: str, tree: Tree) -> CaseFileError:

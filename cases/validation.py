@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from attncheck.cases.yaml_tree import Items, Place, Scalar, Table, Tree, describe, join_key, plain
+from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, join_key, plain
 from attncheck.errors import CaseFileError, SpecError
 
 T = TypeVar("T")
@@ -37,8 +37,8 @@ _BOUND: Mapping[str, tuple[str, str]] = {
 }
 
 
-def validate(kind: type[T], tree: Tree) -> T:
-    """The frozen dataclass ``kind`` that ``tree`` describes.
+def validate(kind: type[T], tree: Tree, what: str) -> T:
+    """The frozen dataclass ``kind`` that ``tree`` describes; ``what`` is what messages call it ("a layer").
 
     Raises :class:`CaseFileError` at the place of the first wrong value; a mistyped key is named before what is then
     missing.
@@ -47,7 +47,7 @@ def validate(kind: type[T], tree: Tree) -> T:
     try:
         return cast("T", _validated(cast("Any", kind), text))
     except ValidationError as error:
-        raise _translate(kind, tree, error) from error
+        raise _translate(kind, tree, what, error) from error
 
 
 def known_keys(tree: Table, known: Sequence[str], owner: str) -> None:
@@ -125,7 +125,7 @@ def _walk(tree: Tree, parts: Sequence[str | int]) -> tuple[Tree, tuple[str | int
     return tree, tuple(way)
 
 
-def _translate(kind: type, tree: Tree, error: ValidationError) -> CaseFileError:
+def _translate(kind: type, tree: Tree, what: str, error: ValidationError) -> CaseFileError:
     errors = error.errors(include_url=False)
     for first in errors:
         if first["type"] == "unexpected_keyword_argument":
@@ -133,7 +133,7 @@ def _translate(kind: type, tree: Tree, error: ValidationError) -> CaseFileError:
             owner, way = _walk(tree, above)
             known = [f.name for f in fields(_class_at(kind, way))]
             place = owner.names[str(name)] if isinstance(owner, Table) else owner.place
-            return unknown_key(place, str(name), known, _owner_name(kind, way))
+            return unknown_key(place, str(name), known, str(way[-1]) if way else what)
     wrong = [e for e in errors if e["type"] != "missing"] or errors
     # A union reports an error a branch: the branch that came furthest is the one that was meant.
     same_field = [e for e in wrong if e["loc"][:1] == wrong[0]["loc"][:1]]
@@ -144,14 +144,14 @@ def _translate(kind: type, tree: Tree, error: ValidationError) -> CaseFileError:
         return _missing(kind, value, way, meant[0])
     cause = meant[0].get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
-        return spec_fault(value, cause)
+        return _spec_fault(value, cause)
     reason = " or ".join(dict.fromkeys(_wanted(e) for e in meant))
     return value.place.fault(
-        f"{_name(way)} must be {reason}", value=_shown(value), allowed=_about(kind, way) or f"give {reason}"
+        f"{_name(way) or what} must be {reason}", value=_shown(value), allowed=_about(kind, way) or f"give {reason}"
     )
 
 
-def spec_fault(tree: Tree, error: SpecError) -> CaseFileError:
+def _spec_fault(tree: Tree, error: SpecError) -> CaseFileError:
     """A :class:`SpecError` (whose ``field`` is a dotted path below ``tree``) as an error with a place."""
     parts = [int(part) if part.isdigit() else part for part in error.field.split(".")]
     found, way = _walk(tree, parts)
@@ -173,7 +173,7 @@ def _wanted(error: ErrorDetails) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUND:
         name, word = _BOUND[kind]
-        return f"{word} {context[name]}"
+        return f"{word} {context[name]}".removesuffix(".0")
     if kind in ("literal_error", "enum"):
         return f"one of {context['expected']}"
     return _WANTED.get(kind, error["msg"])
@@ -187,8 +187,8 @@ def _shown(value: Tree) -> object:
 
 def _name(way: tuple[str | int, ...]) -> str:
     names = [part for part in way if isinstance(part, str)]
-    what = names[-1] if names else "this"
-    return f"an element of {what}" if way and isinstance(way[-1], int) else what
+    name = names[-1] if names else ""
+    return f"an element of {name}" if way and isinstance(way[-1], int) else name
 
 
 def _about(kind: type, way: tuple[str | int, ...]) -> str:
@@ -206,8 +206,3 @@ def _class_at(kind: type, way: Sequence[str | int]) -> Any:
         hint = get_type_hints(kind).get(str(part))
         kind = next((c for c in (hint, *get_args(hint)) if isinstance(c, type) and is_dataclass(c)), kind)
     return kind
-
-
-def _owner_name(kind: type, way: tuple[str | int, ...]) -> str:
-    names = [part for part in way if isinstance(part, str)]
-    return names[-1] if names else kind.__name__.removesuffix("Spec").removesuffix("Options").lower()

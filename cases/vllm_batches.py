@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from attncheck.cases.grammar import format_batch, parse_batch
+from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe
 from attncheck.cases.validation import known_keys, text_of
-from attncheck.cases.yaml_tree import Items, Place, Scalar, Table, Tree, describe
 from attncheck.errors import BatchSpecError
 from attncheck.reference.spec import MAX_TOKENS, RequestSpec
 

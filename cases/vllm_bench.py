@@ -13,9 +13,9 @@ from attncheck.cases.meaning import check_meaning
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.paths import implied_path
 from attncheck.cases.suite_file import MAX_CASES
+from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, plain
 from attncheck.cases.validation import text_of, validate
 from attncheck.cases.vllm_batches import Batch, items_of, read_batches
-from attncheck.cases.yaml_tree import Items, Place, Scalar, Table, Tree, describe, plain
 from attncheck.errors import SpecError
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
@@ -269,8 +269,8 @@ def _geometry(label: str, model: Table, root: Table, notes: list[str]) -> _Geome
         _note_once(notes, f"the model has no block_size: {CacheSpec().block_size} is taken")
     if "kv_cache_dtype" in root.entries:
         cache["kv_cache_dtype"] = root.entries["kv_cache_dtype"]
-    layer = validate(LayerSpec, Table(model.place, entries, names))
-    return _Geometry(label, layer, validate(CacheSpec, Table(model.place, cache, {})))
+    layer = validate(LayerSpec, Table(model.place, entries, names), "a model")
+    return _Geometry(label, layer, validate(CacheSpec, Table(model.place, cache, {}), "a cache"))
 
 
 def _latent_width(model: Table) -> Scalar:

@@ -1,4 +1,4 @@
-"""YAML as a tree that remembers where everything stands.
+"""YAML text as a tree that remembers where everything stands.
 
 Requirements: safe with files from strangers (no tags, no code, bounded nodes and depth, aliases counted at full size);
 scalars read as YAML 1.2 reads them (``010`` is 10, ``1e3`` a number, ``yes`` and ``1:30`` text); no key twice; each
@@ -8,11 +8,10 @@ of what the keys mean.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
+from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, Value, describe, join_key
 from attncheck.errors import CaseFileError
 
 MAX_NODES = 100_000
@@ -20,14 +19,11 @@ MAX_NODES = 100_000
 MAX_DEPTH = 40
 """Values may be nested this deep."""
 _MAX_DIGITS = 40
-_KEY_SHOWN = 60
-
-_Value = str | int | float | bool | None
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-_SPECIAL: Mapping[str, _Value] = (
+_SPECIAL: Mapping[str, Value] = (
     dict.fromkeys(("", "~", "null", "Null", "NULL"), None)
     | dict.fromkeys(("true", "True", "TRUE"), True)
     | dict.fromkeys(("false", "False", "FALSE"), False)
@@ -43,85 +39,6 @@ _ADVICE = (
     ("could not find expected ':'", "a key is followed by a colon and a blank"),
     ("unexpected end of stream", "see whether a quote is not closed"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where something stands: lines and columns count from 1; ``key`` is the dotted path from the file's root."""
-
-    file: str
-    line: int
-    column: int
-    key: str
-
-    def fault(self, reason: str, *, value: object = None, allowed: str = "") -> CaseFileError:
-        """The error that points here."""
-        return CaseFileError(
-            reason,
-            file=self.file,
-            line=self.line,
-            column=self.column,
-            key=self.key,
-            value=value,
-            allowed=allowed,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """A single value; ``text`` is how it was written."""
-
-    place: Place
-    value: _Value
-    text: str
-    size: int = 1
-    height: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """A list. ``size`` counts all values below and itself, ``height`` the levels."""
-
-    place: Place
-    items: tuple["Tree", ...]
-    size: int = 1
-    height: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A mapping from names to values; ``names`` says where each name stands."""
-
-    place: Place
-    entries: Mapping[str, "Tree"]
-    names: Mapping[str, Place]
-    size: int = 1
-    height: int = 1
-
-
-Tree = Scalar | Items | Table
-
-
-def plain(tree: Tree) -> Any:
-    """The tree as dicts, lists and scalars."""
-    if isinstance(tree, Table):
-        return {name: plain(value) for name, value in tree.entries.items()}
-    if isinstance(tree, Items):
-        return [plain(item) for item in tree.items]
-    return tree.value
-
-
-def describe(tree: Tree) -> str:
-    """What kind of value this is, for messages."""
-    if isinstance(tree, Table):
-        return "a mapping"
-    if isinstance(tree, Items):
-        return "a list"
-    if tree.value is None:
-        return "nothing"
-    if isinstance(tree.value, bool):
-        return "a truth value"
-    return "a text" if isinstance(tree.value, str) else "a number"
 
 
 def parse_yaml(text: str, file: str) -> Tree:
@@ -303,18 +220,12 @@ class _Composer:
             self.root = tree
 
 
-def join_key(path: str, name: str) -> str:
-    """``path.name``, with very long names cut."""
-    shown = name if len(name) <= _KEY_SHOWN else name[:_KEY_SHOWN] + "..."
-    return f"{path}.{shown}" if path else shown
-
-
 def _refuse_tag(tag: str | None, place: Place) -> None:
     if tag is not None:
         raise place.fault(f"the tag {tag} is not allowed", allowed="case files hold plain values only")
 
 
-def _resolve(text: str, place: Place, *, is_plain: bool) -> _Value:
+def _resolve(text: str, place: Place, *, is_plain: bool) -> Value:
     """The value of a scalar by YAML 1.2's core schema; quoted scalars are text."""
     if _CONTROL.search(text):
         raise place.fault("an escape stands for a control character", value=text, allowed="use printable text")

@@ -1,0 +1,108 @@
+"""A case's identity: what its hash covers, and what it leaves out."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from attncheck.cases.grammar import parse_batch
+from attncheck.cases.model import Case, Suite, Tolerance, question
+from attncheck.reference.spec import (
+    BatchSpec,
+    CacheSpec,
+    LayerSpec,
+    MLASpec,
+    PaddingSpec,
+    PathSpec,
+    RequestSpec,
+    SpecDecodeOptions,
+)
+
+LAYER = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64)
+CACHE = CacheSpec()
+
+
+def case(text: str = "q5s37_3q1s200", layer: LayerSpec = LAYER, cache: CacheSpec = CACHE) -> Case:
+    return Case(suite="s", id="i", layer=layer, cache=cache, batch=BatchSpec(requests=parse_batch(text)))
+
+
+def test_the_hash_is_twelve_hex_digits_and_stays() -> None:
+    assert case().hash == "53059b038744"
+    assert case().hash == case().hash
+
+
+def test_equal_questions_have_equal_hashes() -> None:
+    listed = (RequestSpec(query_len=5, seq_len=37), RequestSpec(query_len=1, seq_len=200, count=3))
+    assert replace(case(), batch=BatchSpec(requests=listed)).hash == case().hash
+    assert case("q5s37_q1s200_2q1s200").hash == case("q5s37_3q1s200").hash
+    assert case("q7s7").hash == case("q7").hash
+    assert case(layer=replace(LAYER, dtype="bfloat16")).hash == case().hash
+    assert case(cache=CacheSpec(block_size=16, k_scale=1.0)).hash == case().hash
+
+
+def test_labels_do_not_count() -> None:
+    other = replace(
+        case(),
+        suite="t",
+        id="j",
+        checks=("numerics",),
+        tolerance=Tolerance(factor=2.0, reason="why"),
+        description="d",
+        origin="f:1",
+        notes=("n",),
+    )
+    assert other.hash == case().hash
+
+
+def test_what_is_asked_counts() -> None:
+    base = case()
+    batch = base.batch
+    others = [
+        case("q5s38_3q1s200"),
+        case("3q1s200_q5s37"),
+        case(layer=replace(LAYER, sliding_window=4)),
+        case(layer=replace(LAYER, scale=0.5)),
+        case(cache=CacheSpec(layout="HND")),
+        replace(base, inputs=("needles",)),
+        replace(base, inputs=()),
+        replace(base, batch=replace(batch, padding=PaddingSpec(tokens=1))),
+        replace(base, batch=replace(batch, path=PathSpec(name="spec_decode"))),
+        replace(base, batch=replace(batch, requests=(RequestSpec(query_len=5, seq_len=37, shared_prefix=16),))),
+    ]
+    hashes = {other.hash for other in [base, *others]}
+    assert len(hashes) == len(others) + 1
+
+
+def test_defaults_are_left_out_at_every_level() -> None:
+    mla = MLASpec(kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=8)
+    layer = LayerSpec(num_heads=4, num_kv_heads=1, head_size=48, mla=mla)
+    path = PathSpec(name="spec_decode", options=SpecDecodeOptions())
+    asked = Case(
+        suite="s", id="i", layer=layer, cache=CacheSpec(), batch=BatchSpec(requests=parse_batch("2q4s9"), path=path)
+    )
+    assert question(asked) == {
+        "generator": 1,
+        "layer": {
+            "num_heads": 4,
+            "num_kv_heads": 1,
+            "head_size": 48,
+            "mla": {"kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 8},
+        },
+        "requests": [{"query_len": 4, "seq_len": 9, "count": 2}],
+        "path": {"name": "spec_decode"},
+    }
+    by_name = replace(asked, batch=replace(asked.batch, path=PathSpec(name="spec_decode")))
+    assert by_name.hash == asked.hash
+
+
+def test_where_a_case_was_written_is_no_part_of_it() -> None:
+    assert replace(case(), origin="a:1") == replace(case(), origin="b:2")
+    assert hash(replace(case(), origin="a:1")) == hash(case())
+
+
+def test_a_suite_has_a_hash_of_its_cases() -> None:
+    suite = Suite(name="s", description="", cases=(case(),), path=Path("s.yaml"))
+    assert len(suite) == 1
+    assert list(suite) == [case()]
+    renamed = replace(suite, cases=(replace(case(), id="j"),))
+    changed = replace(suite, cases=(case("q5"),))
+    assert len({suite.hash, renamed.hash, changed.hash}) == 3
+    assert replace(suite, name="t").hash == suite.hash
