@@ -1,0 +1,207 @@
+"""The engine: whatever a backend does is a record, and every record says the right word."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.reference_backend import ReferenceBackend, ReferenceImpl
+from attncheck.backends.registry import LoadedBackend
+from attncheck.harness.engine import Examiner, Missing, Plan
+from attncheck.harness.memory import needed_bytes, shortage
+from attncheck.reports.records import Record
+
+
+def loaded(backend: Any, name: str = "candidate") -> LoadedBackend:
+    return LoadedBackend(name=name, ref=f"./x.py:{name}", backend=backend, version="", origin="test")
+
+
+def variant(**members: Any) -> Any:
+    return type("Variant", (ReferenceBackend,), members)
+
+
+def with_impl(**members: Any) -> Any:
+    impl = type("Impl", (ReferenceImpl,), members)
+    return variant(get_impl_cls=staticmethod(lambda: impl))
+
+
+def examine(backend: Any, *cases: Any, **plan: Any) -> dict[str, Record]:
+    examiner = Examiner(Plan(cases=cases, backends=(loaded(backend),), **plan))
+    records = list(examiner.run())
+    assert examiner.blind == []
+    return {record.check: record for record in records}
+
+
+def outcomes(records: dict[str, Record]) -> dict[str, str]:
+    return {check: record.outcome for check, record in records.items()}
+
+
+ALL = ("numerics", "lse", "cache_write", "containment", "claims")
+
+
+def test_an_honest_backend_passes_everything(make_case: Any) -> None:
+    assert outcomes(examine(ReferenceBackend, make_case())) == dict.fromkeys(ALL, "passed")
+
+
+def test_an_exception_is_errored_and_breaks_the_claim(make_case: Any) -> None:
+    records = examine(with_impl(attend=lambda *_: 1 / 0), make_case())
+    assert outcomes(records) == dict.fromkeys(ALL[:4], "errored") | {"claims": "failed"}
+    record = records["numerics"]
+    assert record.outcome == "errored"
+    assert (record.stage, record.error_type, record.message) == ("forward", "ZeroDivisionError", "division by zero")
+
+
+def test_refusing_what_one_declares_is_errored_never_unsupported(make_case: Any) -> None:
+    def refuse(*_args: Any, **_keywords: Any) -> None:
+        raise NotImplementedError("windows are not for me")
+
+    records = examine(with_impl(__init__=refuse), make_case(sliding_window=16))
+    assert outcomes(records) == dict.fromkeys(ALL[:4], "errored") | {"claims": "failed"}
+    claim = records["claims"]
+    assert claim.outcome == "failed"
+    assert claim.summary == "declared, but refused at construct: NotImplementedError: windows are not for me"
+
+
+@pytest.mark.parametrize("name", ["unsupported_reasons", "unavailable_reasons"])
+def test_a_declaration_that_raises_is_errored(make_case: Any, name: str) -> None:
+    def broken(_cls: Any, *_args: Any) -> Any:
+        raise KeyError(name)
+
+    records = examine(variant(**{name: classmethod(broken)}), make_case())
+    assert outcomes(records) == dict.fromkeys(ALL, "errored")
+    record = records["numerics"]
+    assert record.outcome == "errored"
+    assert record.stage == "declaration"
+
+
+def test_undeclared_and_refused_is_unsupported_and_an_honest_claim(make_case: Any) -> None:
+    backend = variant(features=ReferenceBackend.features - {"sinks"})
+
+    class Impl(ReferenceImpl):
+        pass
+
+    Impl.backend = backend
+    backend.get_impl_cls = staticmethod(lambda: Impl)
+    records = examine(backend, make_case(sinks=True))
+    assert outcomes(records) == dict.fromkeys(ALL[:4], "unsupported") | {"claims": "passed"}
+    record = records["numerics"]
+    assert record.outcome == "unsupported"
+    assert "'sinks' is not declared" in record.reasons[0]
+
+
+def test_undeclared_accepted_and_right_is_noted(make_case: Any) -> None:
+    backend = variant(features=ReferenceBackend.features - {"sinks"})  # its impl still asks ReferenceBackend
+    claim = examine(backend, make_case(sinks=True))["claims"]
+    assert claim.outcome == "passed"
+    assert claim.notes[0].startswith("answered right without declaring it")
+
+
+def test_undeclared_accepted_and_wrong_fails(make_case: Any) -> None:
+    def without_sinks(self: Any, *args: Any, **keywords: Any) -> None:
+        ReferenceImpl.__init__(self, *args, **(keywords | {"sinks": None}))
+
+    backend = with_impl(__init__=without_sinks)
+    backend.features = ReferenceBackend.features - {"sinks"}
+    claim = examine(backend, make_case(sinks=True))["claims"]
+    assert claim.outcome == "failed"
+    assert "accepted, and wrong" in claim.summary
+    assert claim.meaning == "the sinks are ignored (its truth fits all rows)"
+
+
+def test_a_crash_instead_of_a_refusal_breaks_the_claim(make_case: Any) -> None:
+    backend = with_impl(attend=lambda *_: 1 / 0)
+    backend.features = ReferenceBackend.features - {"sinks"}
+    claim = examine(backend, make_case(sinks=True))["claims"]
+    assert claim.outcome == "failed"
+    assert claim.summary.startswith("not declared, and no clear refusal: ZeroDivisionError at forward after changing")
+
+
+def test_undeclared_lse_is_unsupported(make_case: Any) -> None:
+    backend = variant(features=ReferenceBackend.features - {"lse"})
+    records = examine(backend, make_case())
+    assert records["lse"].outcome == "unsupported"
+    assert records["numerics"].outcome == "passed"
+
+
+def test_other_machines_and_missing_libraries_are_unavailable(make_case: Any) -> None:
+    assert set(outcomes(examine(variant(supported_devices=("cuda",)), make_case())).values()) == {"unavailable"}
+    examiner = Examiner(Plan(cases=(make_case(),), backends=(Missing("gone", "gone", ("no module named gone",)),)))
+    assert {record.outcome for record in examiner.run()} == {"unavailable"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "cache", "reason"),
+    [
+        ({"kv_sharing": True}, {}, "kv_sharing"),
+        ({"attn_chunk_size": 32}, {}, "attn_chunk_size 32"),
+        ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
+    ],
+)
+def test_what_this_version_cannot_ask_is_said_to_be_its_own_limit(
+    make_case: Any, layer: Any, cache: Any, reason: str
+) -> None:
+    record = examine(ReferenceBackend, make_case(cache=cache, **layer))["claims"]
+    assert record.outcome == "unsupported"
+    assert record.by == "attncheck"
+    assert reason in record.reasons[0]
+
+
+def test_a_blind_case_is_set_aside_and_the_run_goes_on(make_case: Any) -> None:
+    blind, fine = make_case(name="blind", sliding_window=1000), make_case(name="fine")
+    examiner = Examiner(
+        Plan(cases=(blind, fine), backends=(loaded(ReferenceBackend, "a"), loaded(ReferenceBackend, "b")))
+    )
+    records = list(examiner.run())
+    assert {record.case_id for record in records} == {"fine"}
+    assert len(examiner.blind) == 1
+    assert "made/blind: blind to sliding_window" in str(examiner.blind[0])
+
+
+def test_checks_are_those_of_plan_and_case_in_order(make_case: Any) -> None:
+    from dataclasses import replace
+
+    case = replace(make_case(), checks=("claims", "numerics", "lse"))
+    assert list(examine(ReferenceBackend, case, checks=("lse", "claims", "cache_write"))) == ["lse", "claims"]
+
+
+def test_float32_stays_float32_and_the_callers_setting_comes_back(make_case: Any) -> None:
+    seen = []
+
+    def attend(self: Any, *args: Any) -> None:
+        seen.append(torch.get_float32_matmul_precision())
+        ReferenceImpl.attend(self, *args)
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        examine(with_impl(attend=attend), make_case(), checks=("numerics",))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {"highest"}
+
+
+def test_a_failing_case_is_dumped_as_plain_tensors(make_case: Any, tmp_path: Path) -> None:
+    def attend(self: Any, *args: Any) -> None:
+        ReferenceImpl.attend(self, *args)
+        args[6].mul_(1.5)
+
+    records = examine(with_impl(attend=attend), make_case(), dump=tmp_path)
+    assert records["numerics"].outcome == "failed"
+    (path,) = tmp_path.iterdir()
+    dump = torch.load(path, weights_only=True)
+    assert dump["case"] == "made/case"
+    error = (dump["output"].double() - dump["truth"]).norm(dim=-1)
+    assert bool((error > dump["budget_norm"]).any())
+    examine(ReferenceBackend, make_case(name="right"), dump=tmp_path)
+    assert list(tmp_path.iterdir()) == [path], "what passes is not dumped"
+
+
+def test_a_case_too_large_for_the_machine_is_unavailable_before_anything_is_allocated(make_case: Any) -> None:
+    case = make_case((1, 2**20), cache={"num_blocks": 2**31})
+    assert needed_bytes(case) > 2**40
+    record = examine(ReferenceBackend, case)["numerics"]
+    assert record.outcome == "unavailable"
+    assert "GiB" in record.reasons[0]
+    assert shortage(make_case(), torch.device("cpu")) is None

@@ -1,0 +1,123 @@
+"""The budget: right kernels stay inside it, blind answers do not, and it is the formula it says it is."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncheck.cases.model import Case
+from attncheck.harness.problem import Problem, build_problem
+from attncheck.harness.tolerance import Rows, budget_of, score_bound, share_of_budget
+from attncheck.harness.truth import Truth, truth_of
+from attncheck.reference import AttentionParams
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+
+CPU = torch.device("cpu")
+
+
+def float32_kernel(problem: Problem, *, round_p: bool) -> torch.Tensor:
+    """Plain float32 attention, written without the reference; optionally with the softmax rounded to the dtype."""
+    layer, outputs = problem.layer, []
+    for r in problem.requests:
+        group = layer.num_heads // layer.num_kv_heads
+        query = problem.query[r.first_row : r.first_row + r.rows].float()
+        keys = problem.keys[r.base : r.base + r.num_keys].float().repeat_interleave(group, 1)
+        values = problem.values[r.base : r.base + r.num_keys].float().repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * layer.softmax_scale
+        distance = (torch.arange(r.rows) + r.first_position)[:, None] - torch.arange(r.num_keys)
+        hidden = distance < 0
+        if layer.sliding_window:
+            hidden |= distance >= layer.sliding_window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+        total = weights.sum(dim=-1)
+        if round_p:
+            weights = weights.to(problem.dtype).float()
+        outputs.append((torch.einsum("hqk,khd->qhd", weights, values) / total.T[..., None]).to(problem.dtype))
+    return torch.cat(outputs)
+
+
+def shares(problem: Problem, truth: Truth, output: torch.Tensor) -> torch.Tensor:
+    return share_of_budget(output.double() - truth.out, truth.budget)
+
+
+@settings(max_examples=40)
+@given(
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    keys=st.integers(1, 700),
+    rows=st.integers(1, 40),
+    head_size=st.sampled_from([16, 64, 128]),
+    scale=st.sampled_from([None, 0.03, 0.5]),
+    round_p=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_right_kernels_are_never_accused(
+    dtype: Any, keys: int, rows: int, head_size: int, scale: float | None, round_p: bool, seed: int
+) -> None:
+    case = Case(
+        suite="made",
+        id="right",
+        layer=LayerSpec(num_heads=4, num_kv_heads=2, head_size=head_size, dtype=dtype, scale=scale),
+        cache=CacheSpec(),
+        batch=BatchSpec(requests=(RequestSpec(query_len=rows, seq_len=rows + keys - 1),)),
+    )
+    problem = build_problem(case, seed)
+    truth = truth_of(problem, CPU)
+    assert float(shares(problem, truth, float32_kernel(problem, round_p=round_p)).max()) <= 1.0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("keys", [2, 17, 500, 4096])
+def test_zeros_a_constant_and_the_mean_of_v_are_far_outside(make_case: Any, dtype: str, keys: int) -> None:
+    problem = build_problem(make_case((1, keys), (1, keys), dtype=dtype), 0)
+    truth = truth_of(problem, CPU)
+    mean = torch.cat([problem.values[r.base : r.base + r.num_keys].double().mean(0)[None] for r in problem.requests])
+    for blind in (
+        torch.zeros_like(truth.out),
+        torch.full_like(truth.out, 0.1),
+        mean.repeat_interleave(4, dim=1),
+    ):
+        worst_row = shares(problem, truth, blind).amax(dim=1)
+        assert bool((worst_row > 10).all())
+
+
+def test_the_budget_is_the_formula(make_case: Any) -> None:
+    """One row, one head, two keys: everything by hand."""
+    query, keys = torch.tensor([[[2.0]]]), torch.tensor([[[1.0]], [[3.0]]])
+    values = torch.tensor([[[1.0]], [[-1.0]]])
+    rows = Rows(query, keys, values, torch.tensor([0, 1]), torch.tensor([0, 2]))
+    params = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=0.5)
+    out, lse = rows.attend(params)
+    budget = budget_of(rows, params, torch.bfloat16, out, lse)
+    p0, p1 = (math.exp(1) / (math.exp(1) + math.exp(3)), math.exp(3) / (math.exp(1) + math.exp(3)))
+    # In bfloat16 the softmax numerators are exp(-2) rounded and 1, the output is rounded once more.
+    e = float(torch.tensor(math.exp(-2)).bfloat16())
+    low = float(torch.tensor((e - 1) / (math.exp(-2) + 1), dtype=torch.float64).bfloat16())
+    truth = p0 - p1
+    floor = 8 * 2**-24 * (1 + 0.5 * 2 * 3) * 1.0
+    assert float(out) == pytest.approx(truth, abs=1e-15)
+    assert float(budget.norm) == pytest.approx(max(3 * abs(low - truth), 2**-7 * abs(truth)) + floor, rel=1e-4)
+    assert float(budget.peak) == pytest.approx(float(budget.norm))
+
+
+def test_score_bound_counts_only_keys_the_row_sees(make_case: Any) -> None:
+    keys = torch.tensor([1.0, 100.0, 2.0]).reshape(3, 1, 1)
+    rows = Rows(torch.ones(2, 1, 1), keys, keys, torch.tensor([0, 2]), torch.tensor([0, 3]))
+    windowed = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0, window=(0, 0))
+    assert score_bound(rows, windowed).flatten().tolist() == [100.0, 2.0]
+    capped = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0, logits_soft_cap=5.0)
+    assert score_bound(rows, capped).flatten().tolist() == [5.0, 5.0]
+    biased = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0, window=(0, 0), alibi_slopes=(0.5,))
+    assert score_bound(rows, biased).flatten().tolist() == [101.5, 3.5]
+
+
+def test_nan_is_infinitely_wrong_and_no_error_is_right(make_case: Any) -> None:
+    problem = build_problem(make_case((1, 1)), 0)
+    truth = truth_of(problem, CPU)
+    error = torch.zeros_like(truth.out)
+    assert float(share_of_budget(error, truth.budget).max()) == 0.0
+    error[0, 0, 0] = float("nan")
+    assert float(share_of_budget(error, truth.budget)[0, 0]) == math.inf
