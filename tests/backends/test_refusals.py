@@ -85,7 +85,7 @@ def test_a_constructor_refuses_features(changes, message):
 
 
 def test_a_constructor_tells_all_problems_at_once():
-    with pytest.raises(ValueError, match="head_size 24.*; .*sliding_window 0"):
+    with pytest.raises(ValueError, match=r"head_size 24.*; .*sliding_window 0"):
         construct(BARE, head_size=24, sliding_window=0)
     with pytest.raises(NotImplementedError, match="sliding_window is not supported; sinks is not supported"):
         construct(BARE, sliding_window=4, sinks=torch.zeros(4))

@@ -135,7 +135,7 @@ def test_a_file_without_any_backend(file):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(BackendLoadError, match="cannot read .*nothing.py: No such file or directory"):
+    with pytest.raises(BackendLoadError, match=r"cannot read .*nothing\.py: No such file or directory"):
         load(f"{tmp_path / 'nothing.py'}:Wrong")
 
 
