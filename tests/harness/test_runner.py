@@ -9,7 +9,7 @@ from attncheck.backends.conventions import Conventions
 from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.problem import build_problem
-from attncheck.harness.runner import Fill, Session, StageError
+from attncheck.harness.runner import Session, StageError
 from attncheck.harness.truth import truth_of
 from attncheck.reference.spec import AttentionType, RequestSpec
 
@@ -39,8 +39,8 @@ def impl(**members: Any) -> type[Variant]:
     return variant(Impl=type("Impl", (ReferenceImpl,), members))
 
 
-def run(backend: Any, case: Any, fill: Fill = Fill()) -> Any:
-    return Session(backend, build_problem(case, 0), CPU).run(fill)
+def run(backend: Any, case: Any) -> Any:
+    return Session(backend, build_problem(case, 0), CPU).run()
 
 
 def test_the_output_is_the_truth_rounded_once(make_case: Any) -> None:
