@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from attncheck.cases.meaning import check_meaning
 from attncheck.cases.model import Case, Suite
@@ -17,7 +18,7 @@ from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, pl
 from attncheck.cases.validation import text_of, validate
 from attncheck.cases.vllm_batches import Batch, items_of, read_batches
 from attncheck.errors import SpecError
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import BatchSpec, CacheSpec, KVCacheDType, LayerSpec
 
 _LAYER_KEYS: Mapping[str, str] = {"num_q_heads": "num_heads", "num_kv_heads": "num_kv_heads", "head_dim": "head_size"}
 _MLA_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -234,11 +235,12 @@ def _sweep(tree: Tree, notes: list[str]) -> Iterator[tuple[str, Table]]:
 def _label(template: str, overrides: Table, value: Tree) -> str:
     """The file's own label without the backend, or the values joined, in characters an id may have."""
     fields = {name: tree.text for name, tree in overrides.entries.items() if isinstance(tree, Scalar)}
+    joined = "-".join(fields.values())
     if isinstance(value, Scalar):
         fields["value"] = value.text
     own = re.sub(r"[_.-]*\{backend\}[_.-]*", "", template)
     text = re.sub(r"\{(\w+)\}", lambda match: fields.get(match[1], ""), own)
-    return _UNSAFE.sub("-", text or "-".join(fields.values())).strip("-_.")
+    return _UNSAFE.sub("-", text or joined).strip("-_.")
 
 
 def _geometry(label: str, model: Table, root: Table, notes: list[str]) -> _Geometry:
@@ -268,7 +270,12 @@ def _geometry(label: str, model: Table, root: Table, notes: list[str]) -> _Geome
     else:
         _note_once(notes, f"the model has no block_size: {CacheSpec().block_size} is taken")
     if "kv_cache_dtype" in root.entries:
-        cache["kv_cache_dtype"] = root.entries["kv_cache_dtype"]
+        dtype = root.entries["kv_cache_dtype"]
+        if isinstance(dtype, Scalar) and dtype.value in get_args(KVCacheDType):
+            cache["kv_cache_dtype"] = dtype
+        else:
+            reason = f"no cache of dtype {plain(dtype)} is known here: the layer's dtype is taken"
+            _note_once(notes, _not_used("kv_cache_dtype", reason))
     layer = validate(LayerSpec, Table(model.place, entries, names), "a model")
     return _Geometry(label, layer, validate(CacheSpec, Table(model.place, cache, {}), "a cache"))
 
