@@ -39,10 +39,13 @@ def require_shape(name: str, tensor: Tensor, *sizes: int | None, legend: str = "
 
 def require_float(name: str, tensor: Tensor, *, float8: bool = False) -> None:
     """Refuses what is no floating-point tensor, and float8 codes where no scale could give them a meaning."""
-    if not tensor.dtype.is_floating_point or (is_float8(tensor) and not float8):
-        raise ReferenceArgumentError(
-            f"{name}.dtype", tensor.dtype, "floating point" + ("" if float8 else ", not float8")
-        )
+    require_float_dtype(f"{name}.dtype", tensor.dtype, float8=float8)
+
+
+def require_float_dtype(name: str, dtype: torch.dtype, *, float8: bool = False) -> None:
+    """The same for a dtype."""
+    if not dtype.is_floating_point or (dtype in FLOAT8_DTYPES and not float8):
+        raise ReferenceArgumentError(name, dtype, "floating point" + ("" if float8 else ", not float8"))
 
 
 def require_same_device(first: str, tensor: Tensor, **others: Tensor) -> None:

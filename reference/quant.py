@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
-from attncheck.reference.arguments import is_float8, require_broadcast, require_float, require_scale
+from attncheck.reference.arguments import (
+    FLOAT8_DTYPES,
+    is_float8,
+    require_broadcast,
+    require_float,
+    require_float_dtype,
+    require_scale,
+)
 
 
 @torch.no_grad()
@@ -24,7 +31,7 @@ def quantize_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype = torch.fl
     """
     require_float("x", x)
     _check_scale(scale, x)
-    if not is_float8(torch.empty(0, dtype=dtype)):
+    if dtype not in FLOAT8_DTYPES:
         raise ReferenceArgumentError("dtype", dtype, "a float8 dtype")
     return fp8_codes(x, scale, dtype)
 
@@ -41,7 +48,7 @@ def dequantize_fp8(codes: Tensor, scale: float | Tensor, *, dtype: torch.dtype =
     if not is_float8(codes):
         raise ReferenceArgumentError("codes.dtype", codes.dtype, "a float8 dtype")
     _check_scale(scale, codes)
-    require_float("dequantised", torch.empty(0, dtype=dtype))
+    require_float_dtype("dtype", dtype)
     return fp8_values(codes, scale, dtype)
 
 

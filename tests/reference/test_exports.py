@@ -1,0 +1,48 @@
+"""What ``attncheck.reference`` offers, and that asking for a word loads no torch."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from attncheck import reference
+
+
+def test_every_name_is_there_and_listed():
+    assert reference.__all__ == sorted(reference.__all__)
+    for name in reference.__all__:
+        value = getattr(reference, name)
+        assert value is getattr(import_module(f"attncheck.reference.{reference._HOME[name]}"), name)
+        assert name in dir(reference)
+        assert value.__doc__
+    assert set(reference._HOME) == set(reference.__all__)
+
+
+def test_what_type_checkers_see_is_what_is_offered():
+    tree = ast.parse(Path(reference.__file__).read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert seen == {name: f"attncheck.reference.{home}" for name, home in reference._HOME.items()}
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = reference.no_such_thing
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import attncheck.reference",
+        "from attncheck.reference import LayerSpec, CacheSpec, BatchSpec, AttentionType, AttentionCGSupport",
+        "import attncheck.reference as r; dir(r); r.__all__",
+    ],
+)
+def test_the_shared_words_load_no_torch(code):
+    check = f"{code}\nimport sys\nassert not {{'torch', 'numpy'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
