@@ -21,8 +21,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+from attncheck.cases.tree import Items, Place, Table, describe
 from attncheck.cases.validation import suggestion, validate
-from attncheck.cases.yaml_tree import Items, Place, Table, describe, parse_yaml
+from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import CaseFileError
 from attncheck.reference.spec import CHECKS
 from attncheck.reports.phrases import what_happened
@@ -97,7 +98,7 @@ def load_expectations(path: Path) -> tuple[Entry, ...]:
         )
     entries = []
     for item in tree.items:
-        expectation = validate(Expectation, item)
+        expectation = validate(Expectation, item, "an expectation")
         if expectation.check not in CHECKS:
             place = item.entries["check"].place if isinstance(item, Table) else item.place
             raise place.fault(

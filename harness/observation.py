@@ -5,6 +5,7 @@ Must not know: how the backend was driven, what is right.
 
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -55,8 +56,11 @@ class Raised:
 
     @property
     def trace(self) -> str:
-        """The formatted traceback."""
-        return "".join(traceback.format_exception(self.error))
+        """The formatted traceback, from the first frame on that is not the harness's own."""
+        entry = self.error.__traceback__
+        while entry is not None and Path(entry.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+            entry = entry.tb_next
+        return "".join(traceback.format_exception(type(self.error), self.error, entry or self.error.__traceback__))
 
 
 CANARY = 1.5

@@ -17,6 +17,8 @@ from attncheck.reports.phrases import what_happened
 from attncheck.reports.records import FALLEN_SHORT, Record
 
 LINE_EVERY_S = 10.0
+TOLD_AT_ONCE = 10
+"""So many records that fell short are told as they come; the report tells the rest."""
 
 
 class Watcher(Protocol):
@@ -51,7 +53,7 @@ class _Tally:
 
 
 class Lines:
-    """Plain lines: each record that fell short, and every ten seconds how far the run is."""
+    """Plain lines: the first records that fall short, and every ten seconds how far the run is."""
 
     def __init__(self, cases: int) -> None:
         self._tally = _Tally(cases)
@@ -60,7 +62,7 @@ class Lines:
     def see(self, record: Record) -> None:
         """One more record."""
         self._tally.see(record)
-        if record.outcome in FALLEN_SHORT:
+        if record.outcome in FALLEN_SHORT and self._tally.short <= TOLD_AT_ONCE:
             typer.echo(
                 f"{record.outcome}  {record.backend}  {record.case}  {record.check}: {what_happened(record)}", err=True
             )

@@ -6,6 +6,7 @@ selected. Must not know: how anything is examined or told.
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,15 @@ class Collection:
             root.collection = self
             report.result = [*(report.result or []), root]
         return report  # type: ignore[return-value]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Under pytest-xdist, where the user did not choose another way: one case and backend, one worker."""
+        if config.getoption("dist") not in ("load", "loadgroup"):
+            return None
+        from attncheck.harness.pytest_schedule import PairScheduling
+
+        return PairScheduling(config, log)
 
     def record_of(self, item: "CheckItem") -> Record | QuestionError:
         """The record of one item; its case and backend are examined when the first of their items asks."""
@@ -171,7 +181,7 @@ class CheckItem(pytest.Item):
         if not isinstance(excinfo.value, FellShortError):
             return str(super().repr_failure(excinfo))
         record = excinfo.value.record
-        text = terminal.failure(record, self.collection.examined(self.session)[1])
+        text = terminal.story(record, self.collection.examined(self.session)[1])
         if isinstance(record, Errored) and record.traceback:
             text += f"\n\n{phrases.printable(record.traceback).rstrip()}"
         return text
@@ -179,4 +189,5 @@ class CheckItem(pytest.Item):
     def reportinfo(self) -> tuple[Path, int, str]:
         """The line of the case in its YAML file."""
         file, _, line = self.case.origin.rpartition(":")
-        return (Path(file), int(line) - 1, self.name) if line.isdigit() else (self.path, 0, self.name)
+        title = f"{self.case.key}  {self.backend.name}  {self.check}"
+        return (Path(file), int(line) - 1, title) if line.isdigit() else (self.path, 0, title)

@@ -39,9 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
     if not (config.getoption("attncheck_suite") or config.getoption("attncheck_backend")):
         return
-    if config.getoption("dist", "no") == "load":
-        # Like load, but items of one xdist_group stay on one worker: a case is then examined once a backend.
-        config.option.dist = "loadgroup"
     from attncheck.harness.pytest_items import Collection
 
     config.pluginmanager.register(Collection(config), "attncheck-collection")

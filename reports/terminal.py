@@ -98,14 +98,14 @@ def _paint(text: str, code: str, color: bool) -> str:
     return f"\033[{code}m{text}\033[0m" if color else text
 
 
-def wrap(text: str, indent: str = "", hang: str = "  ") -> str:
+def wrap(text: str, indent: str = "", *, width: int = WIDTH) -> str:
     """Fold long lines; a word that is longer than a line, such as a path, stays whole."""
     return "\n".join(
         textwrap.fill(
             line,
-            WIDTH,
+            width,
             initial_indent=indent,
-            subsequent_indent=indent + hang,
+            subsequent_indent=indent + "  ",
             break_long_words=False,
             break_on_hyphens=False,
         )
@@ -114,35 +114,47 @@ def wrap(text: str, indent: str = "", hang: str = "  ") -> str:
 
 
 def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
-    """Each failure in full, up to :data:`SHOWN_FAILURES` a backend and check, then how many more there are."""
-    seen: Counter[tuple[str, str]] = Counter()
-    shown = []
+    """Each failure in full, up to :data:`SHOWN_FAILURES` a backend and check, then how many more there are.
+
+    What fell short in the same words under several checks, as an exception does, is told once.
+    """
+    alike: dict[tuple[str, str, str, str], list[Record]] = {}
     for record in summary.short:
-        seen[record.backend, record.check] += 1
-        if seen[record.backend, record.check] <= SHOWN_FAILURES:
-            shown.append(failure(record, header, color=color))
-    more = [
-        f"{backend}, {check}: {count - SHOWN_FAILURES} more"
-        for (backend, check), count in seen.items()
-        if count > SHOWN_FAILURES
-    ]
+        alike.setdefault((record.backend, record.case, record.outcome, phrases.what_happened(record)), []).append(
+            record
+        )
+    told: Counter[tuple[str, str]] = Counter()
+    more: Counter[str] = Counter()
+    shown = []
+    for records in alike.values():
+        kind = (records[0].backend, records[0].check)
+        told[kind] += 1
+        if told[kind] <= SHOWN_FAILURES:
+            shown.append(_paragraph(records, header, color))
+        else:
+            more.update(f"{record.backend}, {record.check}" for record in records)
     if more:
-        shown.append(wrap(f"not shown here: {'; '.join(more)} (all are in the run file: attncheck report)"))
+        counts = "; ".join(f"{kind}: {count}" for kind, count in more.items())
+        shown.append(wrap(f"not shown here: {counts} (`attncheck report --format markdown` tells them all)"))
     return shown
 
 
-def failure(record: Record, header: RunHeader | None = None, *, color: bool = False) -> str:
-    """One record that fell short: who, which case, which check; what happened; what it looks like; how to repeat it."""
-    lines = [f"{_paint(record.outcome, '31', color)}  {record.backend}  {record.case}  {record.check}"]
-    lines.append(wrap(phrases.what_happened(record), "  "))
+def _paragraph(records: Sequence[Record], header: RunHeader, color: bool) -> str:
+    """Who, which case, which checks; then the story of the first record, which speaks for all."""
+    first, checks = records[0], ", ".join(record.check for record in records)
+    heading = f"{_paint(first.outcome, '31', color)}  {first.backend}  {first.case}  {checks}"
+    return f"{heading}\n{textwrap.indent(story(first, header), '  ')}"
+
+
+def story(record: Record, header: RunHeader | None = None) -> str:
+    """What happened to one record that fell short, what it looks like, and how to repeat it; folded."""
+    lines = [phrases.what_happened(record)]
     if isinstance(record, Failed):
-        lines += [wrap(phrases.printable(detail), "  ") for detail in record.details]
-        if record.meaning:
-            lines.append(wrap(f"looks like: {phrases.printable(record.meaning)}", "  "))
+        lines += [phrases.printable(detail) for detail in record.details]
+        lines += [f"looks like: {phrases.printable(record.meaning)}"] if record.meaning else []
     if isinstance(record, Errored) and (place := _raised_at(record.traceback)):
-        lines.append(f"  {phrases.printable(place)}")
-    lines.append(f"  repeat: {repro_command(record, header)}")
-    return "\n".join(lines)
+        lines.append(phrases.printable(place))
+    return "\n".join([*(wrap(line, width=WIDTH - 2) for line in lines), f"repeat: {repro_command(record, header)}"])
 
 
 def _raised_at(traceback: str) -> str:

@@ -84,7 +84,14 @@ def test_terminal_shows_a_few_failures_of_a_kind_and_counts_the_rest(header: Run
     records = [make("failed", case_id=f"c{i}") for i in range(10)] + [make("failed", check="lse")]
     text = terminal.render(header, records)
     assert text.count("repeat: ") == 4
-    assert "reference, numerics: 7 more" in text
+    assert "not shown here: reference, numerics: 7 (" in text
+
+
+def test_terminal_tells_what_all_checks_say_once(header: RunHeader, make: Make) -> None:
+    text = terminal.render(header, [make("errored"), make("errored", check="lse"), make("failed", check="cache_write")])
+    assert "errored  reference  smoke/edge  numerics, lse\n" in text
+    assert "failed  reference  smoke/edge  cache_write\n" in text
+    assert text.count("repeat: ") == 2
 
 
 def test_terminal_colours_only_when_asked(header: RunHeader, records: list[Record]) -> None:
