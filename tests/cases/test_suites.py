@@ -1,0 +1,175 @@
+"""The built-in suites: complete, without repetition, cheap, and stable over time."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from attncheck.cases.loader import load_suite, suite_names
+from attncheck.cases.model import Case
+from attncheck.reference.spec import AttentionType, BatchSpec, RequestSpec
+
+SUITES = [
+    "smoke",
+    "alibi",
+    "block_sizes",
+    "chunked_prefill",
+    "decode",
+    "encoder",
+    "gqa",
+    "head_sizes",
+    "mixed",
+    "named_batches",
+    "padding",
+    "prefill",
+    "sinks",
+    "sliding_window",
+    "soft_cap",
+]
+CHEAP = [name for name in SUITES if name != "named_batches"]
+
+
+def cases(*names: str) -> Iterator[Case]:
+    for name in names or SUITES:
+        yield from load_suite(name)
+
+
+def lengths(batch: BatchSpec) -> list[tuple[int, int]]:
+    return [(request.query_len, request.total_len) for request in batch]
+
+
+def test_these_are_the_suites() -> None:
+    assert suite_names() == SUITES
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_suite_asks_distinct_questions_under_distinct_names(name: str) -> None:
+    suite = load_suite(name)
+    assert suite.name == name
+    assert suite.description
+    assert len({case.id for case in suite}) == len(suite)
+    assert len({case.hash for case in suite}) == len(suite)
+    assert len(suite) <= 45
+    assert suite.notes == ()
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_a_suite_says_what_each_case_is_about_and_stays_cheap(name: str) -> None:
+    suite = load_suite(name)
+    assert all(case.description for case in suite)
+    products = [
+        request.query_len * max(request.total_len, request.encoder_len or 0) * case.layer.num_heads
+        for case in suite
+        for request in case.batch
+    ]
+    assert sum(products) < 8e6  # scores in all: under two seconds for the float64 truth of a suite
+    assert max(products) < 1e6
+
+
+def test_smoke_is_small() -> None:
+    for case in cases("smoke"):
+        assert case.batch.max_seq_len <= 300
+        assert case.batch.num_tokens <= 150
+
+
+# `seq_lens` and query lengths of vLLM's backend test, as its authors tabulate them.
+NAMED = {
+    "small_decode": ([32, 40], [1, 1]),
+    "small_prefill": ([32, 40], [8, 8]),
+    "mixed_small": ([32, 40, 48, 56], [1, 1, 5, 5]),
+    "medium_decode": ([128, 256, 512, 1024] * 2, [1] * 8),
+    "medium_prefill": ([256, 512, 1024, 2048], [16] * 4),
+    "mixed_medium": ([512, 1024, 2048] * 2, [1, 1, 1, 7, 7, 7]),
+    "large_decode": ([2048] * 32, [1] * 32),
+    "large_prefill": ([4096] * 8, [32] * 8),
+    "mixed_large": ([1024, 2048, 4096] * 2, [1, 1, 1, 32, 32, 32]),
+    "single_decode": ([1024], [1]),
+    "single_prefill": ([1024], [64]),
+    "small_encoder_prefill": ([32, 64, 128, 256], [32, 64, 128, 256]),
+    "medium_encoder_prefill": ([256, 512, 1024, 2048], [256, 512, 1024, 2048]),
+}
+
+
+def test_the_named_batches() -> None:
+    suite = load_suite("named_batches")
+    assert [case.id for case in suite] == list(NAMED)
+    for case in suite:
+        seq_lens, query_lens = NAMED[case.id]
+        assert lengths(case.batch) == list(zip(query_lens, seq_lens, strict=True)), case.id
+        is_encoder = "encoder" in case.id
+        assert (case.layer.attn_type is AttentionType.ENCODER_ONLY) == is_encoder
+        assert case.layer.is_causal != is_encoder
+        assert case.batch.path.name == ("encoder_only" if is_encoder else "paged")
+
+
+# A changed hash orphans every recorded result and every expected failure of the case.
+PINNED = {
+    "smoke/decode.bfloat16": "30502eed1b66",
+    "smoke/window-prefill.7": "588aad7cbab8",
+    "smoke/padded-mixed": "0e44652b7507",
+    "smoke/cross": "50743df3badb",
+    "named_batches/mixed_medium": "a0503ad2afe8",
+    "sinks/own-sinks": "0779dbf84ed9",
+}
+
+
+def test_hashes_stay() -> None:
+    hashes = {case.key: case.hash for case in cases("smoke", "named_batches", "sinks")}
+    assert {key: hashes[key] for key in PINNED} == PINNED
+
+
+def test_smoke_asks_about_every_modifier_and_shape() -> None:
+    smoke = list(cases("smoke"))
+    layers = [case.layer for case in smoke]
+    assert {layer.dtype for layer in layers} == {"float16", "bfloat16", "float32"}
+    assert {layer.attn_type for layer in layers} == set(AttentionType)
+    assert {layer.num_heads // layer.num_kv_heads for layer in layers} >= {1, 4, 5, 7, 8}
+    assert {layer.head_size for layer in layers} >= {64, 80, 128}
+    assert {case.cache.layout for case in smoke} == {"NHD", "HND"}
+    assert {case.cache.block_size for case in smoke} >= {1, 8, 16, 128}
+    assert any(layer.scale for layer in layers)
+    assert any(layer.value_head_size < layer.head_size for layer in layers)
+    assert any(layer.value_head_size > layer.head_size for layer in layers)
+    assert any(layer.alibi and layer.soft_cap and layer.sliding_window for layer in layers)
+    assert any(layer.sinks and layer.soft_cap and layer.sliding_window for layer in layers)
+    assert any(layer.attn_type == "decoder" and not layer.is_causal and layer.sliding_window for layer in layers)
+    assert any(case.cache.k_scale != 1 != case.cache.v_scale for case in smoke)
+    assert any(case.batch.padding.requests and case.batch.padding.tokens for case in smoke)
+    assert any(case.batch.padding.tokens and not case.batch.padding.requests for case in smoke)
+    assert any(request.shared_prefix for case in smoke for request in case.batch)
+    assert any(request.context_len < 0 for case in smoke for request in case.batch)
+    for modifier in ("sliding_window", "logits_soft_cap", "alibi", "sinks"):
+        asked = [case for case in smoke if getattr(case.layer, modifier)]
+        kinds = {kind for case in asked for kind in map(_kind, case.batch)}
+        assert kinds >= {"decode", "extend", "prefill"}, modifier
+
+
+def _kind(request: RequestSpec) -> str:
+    return "decode" if request.query_len == 1 else "prefill" if request.context_len == 0 else "extend"
+
+
+def test_the_dimensions_that_bugs_live_in_are_asked() -> None:
+    asked = list(cases(*CHEAP))
+    layers = [case.layer for case in asked]
+    assert {layer.num_heads // layer.num_kv_heads for layer in layers} >= {1, 2, 4, 5, 7, 8, 16}
+    assert {layer.head_size for layer in layers} >= {64, 72, 80, 96, 128, 192, 256}
+    assert {case.cache.block_size for case in asked} >= {1, 2, 8, 16, 32, 64, 128, 256, 544}
+    assert {layer.window for layer in layers} >= {(0, 0), (15, 0), (16, 0), (127, 0), (7, 7), (15, 15)}
+    assert {request.query_len for case in cases("decode") for request in case.batch} >= set(range(1, 9))
+    decodes = {request.total_len for case in cases("decode") for request in case.batch if request.query_len == 1}
+    assert {length % 16 for length in decodes} == set(range(16))
+    for tile in (16, 32, 64, 128, 256):
+        assert decodes >= {tile - 1, tile, tile + 1}
+        prompts = {r.query_len for case in cases("prefill") for r in case.batch if r.context_len == 0}
+        assert prompts >= {tile - 1, tile, tile + 1}
+    assert any(case.cache.first_block is not None and case.cache.first_block > 2**16 for case in asked)
+    ragged = [case for case in asked if case.batch.max_seq_len >= 100 * min(t for _, t in lengths(case.batch) if t)]
+    assert len(ragged) >= 3
+
+
+def test_a_window_has_rows_that_see_less_because_of_it() -> None:
+    for case in cases():
+        left, _ = case.layer.window
+        if left >= 0:
+            assert any(request.total_len > left + 1 for request in case.batch), case.key
+        if left >= 0 and not case.layer.is_causal:
+            assert any(request.query_len > left + 1 for request in case.batch), case.key
