@@ -4,7 +4,7 @@ Prints nothing, writes no file. Whatever a candidate does is a record; only a wr
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +14,10 @@ from attncheck.backends.registry import LoadedBackend, load_object
 from attncheck.errors import BackendLoadError, SelectionError
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
-from attncheck.harness.selection import load_backends, refuse_unavailable, select_cases, suite_device
+from attncheck.harness.selection import check_seed, load_backends, refuse_unavailable, select_cases, suite_device
 from attncheck.reports import phrases, terminal
 from attncheck.reports.records import FALLEN_SHORT, Record, RunHeader
+from attncheck.reports.repro import python_ref
 from attncheck.reports.summary import Summary, Verdict, summarise
 
 Candidate = str | type[AttentionBackend] | Callable[..., object]
@@ -91,7 +92,9 @@ def examine(
     selection = select_cases(_listed(suite), _listed(cases), _listed(checks))
     chosen, notes = suite_device(selection.suites, device)
     backend = _load(candidate, chosen, kernel_options)
-    plan = Plan(cases=selection.cases, backends=(backend,), checks=selection.checks, device=chosen, seed=seed)
+    plan = Plan(
+        cases=selection.cases, backends=(backend,), checks=selection.checks, device=chosen, seed=check_seed(seed)
+    )
     examiner = Examiner(plan)
     header = make_header(selection, plan, examiner.environment, notes=notes)
     records: list[Record] = []
@@ -116,14 +119,22 @@ def _load(candidate: Candidate, device: str, kernel_options: dict[str, Any]) -> 
 
 
 def _resolve(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | Missing:
-    if callable(candidate) and not isinstance(candidate, type):
-        name = str(kernel_options.pop("name", getattr(candidate, "__name__", "kernel")))
-        try:
-            return load_object(kernel_backend(candidate, name=name, **kernel_options))
-        except (TypeError, ValueError) as error:
-            raise BackendLoadError(name, str(error)) from error
-    if kernel_options:
-        raise SelectionError(f"{', '.join(kernel_options)}: an option for functions, and this is {candidate!r}")
+    if isinstance(candidate, str | type) and kernel_options:
+        raise SelectionError(f"{', '.join(kernel_options)}: options for a function, and this is {candidate!r}")
     if isinstance(candidate, str):
         return load_backends([candidate])[0]
-    return load_object(candidate)
+    if isinstance(candidate, type):
+        return _handed_over(candidate)
+    if not callable(candidate):
+        raise SelectionError(f"{candidate!r} is no candidate; give a backend's name, a backend class or a function")
+    options: dict[str, Any] = {"name": getattr(candidate, "__name__", "kernel")} | kernel_options
+    try:
+        return _handed_over(kernel_backend(candidate, **options))
+    except (TypeError, ValueError) as error:
+        raise BackendLoadError(str(options["name"]), str(error)) from error
+
+
+def _handed_over(backend: type) -> LoadedBackend:
+    """A class from Python; how to repeat its failures must be told in Python, too."""
+    loaded = load_object(backend)
+    return replace(loaded, ref=python_ref(loaded.name))

@@ -15,7 +15,7 @@ from attncheck.cases.model import Case, Suite
 from attncheck.errors import QuestionError
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
-from attncheck.harness.selection import choose_backends, select_cases, suite_device
+from attncheck.harness.selection import check_seed, choose_backends, select_cases, suite_device
 from attncheck.reports import phrases, terminal
 from attncheck.reports.records import FALLEN_SHORT, Errored, Record, RunHeader, Unavailable, Unsupported
 
@@ -39,6 +39,7 @@ class Collection:
                 option("attncheck_suite"), option("attncheck_case"), option("attncheck_check")
             )
             device, _ = suite_device(self.selection.suites, option("attncheck_device"))
+            seed = check_seed(option("attncheck_seed"))
             backends, _ = choose_backends(option("attncheck_backend"), self.selection.suites, device)
         except QuestionError as error:
             raise pytest.UsageError(f"attncheck: {error}") from error
@@ -47,7 +48,7 @@ class Collection:
             backends=backends,
             checks=self.selection.checks,
             device=device,
-            seed=option("attncheck_seed"),
+            seed=seed,
         )
 
     @pytest.hookimpl(wrapper=True)

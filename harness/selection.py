@@ -44,6 +44,13 @@ class Selection:
         return tuple(case for suite in self.suites for case in suite.cases)
 
 
+def check_seed(seed: int) -> int:
+    """``seed``; raises SelectionError for a negative one."""
+    if seed < 0:
+        raise SelectionError(f"seed {seed}: give a whole number, 0 or above")
+    return seed
+
+
 def select_cases(suites: Sequence[str], patterns: Sequence[str] = (), checks: Sequence[str] = ()) -> Selection:
     """Load suites (names or paths; default: smoke) and apply the filters.
 

@@ -1,11 +1,18 @@
 """The one line that repeats a record: made to be pasted into a POSIX shell, from the directory of the first run.
 
+A candidate that was handed over in Python has no name a shell could give; its line is Python.
+
 Must not know: anything but the record's fields and the run's header.
 """
 
 import shlex
 
 from attncheck.reports.records import Record, RunHeader
+
+
+def python_ref(name: str) -> str:
+    """The ``backend_ref`` of a candidate that was handed over in Python under ``name``."""
+    return f"<{name}>"
 
 
 def repro_command(record: Record, header: RunHeader | None = None) -> str:
@@ -15,6 +22,8 @@ def repro_command(record: Record, header: RunHeader | None = None) -> str:
     is the default and left out.
     """
     suite = record.suite if header is None else header.suite_ref(record.suite)
+    if record.backend_ref.startswith("<"):
+        return _repro_call(record, suite, header)
     words = ["attncheck", "run", "--backend", record.backend_ref, "--suite", suite, "--case", record.case_id]
     words += ["--check", record.check]
     if record.seed:
@@ -22,3 +31,13 @@ def repro_command(record: Record, header: RunHeader | None = None) -> str:
     if header is not None:
         words += ["--device", header.device]
     return shlex.join([*words, "--in-process"])
+
+
+def _repro_call(record: Record, suite: str, header: RunHeader | None) -> str:
+    options: dict[str, object] = {"cases": record.case_id, "checks": record.check}
+    if record.seed:
+        options["seed"] = record.seed
+    if header is not None:
+        options["device"] = header.device
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return f"attncheck.examine({record.backend_ref.strip('<>')}, {suite!r}, {given})"

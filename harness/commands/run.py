@@ -85,7 +85,11 @@ def run(
     typer.echo(phrases.title(header))
     for note in header.notes:
         typer.echo(terminal.wrap(f"note: {note}"))
-    records, errors = _examine(examiner, header, path, expectations, exitfirst=exitfirst, silent=in_process)
+    try:
+        records, errors = _examine(examiner, header, path, expectations, exitfirst=exitfirst, silent=in_process)
+    except KeyboardInterrupt:
+        typer.echo(f"what was found so far is in {path}", err=True)
+        raise
     typer.echo()
     typer.echo(terminal.render(header, records, errors=errors, color=sys.stdout.isatty()))
     typer.echo(f"{time.monotonic() - began:.1f} s, run file: {path}")
