@@ -19,15 +19,28 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
     """One line that explains ``output`` (float64 ``[T, H, Dv]``), whose errors in budgets are ``shares``; or None."""
     if not bool(torch.isfinite(output).all()):
         return "NaN or Inf in the output: memory nobody owns was read, or a row without visible keys divided 0 by 0"
-    work = len(truth.rows.query) * len(truth.rows.keys) * truth.rows.keys.shape[-1]
-    if work > _FEW_WORK:
+    if _too_much_work(truth):
         return None
-    rows = truth.rows
-    for hypothesis in explanations(truth.params, rows, problem.cache.block_size):
+    for hypothesis in explanations(truth.params, truth.rows, problem.cache.block_size):
         out, _ = hypothesis.ask()
         if bool((share_of_budget(output - out, truth.budget) <= _slack(out, truth)).all()):
-            return f"{hypothesis.meaning} (its truth fits all rows)"
+            return f"{hypothesis.meaning}: its truth fits all rows"
     return _stranger(problem, truth, output, shares)
+
+
+def explain_lse(problem: Problem, truth: Truth, got: Tensor) -> str | None:
+    """One line that explains a natural log-sum-exp ``got`` (float64 ``[T, H]``), or None."""
+    if _too_much_work(truth):
+        return None
+    for hypothesis in explanations(truth.params, truth.rows, problem.cache.block_size):
+        _, lse = hypothesis.ask()
+        if bool(((got == lse) | ((got - lse).abs() <= 4 * truth.budget.lse)).all()):
+            return f"{hypothesis.meaning}: its truth fits all rows"
+    return None
+
+
+def _too_much_work(truth: Truth) -> bool:
+    return len(truth.rows.query) * len(truth.rows.keys) * truth.rows.keys.shape[-1] > _FEW_WORK
 
 
 def _slack(out: Tensor, truth: Truth) -> Tensor:

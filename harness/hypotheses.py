@@ -65,14 +65,14 @@ def _window_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterat
             pair = (to, params.window[1]) if side == 0 else (params.window[0], to)
             return replace(params, window=pair)
 
-        size = value + 1
+        size, where = value + 1, "" if params.causal else f" on the {bound}"
         name = "sliding_window" if params.causal else f"sliding_window ({bound} bound)"
         acts = _keys_seen(rows, moved(-1)) > seen
-        yield Toggle(name, _altered(f"the {bound} window bound is ignored", rows, moved(-1)), acts, True)
-        longer = f"the window is one key too long on the {bound} (sliding_window={size + 1})"
+        yield Toggle(name, _altered(f"the window{where} is ignored", rows, moved(-1)), acts, True)
+        longer = f"the window is one key too long{where} (sliding_window={size + 1})"
         yield Toggle(f"{name} + 1", _altered(longer, rows, moved(value + 1)), acts, False)
         if value > 0:
-            shorter = f"the window is one key too short on the {bound} (sliding_window={size - 1})"
+            shorter = f"the window is one key too short{where} (sliding_window={size - 1})"
             yield Toggle(f"{name} - 1", _altered(shorter, rows, moved(value - 1)), acts, False)
 
 

@@ -41,9 +41,8 @@ def examine(problem: Problem, pool: Pool | None, seen: Observation, brings_write
     complaints = [_complaint(problem, pool, seen, int(slot), slots) for slot in wrong[:4]]
     meaning = _meaning(problem, wrong, slots)
     changed = (f"inputs were changed: {', '.join(seen.changed)}",) if seen.changed else ()
-    return Broken(
-        f"{len(wrong)} slots are wrong, first: {complaints[0]}", figures, meaning, (*complaints[1:], *changed)
-    )
+    count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, first"
+    return Broken(f"{count}: {complaints[0]}", figures, meaning, (*complaints[1:], *changed))
 
 
 def _differing(pool: Pool, expected: Tensor, got: Tensor, slots: Tensor) -> Tensor:

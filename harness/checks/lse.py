@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.numerics import summarize
+from attncheck.harness.explain import explain_lse
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.observation import Observation, still_unwritten
 from attncheck.harness.problem import Problem
@@ -40,7 +41,8 @@ def examine(problem: Problem, truth: Truth, seen: Observation, conventions: Conv
         )
     if not bool((shares > 1).any()):
         return Holds(figures)
-    return Broken(summarize(problem, shares), figures, _meaning(got, truth))
+    meaning = _meaning(got, truth) or explain_lse(problem, truth, got)
+    return Broken(summarize(problem, shares), figures, meaning)
 
 
 def lse_shares(got: Tensor, truth: Truth) -> Tensor:

@@ -106,7 +106,7 @@ def test_undeclared_accepted_and_wrong_fails(make_case: Any) -> None:
     claim = examine(backend, make_case(sinks=True))["claims"]
     assert claim.outcome == "failed"
     assert "accepted, and wrong" in claim.summary
-    assert claim.meaning == "the sinks are ignored (its truth fits all rows)"
+    assert claim.meaning == "the sinks are ignored: its truth fits all rows"
 
 
 def test_a_crash_instead_of_a_refusal_breaks_the_claim(make_case: Any) -> None:
