@@ -1,16 +1,16 @@
 """``torch.nn.attention.flex_attention`` as a candidate: gathered pages, a block mask, modifiers as a score function.
 
 Compiled on CUDA, where the rows of the whole step are one call; eager on CPU, where the score matrix is materialised
-and every request is a call of its own. In both, the requests of a call lie packed one after the other, and what a row
-sees is an interval of packed keys: causal masks, windows and the borders between requests are all the same mask. Must
-not know: the reference's code.
+and a call holds only as many requests as keep it small. The requests of a call lie packed one after the other, and what
+a row sees is an interval of packed keys: causal masks, windows and the borders between requests are all the same mask.
+Must not know: the reference's code.
 """
 
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from attncheck.reference.params import AttentionParams
 
 _RECOMPILE_LIMIT = 256
 """A run examines many layers in one process; dynamo's limit of 8 variants is meant for one model."""
+
+_EAGER_SCORES = 2**22
+"""Scores of all heads that an eager call may materialise: 16 MiB. Requests are packed, and long ones cut, to that."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -101,6 +104,10 @@ class _Call:
     low: Tensor
     high: Tensor
 
+    def cut(self, cut: slice) -> "_Call":
+        """The same keys for some of the rows only."""
+        return replace(self, own=self.own[cut], low=self.low[cut], high=self.high[cut])
+
 
 class FlexImpl(PagedImpl):
     """One layer."""
@@ -131,10 +138,10 @@ class FlexImpl(PagedImpl):
         output_lse: Tensor | None,
     ) -> None:
         params = self.params(metadata)
-        found = list(pieces(params, metadata, key, value, caches))
-        packs = [found] if query.is_cuda else [[piece] for piece in found]
-        for call in (_pack(params, pack) for pack in packs if pack):
-            out_qHD, lse_qH = self._attend_packed(torch.cat([query[rows] for rows in call.rows]), call)
+        found = pieces(params, metadata, key, value, caches)
+        limit = None if query.is_cuda else _EAGER_SCORES // self.num_heads
+        for call in (_pack(params, pack) for pack in _groups(found, limit)):
+            out_qHD, lse_qH = self._attend_call(torch.cat([query[rows] for rows in call.rows]), call, limit)
             lengths = [rows.stop - rows.start for rows in call.rows]
             parts = zip(call.rows, torch.split(out_qHD, lengths), torch.split(lse_qH, lengths), strict=True)
             for rows, out, lse in parts:
@@ -142,7 +149,16 @@ class FlexImpl(PagedImpl):
                 if output_lse is not None:
                     output_lse[rows] = lse
 
-    def _attend_packed(self, query_qHD: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    def _attend_call(self, query_qHD: Tensor, call: _Call, limit: int | None) -> tuple[Tensor, Tensor]:
+        """``(out [rows, num_heads, value head size], lse [rows, num_heads])``, cut by rows to keep within ``limit``."""
+        if limit is None or len(query_qHD) * len(call.key) <= limit:
+            return self._attend_rows(query_qHD, call)
+        size = max(1, limit // len(call.key))
+        cuts = [slice(first, first + size) for first in range(0, len(query_qHD), size)]
+        outs, lses = zip(*(self._attend_rows(query_qHD[cut], call.cut(cut)) for cut in cuts), strict=True)
+        return torch.cat(outs), torch.cat(lses)
+
+    def _attend_rows(self, query_qHD: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         """``(out [rows, num_heads, value head size], lse [rows, num_heads] float32)``."""
         num_rows, num_keys = len(query_qHD), len(call.key)
         if num_keys == 0:
@@ -188,6 +204,20 @@ class FlexImpl(PagedImpl):
             return score if slopes is None else score + slopes[head] * (key - own[row])
 
         return modified
+
+
+def _groups(found: Iterable[Piece], limit: int | None) -> Iterator[list[Piece]]:
+    """Consecutive requests, as many together as keep rows x keys within ``limit``; None: all of them."""
+    group: list[Piece] = []
+    for piece in found:
+        together = [*group, piece]
+        scores = sum(one.num_rows for one in together) * sum(len(one.key) for one in together)
+        if group and limit is not None and scores > limit:
+            yield group
+            together = [piece]
+        group = together
+    if group:
+        yield group
 
 
 def _pack(params: AttentionParams, pack: list[Piece]) -> _Call:

@@ -225,6 +225,15 @@ def test_large_scores_stay_finite(backend, make_step):
     assert float((step.output.double() - step.truth).abs().max()) < 1e-2
 
 
+@pytest.mark.parametrize("scores", [1, 500, 4000])
+def test_flex_packs_and_cuts_without_a_difference(scores, make_step, monkeypatch):
+    monkeypatch.setattr("attncheck.backends.flex_attention._EAGER_SCORES", scores)
+    requests = [(1, 5), (3, 48)] if scores == 1 else MIXED
+    step = make_step(FlexBackend, replace(PLAIN, alibi=True, sliding_window=11), requests)
+    step.run()
+    assert_right(step)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("scale", [0.3, (0.5, 2.0)], ids=["tensor", "head"])
 def test_the_reference_reads_what_its_fp8_cache_holds(kv_cache_dtype, scale, make_step):
