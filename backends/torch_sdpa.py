@@ -96,15 +96,14 @@ class SDPAImpl(PagedImpl):
         """``[rows, num_heads, value head size]``. Rows that see nothing are 0, whatever the kernel makes of them."""
         if len(piece.key) == 0:
             return query.new_zeros(piece.num_rows, self.num_heads, self.head_size_v)
-        seen = _seen(params, piece)
-        sees_all = bool(seen.all())
         # One prompt from its start: SDPA's own causal mask is the same (top left and bottom right coincide).
         is_prompt = params.causal and params.window[0] < 0 and piece.first_position == 0 and self.alibi_slopes is None
-        mask = None if sees_all or is_prompt else seen
+        seen = None if is_prompt else _seen(params, piece)
+        mask = None if seen is None or bool(seen.all()) else seen
         # SDPA's CPU kernel masks before it scales: a scale of 0 or below would turn its -inf into NaN or +inf.
         signed = query if self.scale > 0 else query * (-1 if self.scale < 0 else 0)
         tensors = [signed, piece.key, piece.value]
-        if self.alibi_slopes is not None:
+        if self.alibi_slopes is not None and seen is not None:
             # The bias is a float mask; in half precision slope * distance would lose the distance, so all is float32.
             mask = self._alibi_mask(seen, piece)
             tensors = [tensor.float() for tensor in tensors]
@@ -114,12 +113,12 @@ class SDPAImpl(PagedImpl):
             key_HkD,
             value_HkD,
             attn_mask=mask,
-            is_causal=is_prompt and not sees_all,
+            is_causal=is_prompt,
             scale=abs(self.scale) or 1.0,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
         out_qHD = out_HqD.squeeze(0).transpose(0, 1)
-        return out_qHD if sees_all else out_qHD.masked_fill(~seen.any(1)[:, None, None], 0.0)
+        return out_qHD if seen is None else out_qHD.masked_fill(~seen.any(1)[:, None, None], 0.0)
 
     def _alibi_mask(self, seen: Tensor, piece: Piece) -> Tensor:
         """``slope * (key position - query position)``, -inf where a row does not see: ``[num_heads, rows, keys]``."""
