@@ -20,7 +20,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
 from attncheck.backends.gathering import Piece, pieces, write_pages
-from attncheck.backends.paged import PagedBackend, PagedBuilder, PagedImpl, PagedMetadata
+from attncheck.backends.paged import PagedBackend, PagedImpl
+from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.params import AttentionParams
 
 _RECOMPILE_LIMIT = 256

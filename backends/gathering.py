@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.backends.paged import PagedMetadata
+from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.params import AttentionParams
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionImpl, AttentionLayer, AttentionMetadataBuilder, AttentionType
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.declarations import MultipleOf
-from attncheck.backends.paged import PagedBackend, PagedBuilder, PagedImpl, PagedMetadata
+from attncheck.backends.paged import PagedBackend, PagedImpl
+from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.spec import FEATURES
 
 Kernel = Callable[..., object]

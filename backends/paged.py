@@ -1,15 +1,12 @@
-"""What our own candidates share: the cache's shape, the builder, and everything in ``forward`` that is not attention.
+"""What our own candidates share: the cache's shape, and everything in ``forward`` that is not attention.
 
-A candidate derives from :class:`PagedBackend`, :class:`PagedBuilder` and :class:`PagedImpl`, declares what it supports,
-and implements :meth:`PagedImpl.attend`. Refusals, the profiling call, and the order write-then-attend live here once.
-Must not know: how any candidate attends.
+A candidate derives from :class:`PagedBackend` and :class:`PagedImpl` (and from the metadata and builder of
+:mod:`attncheck.backends.paged_metadata`), declares what it supports, and implements :meth:`PagedImpl.attend`. Refusals,
+the profiling call, and the order write-then-attend live here once. Must not know: how any candidate attends.
 """
 
-import itertools
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,43 +16,15 @@ from attncheck.backends.contract import (
     AttentionBackend,
     AttentionImpl,
     AttentionLayer,
-    AttentionMetadataBuilder,
     AttentionType,
-    CommonAttentionMetadata,
 )
 from attncheck.backends.declarations import block_size_reason
 from attncheck.backends.packings import FP8_DTYPES, Packing, packed_shape
-from attncheck.backends.refusals import refuse_cache, refuse_layer, refuse_undeclared_call
+from attncheck.backends.paged_metadata import PagedMetadata
+from attncheck.backends.refusals import refuse_layer, refuse_undeclared_call
 from attncheck.reference.cache import kv_cache_views
 from attncheck.reference.params import AttentionParams, window_pair
 from attncheck.reference.spec import CacheSpec, LayerSpec
-
-
-@dataclass(frozen=True)
-class PagedMetadata:
-    """One step for one group of layers: the common metadata, and its lengths as numbers on the host."""
-
-    common: CommonAttentionMetadata
-    query_start_loc: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-    attention_chunk_size: int | None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that belong to requests; padding stands behind them."""
-        return self.query_start_loc[-1]
-
-    @property
-    def query_lens(self) -> tuple[int, ...]:
-        """New tokens of each request."""
-        return tuple(end - start for start, end in itertools.pairwise(self.query_start_loc))
-
-    def requests(self) -> Iterator[tuple[int, int, int, int]]:
-        """``(request, first row, end row, seq_len)`` of every request that has rows; padding requests have none."""
-        bounds = zip(itertools.pairwise(self.query_start_loc), self.seq_lens, strict=True)
-        for request, ((start, end), seq_len) in enumerate(bounds):
-            if end > start:
-                yield request, start, end, seq_len
 
 
 class PagedBackend(AttentionBackend):
@@ -85,28 +54,6 @@ class PagedBackend(AttentionBackend):
     @classmethod
     def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
         return packed_codec(cls, layer, cache)
-
-
-class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Reads the lengths from their host twins: no synchronisation, and nothing that a graph could keep."""
-
-    backend: ClassVar[type[PagedBackend]]
-    metadata_cls: ClassVar[type[PagedMetadata]]
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        refuse_cache(self.backend, kv_cache_spec)
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PagedMetadata:
-        """A shared prefix needs no treatment of its own: its pages are read through every request's table."""
-        return self.metadata_cls(
-            common=common_attn_metadata,
-            query_start_loc=tuple(common_attn_metadata.query_start_loc_cpu.tolist()),
-            seq_lens=tuple(common_attn_metadata.seq_lens_cpu.tolist()),
-            attention_chunk_size=self.kv_cache_spec.attention_chunk_size,
-        )
 
 
 class PagedImpl(AttentionImpl[PagedMetadata]):
@@ -274,7 +221,10 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         output_lse: Tensor | None,
     ) -> None:
         name = self.backend.get_name()
-        tokens = metadata_tokens(metadata, self.metadata_cls, name)
+        if not isinstance(metadata, self.metadata_cls):
+            given, own = type(metadata).__qualname__, self.metadata_cls.__qualname__
+            raise TypeError(f"{name}: attn_metadata is a {given}, not a {own}")
+        tokens = metadata.common.num_actual_tokens
         wrong = []
         if tokens > query.shape[0]:
             wrong.append(f"num_actual_tokens {tokens} exceeds the {query.shape[0]} rows of query")
@@ -321,10 +271,3 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             named = [n for n in self.backend.supported_kv_cache_dtypes if n != "auto" and n not in FP8_DTYPES]
             expected = {dtype, *(getattr(torch, n) for n in named)}
         return [] if stored in expected else [f"kv_cache has dtype {stored} for kv_cache_dtype {self.kv_cache_dtype}"]
-
-
-def metadata_tokens(metadata: object, expected: type[PagedMetadata], backend: str) -> int:
-    """``num_actual_tokens`` of a backend's own metadata; ``TypeError`` names an object of another backend."""
-    if not isinstance(metadata, expected):
-        raise TypeError(f"{backend}: attn_metadata is a {type(metadata).__qualname__}, not a {expected.__qualname__}")
-    return metadata.common.num_actual_tokens

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
-from attncheck.backends.paged import PagedBackend, PagedBuilder, PagedImpl, PagedMetadata
+from attncheck.backends.paged import PagedBackend, PagedImpl
+from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.cache import reshape_and_cache
 from attncheck.reference.paged import paged_attention
 from attncheck.reference.varlen import varlen_attention

@@ -10,7 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
 from attncheck.backends.gathering import Piece, pieces, write_pages
-from attncheck.backends.paged import PagedBackend, PagedBuilder, PagedImpl, PagedMetadata
+from attncheck.backends.paged import PagedBackend, PagedImpl
+from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.params import AttentionParams
 
 
