@@ -12,9 +12,10 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import LoadedBackend, load_object
 from attncheck.errors import BackendLoadError, SelectionError
+from attncheck.harness.candidates import load_backends, refuse_unavailable, suite_device
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
-from attncheck.harness.selection import check_seed, load_backends, refuse_unavailable, select_cases, suite_device
+from attncheck.harness.selection import check_seed, select_cases
 from attncheck.reports import phrases, terminal
 from attncheck.reports.records import FALLEN_SHORT, Record, RunHeader
 from attncheck.reports.repro import python_ref

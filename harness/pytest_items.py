@@ -13,9 +13,10 @@ import pytest
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import QuestionError
+from attncheck.harness.candidates import choose_backends, suite_device
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
-from attncheck.harness.selection import check_seed, choose_backends, select_cases, suite_device
+from attncheck.harness.selection import check_seed, select_cases
 from attncheck.reports import phrases, terminal
 from attncheck.reports.records import FALLEN_SHORT, Errored, Record, RunHeader, Unavailable, Unsupported
 

@@ -77,7 +77,7 @@ def _gpu(index: int) -> str:
 
 def _why_no_cuda() -> str:
     from attncheck.errors import DeviceError
-    from attncheck.harness.selection import choose_device
+    from attncheck.harness.candidates import choose_device
 
     try:
         return choose_device("cuda")

@@ -1,9 +1,16 @@
 """``attncheck list``: the names one can ask for. Loads no torch and no backend."""
 
+import textwrap
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from attncheck.reference.spec import BatchSpec
+
+
+WIDTH = 100
 
 
 class What(StrEnum):
@@ -31,7 +38,7 @@ def list_names(
         what = What.CASES
     tables = {What.BACKENDS: _backends, What.SUITES: _suites, What.CHECKS: _checks}
     if what == What.CASES:
-        _cases(suite or ["smoke"], case or [])
+        _cases(suite or [], case or [])
     elif what is not None:
         tables[what]()
     else:
@@ -42,9 +49,12 @@ def list_names(
 
 
 def _print(rows: list[list[str]]) -> None:
+    """Columns lined up; the last one folded where a line would pass 100 columns."""
     from tabulate import tabulate
 
-    typer.echo(tabulate(rows, tablefmt="plain", disable_numparse=True))
+    lead = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
+    folded = [[*row[:-1], textwrap.fill(row[-1], max(WIDTH - lead, 40))] for row in rows]
+    typer.echo(tabulate(folded, tablefmt="plain", disable_numparse=True))
 
 
 def _backends() -> None:
@@ -63,20 +73,27 @@ def _suites() -> None:
 
 
 def _cases(suites: list[str], patterns: list[str]) -> None:
-    from attncheck.cases.grammar import format_batch
-    from attncheck.cases.loader import load_suite, select
+    from attncheck.harness.selection import select_cases
 
-    for name in suites:
-        for found in select(load_suite(name).cases, patterns):
-            typer.echo(f"{found.key}  {format_batch(found.batch.requests)}")
+    for found in select_cases(suites, patterns).cases:
+        typer.echo(f"{found.key}  {_batch(found.batch)}")
+
+
+def _batch(batch: "BatchSpec") -> str:
+    """The batch as its string, or its size where a string cannot say it."""
+    from attncheck.cases.grammar import format_batch
+    from attncheck.errors import SpecError
+
+    try:
+        return format_batch(batch.requests)
+    except SpecError:
+        return f"{batch.num_requests} requests, {batch.num_tokens} new tokens, up to {batch.max_seq_len} long"
 
 
 def _checks() -> None:
-    import textwrap
-
     from attncheck.reference.spec import CHECKS
 
+    rows = []
     for name, info in CHECKS.items():
-        for position, text in enumerate((info.establishes, f"cannot see: {info.cannot_see}")):
-            lead = f"{'' if position else name:<13}"
-            typer.echo(textwrap.fill(text, 100, initial_indent=lead, subsequent_indent=" " * 13))
+        rows += [[name, info.establishes], ["", f"cannot see: {info.cannot_see}"]]
+    _print(rows)

@@ -105,8 +105,8 @@ def _plan(
     selection: "Selection", refs: list[str], device: str | None, seed: int, dump: Path | None
 ) -> "tuple[Plan, tuple[str, ...]]":
     """The plan, and what to tell about how it was chosen."""
+    from attncheck.harness.candidates import choose_backends, refuse_unavailable, suite_device
     from attncheck.harness.engine import Plan
-    from attncheck.harness.selection import choose_backends, refuse_unavailable, suite_device
 
     chosen, notes = suite_device(selection.suites, device)
     backends, more = choose_backends(refs, selection.suites, chosen)
