@@ -81,8 +81,8 @@ class RowTile:
         self.sum_Nm1 = self.q_NmD.new_zeros((heads, groups * rows, 1))
         self.acc_NmV = self.q_NmD.new_zeros((heads, groups * rows, params.value_head_size))
 
-    def absorb(self, k_NkD: Tensor, v_NkV: Tensor, lo: int, sight: Visibility) -> None:
-        """Adds the keys ``lo ..`` to the sums. The arguments are left as they are."""
+    def absorb(self, k_NkD: Tensor, v_NkV: Tensor, lo: int, sight: Visibility, room: Tensor) -> None:
+        """Adds the keys ``lo ..`` to the sums. ``room`` is where the scores are worked on; K and V are left alone."""
         hi = lo + k_NkD.shape[1]
         masks = self._masks(lo, hi, sight)
         for begin, sees_qk in masks:
@@ -92,7 +92,7 @@ class RowTile:
                 if len(seen_k) == hi - lo and not seen_k.any():
                     return
                 k_NkD, v_NkV = _cleared(k_NkD, v_NkV, begin - lo, seen_k)
-        s_Nmk = self._scores(k_NkD, lo)
+        s_Nmk = self._scores(k_NkD, lo, room)
         s_NGqk = s_Nmk.view(*self.shape_NGq, hi - lo)
         for begin, sees_qk in masks:
             part_NGqk = s_NGqk[..., begin - lo : begin - lo + sees_qk.shape[1]]
@@ -111,11 +111,12 @@ class RowTile:
             if begin < end
         ]
 
-    def _scores(self, k_NkD: Tensor, lo: int) -> Tensor:
-        """Scores before masking, ``[N, m, k]``, all in one buffer."""
+    def _scores(self, k_NkD: Tensor, lo: int, room: Tensor) -> Tensor:
+        """Scores before masking, ``[N, m, k]``, in ``room``."""
         rule, keys = self.rule, k_NkD.shape[1]
-        # beta = 0: the first argument only lends its dtype, its values are not read
-        s_Nmk = torch.baddbmm(self.q_NmD.new_empty(()), self.q_NmD, k_NkD.transpose(1, 2), beta=0, alpha=rule.scale)
+        heads, rows, _ = self.q_NmD.shape
+        s_Nmk = room[: heads * rows * keys].view(heads, rows, keys)
+        s_Nmk.baddbmm_(self.q_NmD, k_NkD.transpose(1, 2), beta=0, alpha=rule.scale)  # beta = 0: old values are not read
         if rule.cap is not None:
             s_Nmk.div_(rule.cap).tanh_().mul_(rule.cap)
         if rule.slopes_NG11 is not None:
@@ -182,6 +183,8 @@ def _attend_band(tiles: Sequence[RowTile], fetch: FetchKeys, sight: Visibility, 
     reaches = [sight.reach(tile.first, tile.last) for tile in tiles]
     begin = min((lo for lo, hi in reaches if lo < hi), default=0)
     end = max((hi for lo, hi in reaches if lo < hi), default=0)
+    scores = max(len(tile.q_NmD) * tile.q_NmD.shape[1] for tile in tiles) * max(0, min(kv_tile, end - begin))
+    room = tiles[0].q_NmD.new_empty(scores)
     for tile_lo in range(begin, end, kv_tile):
         tile_hi = min(tile_lo + kv_tile, end)
         k_NkD, v_NkV = fetch(tile_lo, tile_hi)
@@ -189,7 +192,7 @@ def _attend_band(tiles: Sequence[RowTile], fetch: FetchKeys, sight: Visibility, 
             lo, hi = max(reach[0], tile_lo), min(reach[1], tile_hi)
             if lo < hi:
                 keys = slice(lo - tile_lo, hi - tile_lo)
-                tile.absorb(k_NkD[:, keys], v_NkV[:, keys], lo, sight)
+                tile.absorb(k_NkD[:, keys], v_NkV[:, keys], lo, sight, room)
 
 
 def heads_first(x_kNC: Tensor, compute: torch.dtype) -> Tensor:
