@@ -14,6 +14,9 @@ from torch import Tensor
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.spec import LayerSpec
 
+_ENDLESS = 2**62
+"""Positions and distances are compared in 64 bits; no sum of two below this overflows them."""
+
 _FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -69,8 +72,8 @@ class AttentionParams:
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v", "attn_chunk_size"):
             size = getattr(self, name)
-            if size is not None and not (_is_int(size) and size > 0):
-                raise ReferenceArgumentError(name, size, "a positive integer")
+            if size is not None and not (_is_int(size) and 0 < size < _ENDLESS):
+                raise ReferenceArgumentError(name, size, "a positive integer below 2**62")
         if self.num_heads % self.num_kv_heads:
             raise ReferenceArgumentError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads {self.num_heads}")
         if self.scale is not None and not math.isfinite(self.scale):
@@ -78,13 +81,16 @@ class AttentionParams:
         if self.logits_soft_cap is not None and not 0 <= self.logits_soft_cap < math.inf:
             raise ReferenceArgumentError("logits_soft_cap", self.logits_soft_cap, "a number >= 0; None or 0: off")
         window = tuple(self.window)
-        if len(window) != 2 or not all(_is_int(distance) for distance in window):
-            raise ReferenceArgumentError("window", self.window, "two integers (left, right); negative: unlimited")
+        if len(window) != 2 or not all(_is_int(distance) and distance < _ENDLESS for distance in window):
+            required = "two integers (left, right) below 2**62; negative: unlimited"
+            raise ReferenceArgumentError("window", self.window, required)
         object.__setattr__(self, "window", window)
         self._freeze_per_head("alibi_slopes", "finite", math.isfinite)
         self._freeze_per_head("sinks", "finite, or -inf for no sink", lambda sink: sink < math.inf)
-        if not (_is_int(self.attn_chunk_lookback) and self.attn_chunk_lookback >= 0):
-            raise ReferenceArgumentError("attn_chunk_lookback", self.attn_chunk_lookback, "an integer >= 0")
+        if not (_is_int(self.attn_chunk_lookback) and 0 <= self.attn_chunk_lookback < _ENDLESS):
+            raise ReferenceArgumentError(
+                "attn_chunk_lookback", self.attn_chunk_lookback, "an integer >= 0, below 2**62"
+            )
 
     def _freeze_per_head(self, name: str, required: str, allowed: Callable[[float], bool]) -> None:
         """Holds a field of one number a query head as a tuple, whatever sequence it was given as."""
@@ -127,6 +133,8 @@ class Precision:
     prob: the softmax numerators ``P`` are rounded to this before ``P @ V`` (the row sum uses them unrounded, and the
         values are carried in ``compute``); ``None``: not rounded.
     out: the output is rounded to this (values carried in ``compute``); ``None``: not rounded. The lse never is.
+
+    Float32 products on a GPU follow torch's own TF32 setting, which whoever runs the reference states.
 
     The default is the truth. ``Precision.kernel(torch.bfloat16)`` makes the roundings of a good kernel, whose distance
     from the truth sizes the error an honest kernel may have.
@@ -201,6 +209,7 @@ def visible(params: AttentionParams, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     tensor([[0, 0, 1, 1, 0],
             [0, 0, 0, 0, 1]], dtype=torch.int32)
     """
+    q_pos, k_pos = q_pos.to(torch.int64), k_pos.to(torch.int64)
     distance = q_pos - k_pos
     sees = torch.ones_like(distance, dtype=torch.bool)
     if params.causal:

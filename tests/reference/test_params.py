@@ -44,6 +44,7 @@ def test_hashable_and_equal_by_value_even_from_lists():
         ("window", (1,)),
         ("window", (1, 2, 3)),
         ("window", (1.5, 0)),
+        ("window", (2**62, 0)),
         ("logits_soft_cap", -1.0),
         ("logits_soft_cap", float("inf")),
         ("logits_soft_cap", float("nan")),

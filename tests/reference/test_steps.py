@@ -119,3 +119,39 @@ def test_top_left_alignment_would_differ(make_batch):
     wrong, _ = batch.attend(params, mask_fn=lambda _, q_pos, k_pos: k_pos <= q_pos - 8)
     right, _ = batch.attend(params)
     assert ((wrong - right).abs().amax(dim=(1, 2)) > 1e-3).all()
+
+
+@pytest.mark.parametrize("cut", [1, 4, 5, 7, 12])
+def test_micro_batches(make_batch, same_state, cut):
+    """The rows cut at a token: the first part's keys end where its rows do, the second part's stay (P21)."""
+    params = AttentionParams(4, 2, 8, window=(9, 0))
+    lens, totals = (5, 1, 8), (12, 20, 8)
+    batch = make_batch(lens, totals, params, unowned_rows=0)
+    parts = []
+    for low, high in ((0, cut), (cut, sum(lens))):
+        requests, starts, seq_lens = [], [0], []
+        for r in range(3):
+            rows = batch.rows(r)
+            a, b = max(rows.start, low), min(rows.stop, high)
+            if a < b:
+                requests.append(r)
+                starts.append(starts[-1] + b - a)
+                seq_lens.append(totals[r] - (rows.stop - b))
+        part = replace(
+            batch.only(requests),
+            query=batch.query[low:high],
+            query_start_loc=torch.tensor(starts),
+            seq_lens=torch.tensor(seq_lens),
+        )
+        parts.append(part.attend(params))
+    same_state(tuple(torch.cat(x) for x in zip(*parts, strict=True)), batch.attend(params))
+
+
+def test_fast_prefill(make_batch, same_state):
+    """Only the last rows of each request are asked for; lengths and table stay (P17)."""
+    params = AttentionParams(4, 2, 8, attn_chunk_size=6)
+    batch = make_batch((5, 1, 8), (12, 20, 8), params, unowned_rows=0)
+    out, lse = batch.attend(params)
+    rows = [3, 4, 5, 13]
+    fast = replace(batch, query=batch.query[rows], query_start_loc=torch.tensor([0, 2, 3, 4]))
+    same_state(fast.attend(params), (out[rows], lse[rows]))
