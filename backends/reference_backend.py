@@ -35,7 +35,7 @@ class ReferenceBackend(PagedBackend):
             "short_keys",
         }
     )
-    conventions = Conventions(padded_rows="untouched", batch_invariant=True)
+    conventions = Conventions(padded_rows="untouched")
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 

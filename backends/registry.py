@@ -39,6 +39,8 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
 
 ENTRY_POINT_GROUP = "attncheck.backends"
 
+_FILE_MODULE = "attncheck_file_"
+
 
 @dataclass(frozen=True)
 class LoadedBackend:
@@ -99,7 +101,8 @@ def load_object(obj: object) -> LoadedBackend:
     """A backend class or a plain attention function, handed over from Python. Raises :class:`BackendLoadError`."""
     name = getattr(obj, "__qualname__", type(obj).__name__)
     module = getattr(obj, "__module__", "")
-    place = getattr(sys.modules.get(module), "__file__", None) if module == "__main__" else None
+    by_file = module == "__main__" or module.startswith(_FILE_MODULE)  # names that another process cannot import
+    place = getattr(sys.modules.get(module), "__file__", None) if by_file else None
     ref = f"{place or module}:{name}"
     return _checked(ref, getattr(obj, "__name__", name), obj, f"object of {place or module}")
 
@@ -164,7 +167,7 @@ def _import_file(ref: str, path: Path) -> ModuleType:
     except OSError as error:
         raise BackendLoadError(ref, f"cannot read {path}: {error.strerror}") from error
     identity = f"{path.resolve()}:{state.st_mtime_ns}:{state.st_size}"
-    name = f"attncheck_file_{path.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

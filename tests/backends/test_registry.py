@@ -250,6 +250,11 @@ def test_a_registered_name_may_take_an_argument(entry_point, file, monkeypatch):
         load("family")
 
 
+def test_an_object_from_a_file_is_named_by_the_file(file):
+    path = file(GOOD)
+    assert load_object(load(f"{path}:Good").backend).ref == f"{path}:Good"
+
+
 def test_objects_from_python():
     loaded = load_object(SDPABackend)
     assert (loaded.name, loaded.ref) == ("SDPABackend", "attncheck.backends.torch_sdpa:SDPABackend")
