@@ -18,6 +18,7 @@ cannot do it refuses before the output or the cache changes; a feature quietly i
 Must not know: any backend, the harness.
 """
 
+import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from typing import Any, ClassVar
 
 import torch
 
-import attncheck
 from attncheck.backends.codecs import KVCacheCodec, default_codec
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.declarations import MultipleOf, undeclared
@@ -211,4 +211,9 @@ class AttentionBackend(ABC):
     @classmethod
     def version(cls) -> str:
         """Version of what is examined: attncheck's for its own candidates, else empty unless overridden."""
-        return attncheck.__version__ if cls.__module__.startswith("attncheck.") else ""
+        if not cls.__module__.startswith("attncheck."):
+            return ""
+        try:
+            return importlib.metadata.version("attncheck")
+        except importlib.metadata.PackageNotFoundError:  # a checkout that was never installed
+            return ""
