@@ -4,12 +4,15 @@ Fixed ``atol/rtol`` go blind as the context grows, since outputs shrink like ``1
 is what an honest low-precision run of the same reference loses (L), a few times over, with two floors: the rounding of
 the output itself, and the rounding float32 scores suffer before ``exp``::
 
-    error <= max(k L, 2 u |t|) + 8 * 2**-24 * (1 + S) * |sum P |V||,    S = scale |q| max|k|
+    error <= max(k L, 2 u |t|) + c * 2**-24 * (1 + S) * |sum P |V||,    S = scale |q| max|k|
 
 in the 2-norm and likewise in the max norm, with ``u`` half the dtype's epsilon and ``max|k|`` over the keys the row
-sees. Under a soft cap c, ``S`` is at most c. ALiBi adds ``|slope| * n``: kernels may measure the bias from position 0,
-so that it is this large, and rounded accordingly, for keys of every weight. Must not know: backends. A backend owns no
-tolerance; a case may multiply the budget, visibly, with a reason.
+sees. ``c`` is 8, or a quarter of the head size if that is more: a float32 sum of D products of equal sign, added one
+by one, was seen to be off by up to D/8 roundings. Under a soft cap c, ``S`` is at most c. ALiBi adds ``|slope| * n``:
+kernels may measure the bias from position 0, so that it is this large, and rounded accordingly, for keys of every
+weight. The log-sum-exp may be off by the rounding of one score, of the sum of n exponentials, and by what the
+low-precision run loses. Must not know: backends. A backend owns no tolerance; a case may multiply the budget, visibly,
+with a reason.
 """
 
 import math
@@ -23,8 +26,7 @@ from attncheck.reference import AttentionParams, Precision, varlen_attention, vi
 K = 3.0
 """How many times the loss of an honest low-precision run is allowed."""
 
-_SCORE_ROUNDING = 8 * 2.0**-24
-_LSE_ROUNDING = 2.0**-23
+_FLOAT32 = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,11 @@ def budget_of(rows: Rows, params: AttentionParams, dtype: torch.dtype, out: Tens
     weighted, _ = Rows(rows.query, rows.keys, rows.values.abs(), rows.cu_seqlens_q, rows.cu_seqlens_k).attend(params)
     u = torch.finfo(dtype).eps / 2
     reach = score_bound(rows, params)
-    bracket = _SCORE_ROUNDING * (1 + reach)
+    bracket = max(8.0, params.head_size / 4) * _FLOAT32 * (1 + reach)
     norm, peak = (
         torch.maximum(K * size(loss), 2 * u * size(out)) + bracket * size(weighted) for size in (_norm, _peak)
     )
-    return Budget(norm, peak, _lse_budget(rows, reach, lse, low_lse.double()))
+    return Budget(norm, peak, bracket + _sum_rounding(rows, lse) + _lse_loss(lse, low_lse.double()))
 
 
 def share_of_budget(error: Tensor, budget: Budget) -> Tensor:
@@ -105,11 +107,15 @@ def score_bound(rows: Rows, params: AttentionParams) -> Tensor:
     return bound
 
 
-def _lse_budget(rows: Rows, reach: Tensor, lse: Tensor, low: Tensor) -> Tensor:
-    """Summing n exponentials in float32 in any sensible order, on top of the rounding of the scores."""
+def _sum_rounding(rows: Rows, lse: Tensor) -> Tensor:
+    """What summing n exponentials in float32, in any sensible order, and rounding the logarithm may cost."""
     growth = torch.sqrt(torch.ceil(_lengths(rows).double() / 16)).clamp(min=1)[:, None]
-    loss = torch.nan_to_num(torch.where(lse == low, 0.0, (lse - low).abs()), nan=math.inf)
-    return K * _LSE_ROUNDING * torch.maximum(reach, lse.abs().clamp(min=1, max=1e30)) * growth + K * loss
+    return 2 * K * _FLOAT32 * growth * lse.abs().nan_to_num(posinf=1.0).clamp(min=1)
+
+
+def _lse_loss(lse: Tensor, low: Tensor) -> Tensor:
+    """What an honest low-precision run loses, a few times over."""
+    return K * torch.where(lse == low, 0.0, (lse - low).abs())
 
 
 def _lengths(rows: Rows) -> Tensor:
