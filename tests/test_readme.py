@@ -1,0 +1,113 @@
+"""README.md is true: every file in it works, every command runs, and what it prints is what it is said to print.
+
+Excepted, since a test cannot run them: the scripts (they run the tests) and the installation on a GPU machine. Figures
+with a decimal point and the machine's own words are not compared; counts are.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+FILES = {
+    match[1]: body for kind, body in BLOCKS if kind in ("python", "yaml") and (match := re.match(r"# (\S+)\n", body))
+}
+PROGRAMS = [body for kind, body in BLOCKS if kind == "python" and body not in FILES.values()]
+CONSOLE = [
+    (command, output)
+    for kind, body in BLOCKS
+    if kind == "console"
+    for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", body, re.MULTILINE)
+]
+DEMO, WRONG = (body for kind, body in BLOCKS if kind == "text")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a shell command in a folder that holds the README's files, without a GPU; its exit code and output."""
+    for name, body in FILES.items():
+        (tmp_path / name).write_text(body, encoding="utf-8")
+
+    def call(command):
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    return call
+
+
+def plain(line):
+    """A line without what differs from machine to machine: torch's version, cores, figures, padding of tables."""
+    line = re.sub(r"torch \S+,|\d+ cores?", "#", line)
+    return " ".join(re.sub(r"\d+(\.\d+)+(e[+-]?\d+)?", "#", line).split())
+
+
+def assert_printed(expected, printed):
+    """Every line of ``expected`` stands in ``printed``, in order; ``...`` stands for any lines."""
+    rest = iter([plain(line) for line in printed.splitlines()])
+    for line in expected.splitlines():
+        if line.strip() not in ("", "..."):
+            assert plain(line) in rest, f"README.md says {line!r}; printed was:\n{printed}"
+
+
+@pytest.mark.parametrize(("command", "output"), CONSOLE, ids=[command for command, _ in CONSOLE])
+def test_a_command_works_and_prints_what_is_said(run, command, output):
+    code, printed = run(command)
+    assert code == 0, printed
+    assert_printed(output, printed)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_works(run, program, tmp_path):
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    code, printed = run("python program.py")
+    assert code == 0, printed
+
+
+def test_the_demo_prints_what_is_said(run):
+    code, printed = run("attncheck run")
+    assert code == 0, printed
+    assert_printed(DEMO, printed)
+
+
+def test_the_wrong_example_is_caught_as_is_said(run, tmp_path):
+    right = FILES["mine.py"]
+    assert ".tril(context)" in right
+    (tmp_path / "mine.py").write_text(right.replace(".tril(context)", ".tril()"), encoding="utf-8")
+    code, printed = run("attncheck run --backend ./mine.py:Mine")
+    assert code == 1, printed
+    assert_printed(WRONG, printed)
+
+
+def test_the_repeat_line_of_the_example_works_when_pasted(run, tmp_path):
+    (tmp_path / "mine.py").write_text(FILES["mine.py"].replace(".tril(context)", ".tril()"), encoding="utf-8")
+    command = re.search(r"repeat: (.*)", WRONG)[1]
+    code, printed = run(command)
+    assert code == 1, printed
+
+
+@pytest.mark.parametrize("script", re.findall(r"^    (scripts/\w+)", TEXT, re.MULTILINE))
+def test_a_script_is_there_to_be_run(script):
+    assert os.access(ROOT / script, os.X_OK)
+
+
+def test_the_light_dependencies_are_all_but_torch_and_numpy():
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    light = {re.match(r"[\w-]+", requirement)[0] for requirement in stated} - {"torch", "numpy"}
+    assert set(re.search(r"^pip install (pydantic.*)$", TEXT, re.MULTILINE)[1].split()) == light
+
+
+def test_every_local_path_it_names_is_there():
+    named = set(re.findall(r"`((?:backends|cases|harness|reference|reports|tests|scripts|docs)/[\w./-]*)`", TEXT))
+    assert named
+    assert not [path for path in named if not (ROOT / path).exists()]
