@@ -1,0 +1,164 @@
+"""``attncheck.examine``: candidates of every kind, typed records, silence, and errors for wrong questions only."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attncheck
+from attncheck.backends.reference_backend import ReferenceBackend
+from attncheck.errors import BackendLoadError, CaseFileError, QuestionError, SelectionError, UnknownNameError
+from attncheck.harness.engine import Examiner
+from attncheck.reference.metadata import CommonAttentionMetadata
+from attncheck.reference.params import AttentionParams
+from attncheck.reports.records import Errored, Failed, Passed, Unsupported
+
+SUITE = """\
+suite: small
+description: two small questions
+defaults:
+  layer: {num_heads: 4, num_kv_heads: 2, head_size: 32, dtype: float32}
+cases:
+  - {id: decode, batch: q1s20_q1s7}
+  - {id: window, batch: q1s20, layer: {sliding_window: 4}}
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(SUITE)
+    return str(path)
+
+
+def attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: CommonAttentionMetadata,
+    params: AttentionParams,
+    out: Tensor,
+) -> None:
+    """Causal attention, one request after the other, by a dense softmax."""
+    for request in range(metadata.num_reqs):
+        start, end = metadata.query_start_loc[request : request + 2].tolist()
+        seq_len = int(metadata.seq_lens[request])
+        blocks = metadata.block_table_tensor[request].long()
+        keys = key_cache[blocks].flatten(0, 1)[:seq_len].repeat_interleave(params.num_heads // params.num_kv_heads, 1)
+        values = (
+            value_cache[blocks].flatten(0, 1)[:seq_len].repeat_interleave(params.num_heads // params.num_kv_heads, 1)
+        )
+        scores = torch.einsum("qhd,khd->hqk", query[start:end], keys) * params.scale
+        sees = torch.arange(seq_len) <= torch.arange(seq_len - (end - start), seq_len)[:, None]
+        weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def zeros(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
+    out.zero_()
+
+
+def broken(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
+    raise RuntimeError("no such kernel")
+
+
+def test_a_right_function_passes_and_what_it_does_not_declare_is_unsupported(suite: str) -> None:
+    found = attncheck.examine(attend, suite, device="cpu")
+    assert found.verdict == "passed"
+    assert found.passed
+    assert found.failures == ()
+    outcomes = {(record.case_id, record.check): type(record) for record in found.records}
+    assert outcomes["decode", "numerics"] is Passed
+    assert outcomes["decode", "lse"] is Unsupported
+    assert outcomes["decode", "cache_write"] is Unsupported
+    assert outcomes["window", "numerics"] is Unsupported
+    assert found.worst_share is not None
+    assert found.worst_share <= 1
+
+
+def test_a_feature_declared_and_ignored_is_found(suite: str) -> None:
+    found = attncheck.examine(attend, suite, features=["sliding_window"], checks="numerics", device="cpu")
+    assert found.verdict == "failed"
+    (record,) = found.failures
+    assert isinstance(record, Failed)
+    assert record.case == "small/window"
+    assert record.figures["budget_share"] > 1
+
+
+def test_a_wrong_function_fails_and_the_repro_line_is_python(suite: str) -> None:
+    found = attncheck.examine(zeros, suite, cases="decode", checks=["numerics"], device="cpu", seed=7)
+    assert found.verdict == "failed"
+    assert f"attncheck.examine(zeros, {suite!r}, cases='decode', checks='numerics', seed=7, device='cpu')" in str(found)
+
+
+def test_what_a_function_raises_is_a_record(suite: str, capfd: pytest.CaptureFixture[str]) -> None:
+    found = attncheck.examine(broken, suite, name="mine", checks="numerics", cases="decode", device="cpu")
+    (record,) = found.records
+    assert isinstance(record, Errored)
+    assert (record.backend, record.error_type, record.message) == ("mine", "RuntimeError", "no such kernel")
+    assert "in broken" in record.traceback
+    assert "runner.py" not in record.traceback
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("candidate", ["reference", ReferenceBackend])
+def test_backends_by_name_and_by_class(suite: str, candidate: str | type, tmp_path: Path) -> None:
+    found = attncheck.examine(candidate, suite, cases="decode", device="cpu")
+    assert found.verdict == "passed"
+    assert found.header.suites[0].ref == suite
+    assert list(tmp_path.iterdir()) == [Path(suite)]
+
+
+def test_not_examined_is_no_pass(suite: str) -> None:
+    found = attncheck.examine(attend, suite, cases="window", checks="numerics", device="cpu")
+    assert found.verdict == "not examined"
+    assert not found.passed
+
+
+def test_stop_at_first(suite: str) -> None:
+    assert len(attncheck.examine(zeros, suite, device="cpu", stop_at_first=True).records) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"candidate": "refrence"}, UnknownNameError),
+        ({"candidate": 3}, SelectionError),
+        ({"candidate": int}, BackendLoadError),
+        ({"candidate": lambda query: None}, BackendLoadError),
+        ({"features": ["windows"]}, BackendLoadError),
+        ({"speed": "fast"}, BackendLoadError),
+        ({"candidate": "reference", "features": ["lse"]}, SelectionError),
+        ({"suite": "smoky"}, UnknownNameError),
+        ({"suite": "nothing.yaml"}, CaseFileError),
+        ({"cases": "nothing"}, SelectionError),
+        ({"checks": "numeric"}, UnknownNameError),
+        ({"device": "tpu"}, QuestionError),
+        ({"seed": -1}, SelectionError),
+    ],
+)
+def test_wrong_questions_raise(suite: str, change: dict[str, Any], error: type[Exception]) -> None:
+    asked: dict[str, Any] = {"candidate": attend, "suite": suite, "device": "cpu"}
+    with pytest.raises(error):
+        attncheck.examine(**asked | change)
+
+
+def test_a_case_that_sees_nothing_is_a_wrong_question(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(self: Examiner, *pair: object) -> list[object]:
+        self.blind.append(SelectionError("blind"))
+        return []
+
+    monkeypatch.setattr(Examiner, "examine", blind)
+    with pytest.raises(SelectionError, match="blind"):
+        attncheck.examine("reference", suite, device="cpu")
+
+
+def test_the_front_door_offers_what_it_says() -> None:
+    assert set(attncheck.__all__) <= set(dir(attncheck))
+    assert all(getattr(attncheck, name) is not None for name in attncheck.__all__)
+    door: Callable[[], object] = lambda: attncheck.nothing_of_that_name  # noqa: E731
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        door()
