@@ -72,70 +72,70 @@ def test_each_check_of_each_case_of_each_backend_is_an_item(folder: pytest.Pytes
     assert [line for line in result.outlines if line.startswith("attncheck::")] == expected
 
 
-def test_outcomes_skips_and_failures_without_our_traceback(folder: pytest.Pytester) -> None:
-    backends = [
-        word
-        for name in ("torch_sdpa", "./wrong.py:Wrong", "./wrong.py:Nowhere")
-        for word in ("--attncheck-backend", name)
-    ]
-    result = run(folder, *OURS, *backends, "-rs", "-v", "--attncheck-check", "numerics", "--attncheck-check", "lse")
-    # Wrong answers both cases wrongly but returns the right LSE; torch_sdpa has no LSE and no soft cap.
-    result.assert_outcomes(passed=3, failed=2, skipped=7)
+def test_outcomes_skips_failures_and_junit(folder: pytest.Pytester) -> None:
+    names = ("torch_sdpa", "./wrong.py:Wrong", "./wrong.py:Raising", "./wrong.py:Nowhere")
+    backends = [word for name in names for word in ("--attncheck-backend", name)]
+    checks = ("--attncheck-check", "numerics", "--attncheck-check", "lse")
+    result = run(
+        folder,
+        *OURS,
+        *backends,
+        *checks,
+        "-m",
+        "attncheck",
+        "-rfs",
+        "-v",
+        "--junitxml",
+        "out.xml",
+        "-o",
+        "junit_family=xunit2",
+    )
+    # Wrong gives wrong outputs with the right LSE; torch_sdpa has no LSE and no soft cap; Nowhere cannot run.
+    result.assert_outcomes(passed=3, failed=2 + 4, skipped=3 + 4)
     text = result.stdout.str()
     assert "attncheck::small::decode::torch_sdpa::numerics PASSED" in text
     assert re.search(r"SKIPPED \[\d\] .*small\.yaml:6: unsupported: feature 'lse' is not declared", text)
     assert re.search(r"SKIPPED \[\d\] .*small\.yaml:\d: unavailable: needs a moon", text)
-    failure = text.partition("= FAILURES =")[2]
-    assert "_ small/decode  Wrong  numerics _" in failure
-    assert "2 of 2 rows" in failure
-    assert "repeat: attncheck run --backend ./wrong.py:Wrong --suite small.yaml --case decode" in failure
-    assert "pytest_items.py" not in failure
-    assert "Traceback" not in failure
-
-
-def test_an_exception_is_told_with_the_backends_own_frames(folder: pytest.Pytester) -> None:
-    result = run(folder, *OURS, "--attncheck-backend", "./wrong.py:Raising", "--attncheck-case", "decode")
-    failure = result.stdout.str().partition("= FAILURES =")[2]
-    assert "RuntimeError in forward: no such kernel" in failure
-    assert re.search(r'File ".*wrong\.py", line \d+, in forward', failure)
-    assert "runner.py" not in failure
     result.stdout.fnmatch_lines(["FAILED attncheck::small::decode::Raising::numerics - RuntimeError in forward*"])
 
+    failures = text.partition("= FAILURES =")[2]
+    wrong = failures.partition("_ small/decode  Wrong  numerics _")[2].partition("\n___")[0]
+    assert "2 of 2 rows" in wrong
+    assert "repeat: attncheck run --backend ./wrong.py:Wrong --suite small.yaml --case decode" in wrong
+    assert "Traceback" not in wrong
+    raising = failures.partition("_ small/decode  Raising  lse _")[2].partition("\n___")[0]
+    assert "RuntimeError in forward: no such kernel" in raising
+    assert re.search(r'File ".*wrong\.py", line \d+, in forward', raising)
+    assert not re.search(r"runner\.py|pytest_items\.py", failures)
 
-def test_tests_beside_ours_still_run_and_selection_works(folder: pytest.Pytester) -> None:
-    folder.makepyfile("def test_own(): pass")
-    question = (*OURS, "--attncheck-backend", "reference", "--strict-markers")
-    run(folder, *question, "-k", "lse or own").assert_outcomes(passed=3, deselected=5)
-    run(folder, *question, "-m", "not attncheck").assert_outcomes(passed=1, deselected=7)
-
-
-def test_junit_names_every_item_and_says_why(folder: pytest.Pytester) -> None:
-    backends = ("--attncheck-backend", "torch_sdpa", "--attncheck-backend", "./wrong.py:Wrong")
-    run(folder, *OURS, *backends, "--junitxml", "out.xml", "-o", "junit_family=xunit2", "--attncheck-case", "decode")
-    suite = ET.parse(folder.path / "out.xml").getroot()[0]
-    cases = {(case.get("classname"), case.get("name")): case for case in suite}
-    assert len(cases) == 10
-    assert len(cases["attncheck.small.decode.torch_sdpa", "numerics"]) == 0
-    (skipped,) = cases["attncheck.small.decode.torch_sdpa", "lse"]
+    junit = {
+        (case.get("classname"), case.get("name")): case for case in ET.parse(folder.path / "out.xml").iter("testcase")
+    }
+    assert len(junit) == 16
+    assert len(junit["attncheck.small.decode.torch_sdpa", "numerics"]) == 0
+    (skipped,) = junit["attncheck.small.decode.torch_sdpa", "lse"]
     assert (skipped.tag, skipped.get("message")) == ("skipped", "unsupported: feature 'lse' is not declared")
-    (failed,) = cases["attncheck.small.decode.Wrong", "numerics"]
+    (failed,) = junit["attncheck.small.decode.Wrong", "numerics"]
     assert failed.tag == "failure"
     assert (failed.get("message") or "").startswith("2 of 2 rows")
     assert "repeat: attncheck run" in (failed.text or "")
 
 
-@pytest.mark.parametrize("dist", [[], ["--dist", "loadgroup"]])
-def test_under_xdist_a_case_is_examined_once_a_backend(folder: pytest.Pytester, dist: list[str]) -> None:
+def test_tests_beside_ours_still_run_and_selection_works(folder: pytest.Pytester) -> None:
+    folder.makepyfile("def test_own(): pass")
+    question = (*OURS, "--attncheck-backend", "reference", "--strict-markers")
+    run(folder, *question, "-k", "capped or own").assert_outcomes(passed=3, deselected=5)
+
+
+def test_under_xdist_a_case_is_examined_once_a_backend(folder: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
     folder.makepyfile("def test_own(): pass")
     backends = ("--attncheck-backend", "reference", "--attncheck-backend", "./wrong.py:Wrong")
     checks = ("--attncheck-check", "numerics", "--attncheck-check", "lse")
-    result = run(folder, *OURS, *backends, *checks, "-n", "2", "-v", *dist)
+    result = run(folder, *OURS, *backends, *checks, "-n", "2", "-v")
     result.assert_outcomes(passed=7, failed=2)
     workers = defaultdict(set)
-    for worker, pair in re.findall(
-        r"\[(gw\d)\] .*?(?:PASSED|FAILED) attncheck::(.*?)::\w+(?:@\S*)?\s", result.stdout.str()
-    ):
+    for worker, pair in re.findall(r"\[(gw\d)\] .*?(?:PASSED|FAILED) attncheck::(.*?)::\w+\s", result.stdout.str()):
         workers[pair].add(worker)
     assert len(workers) == 4
     assert all(len(names) == 1 for names in workers.values())
@@ -144,16 +144,23 @@ def test_under_xdist_a_case_is_examined_once_a_backend(folder: pytest.Pytester, 
     assert len(constructed) == 2
 
 
+def test_a_group_is_a_case_and_a_backend_however_xdist_writes_it() -> None:
+    pytest.importorskip("xdist")
+    from attncheck.harness.pytest_schedule import PairScheduling
+
+    scheduling = object.__new__(PairScheduling)  # the base class wants a whole session; the split needs none
+    pair = "attncheck::small::decode::Wrong"
+    assert scheduling._split_scope(f"{pair}::lse") == pair
+    assert scheduling._split_scope(f"{pair}::lse@small.decode.Wrong") == pair
+    assert scheduling._split_scope("test_a.py::test_one") == "test_a.py::test_one"
+    assert scheduling._split_scope("test_a.py::test_one@group") == "group"
+
+
 def test_a_wrong_question_is_a_usage_error(folder: pytest.Pytester) -> None:
-    for words, message in (
-        (("--attncheck-backend", "refrence"), "did you mean 'reference'?"),
-        (("--attncheck-case", "nothing"), "matches 'nothing'"),
-        (("--attncheck-seed", "-1"), "seed -1"),
-    ):
-        result = run(folder, *OURS, *words)
-        assert result.ret == pytest.ExitCode.USAGE_ERROR
-        assert any(message in line for line in result.errlines), result.errlines
-        assert not any("INTERNALERROR" in line for line in (*result.outlines, *result.errlines))
+    result = run(folder, *OURS, "--attncheck-backend", "refrence")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert any("did you mean 'reference'?" in line for line in result.errlines)
+    assert not any("INTERNALERROR" in line for line in (*result.outlines, *result.errlines))
 
 
 def test_without_its_options_the_plugin_costs_nothing(folder: pytest.Pytester) -> None:
