@@ -1,4 +1,4 @@
-"""The words all rooms share: what a layer, a cache and a batch are, and the names of checks, features and paths.
+"""The words all rooms share: what a layer, a cache and a batch are; names of checks, features and paths join them here.
 
 Free of torch, so that listing, validating and reporting stay light. One definition of every field: ``cases`` validates
 YAML onto these classes, backends judge them in ``unsupported_reasons``, and ``reference`` turns them into its
@@ -8,20 +8,65 @@ nobody else resolves them. Must not know: tensors, files, backends.
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from attncheck.errors import SpecError
+from attncheck.reference.spec_fields import STRICT, option, positive
+from attncheck.reference.spec_paths import (
+    PATH_OPTIONS,
+    PATHS,
+    CausalConv1dOptions,
+    DCPOptions,
+    FastPrefillOptions,
+    MicroBatchOptions,
+    PathOptions,
+    PathSpec,
+    SpecDecodeOptions,
+    SplitKVOptions,
+    TreeOptions,
+)
+from attncheck.reference.vocabulary import CHECKS, FEATURES, CheckInfo
+
+__all__ = [
+    "CHECKS",
+    "FEATURES",
+    "GENERATOR_VERSION",
+    "MAX_TOKENS",
+    "PATHS",
+    "PATH_OPTIONS",
+    "AttentionCGSupport",
+    "AttentionType",
+    "BatchSpec",
+    "CacheSpec",
+    "CausalConv1dOptions",
+    "CheckInfo",
+    "DCPOptions",
+    "DType",
+    "FastPrefillOptions",
+    "InputName",
+    "KVCacheDType",
+    "LayerSpec",
+    "Layout",
+    "MLASpec",
+    "MicroBatchOptions",
+    "OutputQuantSpec",
+    "PaddingSpec",
+    "PathOptions",
+    "PathSpec",
+    "RequestSpec",
+    "SpecDecodeOptions",
+    "SplitKVOptions",
+    "TreeOptions",
+]
 
 GENERATOR_VERSION = 1
 """Version of the problem generator. Part of a case's hash: raise it when the same case gives other tensors."""
 
 MAX_TOKENS = 2**31
 """No batch holds more tokens than this: larger numbers are typing errors, not questions."""
-
-_STRICT: dict[str, Any] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 
 class AttentionType(str, Enum):
@@ -51,34 +96,26 @@ Layout = Literal["NHD", "HND"]
 InputName = Literal["needles", "large_scores", "equal_scores", "coordinates", "views"]
 
 
-def _positive(description: str) -> Any:
-    return field(metadata={"description": description, "gt": 0})
-
-
-def _option(default: Any, description: str, **constraints: Any) -> Any:
-    return field(default=default, metadata={"description": description, **constraints})
-
-
 @dataclass(frozen=True, kw_only=True)
 class MLASpec:
     """Multi-head latent attention: the sizes of the latent cache row and of the projections."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
 
-    kv_lora_rank: int = _positive("width of the latent part of a cache row")
+    kv_lora_rank: int = positive("width of the latent part of a cache row")
     qk_nope_head_dim: int = field(metadata={"description": "width of q and k without rotary embedding", "ge": 0})
     qk_rope_head_dim: int = field(metadata={"description": "width of q and k with rotary embedding", "ge": 0})
-    v_head_dim: int = _positive("width of a value head")
-    workspace: int | None = _option(None, "tokens of context gathered at once in a chunked prefill", gt=0)
+    v_head_dim: int = positive("width of a value head")
+    workspace: int | None = option(None, "tokens of context gathered at once in a chunked prefill", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputQuantSpec:
     """Quantisation fused into attention's output (static, per tensor)."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
 
-    dtype: Literal["fp8_e4m3"] = _option("fp8_e4m3", "dtype of the output")
+    dtype: Literal["fp8_e4m3"] = option("fp8_e4m3", "dtype of the output")
     scale: float = field(metadata={"description": "dequantisation factor: code * scale is the value", "gt": 0})
 
 
@@ -86,24 +123,24 @@ class OutputQuantSpec:
 class LayerSpec:
     """One attention layer: what the impl's constructor is told, and what the truth is computed from."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
 
-    num_heads: int = _positive("query heads")
-    num_kv_heads: int = _positive("key/value heads; divides num_heads")
-    head_size: int = _positive("head size of query and key")
-    head_size_v: int | None = _option(None, "head size of value and output; default: head_size", gt=0)
-    dtype: DType = _option("bfloat16", "dtype of query, key, value and output")
-    scale: float | None = _option(None, "multiplies the scores; default: head_size ** -0.5")
-    attn_type: AttentionType = _option(AttentionType.DECODER, "which keys the layer attends to")
-    causal: bool | None = _option(None, "a query sees no later key; default: true for decoder, else false")
-    sliding_window: int | None = _option(None, "a query sees at most this many keys, itself included", ge=1)
-    logits_soft_cap: float | None = _option(None, "cap: scores become cap * tanh(score / cap); 0 or null: off", ge=0)
-    alibi: bool | tuple[float, ...] = _option(False, "ALiBi slopes, one a query head; true: the published slopes")
-    sinks: bool | tuple[float, ...] = _option(False, "sink logits, one a query head; true: generated, all distinct")
-    attn_chunk_size: int | None = _option(None, "chunk size of local attention, in tokens", ge=1)
-    kv_sharing: bool = _option(False, "the layer reads another layer's cache and writes nothing")
-    mla: MLASpec | None = _option(None, "multi-head latent attention")
-    output_quant: OutputQuantSpec | None = _option(None, "quantisation fused into the output")
+    num_heads: int = positive("query heads")
+    num_kv_heads: int = positive("key/value heads; divides num_heads")
+    head_size: int = positive("head size of query and key")
+    head_size_v: int | None = option(None, "head size of value and output; default: head_size", gt=0)
+    dtype: DType = option("bfloat16", "dtype of query, key, value and output")
+    scale: float | None = option(None, "multiplies the scores; default: head_size ** -0.5")
+    attn_type: AttentionType = option(AttentionType.DECODER, "which keys the layer attends to")
+    causal: bool | None = option(None, "a query sees no later key; default: true for decoder, else false")
+    sliding_window: int | None = option(None, "a query sees at most this many keys, itself included", ge=1)
+    logits_soft_cap: float | None = option(None, "cap: scores become cap * tanh(score / cap); 0 or null: off", ge=0)
+    alibi: bool | tuple[float, ...] = option(False, "ALiBi slopes, one a query head; true: the published slopes")
+    sinks: bool | tuple[float, ...] = option(False, "sink logits, one a query head; true: generated, all distinct")
+    attn_chunk_size: int | None = option(None, "chunk size of local attention, in tokens", ge=1)
+    kv_sharing: bool = option(False, "the layer reads another layer's cache and writes nothing")
+    mla: MLASpec | None = option(None, "multi-head latent attention")
+    output_quant: OutputQuantSpec | None = option(None, "quantisation fused into the output")
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -167,7 +204,8 @@ class LayerSpec:
         if self.scale is not None:
             return self.scale
         size = self.head_size if self.mla is None else self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
-        return float(size) ** -0.5
+        scale: float = float(size) ** -0.5
+        return scale
 
     @property
     def is_causal(self) -> bool:
@@ -212,16 +250,16 @@ class LayerSpec:
 class CacheSpec:
     """The paged KV cache of a layer: page size, layout, dtype, scales, and where in the pool the batch lies."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
 
-    block_size: int = _option(16, "tokens a page", gt=0)
-    layout: Layout = _option("NHD", "memory order of a page: NHD (tokens, heads) or HND (heads, tokens)")
-    kv_cache_dtype: KVCacheDType = _option("auto", "dtype of the cache; auto: the layer's")
-    k_scale: float | tuple[float, ...] = _option(1.0, "dequantisation factor of K: a number, or one a KV head")
-    v_scale: float | tuple[float, ...] = _option(1.0, "dequantisation factor of V: a number, or one a KV head")
-    q_scale: float | tuple[float, ...] = _option(1.0, "dequantisation factor of Q: a number, or one a KV head")
-    num_blocks: int | None = _option(None, "pages in the pool; default: what the batch needs, and a half more", gt=0)
-    first_block: int | None = _option(None, "lowest page the batch may own; default: 1", gt=0)
+    block_size: int = option(16, "tokens a page", gt=0)
+    layout: Layout = option("NHD", "memory order of a page: NHD (tokens, heads) or HND (heads, tokens)")
+    kv_cache_dtype: KVCacheDType = option("auto", "dtype of the cache; auto: the layer's")
+    k_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of K: a number, or one a KV head")
+    v_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of V: a number, or one a KV head")
+    q_scale: float | tuple[float, ...] = option(1.0, "dequantisation factor of Q: a number, or one a KV head")
+    num_blocks: int | None = option(None, "pages in the pool; default: what the batch needs, and a half more", gt=0)
+    first_block: int | None = option(None, "lowest page the batch may own; default: 1", gt=0)
 
     def __post_init__(self) -> None:
         for name in ("k_scale", "v_scale", "q_scale"):
@@ -241,15 +279,13 @@ class CacheSpec:
 class RequestSpec:
     """``count`` equal requests of a batch. ``seq_len`` counts the new tokens too and defaults to ``query_len``."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     query_len: int = field(metadata={"description": "new tokens", "gt": 0, "le": MAX_TOKENS})
-    seq_len: int | None = _option(
-        None, "tokens in the cache after this step; default: query_len", ge=0, le=MAX_TOKENS
-    )
-    count: int = _option(1, "how many such requests", gt=0, le=MAX_TOKENS)
-    encoder_len: int | None = _option(None, "tokens of the encoder (cross attention)", ge=0, le=MAX_TOKENS)
-    shared_prefix: int = _option(0, "the first so many positions are the same pages for all who share", ge=0)
+    seq_len: int | None = option(None, "tokens in the cache after this step; default: query_len", ge=0, le=MAX_TOKENS)
+    count: int = option(1, "how many such requests", gt=0, le=MAX_TOKENS)
+    encoder_len: int | None = option(None, "tokens of the encoder (cross attention)", ge=0, le=MAX_TOKENS)
+    shared_prefix: int = option(0, "the first so many positions are the same pages for all who share", ge=0)
 
     def __post_init__(self) -> None:
         if self.seq_len is None:
@@ -277,119 +313,10 @@ class RequestSpec:
 class PaddingSpec:
     """Padding as vLLM pads for CUDA graphs: trailing requests of query length 0, trailing tokens of slot -1."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
 
-    requests: int = _option(0, "padding requests at the tail", ge=0, le=MAX_TOKENS)
-    tokens: int = _option(0, "padding tokens at the tail", ge=0, le=MAX_TOKENS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FastPrefillOptions:
-    """``fast_prefill``: only the rows that yield logits are computed."""
-
-    __pydantic_config__: ClassVar = _STRICT
-    rows: int = _option(1, "last rows of each request that are computed", gt=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpecDecodeOptions:
-    """``spec_decode``: verification of draft tokens, every request with 1 + num_speculative_tokens rows."""
-
-    __pydantic_config__: ClassVar = _STRICT
-    num_speculative_tokens: int = _option(3, "draft tokens a request", gt=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreeOptions:
-    """``tree``: draft tokens form a tree."""
-
-    __pydantic_config__: ClassVar = _STRICT
-    parents: tuple[int, ...] = _option((-1, 0, 0, 1), "parent of each new row, -1 for a root; parents come first")
-
-    def __post_init__(self) -> None:
-        for row, parent in enumerate(self.parents):
-            if not -1 <= parent < row:
-                raise SpecError(
-                    f"row {row} names parent {parent}",
-                    field="parents",
-                    value=self.parents,
-                    allowed="a parent is -1 or an earlier row",
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitKVOptions:
-    """``split_kv``: the keys are cut into parts, whose results are merged by their LSE."""
-
-    __pydantic_config__: ClassVar = _STRICT
-    parts: int = _option(2, "parts the keys are cut into", gt=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DCPOptions:
-    """``dcp``: decode context parallelism, the keys spread over ranks."""
-
-    __pydantic_config__: ClassVar = _STRICT
-    size: int = _option(2, "ranks", gt=0)
-    interleave: int = _option(1, "consecutive positions a rank holds", gt=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatchOptions:
-    """``micro_batch``: the rows are cut at token positions and computed part by part."""
-
-    __pydantic_config__: ClassVar = _STRICT
-    cuts: tuple[int, ...] = field(metadata={"description": "token positions where the batch is cut, increasing"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class CausalConv1dOptions:
-    """``causal_conv1d``: the short convolution of state-space layers."""
-
-    __pydantic_config__: ClassVar = _STRICT
-    channels: int = _option(64, "channels", gt=0)
-    width: int = _option(4, "taps", gt=0)
-    activation: Literal["silu"] | None = _option("silu", "activation after the convolution")
-    bias: bool = _option(True, "whether a bias is added")
-
-
-PathOptions = (
-    FastPrefillOptions
-    | SpecDecodeOptions
-    | TreeOptions
-    | SplitKVOptions
-    | DCPOptions
-    | MicroBatchOptions
-    | CausalConv1dOptions
-)
-
-PATH_OPTIONS: Mapping[str, type[PathOptions] | None] = {
-    "paged": None,
-    "encoder_only": None,
-    "cross": None,
-    "mla": None,
-    "fast_prefill": FastPrefillOptions,
-    "spec_decode": SpecDecodeOptions,
-    "tree": TreeOptions,
-    "local": None,
-    "cascade": None,
-    "split_kv": SplitKVOptions,
-    "dcp": DCPOptions,
-    "micro_batch": MicroBatchOptions,
-    "merge": None,
-    "causal_conv1d": CausalConv1dOptions,
-}
-"""Every path (how a question is put to a backend) and the class of its options, None where it has none."""
-
-PATHS: tuple[str, ...] = tuple(PATH_OPTIONS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PathSpec:
-    """How the question is put: a name of :data:`PATHS` and, where the path has options, their values."""
-
-    name: str = "paged"
-    options: PathOptions | None = None
+    requests: int = option(0, "padding requests at the tail", ge=0, le=MAX_TOKENS)
+    tokens: int = option(0, "padding tokens at the tail", ge=0, le=MAX_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -437,64 +364,6 @@ class BatchSpec:
     def max_seq_len(self) -> int:
         """Longest ``seq_len`` of a request."""
         return max(r.total_len for r in self.requests)
-
-
-@dataclass(frozen=True)
-class CheckInfo:
-    """What a check establishes, and what it cannot see; one line each."""
-
-    establishes: str
-    cannot_see: str
-
-
-CHECKS: Mapping[str, CheckInfo] = {
-    "numerics": CheckInfo(
-        "every real output row of every head lies within the error budget of the float64 truth",
-        "errors below the rounding of the layer's dtype, and keys whose weight lies below it",
-    ),
-    "lse": CheckInfo(
-        "the log-sum-exp is right: natural log, -inf exactly where a row sees nothing",
-        "whether the backend uses the same LSE when it merges partial results itself",
-    ),
-    "cache_write": CheckInfo(
-        "exactly the mapped slots hold exactly the new K/V, slot -1 wrote nowhere, inputs are unchanged",
-        "writes outside the cache's own memory",
-    ),
-    "containment": CheckInfo(
-        "NaN, Inf and huge values in memory the batch does not own never reach the output",
-        "reads whose result is discarded",
-    ),
-    "claims": CheckInfo(
-        "what is declared runs; what is not declared is refused, or answered right",
-        "declarations no case of the run asks about",
-    ),
-}
-"""The checks of this version, in the order they are reported."""
-
-FEATURES: tuple[str, ...] = (
-    "sliding_window",
-    "logits_soft_cap",
-    "alibi",
-    "alibi_sqrt",
-    "alibi_non_causal",
-    "sinks",
-    "non_causal",
-    "head_size_v",
-    "lse",
-    "cascade",
-    "local",
-    "kv_sharing",
-    "fp8_kv",
-    "fp8_per_head",
-    "fp8_query",
-    "output_quant",
-    "mla",
-    "tree",
-    "tree_depth",
-    "short_keys",
-    "merge_nan",
-)
-"""Everything a backend may declare under ``features``."""
 
 
 def _published_alibi_slopes(num_heads: int) -> list[float]:

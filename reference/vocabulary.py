@@ -1,0 +1,65 @@
+"""The names of checks and features, and what each check can and cannot see. Part of :mod:`attncheck.reference.spec`.
+
+Free of torch: listing and reporting need no more than this. Must not know: how anything is examined.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CheckInfo:
+    """What a check establishes, and what it cannot see; one line each."""
+
+    establishes: str
+    cannot_see: str
+
+
+CHECKS: Mapping[str, CheckInfo] = {
+    "numerics": CheckInfo(
+        "every real output row of every head lies within the error budget of the float64 truth",
+        "errors below the rounding of the layer's dtype, and keys whose weight lies below it",
+    ),
+    "lse": CheckInfo(
+        "the log-sum-exp is right: natural log, -inf exactly where a row sees nothing",
+        "whether the backend uses the same LSE when it merges partial results itself",
+    ),
+    "cache_write": CheckInfo(
+        "exactly the mapped slots hold exactly the new K/V, slot -1 wrote nowhere, inputs are unchanged",
+        "writes outside the cache's own memory",
+    ),
+    "containment": CheckInfo(
+        "NaN, Inf and huge values in memory the batch does not own never reach the output",
+        "reads whose result is discarded",
+    ),
+    "claims": CheckInfo(
+        "what is declared runs; what is not declared is refused, or answered right",
+        "declarations no case of the run asks about",
+    ),
+}
+"""The checks of this version, in the order they are reported."""
+
+FEATURES: tuple[str, ...] = (
+    "sliding_window",
+    "logits_soft_cap",
+    "alibi",
+    "alibi_sqrt",
+    "alibi_non_causal",
+    "sinks",
+    "non_causal",
+    "head_size_v",
+    "lse",
+    "cascade",
+    "local",
+    "kv_sharing",
+    "fp8_kv",
+    "fp8_per_head",
+    "fp8_query",
+    "output_quant",
+    "mla",
+    "tree",
+    "tree_depth",
+    "short_keys",
+    "merge_nan",
+)
+"""Everything a backend may declare under ``features``."""
