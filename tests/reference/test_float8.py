@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,6 +88,17 @@ def test_scale_divides_in_float32_and_broadcasts():
     want = (x.float() / scale).to(E4M3)
     assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(dequantize_fp8(codes, scale, dtype=torch.float32), want.float() * scale)
+
+
+def test_scale_divides_and_does_so_in_float32():
+    """Beside the ties a reciprocal, or float64, gives the neighbouring code."""
+    values = every_code(E4M3)[:126].double()
+    ties = ((values[:-1] + values[1:]) / 2 * 0.3).float()
+    codes = quantize_fp8(ties, 0.3).view(torch.uint8)
+    quotients = ties.numpy() / np.float32(0.3)
+    assert codes.tolist() == torch.from_numpy(quotients).to(E4M3).view(torch.uint8).tolist()
+    for other in (ties * (1 / torch.tensor(0.3)), ties.double() / 0.3):
+        assert other.to(E4M3).view(torch.uint8).tolist() != codes.tolist()
 
 
 def test_a_python_scale_is_used_exactly():
