@@ -16,7 +16,7 @@ from attncheck.harness.candidates import load_backends, refuse_unavailable, suit
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
 from attncheck.harness.selection import check_seed, select_cases
-from attncheck.reports import phrases, terminal
+from attncheck.reports import terminal
 from attncheck.reports.records import FALLEN_SHORT, Record, RunHeader
 from attncheck.reports.repro import python_ref
 from attncheck.reports.summary import Summary, Verdict, summarise
@@ -58,7 +58,7 @@ class Examination:
 
     def __str__(self) -> str:
         """The report a terminal would show."""
-        return f"{phrases.title(self.header)}\n\n{terminal.render(self.header, self.records)}"
+        return f"{terminal.opening(self.header)}\n\n{terminal.render(self.header, self.records)}"
 
 
 def examine(

@@ -4,7 +4,7 @@ The records of a case and backend are made once, when the first of its items run
 selected. Must not know: how anything is examined or told.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,14 @@ class Collection:
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
         self, collector: pytest.Collector
-    ) -> "Iterator[None]":  # a generator whose yield gives the report
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         """Add our tree beside what the session collects from files."""
-        report: pytest.CollectReport = yield  # type: ignore[assignment]
+        report = yield
         if isinstance(collector, pytest.Session) and report.passed:
             root = _Root.from_parent(collector, name="attncheck", nodeid="attncheck")
             root.collection = self
             report.result = [*(report.result or []), root]
-        return report  # type: ignore[return-value]
+        return report
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:

@@ -26,7 +26,7 @@ def render_run(run: Run) -> str:
         _suite_table(summary, run.header),
         "## Backends and checks",
         _check_table(summary),
-        *_conventions(run.header, summary),
+        *_features(run.header, summary),
         *_run_errors(run.errors),
         *_failures(summary, run.header),
         *_expected(summary.expected),
@@ -97,7 +97,7 @@ def _cell(tally: Tally | None) -> str:
     return f"**{text}**" if tally.short else text
 
 
-def _conventions(header: RunHeader, summary: Summary) -> list[str]:
+def _features(header: RunHeader, summary: Summary) -> list[str]:
     features = [
         f"- {_text(backend.name)} declares: {', '.join(sorted(backend.features)) or 'no optional feature'}"
         for backend in header.backends

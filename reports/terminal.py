@@ -23,17 +23,22 @@ SHOWN_GAPS = 6
 """Reasons shown for one backend, those with most cases first."""
 
 
+def opening(header: RunHeader) -> str:
+    """What a run begins with: versions, machine, what was asked, and what to know about it."""
+    return "\n".join([wrap(phrases.title(header)), *(wrap(f"note: {note}") for note in header.notes)])
+
+
 def render_run(run: Run, *, color: bool = False) -> str:
-    """A run file as text: title, warning if it was cut off, tables, failures."""
-    parts = [phrases.title(run.header)]
+    """A run file as text: opening, warning if it was cut off, tables, failures."""
+    parts = [opening(run.header)]
     if warning := phrases.incomplete(run):
-        parts.append(f"warning: {warning}")
+        parts.append(wrap(f"warning: {warning}"))
     parts.append(render(run.header, run.records, errors=run.errors, color=color))
     return "\n\n".join(parts)
 
 
 def render(header: RunHeader, records: Sequence[Record], *, errors: Sequence[str] = (), color: bool = False) -> str:
-    """The tables and failures of a run without its title, ending with the counts of all outcomes."""
+    """The tables and failures of a run without its opening, ending with the counts of all outcomes."""
     summary = summarise(records, checks=header.checks)
     sections = [
         _check_table(summary, color),

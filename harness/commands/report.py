@@ -1,6 +1,5 @@
 """``attncheck report``: run files told to people. Reads, never re-computes; needs no torch."""
 
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from attncheck.errors import QuestionError
+from attncheck.harness.commands.run import use_color
 
 
 class Format(StrEnum):
@@ -30,7 +30,7 @@ def report(
     if form == Format.MARKDOWN:
         text = "\n".join(markdown.render_run(run) for run in read)
     else:
-        color = output is None and sys.stdout.isatty()
+        color = output is None and use_color()
         text = "\n\n".join(terminal.render_run(run, color=color) for run in read) + "\n"
     if output is None:
         typer.echo(text, nl=False)

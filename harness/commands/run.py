@@ -1,6 +1,7 @@
 """``attncheck run``: put the cases of suites to backends, write a run file, print the table."""
 
 import itertools
+import os
 import sys
 import time
 from pathlib import Path
@@ -68,7 +69,7 @@ def run(
     from attncheck.harness.header import make_header
     from attncheck.harness.selection import select_cases
     from attncheck.reports import phrases, terminal
-    from attncheck.reports.summary import summarise
+    from attncheck.reports.records import FALLEN_SHORT
 
     began = time.monotonic()
     selection = select_cases(suite or (), case or (), check or ())
@@ -82,23 +83,27 @@ def run(
     header = make_header(selection, plan, examiner.environment, command=context.obj or (), notes=notes)
     expectations = _expectations(expect, selection, header)
     path = output or _free_path()
-    typer.echo(phrases.title(header))
-    for note in header.notes:
-        typer.echo(terminal.wrap(f"note: {note}"))
+    typer.echo(terminal.opening(header))
     try:
-        records, errors = _examine(examiner, header, path, expectations, exitfirst=exitfirst, silent=in_process)
+        records, unmet = _examine(examiner, header, path, expectations, exitfirst=exitfirst, silent=in_process)
     except KeyboardInterrupt:
         typer.echo(f"what was found so far is in {path}", err=True)
         raise
     typer.echo()
-    typer.echo(terminal.render(header, records, errors=errors, color=sys.stdout.isatty()))
+    errors = [*map(str, examiner.blind), *unmet]
+    typer.echo(terminal.render(header, records, errors=errors, color=use_color()))
     typer.echo(f"{time.monotonic() - began:.1f} s, run file: {path}")
-    if summarise(records).short or len(errors) > len(examiner.blind):
+    if unmet or any(record.outcome in FALLEN_SHORT for record in records):
         return 1
     if examiner.blind:
         raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
-    _refuse_the_unexamined(records, [item.name for item in plan.backends], by_name=bool(backend))
+    _refuse_the_unexamined(records, header, by_name=bool(backend))
     return 0
+
+
+def use_color() -> bool:
+    """Whether stdout is a terminal whose user has not asked for plain text (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _plan(
@@ -146,7 +151,7 @@ def _examine(
     exitfirst: bool,
     silent: bool,
 ) -> "tuple[list[Record], list[str]]":
-    """Every record, written as it comes, and what failed the run besides records."""
+    """Every record, written as it comes, and the expectations that nothing bore out."""
     from attncheck.harness.progress import watching
     from attncheck.reports.records import FALLEN_SHORT
     from attncheck.reports.store import RunWriter
@@ -163,24 +168,27 @@ def _examine(
                 if exitfirst and record.outcome in FALLEN_SHORT:
                     stopped = True
                     break
-        errors = [str(error) for error in examiner.blind]
-        errors += expectations.unmet(stopped_early=stopped) if expectations else []
-        for error in errors:
+        unmet = expectations.unmet(stopped_early=stopped) if expectations else []
+        for error in (*map(str, examiner.blind), *unmet):
             writer.fail(error)
-    return records, errors
+    return records, unmet
 
 
-def _refuse_the_unexamined(records: "list[Record]", backends: list[str], *, by_name: bool) -> None:
-    """A backend asked for by name of which not one case was examined was a wrong question; so is a run of nothing."""
+def _refuse_the_unexamined(records: "list[Record]", header: "RunHeader", *, by_name: bool) -> None:
+    """A backend asked for by name of which not one case was examined was a wrong question; so is a run of nothing.
+
+    That a case was refused as declared (``claims``) is no examination of the case, unless nothing else was asked.
+    """
     from attncheck.reports import phrases
     from attncheck.reports.summary import summarise
 
-    summary = summarise(records)
-    for name in backends:
-        tally = summary.by_backend.get(name)
-        if by_name and (tally is None or not tally.examined):
-            gap = next((gap for gap in summary.gaps if gap.backend == name), None)
+    only_claims = header.checks == ("claims",)
+    summary = summarise([record for record in records if only_claims or record.check != "claims"])
+    for backend in header.backends if by_name else ():
+        tally = summary.by_backend.get(backend.name)
+        if tally is None or not tally.examined:
+            gap = next((gap for gap in summary.gaps if gap.backend == backend.name), None)
             why = f": {phrases.gap_reasons(gap)}" if gap else ""
-            raise SelectionError(f"not one case of backend {name!r} was examined{why}")
+            raise SelectionError(f"not one case of backend {backend.name!r} was examined{why}")
     if not summary.total.examined:
         raise SelectionError("nothing was examined; the table says why")

@@ -187,7 +187,7 @@ def test_what_there_is_not_is_a_usage_error(words: list[str], capsys: pytest.Cap
 def test_a_backend_asked_for_by_name_must_have_been_examined(
     run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--backend", "./wrong.py:Nothing", "--check", "numerics") == 2
+    assert run("--backend", "./wrong.py:Nothing") == 2
     printed = capsys.readouterr()
     assert "not one case of backend 'Nothing' was examined: cannot" in printed.err
     assert "unsupported" in printed.out
