@@ -41,7 +41,7 @@ class Raised:
     """A stage (construct, build, forward, ...) that raised. ``touched``: what it had changed before."""
 
     stage: str
-    error: Exception
+    error: BaseException
     touched: tuple[str, ...] = ()
 
     @property

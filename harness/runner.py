@@ -54,7 +54,7 @@ def stage(name: str, call: Callable[[], T]) -> T:
         return call()
     except StageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a backend's sys.exit() is its failure, not the end of the run
         raise StageError(Raised(name, error)) from error
 
 

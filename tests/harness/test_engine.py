@@ -52,6 +52,13 @@ def test_an_exception_is_errored_and_breaks_the_claim(make_case: Any) -> None:
     assert (record.stage, record.error_type, record.message) == ("forward", "ZeroDivisionError", "division by zero")
 
 
+def test_leaving_the_process_is_errored_and_the_run_goes_on(make_case: Any) -> None:
+    def leave(*_args: Any) -> None:
+        raise SystemExit(0)
+
+    assert outcomes(examine(with_impl(attend=leave), make_case()))["numerics"] == "errored"
+
+
 def test_refusing_what_one_declares_is_errored_never_unsupported(make_case: Any) -> None:
     def refuse(*_args: Any, **_keywords: Any) -> None:
         raise NotImplementedError("windows are not for me")
