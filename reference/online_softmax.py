@@ -41,7 +41,7 @@ FetchKeys = Callable[[int, int], tuple[Tensor, Tensor]]
 """``(lo, hi) -> (K [N, k, D], V [N, k, V])`` for the keys ``lo <= j < hi`` of a request, new, in the compute dtype."""
 
 _BAND_TILES = 32
-"""Query tiles that share one pass over the keys: more refetch less, fewer hold less state."""
+"""Query tiles that share one pass over the keys: more of them fetch keys less often, fewer hold less state."""
 
 
 class ScoreRule:
