@@ -76,7 +76,14 @@ CAUGHT_BY = {
     },
 }
 
-RIGHT_BY_NATURE = {"MeanOfV": {"smoke/window-prefill.1"}}
+RIGHT_BY_NATURE = {
+    "MeanOfV": {
+        "smoke/window-prefill.1",
+        "encoder/encoder-only-window.1",
+        "sliding_window/decode-width.1",
+        "sliding_window/prefill.1",
+    }
+}
 """Cases whose right answer is what the miniature always says: with a window of one key the mean is that key's value."""
 
 
