@@ -120,8 +120,13 @@ def test_a_fault_is_caught_by_its_check_on_smoke_alone(file, name, group):
 
 @pytest.mark.parametrize("file", CAUGHT_BY)
 def test_the_honest_base_passes_everything(file):
-    outcomes = {r.outcome for r in smoke_records(file, "Miniature")["Miniature"]}
-    assert outcomes == {"passed", "unsupported"}
+    records = smoke_records(file, "Miniature")["Miniature"]
+    assert {r.outcome for r in records} == {"passed", "unsupported"}
+    assert {r.check for r in records if r.outcome == "passed"} == EVERY
+
+
+def test_every_check_has_a_miniature_it_must_catch():
+    assert {check for expected in CAUGHT_BY.values() for check, _ in expected.values()} == EVERY
 
 
 @pytest.mark.parametrize("file", CAUGHT_BY)
