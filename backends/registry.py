@@ -77,8 +77,8 @@ def load(ref: str) -> LoadedBackend:
     """The backend ``ref`` names.
 
     Raises :class:`UnknownNameError` for a name nobody registered, :class:`BackendUnavailableError` for a registered one
-    whose library cannot be imported here, and :class:`BackendLoadError` for everything else that is in the way: a file
-    that does not import, a class that is not there, a contract that is not kept.
+    whose library cannot be imported here, or any whose factories say so, and :class:`BackendLoadError` for everything
+    else that is in the way: a file that does not import, a class that is not there, a contract that is not kept.
     """
     name, colon, argument = ref.partition(":")
     if name in BUILTIN:
@@ -98,7 +98,10 @@ def load(ref: str) -> LoadedBackend:
 
 
 def load_object(obj: object) -> LoadedBackend:
-    """A backend class or a plain attention function, handed over from Python. Raises :class:`BackendLoadError`."""
+    """A backend class or a plain attention function, handed over from Python.
+
+    Raises :class:`BackendLoadError`, and :class:`BackendUnavailableError` where its library cannot be imported here.
+    """
     name = getattr(obj, "__qualname__", type(obj).__name__)
     module = getattr(obj, "__module__", "")
     by_file = module == "__main__" or module.startswith(_FILE_MODULE)  # names that another process cannot import
@@ -141,7 +144,11 @@ def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
             f"is {found!r}, neither a backend nor a function",
             allowed="derive the class from attncheck.backends.contract.AttentionBackend",
         )
-    if problems := contract_problems(found):
+    try:
+        problems = contract_problems(found)
+    except ImportError as error:  # a factory imports its library when it is asked, as it should
+        raise BackendUnavailableError(name, [f"its library cannot be imported: {error}"]) from error
+    if problems:
         raise BackendLoadError(ref, f"breaks the contract: {'; '.join(problems)}")
     return LoadedBackend(name=name, ref=ref, backend=found, version=found.version(), origin=origin)
 

@@ -174,7 +174,8 @@ class _Composer:
             top = self.stack[-1]
             key = top.place.key if top.wants_name else top.next_key
         mark = event.start_mark
-        assert mark is not None  # every event of a parser has one; the type allows for events made by hand
+        if mark is None:  # every event of a parser has one; the type allows for events made by hand
+            raise ValueError(f"{event!r} has no place in {self.file}")
         return Place(self.file, mark.line + 1, mark.column + 1, key)
 
     def count(self, nodes: int, height: int, place: Place) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import LoadedBackend, load_object
-from attncheck.errors import BackendLoadError, SelectionError
+from attncheck.errors import BackendLoadError, BackendUnavailableError, SelectionError
 from attncheck.harness.candidates import load_backends, refuse_unavailable, suite_device
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
@@ -135,7 +135,10 @@ def _resolve(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBack
         raise BackendLoadError(str(options["name"]), str(error)) from error
 
 
-def _handed_over(backend: type) -> LoadedBackend:
+def _handed_over(backend: type) -> LoadedBackend | Missing:
     """A class from Python; how to repeat its failures must be told in Python, too."""
-    loaded = load_object(backend)
+    try:
+        loaded = load_object(backend)
+    except BackendUnavailableError as error:
+        return Missing(error.name, python_ref(error.name), error.reasons)
     return replace(loaded, ref=python_ref(loaded.name))

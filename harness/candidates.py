@@ -14,6 +14,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
 from attncheck.harness.engine import Missing
+from attncheck.harness.stages import StageError, declared_reasons
 
 
 def choose_device(wanted: str | None) -> str:
@@ -82,15 +83,15 @@ def refuse_unavailable(backends: Sequence[LoadedBackend | Missing], device: str)
             raise SelectionError(str(BackendUnavailableError(backend.name, reasons)))
 
 
-def unavailable_reasons(backend: LoadedBackend, device: str) -> list[str]:
+def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
     """Why the backend cannot run here; empty where it says it can, or where asking it raises.
 
     A declaration that raises is an outcome of the examination (``errored``), and not for this place to judge.
     """
     try:
-        return list(backend.backend.unavailable_reasons(device))
-    except Exception:  # noqa: BLE001 (foreign code; the engine asks again and records what it raises)
-        return []
+        return declared_reasons(lambda: backend.backend.unavailable_reasons(device))
+    except StageError:
+        return ()
 
 
 def choose_backends(

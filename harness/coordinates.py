@@ -1,7 +1,8 @@
 """Signatures: which request, position and head a K or V row belongs to, written into the signs of its first channels.
 
-A wrong read or write can then be named, not only noticed. The bits are scrambled by an invertible hash, so that they
-look random (a V with constant channels would hide errors) and still decode. Must not know: caches, backends.
+A wrong read or write can then be named, not only noticed. Magnitudes stay what they are: a row must keep using the whole
+mantissa of its dtype, or a cache that secretly rounds would go unseen. The bits are scrambled by an invertible hash, so
+that they look random (a V with constant channels would hide errors) and still decode. Must not know: caches, backends.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from torch import Tensor
 
 CHANNELS = 32
 """Channels a signature occupies; head sizes below it carry none."""
+
+_SMALLEST = 2.0**-10
+"""Magnitude below which a signed channel is raised: a sign must survive the narrowest dtype."""
 
 _MASK = 0xFFFFFFFF
 _FACTOR = 0x9E3779B1
@@ -32,23 +36,22 @@ class Coordinate:
 
 
 def sign(rows: Tensor, kind: str, requests: Tensor, positions: Tensor) -> None:
-    """Write signatures into ``rows`` (``[n, Hkv, D]``, in place); ``requests`` and ``positions`` are int64 ``[n]``."""
+    """Give ``rows`` (``[n, Hkv, D]``, in place) their signs; ``requests`` and ``positions`` are int64 ``[n]``."""
     heads = torch.arange(rows.shape[1])
     word = ((requests % 1024) << 22 | (positions % 131072) << 5)[:, None] | (heads % 32)
     code = _scramble(word ^ _SALT[kind])
     bits = (code[..., None] >> torch.arange(CHANNELS)) & 1
-    rows[..., :CHANNELS] = (2 * bits - 1).to(rows.dtype)
+    rows[..., :CHANNELS] = (2 * bits - 1).to(rows.dtype) * rows[..., :CHANNELS].abs().clamp(min=_SMALLEST)
 
 
 def decode(row: Tensor) -> tuple[Coordinate, ...]:
-    """What the signature of one row (``[D]``) can mean, read as a key's and as a value's; empty without a signature.
+    """What the signs of one row (``[D]``) can mean, read as a key's and as a value's; empty for shorter rows.
 
-    Any sign pattern decodes to something: keep only origins that exist in the problem at hand.
+    Any pattern decodes to something: believe only an origin whose row is the one that was read.
     """
-    signs = row[:CHANNELS].double()
-    if len(row) < CHANNELS or not bool((signs.abs() == 1).all()):
+    if len(row) < CHANNELS:
         return ()
-    word = sum(1 << i for i, s in enumerate(signs.tolist()) if s > 0)
+    word = sum(1 << i for i, s in enumerate(row[:CHANNELS].tolist()) if s > 0)
     for _ in range(2):
         word = (word ^ word >> 16) * _INVERSE & _MASK
     plain = {kind: word ^ salt for kind, salt in _SALT.items()}

@@ -25,7 +25,8 @@ from attncheck.harness.memory import shortage
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.outcomes import Circumstances, record_of, unavailable
 from attncheck.harness.problem import Problem, build_problem
-from attncheck.harness.runner import Session, StageError, stage
+from attncheck.harness.runner import Session
+from attncheck.harness.stages import StageError, declared_reasons
 from attncheck.harness.truth import Truth, truth_of
 from attncheck.reference.spec import CHECKS
 from attncheck.reports.records import Environment, Record
@@ -94,8 +95,8 @@ class Examiner:
 
         cls = backend.backend
         try:
-            absent = stage("declaration", lambda: tuple(cls.unavailable_reasons(self.plan.device)))
-            reasons = stage("declaration", lambda: tuple(cls.unsupported_reasons(case.layer, case.cache, case.batch)))
+            absent = declared_reasons(lambda: cls.unavailable_reasons(self.plan.device))
+            reasons = declared_reasons(lambda: cls.unsupported_reasons(case.layer, case.cache, case.batch))
         except StageError as failure:
             return same_for_all(failure.raised)
         if absent:
@@ -117,7 +118,10 @@ class Examiner:
         records = []
         for check in checks:
             began = perf_counter()
-            finding = desk.examine(check)
+            try:
+                finding = desk.examine(check)
+            except StageError as failure:  # a check enters the backend's code, its codec, as well
+                finding = failure.raised
             records.append(record_of(self._circumstances, case, backend, check, finding, perf_counter() - began))
             if isinstance(finding, Broken) and self.plan.dump is not None:
                 dump_case(self.plan.dump, problem, truth, backend.name, desk.seen)

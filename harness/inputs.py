@@ -17,7 +17,9 @@ from torch import Tensor
 from attncheck.reference.spec import LayerSpec
 
 _LARGE_SCORE = 4096.0
-_KEY_VARIANCE = 1.25
+_KEY_VARIANCE = 4 / 3
+"""Of a number uniform over [-2, 2)."""
+
 _TILES = (16, 64, 128)
 
 

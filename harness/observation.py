@@ -52,7 +52,11 @@ class Raised:
     @property
     def message(self) -> str:
         """The exception in one line."""
-        return " ".join(str(self.error).split()) or "(no message)"
+        try:
+            text = str(self.error)
+        except Exception as error:  # noqa: BLE001 (foreign code, too)
+            text = f"(its message cannot be had: str() raised {type(error).__name__})"
+        return " ".join(text.split()) or "(no message)"
 
     @property
     def trace(self) -> str:

@@ -9,14 +9,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attncheck.backends.codecs import KVCacheCodec
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.packings import allocate_kv_cache
 from attncheck.harness.codec_proof import prove_codec
 from attncheck.harness.problem import Problem, Request
 from attncheck.harness.randomness import Stream
+from attncheck.harness.stages import stage
 
 SMALL_POOL = 1 << 22
-"""Slots up to which the whole pool is filled and compared; of a larger one only the surroundings of owned pages."""
+"""Slots up to which the whole pool is filled and poisoned; of a larger one only the surroundings of owned pages."""
 
 
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -59,20 +61,24 @@ class Pool:
         """Store rows where ``slots`` says; negative slots are left out."""
         keep = (slots >= 0).nonzero().squeeze(1).to(self._device)
         rows = slots.to(self._device)[keep]
-        self._writer(self.kv_cache, rows, key.to(self._device)[keep], value.to(self._device)[keep])
+        key, value = key.to(self._device)[keep], value.to(self._device)[keep]
+        stage("cache", lambda: self._writer(self.kv_cache, rows, key, value))
 
     def write_image(self, image: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store rows in a copy of :meth:`bytes` through the codec."""
-        if self.codec is None:
-            raise RuntimeError("only a pool with a codec can write a copy of its memory")
+        codec = self._codec_in_hand()
         slots, key, value = (tensor.to(self._device) for tensor in (slots, key, value))
-        self.codec.write(self._view(image), slots, key, value)
+        stage("codec", lambda: codec.write(self._view(image), slots, key, value))
 
     def read_image(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of a copy of :meth:`bytes`, read through the codec."""
+        codec = self._codec_in_hand()
+        return stage("codec", lambda: codec.read(self._view(image), slots))
+
+    def _codec_in_hand(self) -> KVCacheCodec:
         if self.codec is None:
-            raise RuntimeError("only a pool with a codec can read a copy of its memory")
-        return self.codec.read(self._view(image), slots)
+            raise RuntimeError("only a pool with a codec can read or write a copy of its memory")
+        return self.codec
 
     def _view(self, image: Tensor) -> Tensor:
         """A copy of the pool's memory in the shape and strides the backend knows."""
@@ -131,13 +137,8 @@ def foreign_slots(problem: Problem) -> dict[str, Tensor]:
     return {name: slots for name, slots in regions.items() if len(slots)}
 
 
-def covers_whole_pool(problem: Problem) -> bool:
-    """Whether every slot of the pool is either owned or in one of the regions."""
-    return problem.num_blocks * problem.cache.block_size <= SMALL_POOL
-
-
 def _pages_of_interest(problem: Problem, owned_pages: Tensor) -> Tensor:
-    if covers_whole_pool(problem):
+    if problem.num_blocks * problem.cache.block_size <= SMALL_POOL:
         return torch.arange(problem.num_blocks)
     wrapped = [owned_pages % (1 << bits) for bits in (15, 16, 31)]
     per_page = problem.cache.block_size * problem.layer.num_kv_heads * problem.layer.head_size

@@ -152,20 +152,20 @@ def build_problem(case: Case, seed: int) -> Problem:
     dtype = TORCH_DTYPES[layer.dtype]
     inputs = DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)
     total = sum(r.num_keys for r in requests)
-    keys = _draw(stream, "key", requests, (total, layer.num_kv_heads, layer.head_size), inputs)
-    values = _draw(stream, "value", requests, (total, layer.num_kv_heads, layer.value_head_size), inputs)
+    keys = _draw(stream, "key", requests, (total, layer.num_kv_heads, layer.head_size), inputs).to(dtype)
+    values = _draw(stream, "value", requests, (total, layer.num_kv_heads, layer.value_head_size), inputs).to(dtype)
     _share_prefixes(specs, requests, keys, values)
     geometry = [RequestGeometry(r.rows, r.first_position, r.num_keys, r.base, r.first_row) for r in requests]
     # A batch without any key (all rows see nothing) still needs something to point at.
-    needles = keys if len(keys) else torch.ones(1, layer.num_kv_heads, layer.head_size, dtype=torch.float64)
-    query = biting_queries(layer, needles, geometry, cache.block_size, inputs)
+    needles = keys if len(keys) else keys.new_ones(1, layer.num_kv_heads, layer.head_size)
+    query = biting_queries(layer, needles.double(), geometry, cache.block_size, inputs)
     return Problem(
         case=case,
         seed=seed,
         requests=requests,
         query=query.to(dtype),
-        keys=keys.to(dtype),
-        values=values.to(dtype),
+        keys=keys,
+        values=values,
         block_table=_block_table(requests, num_blocks, stream) if paged else torch.zeros(len(requests), 1).int(),
         key_slots=_key_slots(requests, cache.block_size) if paged else torch.full((total,), -1),
         num_blocks=num_blocks,
@@ -242,7 +242,7 @@ def _key_slots(requests: tuple[Request, ...], block_size: int) -> Tensor:
 def _draw(
     stream: Stream, kind: str, requests: tuple[Request, ...], shape: tuple[int, int, int], inputs: frozenset[str]
 ) -> Tensor:
-    rows = stream.int8(*shape).double() / 64
+    rows = stream.uniform(*shape)
     if "coordinates" in inputs and shape[-1] >= CHANNELS:
         request = torch.repeat_interleave(
             torch.arange(len(requests)), torch.tensor([r.num_keys for r in requests], dtype=torch.int64)

@@ -25,6 +25,13 @@ class Stream:
         values = np.asarray(words, dtype="<u8").view(np.int8)[:count].reshape(shape)
         return torch.from_numpy(np.where(values == -128, np.int8(0), values))
 
+    def uniform(self, *shape: int) -> Tensor:
+        """float64 tensor of the given shape, uniform over [-2, 2) in steps of 2**-30: it fills any mantissa we test."""
+        count = int(np.prod(shape, dtype=np.int64))
+        words = self._philox.random_raw((count + 1) // 2)
+        values = np.asarray(words, dtype="<u8").view(np.int32)[:count].reshape(shape)
+        return torch.from_numpy(values).double() * 2.0**-30
+
     def integers(self, count: int, below: int) -> Tensor:
         """int64 ``[count]``, each in ``range(below)``; the remainder's bias (below 2**-32) does not matter here."""
         words = np.asarray(self._philox.random_raw(count), dtype=np.uint64)

@@ -5,34 +5,24 @@ fresh tensors and reports what was seen. Whatever the backend raises is caught h
 Must not know: truths, checks, outcomes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheSpec
 from attncheck.backends.packings import cache_dtype
-from attncheck.errors import AttncheckError
 from attncheck.harness.config import Layer, vllm_config
 from attncheck.harness.observation import CANARY, Observation, Raised, mark_unwritten, still_unwritten
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
+from attncheck.harness.stages import StageError, stage
 from attncheck.harness.step import Step, make_step
 
 _GUARD_ROWS = 4
 _GUARD = 0.75
-
-T = TypeVar("T")
-
-
-class StageError(AttncheckError):
-    """Carries what a stage of the contract raised up to the caller of a session."""
-
-    def __init__(self, raised: Raised) -> None:
-        self.raised = raised
-        super().__init__(raised.stage)
 
 
 @dataclass(frozen=True)
@@ -48,16 +38,6 @@ class Fill:
     padding: float = float("nan")
 
 
-def stage(name: str, call: Callable[[], T]) -> T:
-    """The result of ``call``; what it raises comes back as a StageError that names the stage."""
-    try:
-        return call()
-    except StageError:
-        raise
-    except (Exception, SystemExit) as error:  # a backend's sys.exit() is its failure, not the end of the run
-        raise StageError(Raised(name, error)) from error
-
-
 class Session:
     """One backend on one problem on one device. Raises StageError where the backend refuses or breaks at set-up."""
 
@@ -66,7 +46,7 @@ class Session:
         self.attn_layer = Layer(problem.cache, device)
         self.impl = stage("construct", self._construct_impl)
         self.builder = stage("builder", self._construct_builder)
-        self.order = self._request_order()
+        self.order = stage("builder", self._request_order)
         self.pristine = self._step(Fill())
         self.pool: Pool | None = None
         if problem.has_pool:
@@ -182,24 +162,24 @@ class Session:
         pad_seq_len = self.backend.conventions.pad_seq_len
         return make_step(self.problem, self.device, self.order, padding_fill=fill.padding, pad_seq_len=pad_seq_len)
 
-    def _forward(
-        self, step: Step, kv_cache: Tensor, metadata: Any, output: Tensor, lse: "_Guarded | None"
-    ) -> Tensor | None:
+    def _forward(self, step: Step, kv_cache: Tensor, metadata: Any, output: Tensor, lse: "_Guarded | None") -> object:
         keywords = {} if lse is None else {"output_lse": lse.rows}
         with torch.no_grad():
             if not self.backend.forward_includes_kv_cache_update and metadata is not None and step.key is not None:
                 self.impl.do_kv_cache_update(self.attn_layer, step.key, step.value, kv_cache, step.slot_mapping)
-            result: Tensor | None = self.impl.forward(
+            result: object = self.impl.forward(
                 self.attn_layer, step.query, step.key, step.value, kv_cache, metadata, output=output, **keywords
             )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return result
 
-    def _output_of(self, returned: Tensor | None, output: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+    def _output_of(self, returned: object, output: Tensor) -> tuple[Tensor, tuple[str, ...]]:
         """Where the answer stands, and what the contract says otherwise."""
-        if returned is None:
-            return output, ("forward returned None; the contract says the output",)
+        if not isinstance(returned, Tensor):
+            return output, (f"forward returned {_kind(returned)}; the contract says the output",)
+        if returned.device != output.device:
+            return output, (f"forward returned a tensor on {returned.device}, the output is on {output.device}",)
         if returned.data_ptr() == output.data_ptr():
             return output, ()
         if self.backend.accept_output_buffer:
@@ -266,17 +246,25 @@ def _changes(pristine: Step, step: Step, common: CommonAttentionMetadata) -> lis
         if was is not None and not torch.equal(was[:count], now[:count]):
             names.append(name)
     untouched = pristine.common_metadata()
-    for field in fields(CommonAttentionMetadata):
-        was, now = getattr(untouched, field.name), getattr(common, field.name)
-        same = torch.equal(was, now) if isinstance(was, Tensor) and isinstance(now, Tensor) else _equal(was, now)
-        if not same:
-            names.append(f"metadata.{field.name}")
-    return names
+    metadata = [field.name for field in fields(CommonAttentionMetadata)]
+    changed = [name for name in metadata if not _same(getattr(untouched, name), getattr(common, name))]
+    return [*names, *(f"metadata.{name}" for name in changed)]
 
 
-def _equal(was: object, now: object) -> bool:
-    """Equality of what is no tensor; arrays compare by their elements."""
-    return bool(getattr(was == now, "all", lambda: was == now)())
+def _same(was: object, now: object) -> bool:
+    """Whether a field still holds what it held: of the same type, and tensors on the same device."""
+    if type(was) is not type(now):
+        return False
+    if isinstance(was, Tensor) and isinstance(now, Tensor):
+        alike = (was.device, was.dtype, was.shape) == (now.device, now.dtype, now.shape)
+        return alike and torch.equal(was, now)
+    if isinstance(was, np.ndarray) and isinstance(now, np.ndarray):
+        return was.dtype == now.dtype and np.array_equal(was, now)
+    return was == now
+
+
+def _kind(returned: object) -> str:
+    return "None" if returned is None else f"a {type(returned).__name__}"
 
 
 def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:

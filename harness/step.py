@@ -86,8 +86,10 @@ def make_step(
     # In cross attention the key rows are the encoder's: the decoder's padding tokens do not lengthen them.
     key_padding = 0 if problem.is_cross else padding.tokens
     query = _padded(problem.query[rows], padding.tokens, padding_fill).to(device)
-    key = _padded(problem.keys[new_keys], key_padding, padding_fill).to(device)
-    value = _padded(problem.values[new_keys], key_padding, padding_fill).to(device)
+    key, value = (
+        _padded(_rows_at(all_rows, new_keys), key_padding, padding_fill).to(device)
+        for all_rows in (problem.keys, problem.values)
+    )
     if "views" in problem.inputs:
         query, key, value = _as_views(query, key, value)
     no_keys = problem.is_cross and not len(new_keys)
@@ -116,8 +118,13 @@ def _writes(problem: Problem, order: list[int]) -> tuple[Tensor, Tensor]:
     pieces = problem.new_keys.split(counts)
     index = torch.cat([pieces[i] for i in order])
     if not len(problem.keys):
-        return index.new_empty(0), torch.full((len(index),), -1)
+        return index, torch.full((len(index),), -1)
     return index, torch.where(index >= 0, problem.key_slots[index], -1)
+
+
+def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[index]``; of no rows at all, zeros: a token before position 0 brings a key that is written nowhere."""
+    return rows[index] if len(rows) else rows.new_zeros(len(index), *rows.shape[1:])
 
 
 def _padded(rows: Tensor, count: int, fill: float) -> Tensor:

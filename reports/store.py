@@ -194,7 +194,8 @@ def _read_header(path: str, text: bytes) -> RunHeader:
     if data.get("format") != FORMAT:
         raise RunFileError(path, f"has format {data.get('format')!r}; this attncheck reads format {FORMAT}", line=1)
     header = _parse(path, 1, text)
-    assert isinstance(header, RunHeader)
+    if not isinstance(header, RunHeader):  # its kind says so
+        raise RunFileError(path, "has no header: the first line of a run has kind 'header'", line=1)
     return header
 
 

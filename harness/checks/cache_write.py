@@ -38,7 +38,8 @@ def examine(problem: Problem, pool: Pool | None, seen: Observation, brings_write
     figures["slots_wrong"] = len(wrong)
     if not len(wrong):
         return Broken("bytes between the slots of the pool were changed", figures)
-    complaints = [_complaint(problem, pool, seen, int(slot), slots) for slot in wrong[:4]]
+    images = seen.pool_before, seen.pool_after
+    complaints = [_complaint(problem, pool, images, int(slot), slots) for slot in wrong[:4]]
     meaning = _meaning(problem, wrong, slots)
     changed = (f"inputs were changed: {', '.join(seen.changed)}",) if seen.changed else ()
     count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, first"
@@ -54,12 +55,10 @@ def _differing(pool: Pool, expected: Tensor, got: Tensor, slots: Tensor) -> Tens
     return slots[unequal]
 
 
-def _complaint(problem: Problem, pool: Pool, seen: Observation, slot: int, mapped: Tensor) -> str:
-    """What is wrong with one slot, and whose rows were found there."""
-    at = torch.tensor([slot], device=seen.pool_after.device if seen.pool_after is not None else None)
-    assert seen.pool_before is not None
-    assert seen.pool_after is not None
-    before, after = pool.read_image(seen.pool_before, at), pool.read_image(seen.pool_after, at)
+def _complaint(problem: Problem, pool: Pool, images: tuple[Tensor, Tensor], slot: int, mapped: Tensor) -> str:
+    """What is wrong with one slot, and whose rows were found there; ``images``: the pool before and after."""
+    at = torch.tensor([slot], device=images[1].device)
+    before, after = (pool.read_image(image, at) for image in images)
     changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     name = problem.slot_name(slot)
     found = "; ".join(dict.fromkeys(text for rows in after if (text := _origin(problem, rows[0, 0].cpu()))))

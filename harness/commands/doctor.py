@@ -89,7 +89,7 @@ def _backend(name: str, devices: list[str]) -> None:
     """One backend: on which devices it can run, and every reason why not."""
     from attncheck.backends import registry
     from attncheck.errors import AttncheckError
-    from attncheck.harness.runner import StageError, stage
+    from attncheck.harness.stages import StageError, declared_reasons
 
     try:
         found = registry.load(name)
@@ -98,8 +98,8 @@ def _backend(name: str, devices: list[str]) -> None:
         return
     for device in devices:
         try:
-            reasons = stage("declaration", lambda: found.backend.unavailable_reasons(device))  # noqa: B023 (called here)
+            reasons = declared_reasons(lambda: found.backend.unavailable_reasons(device))  # noqa: B023 (called here)
         except StageError as failure:
-            reasons = [f"unavailable_reasons raised {failure.raised.message}"]
+            reasons = (f"unavailable_reasons raised {failure.raised.message}",)
         verdict = f"not here: {'; '.join(reasons)}" if reasons else "can run"
         _line(name, f"{found.version or 'no version'}, on {device}: {verdict}")

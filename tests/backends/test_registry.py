@@ -227,6 +227,8 @@ def test_a_library_missing_behind_a_factory_is_unavailable(entry_point, file, mo
     entry_point(theirs="lazy_backend:Lazy")
     with pytest.raises(BackendUnavailableError, match="no_such_library"):
         load("theirs")
+    with pytest.raises(BackendUnavailableError, match=r"'Lazy' is unavailable here: .*no_such_library"):
+        load(f"{file(text, name='lazy_file.py')}:Lazy")
 
 
 def test_a_registered_name_may_take_an_argument(entry_point, file, monkeypatch):

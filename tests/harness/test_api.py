@@ -162,3 +162,12 @@ def test_the_front_door_offers_what_it_says() -> None:
     door: Callable[[], object] = lambda: attncheck.nothing_of_that_name  # noqa: E731
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         door()
+
+
+def test_a_class_whose_library_is_missing_is_a_wrong_question(suite: str) -> None:
+    def get_impl_cls() -> Any:
+        raise ImportError("no such library")
+
+    lazy = type("Lazy", (ReferenceBackend,), {"get_impl_cls": staticmethod(get_impl_cls)})
+    with pytest.raises(SelectionError, match=r"'Lazy' is unavailable here: .*no such library"):
+        attncheck.examine(lazy, suite, device="cpu")

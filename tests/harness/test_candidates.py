@@ -125,4 +125,4 @@ def test_a_declaration_that_raises_is_not_judged_here(monkeypatch: pytest.Monkey
         raise RuntimeError("no idea")
 
     monkeypatch.setattr(loaded.backend, "unavailable_reasons", broken)
-    assert unavailable_reasons(loaded, "cpu") == []
+    assert unavailable_reasons(loaded, "cpu") == ()

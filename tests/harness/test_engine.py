@@ -212,3 +212,32 @@ def test_a_case_too_large_for_the_machine_is_unavailable_before_anything_is_allo
     assert record.outcome == "unavailable"
     assert "GiB" in record.reasons[0]
     assert shortage(make_case(), torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("answer", ["no", [1], None])
+def test_a_declaration_that_gives_no_list_of_strings_is_errored(make_case: Any, answer: Any) -> None:
+    records = examine(variant(unsupported_reasons=classmethod(lambda *_: answer)), make_case())
+    assert outcomes(records) == dict.fromkeys(ALL, "errored")
+    assert repr(answer) in records["numerics"].message  # type: ignore[union-attr]
+
+
+def test_a_codec_that_cannot_read_back_errs_under_the_check_that_reads(make_case: Any) -> None:
+    class Codec:
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+            self.steps_stored = 0
+
+        def write(self, kv_cache: Any, slots: Any, key: Any, value: Any) -> None:
+            self.steps_stored += len(slots) == 40
+            if self.steps_stored == 2:  # stale rows stood there first; now cache_write makes its copy
+                raise RuntimeError("not again")
+            self._inner.write(kv_cache, slots, key, value)
+
+        def read(self, kv_cache: Any, slots: Any) -> Any:
+            return self._inner.read(kv_cache, slots)
+
+    honest = ReferenceBackend.kv_cache_codec
+    backend = variant(kv_cache_codec=staticmethod(lambda layer, cache: Codec(honest(layer, cache))))
+    found = outcomes(examine(backend, make_case()))
+    assert found["cache_write"] == "errored"
+    assert found["numerics"] == "passed"

@@ -25,6 +25,15 @@ def test_int8_is_centred_and_never_minus_128() -> None:
     assert abs(float(values.double().std()) - 73.6) < 1.0  # sqrt((255**2 - 1) / 12)
 
 
+def test_uniform_fills_a_float32_mantissa() -> None:
+    values = Stream("many").uniform(1 << 14)
+    assert -2 <= float(values.min()) < -1.99
+    assert 1.99 < float(values.max()) < 2
+    assert abs(float(values.mean())) < 0.05
+    mantissas = values.to(torch.float32).view(torch.int32) & 0xFF
+    assert len(mantissas.unique()) == 256, "the last bits are in use"
+
+
 def test_permutation_is_one() -> None:
     order = Stream("order").permutation(1000)
     assert torch.equal(order.sort().values, torch.arange(1000))

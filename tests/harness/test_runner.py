@@ -9,7 +9,8 @@ from attncheck.backends.conventions import Conventions
 from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.problem import build_problem
-from attncheck.harness.runner import Session, StageError
+from attncheck.harness.runner import Fill, Session
+from attncheck.harness.stages import StageError
 from attncheck.harness.truth import truth_of
 from attncheck.reference.spec import AttentionType, RequestSpec
 
@@ -240,3 +241,61 @@ def test_the_profiling_call_needs_no_metadata(make_case: Any) -> None:
     idle = Session(ReferenceBackend, build_problem(make_case(), 0), CPU).run_without_metadata()
     assert isinstance(idle, torch.Tensor)
     assert bool(torch.isfinite(idle).all())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "note"),
+    [
+        (lambda output: (output, None), "forward returned a tuple"),
+        (lambda output: output.to("meta"), "forward returned a tensor on meta"),
+    ],
+)
+def test_what_is_no_output_is_a_broken_promise_and_not_the_end(make_case: Any, wrong: Any, note: str) -> None:
+    def forward(self: Any, *args: Any, **keywords: Any) -> Any:
+        return wrong(ReferenceImpl.forward(self, *args, **keywords))
+
+    session = Session(impl(forward=forward), build_problem(make_case(), 0), CPU)
+    seen = session.run()
+    assert isinstance(seen, Observation)
+    assert note in seen.protocol[0]
+    assert isinstance(session.run_without_metadata(), torch.Tensor)
+
+
+def test_metadata_moved_to_another_device_counts_as_changed(make_case: Any) -> None:
+    def attend(self: Any, *args: Any) -> None:
+        ReferenceImpl.attend(self, *args)
+        args[5].common.seq_lens = args[5].common.seq_lens.to("meta")
+
+    assert run(impl(attend=attend), make_case()).changed == ("metadata.seq_lens",)
+
+
+def test_a_codec_that_breaks_later_is_what_the_step_raised(make_case: Any) -> None:
+    class Codec:
+        def __init__(self, inner: Any) -> None:
+            self.read, self._write = inner.read, inner.write
+
+        def write(self, kv_cache: Any, slots: Any, key: Any, value: Any) -> None:
+            if key.isnan().any():
+                raise OSError("no NaN here")
+            self._write(kv_cache, slots, key, value)
+
+    honest = ReferenceBackend.kv_cache_codec
+    backend = variant(kv_cache_codec=staticmethod(lambda layer, cache: Codec(honest(layer, cache))))
+    raised = Session(backend, build_problem(make_case(), 0), CPU).run(Fill(poison=float("nan")))
+    assert isinstance(raised, Raised)
+    assert (raised.stage, raised.message) == ("cache", "no NaN here")
+
+
+def test_a_threshold_that_is_no_number_is_the_builders_fault(make_case: Any) -> None:
+    builder = type("Builder", (ReferenceBuilder,), {"reorder_batch_threshold": "many"})
+    with pytest.raises(StageError) as caught:
+        run(variant(Builder=builder), make_case())
+    assert caught.value.raised.stage == "builder"
+
+
+def test_an_exception_without_words_is_still_told() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert "RuntimeError" in Raised("forward", MuteError()).message

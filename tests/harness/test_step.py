@@ -75,3 +75,10 @@ def test_later_cross_attention_steps_bring_no_keys(make_case: Any) -> None:
     encoder_lens = step.common_metadata().encoder_seq_lens
     assert encoder_lens is not None
     assert encoder_lens.tolist() == [21]
+
+
+def test_rows_before_every_key_still_bring_a_key_each(make_case: Any) -> None:
+    step = make_step(build_problem(make_case((3, 0), padding=(0, 2)), 0), torch.device("cpu"))
+    assert step.key is not None
+    assert len(step.key) == len(step.slot_mapping) == 5
+    assert step.slot_mapping.tolist() == [-1] * 5
