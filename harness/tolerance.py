@@ -10,9 +10,9 @@ in the 2-norm and likewise in the max norm, with ``u`` half the dtype's epsilon 
 sees. ``c`` is 8, or a quarter of the head size if that is more: a float32 sum of D products of equal sign, added one
 by one, was seen to be off by up to D/8 roundings. Under a soft cap c, ``S`` is at most c. ALiBi adds ``|slope| * n``:
 kernels may measure the bias from position 0, so that it is this large, and rounded accordingly, for keys of every
-weight. The log-sum-exp may be off by the rounding of one score, of the sum of n exponentials, and by what the
-low-precision run loses. Must not know: backends. A backend owns no tolerance; a case may multiply the budget, visibly,
-with a reason.
+weight. The log-sum-exp may be off by the rounding of one score, of the sum of n exponentials, by what the
+low-precision run loses, and by ``u``: fast kernels sum the softmax after rounding it to the dtype. Must not know:
+backends. A backend owns no tolerance; a case may multiply the budget, visibly, with a reason.
 """
 
 import math
@@ -71,7 +71,7 @@ def budget_of(rows: Rows, params: AttentionParams, dtype: torch.dtype, out: Tens
     norm, peak = (
         torch.maximum(K * size(loss), 2 * u * size(out)) + bracket * size(weighted) for size in (_norm, _peak)
     )
-    return Budget(norm, peak, bracket + _sum_rounding(rows, lse) + _lse_loss(lse, low_lse.double()))
+    return Budget(norm, peak, bracket + u + _sum_rounding(rows, lse) + _lse_loss(lse, low_lse.double()))
 
 
 def share_of_budget(error: Tensor, budget: Budget) -> Tensor:

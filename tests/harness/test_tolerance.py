@@ -121,3 +121,20 @@ def test_nan_is_infinitely_wrong_and_no_error_is_right(make_case: Any) -> None:
     assert float(share_of_budget(error, truth.budget).max()) == 0.0
     error[0, 0, 0] = float("nan")
     assert float(share_of_budget(error, truth.budget)[0, 0]) == math.inf
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_sum_of_the_rounded_softmax_is_an_honest_lse(make_case: Any, dtype: str) -> None:
+    for seed in range(5):
+        problem = build_problem(make_case((3, 700), (1, 33), dtype=dtype), seed)
+        truth = truth_of(problem, CPU)
+        for r in problem.requests:
+            rows = slice(r.first_row, r.first_row + r.rows)
+            keys = problem.keys[r.base : r.base + r.num_keys].float().repeat_interleave(4, 1)
+            scores = torch.einsum("qhd,khd->qhk", problem.query[rows].float(), keys) * problem.layer.softmax_scale
+            distance = (torch.arange(r.rows) + r.first_position)[:, None, None] - torch.arange(r.num_keys)
+            scores = scores.masked_fill(distance < 0, float("-inf"))
+            top = scores.amax(dim=-1, keepdim=True)
+            lse = (top + torch.exp(scores - top).to(problem.dtype).float().sum(-1, keepdim=True).log())[..., 0]
+            assert bool(((lse - truth.lse[rows]).abs() <= truth.budget.lse[rows]).all())
+            assert bool(((lse + 0.02 - truth.lse[rows]).abs() > truth.budget.lse[rows]).any())
