@@ -67,7 +67,7 @@ class Examiner:
     blind: list[QuestionError] = field(default_factory=list)
     """Cases that could not be put at all; the command line ends with exit code 2 if there are any."""
     _latest: tuple[Case, Problem, Truth] | None = field(default=None, init=False, repr=False)
-    _unputable: set[Case] = field(default_factory=set, init=False, repr=False)
+    _faults: dict[Case, QuestionError] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.plan.device)
@@ -86,8 +86,12 @@ class Examiner:
         checks = self.plan.checks_of(case)
         if isinstance(backend, Missing):
             return [unavailable(self._circumstances, case, backend, check, backend.reasons) for check in checks]
-        with _exact_float32():
+        with _exact_float32(), _current(self.device):
             return self._examine(case, backend, checks)
+
+    def fault_of(self, case: Case) -> QuestionError | None:
+        """Why the case could not be put, if it was tried and could not."""
+        return self._faults.get(case)
 
     def _examine(self, case: Case, backend: LoadedBackend, checks: tuple[str, ...]) -> list[Record]:
         def same_for_all(finding: Finding) -> list[Record]:
@@ -104,18 +108,21 @@ class Examiner:
         unanswered = unanswered_reasons(case)
         if unanswered:
             return same_for_all(NotExamined(unanswered, "attncheck"))
-        lacking = shortage(case, self.device)
-        if lacking is not None:
-            return [unavailable(self._circumstances, case, backend, check, (lacking,)) for check in checks]
+        if case in self._faults:
+            return []
+        if self._latest is None or self._latest[0] != case:
+            self._latest = None  # before free memory is looked at: the case before needs none any more
+            lacking = shortage(case, self.device)
+            if lacking is not None:
+                return [unavailable(self._circumstances, case, backend, check, (lacking,)) for check in checks]
         try:
             problem, truth = self._problem_and_truth(case)
         except QuestionError as error:
-            if case not in self._unputable:
-                self._unputable.add(case)
-                self.blind.append(error)
+            self._faults[case] = error.with_traceback(None)  # whose frames hold the case's tensors
+            self.blind.append(error)
             return []
         desk = _Desk(backend, problem, truth, self.device, reasons)
-        records = []
+        records, is_broken = [], False
         for check in checks:
             began = perf_counter()
             try:
@@ -123,8 +130,9 @@ class Examiner:
             except StageError as failure:  # a check enters the backend's code, its codec, as well
                 finding = failure.raised
             records.append(record_of(self._circumstances, case, backend, check, finding, perf_counter() - began))
-            if isinstance(finding, Broken) and self.plan.dump is not None:
-                dump_case(self.plan.dump, problem, truth, backend.name, desk.seen)
+            is_broken |= isinstance(finding, Broken)
+        if is_broken and self.plan.dump is not None:
+            dump_case(self.plan.dump, problem, truth, backend.name, desk.seen)
         return records
 
     def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:
@@ -171,7 +179,7 @@ class _Desk:
             case "lse":
                 return lse.examine(self._problem, self._truth, seen, self._backend.conventions)
             case "cache_write":
-                return cache_write.examine(self._problem, session.pool, seen, session.impl.brings_writer)
+                return cache_write.examine(self._problem, session, seen)
             case "containment":
                 return containment.examine(self._problem, self._truth, session, seen)
             case _:
@@ -200,10 +208,31 @@ class _Desk:
 
 @contextmanager
 def _exact_float32() -> Iterator[None]:
-    """No TF32 while anything is examined, whatever the caller's setting: float32 means float32."""
-    before = torch.get_float32_matmul_precision()
+    """No TF32 while anything is examined, whatever the caller's setting: float32 means float32.
+
+    torch keeps two accounts of it and refuses to read the old one where only the new one was set: both are put back.
+    """
+    products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [product.fp32_precision for product in products]
+    try:
+        stated = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        stated = None
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if stated is not None:
+            torch.set_float32_matmul_precision(stated)
+        for product, precision in zip(products, before, strict=True):
+            product.fp32_precision = precision
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """Makes a GPU the current one, as a worker does: a kernel launched by hand goes there, wherever its tensors are."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        yield

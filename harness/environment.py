@@ -16,9 +16,8 @@ import attncheck
 from attncheck.reports.records import Environment
 
 
-@cache
 def collect_environment(device: str) -> Environment:
-    """The circumstances of a run on ``device`` (``cpu``, ``cuda``, ``cuda:1``, ...), asked once a process.
+    """The circumstances of a run on ``device`` (``cpu``, ``cuda``, ``cuda:1``, ...).
 
     The TF32 and determinism policies are read, not set: collect after they stand.
     """
@@ -68,8 +67,9 @@ def _git_commit() -> str | None:
     return _first_line("git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
 
 
+@cache
 def _first_line(*command: str) -> str | None:
-    """First line a command prints, or None where it is missing, fails or does not answer."""
+    """First line a command prints, or None where it is missing, fails or does not answer; asked once a process."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603 (fixed words)
     except (OSError, subprocess.SubprocessError):

@@ -17,6 +17,7 @@ from attncheck.harness.candidates import choose_backends, suite_device
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
 from attncheck.harness.selection import check_seed, select_cases
+from attncheck.reference.spec import CHECKS
 from attncheck.reports import phrases, terminal
 from attncheck.reports.records import FALLEN_SHORT, Errored, Record, RunHeader, Unavailable, Unsupported
 
@@ -80,7 +81,7 @@ class Collection:
         if self._latest is None or self._latest[0] != pair:
             self._latest = (pair, examiner.examine(item.case, item.backend))
         found = next((record for record in self._latest[1] if record.check == item.check), None)
-        return found or examiner.blind[-1]
+        return found or examiner.fault_of(item.case) or QuestionError(f"{item.case.key} gave no record of {item.check}")
 
     def examined(self, session: pytest.Session) -> tuple[Examiner, RunHeader]:
         """The examiner of this process, for the checks whose items are selected, and the header that goes with it."""
@@ -89,7 +90,7 @@ class Collection:
             plan = Plan(
                 cases=self.plan.cases,
                 backends=self.plan.backends,
-                checks=tuple(wanted),
+                checks=tuple(check for check in CHECKS if check in wanted),
                 device=self.plan.device,
                 seed=self.plan.seed,
             )

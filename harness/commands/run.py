@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attncheck.errors import SelectionError
+from attncheck.errors import QuestionError, SelectionError
 
 if TYPE_CHECKING:
     from attncheck.harness.engine import Examiner, Plan
@@ -79,6 +79,7 @@ def run(
             f"--in-process takes one case of one backend, and this is {phrases.plural(len(plan.cases), 'case')} "
             f"of {phrases.plural(len(plan.backends), 'backend')}; add --case and --backend"
         )
+    _make_folder(dump)
     examiner = Examiner(plan)
     header = make_header(selection, plan, examiner.environment, command=context.obj or (), notes=notes)
     expectations = _expectations(expect, selection, header)
@@ -133,6 +134,16 @@ def _expectations(file: Path | None, selection: "Selection", header: "RunHeader"
         backends=[backend.name for backend in header.backends],
         checks=header.checks,
     )
+
+
+def _make_folder(dump: Path | None) -> None:
+    """Before the run, so that the first failure does not end it."""
+    if dump is None:
+        return
+    try:
+        dump.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise QuestionError(f"--dump {dump} cannot be a folder: {error.strerror}") from error
 
 
 def _free_path() -> Path:

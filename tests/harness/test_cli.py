@@ -232,6 +232,14 @@ def test_expected_failures(run: Attncheck, folder: Path, capsys: pytest.CaptureF
     assert "2 xpassed" in capsys.readouterr().out
 
 
+def test_a_dump_that_is_a_file_is_refused_before_the_run(
+    run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--backend", "reference", "--dump", "wrong.py") == 2
+    assert "--dump wrong.py cannot be a folder: File exists" in capsys.readouterr().err
+    assert not (folder / "results").exists()
+
+
 def test_dump_writes_tensors_that_load_as_data(run: Attncheck, folder: Path) -> None:
     import torch
 

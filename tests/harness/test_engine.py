@@ -1,5 +1,7 @@
 """The engine: whatever a backend does is a record, and every record says the right word."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 
 from attncheck.backends.reference_backend import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import LoadedBackend
+from attncheck.harness import engine
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.memory import needed_bytes, shortage
 from attncheck.reports.records import Record
@@ -163,6 +166,9 @@ def test_a_blind_case_is_set_aside_and_the_run_goes_on(make_case: Any) -> None:
     assert {record.case_id for record in records} == {"fine"}
     assert len(examiner.blind) == 1
     assert "made/blind: blind to sliding_window" in str(examiner.blind[0])
+    assert examiner.fault_of(blind) is examiner.blind[0]
+    assert examiner.fault_of(fine) is None
+    assert examiner.blind[0].__traceback__ is None, "its frames would keep the case's tensors for the whole run"
 
 
 def test_checks_are_those_of_plan_and_case_in_order(make_case: Any) -> None:
@@ -187,6 +193,56 @@ def test_float32_stays_float32_and_the_callers_setting_comes_back(make_case: Any
     finally:
         torch.set_float32_matmul_precision(before)
     assert set(seen) == {"highest"}
+
+
+def test_a_precision_set_per_backend_is_no_obstacle_and_comes_back(make_case: Any) -> None:
+    products = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [product.fp32_precision for product in products]
+    try:
+        for product in products:
+            product.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        assert examine(ReferenceBackend, make_case(), checks=("numerics",))["numerics"].outcome == "passed"
+        assert [product.fp32_precision for product in products] == ["tf32", "tf32"]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for product, precision in zip(products, before, strict=True):
+            product.fp32_precision = precision
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_gpu_is_the_current_device_while_a_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    @contextlib.contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        entered.append(str(which))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for name in ("cpu", "cuda:1"):
+        with engine._current(torch.device(name)):
+            pass
+    assert entered == ["cuda:1"]
+
+
+def test_what_torch_keeps_for_itself_is_free(monkeypatch: pytest.MonkeyPatch, make_case: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, 2**40))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 2**20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 2**34)
+    assert shortage(make_case(), torch.device("cuda:0")) is None
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 2**20)
+    assert "cuda:0 has 0.0 GiB free" in str(shortage(make_case(), torch.device("cuda:0")))
+
+
+def test_memory_is_looked_at_once_a_case(monkeypatch: pytest.MonkeyPatch, make_case: Any) -> None:
+    asked = []
+    monkeypatch.setattr(engine, "shortage", lambda case, _device: asked.append(case.id))
+    cases = make_case(name="one"), make_case(name="two")
+    backends = loaded(ReferenceBackend, "a"), loaded(ReferenceBackend, "b")
+    assert {record.outcome for record in Examiner(Plan(cases=cases, backends=backends)).run()} == {"passed"}
+    assert asked == ["one", "two"], "what the case itself holds must not count against the second backend"
 
 
 def test_a_failing_case_is_dumped_as_plain_tensors(make_case: Any, tmp_path: Path) -> None:

@@ -25,10 +25,12 @@ def test_what_it_says_is_what_runs() -> None:
     assert found.cpu
 
 
-def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_are_asked_once_and_policies_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     first = collect_environment("cpu")
-    monkeypatch.setattr(environment, "_cpu_name", lambda: "another")
-    assert collect_environment("cpu") is first
+    monkeypatch.setattr(subprocess, "run", lambda *_a, **_k: pytest.fail("asked again"))
+    assert collect_environment("cpu") == first
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: not first.deterministic)
+    assert collect_environment("cpu").deterministic != first.deterministic
 
 
 def test_a_missing_tool_is_none() -> None:
