@@ -2,7 +2,8 @@
 
 Each :class:`Hypothesis` is the problem with one thing changed: a window one key longer, the soft cap left out, the last
 key lost. They serve twice: a case must notice the ones it asks about (or it is blind), and an output that is wrong but
-fits one of them can be explained. Must not know: backends, observations.
+fits one of them can be explained. Beside them stand the right question in coarser arithmetic. Must not know: backends,
+observations.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.tolerance import Rows
-from attncheck.reference import AttentionParams, paged_attention, visible
+from attncheck.reference import AttentionParams, Precision, paged_attention, visible
 
 HiddenKeys = Callable[[int, Tensor, Tensor], Tensor]
 """(request, row positions ``[a, 1]``, key positions ``[1, b]``) -> bool, broadcastable to ``[a, b]``: lost keys."""
@@ -77,9 +78,12 @@ def _window_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterat
 
 
 def explanations(params: AttentionParams, rows: Rows, block_size: int) -> Iterator[Hypothesis]:
-    """Common faults in the order in which they are tried on a wrong output; the toggles come first."""
+    """Common faults in the order in which they are tried on a wrong output; some equal the truth of some batches."""
+    yield Hypothesis("the output is all zeros", lambda: _zeros(rows))
     for toggle in toggles(params, rows):
         yield toggle.hypothesis
+    if min(params.window) >= 0 and not params.causal:
+        yield _altered("the window is ignored on both sides", rows, replace(params, window=(-1, -1)))
     default = params.head_size**-0.5
     if params.softmax_scale != default:
         yield _altered("the default scale is used in place of the layer's", rows, replace(params, scale=default))
@@ -100,8 +104,36 @@ def explanations(params: AttentionParams, rows: Rows, block_size: int) -> Iterat
             swapped,
             replace(params, num_kv_heads=params.num_heads),
         )
-    yield Hypothesis("the output is all zeros", lambda: _zeros(rows))
     yield _altered("all visible keys weigh the same: the scores are lost", rows, replace(params, scale=0.0))
+
+
+def imprecisions(params: AttentionParams, rows: Rows, dtype: torch.dtype) -> Iterator[Hypothesis]:
+    """The right question in coarser arithmetic than a good kernel of ``dtype`` uses: what matters is how far it is off.
+
+    TF32 and float16 keep as many bits, and cannot be told apart by their errors.
+    """
+    for name, coarse in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+        if torch.finfo(coarse).eps > torch.finfo(dtype).eps:
+            either = "TF32 or float16" if coarse == torch.float16 else name
+            parts = {part: _rounded(getattr(rows, part), coarse) for part in ("query", "keys", "values")}
+            inputs = replace(rows, **parts)
+            scores = replace(inputs, values=rows.values)
+            yield _coarse(f"products of query and key in {either}", scores, params, Precision(torch.float32))
+            yield _coarse(f"inputs rounded to {either}", inputs, params, Precision(torch.float32))
+            yield _coarse(f"arithmetic in {either}", inputs, params, Precision.kernel(coarse))
+        if torch.finfo(coarse).eps >= torch.finfo(dtype).eps:
+            yield _coarse(f"scores and sums kept in {name}", rows, params, Precision(coarse, coarse, coarse))
+
+
+def _coarse(meaning: str, rows: Rows, params: AttentionParams, precision: Precision) -> Hypothesis:
+    return Hypothesis(meaning, lambda: rows.attend(params, precision))
+
+
+def _rounded(x: Tensor, coarse: torch.dtype) -> Tensor:
+    """``x`` with as many bits as ``coarse`` keeps, and its own range."""
+    fraction, exponent = torch.frexp(x.double())
+    grid = 2 / torch.finfo(coarse).eps
+    return torch.ldexp(torch.round(fraction * grid) / grid, exponent).to(x.dtype)
 
 
 def _altered(meaning: str, rows: Rows, params: AttentionParams) -> Hypothesis:

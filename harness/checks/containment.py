@@ -1,12 +1,15 @@
 """``containment``: what the batch does not own never reaches the output.
 
 NaN, Inf and huge finite values are written over every slot no row may be influenced by; the real rows must come out bit
-for bit as before (within the budget, for a backend that does not repeat itself even on the clean input). Padding rows
-of the inputs must not matter, zones around the output must stay intact, padding rows of the output finite. Cannot see:
+for bit as before (within the budget, for a backend that does not repeat itself even on the clean input). A difference
+counts only if the clean step comes back as it was, and the poisoned one differs again in the same rows. Padding rows of
+the inputs must not matter, zones around the output must stay intact, padding rows of the output finite. Cannot see:
 reads whose result is discarded. Needs further runs of the backend.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +21,13 @@ from attncheck.harness.problem import Problem
 from attncheck.harness.runner import Fill, Session
 from attncheck.harness.truth import Truth
 
+_STATE = "state is kept between calls, or the backend is not deterministic"
+
+_ROOM = 4.0
+"""How many times its clean error a backend may be off that is wrong, and differently so each time."""
+
+_TAIL, _LEFT_BEHIND = "the unused tail of a last page", "pages the window has left behind"
+
 
 def examine(problem: Problem, truth: Truth, session: Session, seen: Observation) -> Finding:
     """Judge ``seen`` and several more steps, each with other rubbish where nobody should look."""
@@ -27,28 +37,101 @@ def examine(problem: Problem, truth: Truth, session: Session, seen: Observation)
     outside = _outside(problem, session, seen)
     if outside is not None:
         return outside
-    again = session.run()
-    if isinstance(again, Raised):
-        return again
-    repeats = _same_bits(problem, seen, again)
+    repeats = _Repeats(problem, truth, session, seen)
+    disturbed = repeats.run_clean()
+    if disturbed is not None:
+        return disturbed
     for name, fill in fills:
-        poisoned = session.run(fill)
-        if isinstance(poisoned, Raised):
-            return poisoned
-        moved = _moved(problem, truth, seen, poisoned, bitwise=repeats)
-        if moved is not None:
-            return _trace(problem, truth, session, seen, name, fill, moved, repeats)
-    notes = () if repeats else ("compared within the budget: the backend does not repeat itself on equal input",)
-    figures = {"rows": len(truth.out), "poisonings": len(fills), "bitwise": int(repeats)}
+        leak = repeats.leak(fill)
+        if isinstance(leak, str):
+            return _trace(session, repeats, name, fill, leak)
+        if leak is not None:
+            return leak
+    notes = (
+        () if repeats.bitwise else (f"compared {repeats.measure}: the backend does not repeat itself on equal input",)
+    )
+    figures = {"rows": len(truth.out), "poisonings": len(fills), "bitwise": int(repeats.bitwise)}
     if session.pool is not None:
         figures["slots_poisoned"] = sum(map(len, session.pool.regions.values()))
     return Holds(figures, notes)
 
 
+class _Repeats:
+    """Steps of one session, told apart from its first clean one: by their bits, or else by their distance to the truth.
+
+    ``limit``: the budgets within which a backend that does not repeat itself must stay; more than 1 only where its
+    clean answers need more, so that what is wrong for other reasons is not blamed on foreign memory.
+    """
+
+    def __init__(self, problem: Problem, truth: Truth, session: Session, clean: Observation) -> None:
+        self._problem, self._truth, self._session, self._clean = problem, truth, session, clean
+        self._worst = _worst(truth, clean)
+        self.bitwise = True
+
+    @property
+    def limit(self) -> float:
+        """Budgets; see above."""
+        return 1.0 if self._worst <= 1 else _ROOM * self._worst
+
+    @property
+    def measure(self) -> str:
+        """What is compared, in words."""
+        within = "the budget" if self.limit == 1 else f"{self.limit:.3g} budgets ({_ROOM:g} times its clean error)"
+        return "bit for bit" if self.bitwise else f"within {within}"
+
+    def run_clean(self) -> Broken | Raised | None:
+        """The first step once more: what is wrong with the two together; else whether they are equal is noted."""
+        again = self._session.run()
+        if isinstance(again, Raised):
+            return again
+        shares = output_shares(self._truth, again)
+        if bool((shares > 1).any()) and self._worst <= 1:
+            return Broken(f"a second, identical call is wrong: {summarize(self._problem, shares)}", meaning=_STATE)
+        if not bool((shares > 1).any()) and self._worst > 1:
+            return Broken("the first call is wrong, a second, identical one is right", meaning=_STATE)
+        if len(_differing_rows(self._problem, self._clean, again)):
+            self.bitwise = False
+            self._worst = max(self._worst, _worst(self._truth, again))
+        return None
+
+    def leak(self, fill: Fill) -> str | Broken | Raised | None:
+        """Where the step changes with ``fill``, in a line, if it does so every time and is itself again without."""
+        poisoned = self._session.run(fill)
+        if isinstance(poisoned, Raised):
+            return poisoned
+        before = self._moved_rows(poisoned)
+        if not len(before):
+            return None
+        disturbed = self.run_clean()
+        if disturbed is not None:
+            return disturbed
+        poisoned = self._session.run(fill)
+        if isinstance(poisoned, Raised):
+            return poisoned
+        rows = self._moved_rows(poisoned)
+        rows = rows[torch.isin(rows, before)]
+        if not len(rows):  # it was not the poison
+            self.bitwise = False
+            return None
+        first = int(rows[0])
+        count = f"{len(rows)} of {len(self._truth.out)} rows"
+        return f"{count}, first: row {first} ({self._problem.row_name(first)})"
+
+    def is_moved_by(self, fill: Fill) -> bool | Raised:
+        """Whether a single step with ``fill`` changes."""
+        run = self._session.run(fill)
+        return run if isinstance(run, Raised) else bool(len(self._moved_rows(run)))
+
+    def _moved_rows(self, run: Observation) -> Tensor:
+        if self.bitwise:
+            return _differing_rows(self._problem, self._clean, run)
+        return (output_shares(self._truth, run) > self.limit).any(dim=1).nonzero().flatten()
+
+
 def _fills(problem: Problem, session: Session) -> Iterator[tuple[str, Fill]]:
     """(what it is called, what to fill) for each poisoning."""
     if session.pool is not None and session.pool.regions:
-        huge = torch.finfo(problem.dtype).max / 4
+        huge = _huge(problem)
         kinds = [("NaN", float("nan")), ("Inf", float("inf")), ("-Inf", float("-inf")), (f"{huge:.2g}", huge)]
         for name, value in kinds[3:] if session.backend.conventions.needs_finite_pool else kinds:
             yield name, Fill(poison=value)
@@ -70,16 +153,9 @@ def _outside(problem: Problem, session: Session, seen: Observation) -> Broken | 
     return Broken(f"{count} of {len(padding)} padding rows of the output {wrong}")
 
 
-def _moved(problem: Problem, truth: Truth, clean: Observation, poisoned: Observation, *, bitwise: bool) -> str | None:
-    """Where a poisoned run differs from the clean one, in a line; None: nowhere."""
-    if bitwise:
-        rows = _differing_rows(problem, clean, poisoned)
-        if not len(rows):
-            return None
-        first = int(rows[0])
-        return f"{len(rows)} of {len(truth.out)} rows, first: row {first} ({problem.row_name(first)})"
-    shares = output_shares(truth, poisoned)
-    return summarize(problem, shares) if bool((shares > 1).any()) else None
+def _worst(truth: Truth, seen: Observation) -> float:
+    shares = output_shares(truth, seen)
+    return float(shares.max()) if shares.numel() else 0.0
 
 
 def _differing_rows(problem: Problem, a: Observation, b: Observation) -> Tensor:
@@ -91,35 +167,47 @@ def _differing_rows(problem: Problem, a: Observation, b: Observation) -> Tensor:
     return differs.nonzero().flatten()
 
 
-def _same_bits(problem: Problem, a: Observation, b: Observation) -> bool:
-    return not len(_differing_rows(problem, a, b))
-
-
 def _unequal(a: Tensor, b: Tensor) -> Tensor:
     both_nan = torch.isnan(a) & torch.isnan(b)
     return ((a != b) & ~both_nan).flatten(1).any(dim=1)
 
 
-def _trace(
-    problem: Problem,
-    truth: Truth,
-    session: Session,
-    clean: Observation,
-    name: str,
-    fill: Fill,
-    moved: str,
-    repeats: bool,
-) -> Broken:
-    """Which region the poison leaked from, found by poisoning one at a time."""
+def _trace(session: Session, repeats: _Repeats, name: str, fill: Fill, moved: str) -> Broken:
+    """Which region the poison leaked from, found by poisoning one at a time, and what that means."""
     if fill.poison is None:
         return Broken(f"padding rows of the inputs matter: with {name}, the output changes in {moved}")
-    leaks = []
+    leaks = {}
     for region in session.pool.regions if session.pool is not None else ():
-        run = session.run(Fill(poison=fill.poison, regions=(region,)))
-        if isinstance(run, Raised):
-            leaks.append(f"{region} (raises {type(run.error).__name__})")
-        elif _moved(problem, truth, clean, run, bitwise=repeats) is not None:
-            leaks.append(region)
-    source = ", ".join(leaks) or "foreign slots, several together"
-    figures = {"regions_leaking": len(leaks)}
-    return Broken(f"{name} in {source} reaches {moved}", figures, "memory that no request owns is read")
+        leak = repeats.is_moved_by(Fill(poison=fill.poison, regions=(region,)))
+        if isinstance(leak, Raised):
+            leaks[region] = f"{region} (raises {type(leak.error).__name__})"
+        elif leak:
+            leaks[region] = region
+    source = ", ".join(leaks.values()) or "foreign slots, several together"
+    meaning = _meaning_of(leaks)
+    if not math.isfinite(fill.poison) and repeats.is_moved_by(replace(fill, poison=_huge(session.problem))) is False:
+        meaning += (
+            "; only NaN and Inf leak, a large finite value does not: a weight of 0 is multiplied by what stands there "
+            "(a backend may declare needs_finite_pool)"
+        )
+    return Broken(f"{name} in {source} reaches {moved}", {"regions_leaking": len(leaks)}, meaning)
+
+
+def _meaning_of(leaks: Iterable[str]) -> str:
+    """What it means that something leaks from these regions."""
+    regions = set(leaks)
+    parts = []
+    if regions == {_TAIL}:
+        parts.append("slots behind the last key of a request are read")
+    elif regions != {_LEFT_BEHIND}:
+        parts.append("memory that no request owns is read")
+    if _LEFT_BEHIND in regions:
+        parts.append(
+            "keys that every row's window has left behind are read: "
+            "the request's own pages, which a cache manager may have given to others"
+        )
+    return "; ".join(parts)
+
+
+def _huge(problem: Problem) -> float:
+    return torch.finfo(problem.dtype).max / 4

@@ -5,12 +5,13 @@ truth and observation, and of the backend's declared conventions.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
-from attncheck.harness.checks.numerics import summarize
+from attncheck.harness.checks.numerics import output_shares, summarize
 from attncheck.harness.explain import explain_lse
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.observation import Observation, still_unwritten
@@ -41,8 +42,7 @@ def examine(problem: Problem, truth: Truth, seen: Observation, conventions: Conv
         )
     if not bool((shares > 1).any()):
         return Holds(figures)
-    meaning = _meaning(got, truth) or explain_lse(problem, truth, got)
-    return Broken(summarize(problem, shares), figures, meaning)
+    return Broken(summarize(problem, shares), figures, _meaning(problem, truth, seen, got))
 
 
 def lse_shares(got: Tensor, truth: Truth) -> Tensor:
@@ -64,18 +64,21 @@ def _alibi_shift(problem: Problem, conventions: Conventions) -> Tensor:
     return torch.cat(distance).double()[:, None] * slopes
 
 
-def _meaning(got: Tensor, truth: Truth) -> str | None:
-    """The usual ways to be wrong."""
-    finite = torch.isfinite(truth.lse)
-    if bool((~torch.isneginf(got) & ~finite).any()):
+def _meaning(problem: Problem, truth: Truth, seen: Observation, got: Tensor) -> str | None:
+    if bool((~torch.isneginf(got) & torch.isneginf(truth.lse)).any()):
         return "a row that sees nothing must have -inf"
-    for factor, base in ((1 / math.log(2), "2"), (1 / math.log(10), "10")):
-        if bool(((got / factor - truth.lse).abs()[finite] <= 4 * truth.budget.lse[finite]).all()):
-            return f"the logarithm is to base {base}; declare lse_base, or multiply by ln {base}"
-    params = truth.params
-    if params.sinks is not None:
-        sinks = torch.tensor(params.sinks, dtype=torch.float64, device=got.device)
+    output_holds = not bool((output_shares(truth, seen) > 1).any())
+    return explain_lse(problem, truth, got, _usual_mistakes(truth, output_holds))
+
+
+def _usual_mistakes(truth: Truth, output_holds: bool) -> Iterator[tuple[str, Tensor]]:
+    """(meaning, LSE) of what goes wrong with the LSE alone."""
+    for base, name in ((2, "2"), (10, "10")):
+        yield (
+            f"the logarithm is to base {name} (declare lse_base, or multiply by ln {name})",
+            truth.lse / math.log(base),
+        )
+    if truth.params.sinks is not None and output_holds:
+        sinks = torch.tensor(truth.params.sinks, dtype=torch.float64, device=truth.lse.device)
         bare = truth.lse + torch.log1p(-torch.exp(sinks - truth.lse))
-        if bool(((got - bare).abs()[finite] <= 1e-3 * bare.abs().clamp(min=1)[finite]).all()):
-            return "the sinks are in the output but not in the LSE"
-    return None
+        yield "the sinks are in the output but not in the LSE", bare
