@@ -17,10 +17,10 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.answerable import unanswered_reasons
-from attncheck.harness.checks import cache_write, claims, containment, lse, numerics
+from attncheck.harness.checks import cache_write, claims, containment, lse, next_step, numerics
 from attncheck.harness.dump import dump_case
 from attncheck.harness.environment import collect_environment
-from attncheck.harness.findings import Broken, Finding, NotExamined
+from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.memory import shortage
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.outcomes import Circumstances, record_of, unavailable
@@ -175,7 +175,10 @@ class _Desk:
             return seen
         match check:
             case "numerics":
-                return numerics.examine(self._problem, self._truth, seen)
+                first = numerics.examine(self._problem, self._truth, seen)
+                if not isinstance(first, Holds):
+                    return first
+                return next_step.examine(self._problem, self._truth, session, first)
             case "lse":
                 return lse.examine(self._problem, self._truth, seen, self._backend.conventions)
             case "cache_write":

@@ -5,6 +5,7 @@ fresh tensors and reports what was seen. Whatever the backend raises is caught h
 Must not know: truths, checks, outcomes.
 """
 
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,15 +15,13 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheSpec
 from attncheck.backends.packings import cache_dtype
+from attncheck.harness.buffers import GuardedBuffer, read_result
 from attncheck.harness.config import Layer, vllm_config
-from attncheck.harness.observation import CANARY, Observation, Raised, mark_unwritten, still_unwritten
+from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
 from attncheck.harness.stages import StageError, stage
 from attncheck.harness.step import Step, make_step
-
-_GUARD_ROWS = 4
-_GUARD = 0.75
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,15 @@ class Fill:
     """What stands where nothing should be looked at.
 
     ``poison`` in foreign slots (None: plausible stale rows; only in ``regions``, where given), ``padding`` in the
-    padding rows of query, key and value.
+    padding rows of query, key and value. ``loose_bounds``: the metadata's maxima are upper bounds, not exact. ``rows``:
+    keys and values of which the step brings its part, in place of the problem's.
     """
 
     poison: float | None = None
     regions: tuple[str, ...] | None = None
     padding: float = float("nan")
+    loose_bounds: bool = False
+    rows: tuple[Tensor, Tensor] | None = None
 
 
 class Session:
@@ -46,44 +48,44 @@ class Session:
         self.attn_layer = Layer(problem.cache, device)
         self.impl = stage("construct", self._construct_impl)
         self.builder = stage("builder", self._construct_builder)
-        self.order = stage("builder", self._request_order)
-        self.pristine = self._step(Fill())
         self.pool: Pool | None = None
-        if problem.has_pool:
-            self.pool = stage("cache", lambda: Pool(backend, problem, device, self._write_through_backend))
+        self._prepare()
 
-    def run(self, fill: Fill = Fill()) -> Observation | Raised:
-        """One step over a freshly filled cache."""
+    def beside(self, problem: Problem) -> "Session":
+        """A session for another problem of the same layer and cache, over the same impl and builder."""
+        other = copy(self)
+        other.problem = problem
+        other._prepare()
+        return other
+
+    def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:
+        """One step over a freshly filled cache, of whose memory ``images`` before and after are kept."""
         try:
-            step, common = self._step(fill), self.pristine.common_metadata()
-            kv_cache = torch.empty(0, dtype=self.problem.dtype, device=self.device)
+            step = self._step(fill)
+            common = step.common_metadata()
+            kv_cache = self._empty_cache()
             if self.pool is not None:
                 kv_cache = self.pool.filled(fill.poison, fill.regions)
                 if not self.impl.brings_writer and step.key is not None and step.value is not None:
                     self.pool.write(step.slot_mapping, step.key, step.value)
-            before = None if self.pool is None else self.pool.bytes().clone()
+            before = self._image() if images else None
             metadata = stage("build", lambda: self.builder.build(common_prefix_len=0, common_attn_metadata=common))
         except StageError as failure:
             return failure.raised
-        out = _Guarded((len(step.query), self.problem.layer.num_heads, self._head_size_v), self.problem.dtype, self)
-        lse = None
-        if "lse" in self.backend.features:
-            lse = _Guarded((len(step.query), self.problem.layer.num_heads), torch.float32, self)
+        out, lse = self._buffers(step)
         try:
-            returned = stage("forward", lambda: self._forward(step, kv_cache, metadata, out.rows, lse))
+            returned = stage("forward", lambda: self._forward(step, kv_cache, metadata, out, lse))
         except StageError as failure:
-            touched = ["the output"] if out.touched(step.num_rows) else []
-            if self.pool is not None and before is not None and not torch.equal(before, self.pool.bytes()):
-                touched.append("the cache")
-            return replace(failure.raised, touched=tuple(touched))
-        rows, protocol = self._output_of(returned, out.rows)
+            return replace(failure.raised, touched=self._touched(out, before))
+        rows, protocol = read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)
+        unwritten = out.unwritten_rows() if rows is out.rows else torch.zeros(len(rows), dtype=torch.bool)
         return Observation(
             output=self._in_problem_order(rows, step),
             lse=None if lse is None else self._in_problem_order(lse.rows, step),
-            unwritten=self._in_problem_order(still_unwritten(rows).flatten(1).any(dim=1), step)[: step.num_rows],
+            unwritten=self._in_problem_order(unwritten, step)[: step.num_rows],
             pool_before=before,
-            pool_after=None if self.pool is None else self.pool.bytes().clone(),
-            changed=tuple(_changes(self.pristine, step, common)),
+            pool_after=self._image() if images else None,
+            changed=tuple(_changes(self._step(fill), step, common)),
             breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
             protocol=protocol,
         )
@@ -91,16 +93,48 @@ class Session:
     def run_without_metadata(self) -> Tensor | Raised:
         """The profiling call: no metadata, an empty cache. The output, in the step's order."""
         step = self._step(Fill(padding=0.0))
-        out = _Guarded((len(step.query), self.problem.layer.num_heads, self._head_size_v), self.problem.dtype, self)
-        lse = None
-        if "lse" in self.backend.features:
-            lse = _Guarded((len(step.query), self.problem.layer.num_heads), torch.float32, self)
-        empty = torch.empty(0, dtype=self.problem.dtype, device=self.device)
+        out, lse = self._buffers(step)
         try:
-            returned = stage("forward without metadata", lambda: self._forward(step, empty, None, out.rows, lse))
+            returned = stage(
+                "forward without metadata", lambda: self._forward(step, self._empty_cache(), None, out, lse)
+            )
         except StageError as failure:
             return failure.raised
-        return self._output_of(returned, out.rows)[0]
+        return read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)[0]
+
+    def _prepare(self) -> None:
+        """Everything that depends on the problem."""
+        self.order = stage("builder", self._request_order)
+        self.pool = None
+        if self.problem.has_pool:
+            self.pool = stage(
+                "cache", lambda: Pool(self.backend, self.problem, self.device, self._write_through_backend)
+            )
+
+    def _buffers(self, step: Step) -> tuple[GuardedBuffer, GuardedBuffer | None]:
+        """For the output, and for the LSE where it is declared."""
+        shape = (len(step.query), self.problem.layer.num_heads)
+        out = GuardedBuffer((*shape, self._head_size_v), step.num_rows, self.problem.dtype, self.device)
+        if "lse" not in self.backend.features:
+            return out, None
+        return out, GuardedBuffer(shape, step.num_rows, torch.float32, self.device)
+
+    def _image(self) -> Tensor | None:
+        """A copy of the cache's memory."""
+        return None if self.pool is None else self.pool.bytes().clone()
+
+    def _touched(self, out: GuardedBuffer, before: Tensor | None) -> tuple[str, ...]:
+        """What a call changed before it raised; unknown where the device no longer answers after a fault on it."""
+        try:
+            touched = ["the output"] if out.touched() else []
+            if before is not None and self.pool is not None and not torch.equal(before, self.pool.bytes()):
+                touched.append("the cache")
+        except RuntimeError:
+            touched = ["the device"]
+        return tuple(touched)
+
+    def _empty_cache(self) -> Tensor:
+        return torch.empty(0, dtype=self.problem.dtype, device=self.device)
 
     @property
     def _head_size_v(self) -> int:
@@ -159,35 +193,31 @@ class Session:
         return sorted(requests, key=lambda i: self.problem.requests[i].rows > threshold)
 
     def _step(self, fill: Fill) -> Step:
-        pad_seq_len = self.backend.conventions.pad_seq_len
-        return make_step(self.problem, self.device, self.order, padding_fill=fill.padding, pad_seq_len=pad_seq_len)
+        return make_step(
+            self.problem,
+            self.device,
+            self.order,
+            padding_fill=fill.padding,
+            pad_seq_len=self.backend.conventions.pad_seq_len,
+            loose_bounds=fill.loose_bounds,
+            new_rows=fill.rows,
+        )
 
-    def _forward(self, step: Step, kv_cache: Tensor, metadata: Any, output: Tensor, lse: "_Guarded | None") -> object:
-        keywords = {} if lse is None else {"output_lse": lse.rows}
+    def _forward(
+        self, step: Step, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
+    ) -> object:
+        keywords = {} if lse is None else {"output_lse": lse.handed_out()}
+        # An alias: what the backend does to the tensor object must not reach ours.
+        cache = kv_cache.detach()
         with torch.no_grad():
             if not self.backend.forward_includes_kv_cache_update and metadata is not None and step.key is not None:
-                self.impl.do_kv_cache_update(self.attn_layer, step.key, step.value, kv_cache, step.slot_mapping)
+                self.impl.do_kv_cache_update(self.attn_layer, step.key, step.value, cache, step.slot_mapping)
             result: object = self.impl.forward(
-                self.attn_layer, step.query, step.key, step.value, kv_cache, metadata, output=output, **keywords
+                self.attn_layer, step.query, step.key, step.value, cache, metadata, output=out.handed_out(), **keywords
             )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return result
-
-    def _output_of(self, returned: object, output: Tensor) -> tuple[Tensor, tuple[str, ...]]:
-        """Where the answer stands, and what the contract says otherwise."""
-        if not isinstance(returned, Tensor):
-            return output, (f"forward returned {_kind(returned)}; the contract says the output",)
-        if returned.device != output.device:
-            return output, (f"forward returned a tensor on {returned.device}, the output is on {output.device}",)
-        if returned.data_ptr() == output.data_ptr():
-            return output, ()
-        if self.backend.accept_output_buffer:
-            return output, ("forward returned another tensor than the output it was given (accept_output_buffer)",)
-        if returned.numel() != output.numel():
-            note = f"forward returned shape {tuple(returned.shape)}, the rows need {tuple(output.shape)}"
-            return output, (note,)
-        return returned.reshape(output.shape).to(output.dtype), ()
 
     def _in_problem_order(self, rows: Tensor, step: Step) -> Tensor:
         """Real rows back where the problem has them; padding rows stay behind."""
@@ -216,26 +246,6 @@ class Session:
                 )
 
 
-class _Guarded:
-    """An output buffer between guard rows: real rows marked as unwritten, padding rows holding a finite canary."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, session: Session) -> None:
-        count, real = shape[0], session.pristine.num_rows
-        self._all = torch.full((count + 2 * _GUARD_ROWS, *shape[1:]), _GUARD, dtype=dtype, device=session.device)
-        self.rows = self._all[_GUARD_ROWS : _GUARD_ROWS + count]
-        self.rows[real:] = CANARY
-        mark_unwritten(self.rows[:real])
-
-    def breached(self) -> bool:
-        """Whether a guard row changed."""
-        guards = torch.cat([self._all[:_GUARD_ROWS], self._all[-_GUARD_ROWS:]])
-        return not bool((guards == _GUARD).all())
-
-    def touched(self, real: int) -> bool:
-        """Whether any real row was written."""
-        return not bool(still_unwritten(self.rows[:real]).all())
-
-
 def _changes(pristine: Step, step: Step, common: CommonAttentionMetadata) -> list[str]:
     """Names of inputs and metadata fields that no longer hold what was handed over."""
     names = []
@@ -261,10 +271,6 @@ def _same(was: object, now: object) -> bool:
     if isinstance(was, np.ndarray) and isinstance(now, np.ndarray):
         return was.dtype == now.dtype and np.array_equal(was, now)
     return was == now
-
-
-def _kind(returned: object) -> str:
-    return "None" if returned is None else f"a {type(returned).__name__}"
 
 
 def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:

@@ -1,10 +1,15 @@
 """Where foreign code is entered: each entry has a name, and whatever is raised there comes back with it.
 
-Must not know: backends, what a stage does.
+What the code did to process-wide settings is undone when it returns. Must not know: backends, what a stage does.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
+
+import torch
 
 from attncheck.errors import AttncheckError
 from attncheck.harness.observation import Raised
@@ -21,12 +26,16 @@ class StageError(AttncheckError):
 
 
 def stage(name: str, call: Callable[[], T]) -> T:
-    """The result of ``call``; what it raises comes back as a StageError that names the stage."""
+    """The result of ``call``; what it raises comes back as a StageError that names the stage.
+
+    A backend's ``sys.exit()`` is its failure, not the end of the run; only the user's Ctrl-C passes through.
+    """
     try:
-        return call()
-    except StageError:
+        with _settings_kept():
+            return call()
+    except (StageError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:  # a backend's sys.exit() is its failure, not the end of the run
+    except BaseException as error:
         raise StageError(Raised(name, error)) from error
 
 
@@ -40,3 +49,35 @@ def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:
         return tuple(reasons)
 
     return stage("declaration", ask)
+
+
+@contextmanager
+def _settings_kept() -> Iterator[None]:
+    """Process-wide settings as they were before: the next backend, and attncheck itself, rely on them."""
+    dtype, device, folder = torch.get_default_dtype(), torch.get_default_device(), Path.cwd()
+    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    deterministic, precision = torch.are_deterministic_algorithms_enabled(), _matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+        if precision is not None and _matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
+        # Setting these costs something even where nothing changed.
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:
+            torch.use_deterministic_algorithms(deterministic)
+        if Path.cwd() != folder:
+            os.chdir(folder)
+
+
+def _matmul_precision() -> str | None:
+    """The setting for float32 products; None where its parts were set apart, and torch cannot say it in a word."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None

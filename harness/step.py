@@ -14,6 +14,9 @@ from torch import Tensor
 from attncheck.harness.problem import Problem
 from attncheck.reference import CommonAttentionMetadata
 
+_LOOSE = 7
+"""How much more than the batch's length a loose bound says."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -72,11 +75,15 @@ def make_step(
     *,
     padding_fill: float = float("nan"),
     pad_seq_len: int = 0,
+    loose_bounds: bool = False,
+    new_rows: tuple[Tensor, Tensor] | None = None,
 ) -> Step:
     """The step of ``problem`` on ``device``, its requests in ``order`` (default: as they stand in the case).
 
     Every call gives new tensors with equal contents; ``padding_fill`` stands in the padding rows of query, key, value,
-    ``pad_seq_len`` in the ``seq_lens`` of padding requests.
+    ``pad_seq_len`` in the ``seq_lens`` of padding requests. With ``loose_bounds`` the maxima of the metadata are upper
+    bounds, as in a step padded for a captured graph. ``new_rows`` replace the problem's keys and values, whose shapes
+    they have, in what the step brings.
     """
     order = list(range(len(problem.requests))) if order is None else list(order)
     requests = [problem.requests[i] for i in order]
@@ -88,7 +95,7 @@ def make_step(
     query = _padded(problem.query[rows], padding.tokens, padding_fill).to(device)
     key, value = (
         _padded(_rows_at(all_rows, new_keys), key_padding, padding_fill).to(device)
-        for all_rows in (problem.keys, problem.values)
+        for all_rows in new_rows or (problem.keys, problem.values)
     )
     if "views" in problem.inputs:
         query, key, value = _as_views(query, key, value)
@@ -107,8 +114,8 @@ def make_step(
         query_start_loc=torch.tensor([0, *query_lens, *[0] * padding.requests]).cumsum(0).int().to(device),
         seq_lens=lens.int().to(device),
         block_table=table.to(device),
-        max_query_len=max(query_lens),
-        max_seq_len=int(lens.max()),
+        max_query_len=max(query_lens) + (_LOOSE if loose_bounds else 0),
+        max_seq_len=int(lens.max()) + (_LOOSE if loose_bounds else 0),
     )
 
 

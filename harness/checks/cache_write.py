@@ -1,6 +1,7 @@
 """``cache_write``: exactly the mapped slots hold exactly the new K/V, byte for byte; inputs are unchanged.
 
-The whole pool is compared with a copy that the proven codec wrote. Cannot see: writes outside the cache's own memory.
+The whole pool is compared with a copy that the proven codec wrote; then once more with new rows at the limits of their
+dtype, which a cache that secretly rounds or clamps cannot hold. Cannot see: writes outside the cache's own memory.
 """
 
 import torch
@@ -8,42 +9,69 @@ from torch import Tensor
 
 from attncheck.harness.coordinates import decode
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.observation import Observation
+from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
+from attncheck.harness.runner import Fill, Session
+
+_NAMED = 4
+"""Wrong slots described in a finding."""
 
 
-def examine(problem: Problem, pool: Pool | None, seen: Observation, brings_writer: bool) -> Finding:
-    """Judge what one step did to the cache and to its inputs."""
+def examine(problem: Problem, session: Session, seen: Observation) -> Finding:
+    """Judge what one step did to the cache and to its inputs, and one more step with extreme rows."""
+    pool = session.pool
     if pool is None:
         return NotExamined((f"attn_type {problem.layer.attn_type} has no cache",), "attncheck")
     if pool.codec is None:
         return NotExamined(("the backend brings no cache codec, and its packing is none of the usual ones",))
-    if not brings_writer:
+    if not session.impl.brings_writer:
         return NotExamined(("the backend brings no writer: attncheck wrote the new K/V",))
+    finding = _judge(problem, pool, seen, (problem.keys, problem.values))
+    if not isinstance(finding, Holds) or not len(problem.new_keys):
+        return finding
+    rows = _extreme(problem.keys), _extreme(problem.values)
+    extreme = session.run(Fill(rows=rows))
+    if isinstance(extreme, Raised):
+        return extreme
+    again = _judge(problem, pool, extreme, rows)
+    if isinstance(again, Broken):
+        return Broken(
+            f"with rows at the limits of {problem.layer.dtype}: {again.summary}", again.figures, again.meaning
+        )
+    return finding
+
+
+def _judge(problem: Problem, pool: Pool, seen: Observation, rows: tuple[Tensor, Tensor]) -> Finding:
+    """Compare the pool with what it should be after ``rows`` (keys and values of the problem's shapes) were brought."""
     if seen.pool_before is None or seen.pool_after is None:
         return NotExamined(("the cache was not observed",), "attncheck")
     new = problem.new_keys[problem.new_keys >= 0]
     slots = problem.key_slots[new]
     figures = {"slots_written": len(slots), "pool_bytes": seen.pool_before.numel()}
+    changed = (f"inputs were changed: {', '.join(seen.changed)}",) if seen.changed else ()
     expected = seen.pool_before.clone()
-    device = expected.device
-    pool.write_image(expected, slots, problem.keys[new], problem.values[new])
+    pool.write_image(expected, slots, rows[0][new], rows[1][new])
     if torch.equal(expected, seen.pool_after):
-        if seen.changed:
-            return Broken(f"inputs were changed: {', '.join(seen.changed)}", figures)
-        return Holds(figures)
+        return Broken(changed[0], figures) if changed else Holds(figures)
     examined = torch.cat([slots, *pool.regions.values(), problem.owned_slots]).unique()
-    wrong = _differing(pool, expected, seen.pool_after, examined.to(device)).cpu()
+    wrong = _differing(pool, expected, seen.pool_after, examined.to(expected.device)).cpu()
     figures["slots_wrong"] = len(wrong)
     if not len(wrong):
-        return Broken("bytes between the slots of the pool were changed", figures)
+        return Broken("bytes between the slots of the pool were changed", figures, details=changed)
     images = seen.pool_before, seen.pool_after
-    complaints = [_complaint(problem, pool, images, int(slot), slots) for slot in wrong[:4]]
-    meaning = _meaning(problem, wrong, slots)
-    changed = (f"inputs were changed: {', '.join(seen.changed)}",) if seen.changed else ()
+    complaints = [_complaint(problem, pool, images, int(slot), slots) for slot in wrong[:_NAMED]]
     count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, first"
+    meaning = _meaning(problem, wrong, slots)
     return Broken(f"{count}: {complaints[0]}", figures, meaning, (*complaints[1:], *changed))
+
+
+def _extreme(rows: Tensor) -> Tensor:
+    """Rows of the same shape made of the numbers that narrower formats lose: large, tiny, and with every bit in use."""
+    limits = torch.finfo(rows.dtype)
+    numbers = [limits.max, limits.tiny, 1 + limits.eps, -limits.max, -limits.tiny, 2 - limits.eps, 449.0, -61440.0]
+    pattern = torch.tensor(numbers, dtype=rows.dtype)
+    return pattern[torch.arange(rows.numel()) % len(pattern)].reshape(rows.shape)
 
 
 def _differing(pool: Pool, expected: Tensor, got: Tensor, slots: Tensor) -> Tensor:
@@ -71,7 +99,11 @@ def _origin(problem: Problem, row: Tensor) -> str:
     """Which row of the problem a stored row (``[D]``) is, read from its signature."""
     for coordinate in decode(row):
         in_batch = coordinate.request < len(problem.requests) and coordinate.head < problem.layer.num_kv_heads
-        if in_batch and coordinate.position < problem.requests[coordinate.request].num_keys:
+        if not in_batch or coordinate.position >= problem.requests[coordinate.request].num_keys:
+            continue
+        rows = problem.keys if coordinate.kind == "key" else problem.values
+        index = problem.requests[coordinate.request].base + coordinate.position
+        if torch.equal(rows[index, coordinate.head], row):
             return str(coordinate)
     return ""
 

@@ -81,7 +81,7 @@ class _Repeats:
 
     def run_clean(self) -> Broken | Raised | None:
         """The first step once more: what is wrong with the two together; else whether they are equal is noted."""
-        again = self._session.run()
+        again = self._session.run(images=False)
         if isinstance(again, Raised):
             return again
         shares = output_shares(self._truth, again)
@@ -96,7 +96,7 @@ class _Repeats:
 
     def leak(self, fill: Fill) -> str | Broken | Raised | None:
         """Where the step changes with ``fill``, in a line, if it does so every time and is itself again without."""
-        poisoned = self._session.run(fill)
+        poisoned = self._session.run(fill, images=False)
         if isinstance(poisoned, Raised):
             return poisoned
         before = self._moved_rows(poisoned)
@@ -105,7 +105,7 @@ class _Repeats:
         disturbed = self.run_clean()
         if disturbed is not None:
             return disturbed
-        poisoned = self._session.run(fill)
+        poisoned = self._session.run(fill, images=False)
         if isinstance(poisoned, Raised):
             return poisoned
         rows = self._moved_rows(poisoned)
@@ -119,7 +119,7 @@ class _Repeats:
 
     def is_moved_by(self, fill: Fill) -> bool | Raised:
         """Whether a single step with ``fill`` changes."""
-        run = self._session.run(fill)
+        run = self._session.run(fill, images=False)
         return run if isinstance(run, Raised) else bool(len(self._moved_rows(run)))
 
     def _moved_rows(self, run: Observation) -> Tensor:

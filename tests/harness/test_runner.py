@@ -247,7 +247,7 @@ def test_the_profiling_call_needs_no_metadata(make_case: Any) -> None:
     ("wrong", "note"),
     [
         (lambda output: (output, None), "forward returned a tuple"),
-        (lambda output: output.to("meta"), "forward returned a tensor on meta"),
+        (lambda output: output.to("meta"), "forward returned a tensor of device meta"),
     ],
 )
 def test_what_is_no_output_is_a_broken_promise_and_not_the_end(make_case: Any, wrong: Any, note: str) -> None:

@@ -347,6 +347,24 @@ class RoundsKeys(Miniature):
             super().write(layer, coarse, value, key_cache, value_cache, slot_mapping)
 
 
+class RoundsToBfloat16(Miniature):
+    """Keeps a cache of bfloat16 precision, whatever the layer's dtype."""
+
+    class Impl(ReferenceImpl):
+        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
+            coarse = (rows.to(torch.bfloat16).to(rows.dtype) for rows in (key, value))
+            super().write(layer, *coarse, key_cache, value_cache, slot_mapping)
+
+
+class ClampsLikeFp8(Miniature):
+    """Clamps what it stores to the range of an FP8 format."""
+
+    class Impl(ReferenceImpl):
+        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
+            within = (rows.clamp(-448, 448) for rows in (key, value))
+            super().write(layer, *within, key_cache, value_cache, slot_mapping)
+
+
 class ScalesAnyCache(Miniature):
     """Divides by k_scale and v_scale though the cache holds no FP8 codes, and multiplies when it reads."""
 

@@ -15,7 +15,7 @@ from attncheck.harness.engine import Examiner, Plan
 from attncheck.reference.spec import CHECKS
 
 HERE = Path(__file__).resolve().parent
-BASES = {"Miniature", "MaskedImpl", "ChangesLse"}
+BASES = {"Miniature", "MaskedImpl", "ChangesLse", "ChangesMetadata"}
 
 ANSWERS = {"numerics", "lse"}
 EVERY = set(CHECKS)
@@ -32,6 +32,13 @@ CAUGHT_BY = {
         "Zeros": ("numerics", {"numerics"}),
         "Constant": ("numerics", {"numerics"}),
         "MeanOfV": ("numerics", ANSWERS),
+    },
+    "stale.py": {
+        "KeepsFirstTable": ("numerics", {"numerics"}),
+        "CountsItsCalls": ("numerics", {"numerics", "containment"}),
+        "KeepsFirstLengths": ("numerics", {"numerics"}),
+        "TrustsMaxSeqLen": ("numerics", {"numerics"}),
+        "TrustsMaxQueryLen": ("numerics", {"numerics"}),
     },
     "faults.py": {
         "TopLeftCausal": ("numerics", ANSWERS | {"containment"}),
@@ -58,6 +65,8 @@ CAUGHT_BY = {
         "WritesNeighbourSlot": ("cache_write", {"cache_write"} | ANSWERS),
         "SwapsKAndV": ("cache_write", {"cache_write"} | ANSWERS),
         "RoundsKeys": ("cache_write", {"cache_write"} | ANSWERS),
+        "RoundsToBfloat16": ("cache_write", {"cache_write"} | ANSWERS),
+        "ClampsLikeFp8": ("cache_write", {"cache_write"}),
         "ScalesAnyCache": ("cache_write", {"cache_write"} | ANSWERS),
         "MutatesQuery": ("cache_write", {"cache_write"}),
         "MutatesMetadata": ("cache_write", {"cache_write"}),
