@@ -24,7 +24,7 @@ from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.params import AttentionParams
 
-_RECOMPILE_LIMIT = 256
+_RECOMPILE_LIMIT = 4096
 """A run examines many layers in one process; dynamo's limit of 8 variants is meant for one model."""
 
 _EAGER_SCORES = 2**22
@@ -270,6 +270,9 @@ def _many_variants() -> Iterator[None]:
     flex_attention warns that it is not compiled and materialises the scores. On CPU that is intended: what is examined
     there is the score and mask functions, and every request is small enough.
     """
-    with warnings.catch_warnings(), dynamo_config.patch(recompile_limit=_RECOMPILE_LIMIT):
+    with (
+        warnings.catch_warnings(),
+        dynamo_config.patch(recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=_RECOMPILE_LIMIT),
+    ):
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile", category=UserWarning)
         yield

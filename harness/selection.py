@@ -74,7 +74,8 @@ def select_cases(suites: Sequence[str], patterns: Sequence[str] = (), checks: Se
 def _matching(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> Sequence[Case]:
     found = select(cases, [pattern])
     if not found:
-        near = get_close_matches(pattern, [case.id for case in cases], n=1)
+        longer = [f"{pattern}.*"] if select(cases, [f"{pattern}.*"]) else []
+        near = longer or get_close_matches(pattern, [case.id for case in cases], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"`attncheck list cases --suite {refs[0]}` shows the ids"
         raise SelectionError(f"no case of {', '.join(refs)} matches {pattern!r}; {hint}")
     return found

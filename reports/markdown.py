@@ -20,7 +20,7 @@ def render_run(run: Run) -> str:
     sections = [
         "# attncheck report",
         _circumstances(run),
-        f"**{phrases.closing(summary, run.errors)}**",
+        f"**{phrases.closing(summary, run.errors, complete=run.complete)}**",
         "## Backends and suites",
         "Good records of examined ones, over all checks; `-` where nothing was examined.",
         _suite_table(summary, run.header),

@@ -91,9 +91,14 @@ def _first_line(message: str) -> str:
     return next(iter(message.strip().splitlines()), "(no message)")
 
 
-def closing(summary: Summary, errors: Sequence[str] = ()) -> str:
-    """The last line: the verdict and how many of everything. ``errors`` fail a run whatever its records say."""
-    verdict = "failed" if errors else summary.verdict
+def closing(summary: Summary, errors: Sequence[str] = (), *, complete: bool = True) -> str:
+    """The last line: the verdict and how many of everything. ``errors`` fail a run whatever its records say.
+
+    What an unfinished run has not found wrong so far is no verdict.
+    """
+    verdict: str = "failed" if errors else summary.verdict
+    if not complete and verdict != "failed":
+        verdict = "unfinished"
     counts = [f"{summary.total[outcome]} {outcome}" for outcome in OUTCOMES if summary.total[outcome]]
     counts += [plural(len(errors), "error")] if errors else []
     size = f"{plural(len(summary.backends), 'backend')}, {plural(summary.cases, 'case')}"
@@ -105,4 +110,7 @@ def incomplete(run: Run) -> str | None:
     if run.complete:
         return None
     where = "in the middle of a line" if run.cut_line else "before its footer"
-    return f"{run.path} was cut off {where}: what follows is {plural(len(run.records), 'record')} of an unfinished run"
+    silent = [backend.name for backend in run.header.backends if backend.name not in {r.backend for r in run.records}]
+    missing = f"; there is no record of {', '.join(silent)}" if silent else ""
+    count = plural(len(run.records), "record")
+    return f"{run.path} was cut off {where}: what follows is {count} of an unfinished run{missing}"

@@ -33,11 +33,18 @@ def render_run(run: Run, *, color: bool = False) -> str:
     parts = [opening(run.header)]
     if warning := phrases.incomplete(run):
         parts.append(wrap(f"warning: {warning}"))
-    parts.append(render(run.header, run.records, errors=run.errors, color=color))
+    parts.append(render(run.header, run.records, errors=run.errors, complete=run.complete, color=color))
     return "\n\n".join(parts)
 
 
-def render(header: RunHeader, records: Sequence[Record], *, errors: Sequence[str] = (), color: bool = False) -> str:
+def render(
+    header: RunHeader,
+    records: Sequence[Record],
+    *,
+    errors: Sequence[str] = (),
+    complete: bool = True,
+    color: bool = False,
+) -> str:
     """The tables and failures of a run without its opening, ending with the counts of all outcomes."""
     summary = summarise(records, checks=header.checks)
     sections = [
@@ -48,7 +55,7 @@ def render(header: RunHeader, records: Sequence[Record], *, errors: Sequence[str
         _expected(summary),
         _conventions(header, summary),
         "\n".join(wrap(f"error: {error}") for error in errors),
-        phrases.closing(summary, errors),
+        phrases.closing(summary, errors, complete=complete),
     ]
     return "\n\n".join(section for section in sections if section)
 

@@ -1,5 +1,8 @@
 """``attncheck run``: put the cases of suites to backends, write a run file, print the table."""
 
+import contextlib
+import faulthandler
+import io
 import itertools
 import os
 import sys
@@ -26,7 +29,8 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="REF",
-            help="A backend: its name, module:Class, or file.py:Class. May be repeated. Default: all built-in ones.",
+            help="A backend: its name, module:NAME, or file.py:NAME of a class or function. May be repeated. "
+            "Default: all built-in ones.",
         ),
     ] = None,
     suite: Annotated[
@@ -35,7 +39,10 @@ def run(
     ] = None,
     case: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Only cases whose id, or suite/id, matches. May be repeated."),
+        typer.Option(
+            metavar="PATTERN",
+            help="Only cases whose id, or suite/id, matches this shell pattern (*, ?, [...]). May be repeated.",
+        ),
     ] = None,
     check: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only this check. May be repeated. Default: all.")
@@ -56,7 +63,7 @@ def run(
         bool,
         typer.Option(
             "--in-process",
-            help="One case of one backend in this very process, without a progress display: for debuggers.",
+            help="One case of one backend, without a progress display: for debuggers, profilers, sanitizers.",
         ),
     ] = False,
 ) -> int:
@@ -85,14 +92,18 @@ def run(
     expectations = _expectations(expect, selection, header)
     path = output or _free_path()
     typer.echo(terminal.opening(header))
+    with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
+        faulthandler.enable()  # a kernel that kills the process says at least where
     try:
-        records, unmet = _examine(examiner, header, path, expectations, exitfirst=exitfirst, silent=in_process)
+        records, unmet, stopped = _examine(examiner, header, path, expectations, exitfirst=exitfirst, silent=in_process)
     except KeyboardInterrupt:
         typer.echo(f"what was found so far is in {path}", err=True)
         raise
     typer.echo()
     errors = [*map(str, examiner.blind), *unmet]
     typer.echo(terminal.render(header, records, errors=errors, color=use_color()))
+    if stopped:
+        typer.echo("stopped at the first record that fell short (--exitfirst): what follows it was not examined")
     typer.echo(f"{time.monotonic() - began:.1f} s, run file: {path}")
     if unmet or any(record.outcome in FALLEN_SHORT for record in records):
         return 1
@@ -147,9 +158,9 @@ def _make_folder(dump: Path | None) -> None:
 
 
 def _free_path() -> Path:
-    """A run file named by the time, with a number behind it where that second has one already."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+    """A run file named by the time and the process, since two runs may begin in one second; numbered within one."""
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
     return next(path for name in names if not (path := RESULTS / f"{name}.jsonl").exists())
 
 
@@ -161,8 +172,8 @@ def _examine(
     *,
     exitfirst: bool,
     silent: bool,
-) -> "tuple[list[Record], list[str]]":
-    """Every record, written as it comes, and the expectations that nothing bore out."""
+) -> "tuple[list[Record], list[str], bool]":
+    """Every record, written as it comes; the expectations that nothing bore out; whether it stopped early."""
     from attncheck.harness.progress import watching
     from attncheck.reports.records import FALLEN_SHORT
     from attncheck.reports.store import RunWriter
@@ -182,7 +193,7 @@ def _examine(
         unmet = expectations.unmet(stopped_early=stopped) if expectations else []
         for error in (*map(str, examiner.blind), *unmet):
             writer.fail(error)
-    return records, unmet
+    return records, unmet, stopped
 
 
 def _refuse_the_unexamined(records: "list[Record]", header: "RunHeader", *, by_name: bool) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.errors import SelectionError
 from attncheck.harness import cli
 from attncheck.harness.commands import schema
+from attncheck.harness.selection import select_cases
 from attncheck.reports.store import read_run
 
 SUITE = """\
@@ -382,3 +384,13 @@ def test_light_commands_load_no_torch(run: Attncheck, folder: Path, words: list[
 def test_help_loads_no_pydantic_either() -> None:
     code = "import sys\nimport attncheck.harness.cli\nsys.exit(bool({'pydantic', 'yaml', 'rich'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_that_stopped_early_says_so(run: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--backend", "./wrong.py:Wrong", "--exitfirst") == 1
+    assert "stopped at the first record that fell short (--exitfirst)" in capsys.readouterr().out
+
+
+def test_a_case_without_its_axes_is_suggested_with_them() -> None:
+    with pytest.raises(SelectionError, match=r"no case of smoke matches 'decode'; did you mean 'decode\.\*'\?"):
+        select_cases(["smoke"], ["decode"])
