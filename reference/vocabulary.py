@@ -17,7 +17,7 @@ class CheckInfo:
 
 CHECKS: Mapping[str, CheckInfo] = {
     "numerics": CheckInfo(
-        "every real output row of every head lies within the error budget of the float64 truth",
+        "every real output row of every head lies within the error budget of the float64 truth, in later steps too",
         "errors below the rounding of the layer's dtype, and keys whose weight lies below it",
     ),
     "lse": CheckInfo(
