@@ -22,7 +22,7 @@ from attncheck.harness.dump import dump_case
 from attncheck.harness.environment import collect_environment
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.memory import shortage
-from attncheck.harness.observation import Observation, Raised
+from attncheck.harness.observation import Observation, Raised, capture
 from attncheck.harness.outcomes import Circumstances, record_of, unavailable
 from attncheck.harness.problem import Problem, build_problem
 from attncheck.harness.runner import Session
@@ -30,6 +30,9 @@ from attncheck.harness.stages import StageError, declared_reasons
 from attncheck.harness.truth import Truth, truth_of
 from attncheck.reference.spec import CHECKS
 from attncheck.reports.records import Environment, Record
+
+OURSELVES = "attncheck itself"
+"""The stage of an exception that no backend raised: a fault of attncheck, which ends the command line with 3."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ class Examiner:
                 finding = desk.examine(check)
             except StageError as failure:  # a check enters the backend's code, its codec, as well
                 finding = failure.raised
+            except Exception as error:  # noqa: BLE001 (ours: one case is lost and told, the rest of the run is not)
+                finding = capture(OURSELVES, error)
             records.append(record_of(self._circumstances, case, backend, check, finding, perf_counter() - began))
             is_broken |= isinstance(finding, Broken)
         if is_broken and self.plan.dump is not None:

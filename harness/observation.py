@@ -15,6 +15,10 @@ DOCUMENTED_ERRORS = (ValueError, NotImplementedError, TypeError)
 makes; libraries raise it for anything."""
 
 
+_LONGEST_MESSAGE, _LONGEST_TRACE = 2_000, 20_000
+"""Characters kept of what an exception says: some print a whole tensor."""
+
+
 @dataclass(frozen=True)
 class Observation:
     """One call that returned. Rows stand in the problem's order, padding rows behind them."""
@@ -38,10 +42,16 @@ class Observation:
 
 @dataclass(frozen=True)
 class Raised:
-    """A stage (construct, build, forward, ...) that raised. ``touched``: what it had changed before."""
+    """A stage (construct, build, forward, ...) that raised. ``touched``: what it had changed before.
+
+    ``message`` is the exception in one line, ``trace`` its traceback from the first frame on that is not the harness's
+    own; both are cut where they are long, and free of what no file could hold.
+    """
 
     stage: str
     error: BaseException
+    message: str
+    trace: str
     touched: tuple[str, ...] = ()
 
     @property
@@ -49,22 +59,38 @@ class Raised:
         """A documented error raised before anything was changed."""
         return isinstance(self.error, DOCUMENTED_ERRORS) and not self.touched
 
-    @property
-    def message(self) -> str:
-        """The exception in one line."""
-        try:
-            text = str(self.error)
-        except Exception as error:  # noqa: BLE001 (foreign code, too)
-            text = f"(its message cannot be had: str() raised {type(error).__name__})"
-        return " ".join(text.split()) or "(no message)"
 
-    @property
-    def trace(self) -> str:
-        """The formatted traceback, from the first frame on that is not the harness's own."""
-        entry = self.error.__traceback__
-        while entry is not None and Path(entry.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
-            entry = entry.tb_next
-        return "".join(traceback.format_exception(type(self.error), self.error, entry or self.error.__traceback__))
+def capture(stage: str, error: BaseException) -> Raised:
+    """What ``stage`` raised, told now: the traceback, whose frames hold a whole cache, is let go."""
+    text = "".join(_printable(part) for part in _formatted(error))
+    message = " ".join(_printable(_said(error)).split()) or "(no message)"
+    for part in (error, error.__cause__, error.__context__):
+        if part is not None:
+            part.__traceback__ = None
+    return Raised(stage, error, _cut(message, _LONGEST_MESSAGE), text[-_LONGEST_TRACE:])
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as another:  # noqa: BLE001 (foreign code, too)
+        return f"(its message cannot be had: str() raised {type(another).__name__})"
+
+
+def _formatted(error: BaseException) -> list[str]:
+    """The traceback, from the first frame on that is not the harness's own."""
+    entry = error.__traceback__
+    while entry is not None and Path(entry.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        entry = entry.tb_next
+    return traceback.format_exception(type(error), error, entry or error.__traceback__)
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 CANARY = 1.5

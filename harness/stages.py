@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from attncheck.errors import AttncheckError
-from attncheck.harness.observation import Raised
+from attncheck.harness.observation import Raised, capture
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def stage(name: str, call: Callable[[], T]) -> T:
     except (StageError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise StageError(Raised(name, error)) from error
+        raise StageError(capture(name, error)) from error
 
 
 def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:

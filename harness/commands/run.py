@@ -72,7 +72,7 @@ def run(
     Without options: suite smoke, every built-in backend, the best device. Every record goes into a run file, which
     `attncheck report` reads.
     """
-    from attncheck.harness.engine import Examiner
+    from attncheck.harness.engine import OURSELVES, Examiner
     from attncheck.harness.header import make_header
     from attncheck.harness.selection import select_cases
     from attncheck.reports import phrases, terminal
@@ -105,6 +105,10 @@ def run(
     if stopped:
         typer.echo("stopped at the first record that fell short (--exitfirst): what follows it was not examined")
     typer.echo(f"{time.monotonic() - began:.1f} s, run file: {path}")
+    ours = [record for record in records if record.outcome == "errored" and record.stage == OURSELVES]
+    if ours:
+        typer.echo(f"attncheck itself failed at {ours[0].case}: {ours[0].error_type}: {ours[0].message}", err=True)
+        return 3
     if unmet or any(record.outcome in FALLEN_SHORT for record in records):
         return 1
     if examiner.blind:

@@ -1,6 +1,8 @@
 """The engine: whatever a backend does is a record, and every record says the right word."""
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,45 @@ def test_leaving_the_process_is_errored_and_the_run_goes_on(make_case: Any) -> N
         raise SystemExit(0)
 
     assert outcomes(examine(with_impl(attend=leave), make_case()))["numerics"] == "errored"
+
+
+def test_a_fault_of_attncheck_costs_one_check_and_is_called_its_own(
+    make_case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_args: Any) -> None:
+        raise IndexError("ours")
+
+    monkeypatch.setattr("attncheck.harness.checks.lse.examine", broken)
+    records = examine(ReferenceBackend, make_case())
+    assert outcomes(records) == dict.fromkeys(ALL, "passed") | {"lse": "errored"}
+    record = records["lse"]
+    assert record.outcome == "errored"
+    assert (record.stage, record.message) == ("attncheck itself", "ours")
+
+
+def test_an_errored_case_lets_go_of_its_cache(make_case: Any) -> None:
+    kept = []
+
+    def attend(self: Any, *_args: Any) -> None:
+        kept.append(weakref.ref(self))  # the session holds it beside the cache
+        raise RuntimeError("late")
+
+    gc.disable()
+    try:
+        examine(with_impl(attend=attend), make_case(), checks=("numerics",))
+        assert [ref() for ref in kept] == [None]
+    finally:
+        gc.enable()
+
+
+def test_long_messages_are_cut_and_odd_ones_can_be_stored(make_case: Any) -> None:
+    def attend(*_args: Any) -> None:
+        raise RuntimeError("\udcff" + "x" * 100_000)
+
+    record = examine(with_impl(attend=attend), make_case())["numerics"]
+    assert record.outcome == "errored"
+    assert record.message.endswith("... (100006 characters)")
+    assert len(record.model_dump_json()) < 30_000
 
 
 def test_refusing_what_one_declares_is_errored_never_unsupported(make_case: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
-from attncheck.harness.observation import Observation, Raised
+from attncheck.harness.observation import Observation, Raised, capture
 from attncheck.harness.problem import build_problem
 from attncheck.harness.runner import Fill, Session
 from attncheck.harness.stages import StageError
@@ -298,4 +298,4 @@ def test_an_exception_without_words_is_still_told() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert "RuntimeError" in Raised("forward", MuteError()).message
+    assert "RuntimeError" in capture("forward", MuteError()).message
