@@ -71,10 +71,6 @@ class FlexBackend(PagedBackend):
         return FlexMetadata
 
     @classmethod
-    def get_supported_dtypes(cls) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16, torch.float32]
-
-    @classmethod
     def version(cls) -> str:
         return f"torch {torch.__version__}"
 

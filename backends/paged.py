@@ -35,6 +35,10 @@ class PagedBackend(AttentionBackend):
     supported_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")
 
     @classmethod
+    def get_supported_dtypes(cls) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
     def get_kv_cache_shape(
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int | None = None
     ) -> tuple[int, ...]:

@@ -55,10 +55,6 @@ class ReferenceBackend(PagedBackend):
     def get_metadata_cls() -> type["ReferenceMetadata"]:
         return ReferenceMetadata
 
-    @classmethod
-    def get_supported_dtypes(cls) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16, torch.float32]
-
 
 class ReferenceMetadata(PagedMetadata):
     """A step of the reference backend."""
