@@ -4,7 +4,6 @@ Examined like every other, so that the harness is held to the truth it uses; slo
 know: the formulas, which live in :mod:`attncheck.reference`.
 """
 
-import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
