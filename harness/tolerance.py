@@ -10,9 +10,10 @@ in the 2-norm and likewise in the max norm, with ``u`` half the dtype's epsilon 
 sees. ``c`` is 8, or a quarter of the head size if that is more: a float32 sum of D products of equal sign, added one
 by one, was seen to be off by up to D/8 roundings. Under a soft cap c, ``S`` is at most c. ALiBi adds ``|slope| * n``:
 kernels may measure the bias from position 0, so that it is this large, and rounded accordingly, for keys of every
-weight. The log-sum-exp may be off by the rounding of one score, of the sum of n exponentials, by what the
-low-precision run loses, and by ``u``: fast kernels sum the softmax after rounding it to the dtype. Must not know:
-backends. A backend owns no tolerance; a case may multiply the budget, visibly, with a reason.
+weight. Beside this stands what vanishes in the dtype altogether. The log-sum-exp may be off by the rounding of one
+score, of the sum of n exponentials, by what the low-precision run loses, and by ``u``: fast kernels sum the softmax
+after rounding it to the dtype. Must not know: backends. A backend owns no tolerance; a case may multiply the budget,
+visibly, with a reason.
 """
 
 import math
@@ -27,6 +28,10 @@ K = 3.0
 """How many times the loss of an honest low-precision run is allowed."""
 
 _FLOAT32 = 2.0**-24
+
+_VANISHING = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-120, torch.float32: 2.0**-120}
+"""What may be lost of a number that is almost none: the step between float16's smallest numbers; for the others what
+float32 flushes to zero, summed over many keys. A row whose sink outweighs every key by far comes out as zeros."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,10 @@ def budget_of(rows: Rows, params: AttentionParams, dtype: torch.dtype, out: Tens
     u = torch.finfo(dtype).eps / 2
     reach = score_bound(rows, params)
     bracket = max(8.0, params.head_size / 4) * _FLOAT32 * (1 + reach)
+    vanishing = torch.full_like(out[:, :, :1], _VANISHING[dtype]).expand_as(out)
     norm, peak = (
-        torch.maximum(K * size(loss), 2 * u * size(out)) + bracket * size(weighted) for size in (_norm, _peak)
+        torch.maximum(K * size(loss), 2 * u * size(out)) + bracket * size(weighted) + size(vanishing)
+        for size in (_norm, _peak)
     )
     return Budget(norm, peak, bracket + u + _sum_rounding(rows, lse) + _lse_loss(lse, low_lse.double()))
 

@@ -138,3 +138,16 @@ def test_a_sum_of_the_rounded_softmax_is_an_honest_lse(make_case: Any, dtype: st
             lse = (top + torch.exp(scores - top).to(problem.dtype).float().sum(-1, keepdim=True).log())[..., 0]
             assert bool(((lse - truth.lse[rows]).abs() <= truth.budget.lse[rows]).all())
             assert bool(((lse + 0.02 - truth.lse[rows]).abs() > truth.budget.lse[rows]).any())
+
+
+def test_what_underflows_in_float32_may_vanish(make_case: Any) -> None:
+    """A sink far above every score: the keys' weights lie below the smallest float32."""
+    keys = torch.full((3, 1, 1), -300.0)
+    rows = Rows(torch.ones(1, 1, 1), keys, torch.ones(3, 1, 1), torch.tensor([0, 1]), torch.tensor([0, 3]))
+    params = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0, sinks=(5.0,))
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        out, lse = rows.attend(params)
+        assert 0 < float(out) < 1e-100
+        budget = budget_of(rows, params, dtype, out, lse)
+        assert float(share_of_budget(-out, budget).max()) <= 1.0
+        assert float(share_of_budget(torch.full_like(out, 1e-3), budget).max()) > 1.0
