@@ -123,9 +123,9 @@ def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[t
         try:
             case = _read_case(replace(tree, place=item.place), suite, full, description, origin)
         except CaseFileError as error:
-            if not values:
+            if not values and not error.key.startswith("defaults."):
                 raise
-            raise _in_case(error, full) from error
+            raise _in_case(error, full, item.place.line) from error
         yield case, place
 
 
@@ -279,10 +279,10 @@ def _point(tree: Table, error: SpecError) -> CaseFileError:
     return place.fault(error.reason, value=error.value, allowed=error.allowed)
 
 
-def _in_case(error: CaseFileError, name: str) -> CaseFileError:
+def _in_case(error: CaseFileError, name: str, line: int) -> CaseFileError:
     """The same error with the expanded case it occurs in, since its values may stand in several places."""
     return CaseFileError(
-        f"{error.reason}, in case {name}",
+        f"{error.reason}, in case {name} of line {line}",
         file=error.file,
         line=error.line,
         column=error.column,

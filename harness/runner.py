@@ -107,9 +107,15 @@ class Session:
         self.order = stage("builder", self._request_order)
         self.pool = None
         if self.problem.has_pool:
-            self.pool = stage(
-                "cache", lambda: Pool(self.backend, self.problem, self.device, self._write_through_backend)
+            self.pool = stage("cache", self._make_pool)
+
+    def _make_pool(self) -> Pool:
+        pool = Pool(self.backend, self.problem, self.device, self._write_through_backend)
+        if pool.codec is None and not self.impl.brings_writer:
+            raise TypeError(
+                f"{self.backend.get_name()} brings neither a writer nor a cache codec: who fills its cache?"
             )
+        return pool
 
     def _buffers(self, step: Step) -> tuple[GuardedBuffer, GuardedBuffer | None]:
         """For the output, and for the LSE where it is declared."""

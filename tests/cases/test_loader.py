@@ -213,6 +213,12 @@ def test_a_mistake_in_the_defaults_is_shown_in_the_defaults(tmp_path: Path) -> N
     assert caught.value.key == "defaults.layer.head_size"
 
 
+def test_a_case_that_breaks_an_inherited_value_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CaseFileError, match=r"defaults\.layer\.num_kv_heads: .*, in case a of line 5") as mistake:
+        one(tmp_path, "batch: q5, layer: {num_heads: 7}")
+    assert mistake.value.line == 3
+
+
 def test_a_mistake_in_a_matrix_is_shown_in_the_matrix(tmp_path: Path) -> None:
     with pytest.raises(CaseFileError) as caught:
         load(tmp_path, f"{HEAD}  - id: a\n    batch: q9\n    matrix:\n      cache.block_size: [16, -2]\n")

@@ -183,6 +183,14 @@ def test_a_codec_that_cannot_be_trusted_stops_the_session(make_case: Any) -> Non
     assert "cannot be trusted with keys" in failure.value.raised.message
 
 
+def test_a_cache_nobody_can_fill_is_an_error(make_case: Any) -> None:
+    reader = type("Impl", (ReferenceImpl,), {"brings_writer": False})
+    backend = variant(Impl=reader, kv_cache_codec=classmethod(lambda *_: None))
+    with pytest.raises(StageError) as failure:
+        Session(backend, build_problem(make_case(), 0), CPU)
+    assert "brings neither a writer nor a cache codec" in failure.value.raised.message
+
+
 def test_poison_reaches_every_foreign_slot_and_nothing_else(make_case: Any) -> None:
     problem = build_problem(make_case(sliding_window=16), 0)
     session = Session(ReferenceBackend, problem, CPU)
