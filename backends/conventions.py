@@ -48,5 +48,6 @@ class Conventions:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")
-        if isinstance(self.pad_seq_len, bool) or self.pad_seq_len < 0:
+        given: object = self.pad_seq_len  # whoever declares it need not be type-checked
+        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
             raise ValueError(f"pad_seq_len = {self.pad_seq_len!r}: must be an integer >= 0")

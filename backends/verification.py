@@ -53,7 +53,7 @@ def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
         yield f"conventions is a {type(conventions).__name__}, not a Conventions"
     yield from _no_text(backend, "get_name")
     yield from _no_text(backend, "version")
-    features = backend.features
+    features = _declared_features(backend)
     value_size = ("head_size_v",) if "head_size_v" in features else ()
     shape_arguments = ("num_blocks", "block_size", "num_kv_heads", "head_size")
     yield from _uncallable(backend.get_kv_cache_shape, "get_kv_cache_shape", shape_arguments, value_size)
@@ -64,7 +64,7 @@ def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
 
 def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
     """Of the impl and the builder, as far as they can be had."""
-    features = backend.features
+    features = _declared_features(backend)
     impl = _part(backend, "get_impl_cls", AttentionImpl)
     if isinstance(impl, str):
         yield impl
@@ -89,6 +89,12 @@ def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
         yield from _uncallable(builder.__init__, f"{builder.__name__}.__init__", arguments)
         options = ["common_prefix_len", "common_attn_metadata", "fast_build"]
         yield from _uncallable(builder.build, f"{builder.__name__}.build", ("self",), options)
+
+
+def _declared_features(backend: type[AttentionBackend]) -> frozenset[str]:
+    """The features, or none where the declaration is no set of names, which is a problem of its own."""
+    given: object = backend.features
+    return frozenset(given) if isinstance(given, set | frozenset) else frozenset()
 
 
 def _missing(part: type[Any], role: str) -> list[str]:

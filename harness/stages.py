@@ -44,8 +44,8 @@ def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:
 
     def ask() -> tuple[str, ...]:
         reasons: object = call()
-        if not isinstance(reasons, list | tuple) or not all(isinstance(reason, str) for reason in reasons):
-            raise TypeError(f"the declaration returned {reasons!r}, which is no list of strings")
+        if not isinstance(reasons, list | tuple) or not all(isinstance(reason, str) and reason for reason in reasons):
+            raise TypeError(f"the declaration returned {reasons!r}, which is no list of reasons in words")
         return tuple(reasons)
 
     return stage("declaration", ask)

@@ -185,6 +185,17 @@ def test_a_class_that_breaks_the_contract(file):
     assert "'sliding_windows'" in message
 
 
+def test_features_that_are_no_set_break_the_contract(file):
+    text = """
+        from attncheck.backends.reference_backend import ReferenceBackend
+
+        class Bare(ReferenceBackend):
+            features = None
+    """
+    with pytest.raises(BackendLoadError, match="features is a NoneType, not a frozenset of names"):
+        load(f"{file(text)}:Bare")
+
+
 def test_an_entry_point_is_a_name(entry_point, file):
     entry_point(theirs="attncheck.backends.torch_sdpa:SDPABackend", reference="no.such:Thing")
     assert known_names() == ("reference", "torch_sdpa", "flex_attention", "theirs")
