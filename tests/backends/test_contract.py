@@ -142,6 +142,7 @@ def test_cache_spec_names_what_a_builder_reads():
         ("padded_rows", "nan"),
         ("pad_seq_len", -1),
         ("pad_seq_len", True),
+        ("pad_seq_len", 1.5),
     ],
 )
 def test_conventions_are_closed(field, value):
