@@ -124,6 +124,9 @@ class Examiner:
             self._faults[case] = error.with_traceback(None)  # whose frames hold the case's tensors
             self.blind.append(error)
             return []
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            reason = f"out of memory while the truth was computed: {error}"
+            return [unavailable(self._circumstances, case, backend, check, (reason,)) for check in checks]
         desk = _Desk(backend, problem, truth, self.device, reasons)
         records, is_broken = [], False
         for check in checks:

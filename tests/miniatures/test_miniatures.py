@@ -40,7 +40,7 @@ CAUGHT_BY = {
         "TrustsMaxSeqLen": ("numerics", {"numerics"}),
         "TrustsMaxQueryLen": ("numerics", {"numerics"}),
     },
-    "faults.py": {
+    "answers.py": {
         "TopLeftCausal": ("numerics", ANSWERS | {"containment"}),
         "ExcludesItself": ("numerics", ANSWERS),
         "DropsLastPartialPage": ("numerics", ANSWERS),
@@ -62,6 +62,8 @@ CAUGHT_BY = {
         "LseOfTheMaxOnly": ("lse", {"lse"}),
         "LseWithoutSink": ("lse", {"lse"}),
         "LseOfTheFirstHead": ("lse", {"lse"}),
+    },
+    "writers.py": {
         "WritesNeighbourSlot": ("cache_write", {"cache_write"} | ANSWERS),
         "SwapsKAndV": ("cache_write", {"cache_write"} | ANSWERS),
         "RoundsKeys": ("cache_write", {"cache_write"} | ANSWERS),
@@ -70,11 +72,15 @@ CAUGHT_BY = {
         "ScalesAnyCache": ("cache_write", {"cache_write"} | ANSWERS),
         "MutatesQuery": ("cache_write", {"cache_write"}),
         "MutatesMetadata": ("cache_write", {"cache_write"}),
+    },
+    "outside.py": {
         "FollowsTheTableToItsEnd": ("containment", {"containment"}),
         "MaskedValuesLeak": ("containment", {"containment"}),
         "WritesPaddedRowsNaN": ("containment", {"containment"}),
         "WritesBehindTheOutput": ("containment", {"containment"}),
         "LetsPaddingIn": ("containment", {"containment", "numerics"}),
+    },
+    "declarations.py": {
         "RefusesItsOwnClaim": ("claims", EVERY),
         "AcceptsUndeclaredSoftCap": ("claims", {"claims"}),
         "BreaksOnUndeclaredSinks": ("claims", {"claims"}),
