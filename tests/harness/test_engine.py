@@ -338,3 +338,13 @@ def test_a_codec_that_cannot_read_back_errs_under_the_check_that_reads(make_case
     found = outcomes(examine(backend, make_case()))
     assert found["cache_write"] == "errored"
     assert found["numerics"] == "passed"
+
+
+def test_a_truth_that_runs_out_of_memory_is_unavailable(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: Any) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr("attncheck.harness.engine.truth_of", full)
+    record = examine(ReferenceBackend, make_case())["numerics"]
+    assert record.outcome == "unavailable"
+    assert record.reasons == ("out of memory while the truth was computed: no more",)
