@@ -84,22 +84,25 @@ def test_zeros_a_constant_and_the_mean_of_v_are_far_outside(make_case: Any, dtyp
         assert bool((worst_row > 10).all())
 
 
-def test_the_budget_is_the_formula(make_case: Any) -> None:
-    """One row, one head, two keys: everything by hand."""
-    query, keys = torch.tensor([[[2.0]]]), torch.tensor([[[1.0]], [[3.0]]])
+@pytest.mark.parametrize(("second_key", "ruled_by"), [(3.0, "two roundings"), (1.3, "the loss")])
+def test_the_budget_is_the_formula(second_key: float, ruled_by: str) -> None:
+    """One row, one head, two keys: everything by hand; values that cancel make the loss the larger part."""
+    query, keys = torch.tensor([[[2.0]]]), torch.tensor([[[1.0]], [[second_key]]])
     values = torch.tensor([[[1.0]], [[-1.0]]])
     rows = Rows(query, keys, values, torch.tensor([0, 1]), torch.tensor([0, 2]))
     params = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=0.5)
     out, lse = rows.attend(params)
     budget = budget_of(rows, params, torch.bfloat16, out, lse)
-    p0, p1 = (math.exp(1) / (math.exp(1) + math.exp(3)), math.exp(3) / (math.exp(1) + math.exp(3)))
-    # In bfloat16 the softmax numerators are exp(-2) rounded and 1, the output is rounded once more.
-    e = float(torch.tensor(math.exp(-2)).bfloat16())
-    low = float(torch.tensor((e - 1) / (math.exp(-2) + 1), dtype=torch.float64).bfloat16())
-    truth = p0 - p1
-    floor = 8 * 2**-24 * (1 + 0.5 * 2 * 3) * 1.0
-    assert float(out) == pytest.approx(truth, abs=1e-15)
-    assert float(budget.norm) == pytest.approx(max(3 * abs(low - truth), 2**-7 * abs(truth)) + floor, rel=1e-4)
+    lead = float(torch.tensor(second_key)) - 1.0
+    truth = (math.exp(-lead) - 1) / (math.exp(-lead) + 1)
+    # In bfloat16 the softmax numerators are exp(-lead) rounded and 1, the output is rounded once more.
+    e = float(torch.tensor(math.exp(-lead)).bfloat16())
+    low = float(torch.tensor((e - 1) / (math.exp(-lead) + 1), dtype=torch.float64).bfloat16())
+    loss, roundings = 3 * abs(low - truth), 2**-7 * abs(truth)
+    assert (loss > roundings) == (ruled_by == "the loss")
+    floor = 8 * 2**-24 * (1 + 0.5 * 2 * second_key) * 1.0
+    assert float(out) == pytest.approx(truth, abs=1e-12)
+    assert float(budget.norm) == pytest.approx(max(loss, roundings) + floor, rel=1e-4)
     assert float(budget.peak) == pytest.approx(float(budget.norm))
 
 
