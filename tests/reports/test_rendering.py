@@ -123,8 +123,14 @@ def test_a_cut_off_run_is_announced(write: Write, records: list[Record]) -> None
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:4]))
     assert "was cut off before its footer" in " ".join(terminal.render_run(read_run(path)).split())
     assert "was cut off before its footer" in markdown.render_run(read_run(path))
+
+
+def test_a_cut_off_run_that_has_found_nothing_wrong_has_no_verdict(write: Write, make: Make) -> None:
+    path = write(make("passed"))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
     for text in (terminal.render_run(read_run(path)), markdown.render_run(read_run(path))):
-        assert "passed:" not in text, "what was not finished has no verdict"
+        assert "unfinished: 1 backend" in text
+        assert "passed: 1 backend" not in text
 
 
 def test_errors_of_the_run_turn_a_good_table_into_a_failure(write: Write, make: Make) -> None:
