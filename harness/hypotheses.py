@@ -12,11 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attncheck.harness.tolerance import Rows
-from attncheck.reference import AttentionParams, Precision, paged_attention, visible
-
-HiddenKeys = Callable[[int, Tensor, Tensor], Tensor]
-"""(request, row positions ``[a, 1]``, key positions ``[1, b]``) -> bool, broadcastable to ``[a, b]``: lost keys."""
+from attncheck.harness.rows import HiddenKeys, Rows
+from attncheck.reference import AttentionParams, Precision
 
 
 @dataclass(frozen=True)
@@ -154,25 +151,7 @@ def _lost_keys(rows: Rows, block_size: int) -> Iterator[tuple[str, HiddenKeys]]:
 
 
 def _masked(meaning: str, rows: Rows, params: AttentionParams, hidden: HiddenKeys) -> Hypothesis:
-    """The same attention with some keys hidden; positions stay what they are."""
-
-    def ask() -> tuple[Tensor, Tensor]:
-        starts, lens = rows.cu_seqlens_k[:-1], rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]
-        width = max(int(lens.max()), 1)
-        # Pages of one token: the keys as they stand are a cache, and its table is arithmetic.
-        table = torch.minimum(starts[:, None] + torch.arange(width, device=starts.device), rows.cu_seqlens_k[-1] - 1)
-        return paged_attention(
-            rows.query,
-            rows.keys[:, None],
-            rows.values[:, None],
-            table,
-            lens,
-            rows.cu_seqlens_q,
-            params,
-            mask_fn=lambda r, q, k: visible(params, q, k) & ~hidden(r, q, k),
-        )
-
-    return Hypothesis(meaning, ask)
+    return Hypothesis(meaning, lambda: rows.attend(params, hidden=hidden))
 
 
 def _zeros(rows: Rows) -> tuple[Tensor, Tensor]:

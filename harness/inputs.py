@@ -35,21 +35,34 @@ class RequestGeometry:
 
 
 def biting_queries(
-    layer: LayerSpec, keys: Tensor, requests: list[RequestGeometry], block_size: int, inputs: frozenset[str]
+    layer: LayerSpec,
+    keys: Tensor,
+    requests: list[RequestGeometry],
+    block_size: int,
+    inputs: frozenset[str],
+    tree: Tensor | None = None,
 ) -> Tensor:
-    """Float64 queries ``[T, H, D]`` for ``keys`` (float64 ``[N, Hkv, D]``, all requests' keys behind one another)."""
-    parts = [_request_queries(layer, keys, request, block_size, inputs) for request in requests]
+    """Float64 queries ``[T, H, D]`` for ``keys`` (float64 ``[N, Hkv, D]``, all requests' keys behind one another).
+
+    ``tree``: bool ``[Q, Q]``, which new key each row of a request sees; None: no tree.
+    """
+    parts = [_request_queries(layer, keys, request, block_size, inputs, tree) for request in requests]
     return torch.cat(parts) if parts else keys.new_zeros(0, layer.num_heads, layer.head_size)
 
 
 def _request_queries(
-    layer: LayerSpec, keys: Tensor, request: RequestGeometry, block_size: int, inputs: frozenset[str]
+    layer: LayerSpec,
+    keys: Tensor,
+    request: RequestGeometry,
+    block_size: int,
+    inputs: frozenset[str],
+    tree: Tensor | None,
 ) -> Tensor:
     heads = torch.arange(layer.num_heads)
     rows = torch.arange(request.rows)
     turn = (request.first_row + rows)[:, None]
     lo, hi = visible_span(layer, request.first + rows, request.num_keys)
-    target, other = _targets(request, block_size, lo, hi, turn + heads)
+    target, other = _targets(request, block_size, lo, hi, turn + heads, tree)
     # The key index wraps at the end of the batch: the last request's neighbour is the first.
     kv_head = heads // (layer.num_heads // layer.num_kv_heads)
     needle = keys[(request.base + target) % len(keys), kv_head]
@@ -90,11 +103,13 @@ def visible_span(layer: LayerSpec, positions: Tensor, num_keys: int) -> tuple[Te
     return lo, hi
 
 
-def _targets(request: RequestGeometry, block_size: int, lo: Tensor, hi: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+def _targets(
+    request: RequestGeometry, block_size: int, lo: Tensor, hi: Tensor, turn: Tensor, tree: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Which key each row and head points at, and a second, visible one: int64 ``[q, H]`` each.
 
-    The visible places: both ends of what the row sees, page and tile edges. The invisible: one beyond either end, and
-    the neighbouring request's first key.
+    The visible places: both ends of what the row sees, page and tile edges; in a tree the parent. The invisible: one
+    beyond either end, the neighbouring request's first key; in a tree the nearest earlier row of another branch.
     """
     page = hi // block_size * block_size
     visible = [hi, lo, page, page - 1, hi - 1, lo + (block_size - lo % block_size) % block_size, (lo + hi) // 2]
@@ -106,10 +121,28 @@ def _targets(request: RequestGeometry, block_size: int, lo: Tensor, hi: Tensor, 
     order = [0, len(visible), 1, len(visible) + 1, *range(2, len(visible)), len(visible) + 2]
     places = torch.stack([(visible + beyond)[i] for i in order], dim=-1)
     valid = torch.stack([(inside + known)[i] for i in order], dim=-1)
+    if tree is not None:
+        branch_places, branch_valid = _tree_places(request.first, lo, tree)
+        places, valid = torch.cat([branch_places, places], dim=-1), torch.cat([branch_valid, valid], dim=-1)
     target = _nth_valid(places, valid, turn)
     seen = valid & (places >= lo[:, None]) & (places <= hi[:, None])
+    if tree is not None:
+        node = places - request.first
+        seen &= (node < 0) | tree.gather(1, node.clamp(0, len(tree) - 1))
     seen[:, -1] |= ~seen.any(dim=-1)
     return target, _nth_valid(places, seen, turn + 1)
+
+
+def _tree_places(first: int, lo: Tensor, tree: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the nearest earlier row of another branch, and of the parent, and whether there is one: ``[q, 2]``.
+
+    ``first``: the position of the tree's root.
+    """
+    node = torch.arange(len(tree))
+    earlier = node[None, :] < node[:, None]
+    places = [torch.where(kind & earlier, node, -1).amax(dim=1) + first for kind in (~tree, tree)]
+    both = torch.stack(places, dim=-1)
+    return both, (both >= first) & (both >= lo[:, None])
 
 
 def _nth_valid(places: Tensor, valid: Tensor, n: Tensor) -> Tensor:

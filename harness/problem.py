@@ -1,23 +1,30 @@
 """A case made into tensors, laid out as a serving engine would: the same bits on every machine.
 
-A :class:`Problem` is the question alone: rows, keys and where they lie in a pool of pages. Random physical pages out of
-a pool larger than needed, page 0 never owned, shared prefixes where the case asks, table entries past the end naming
-pages of others. Must not know: backends, truths, checks. All tensors are on the CPU; the runner moves copies.
+A :class:`Problem` is the question alone: rows, keys and where they lie in a pool of pages. Must not know: backends,
+truths, checks. All tensors are on the CPU; the runner moves copies.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from attncheck.cases.model import Case
-from attncheck.errors import SpecError
 from attncheck.harness.coordinates import CHANNELS, sign
 from attncheck.harness.inputs import RequestGeometry, biting_queries
+from attncheck.harness.layout import Layout, Part, lay_out, no_pool
 from attncheck.harness.randomness import Stream
-from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec, RequestSpec
+from attncheck.harness.trees import ancestors
+from attncheck.reference.spec import (
+    AttentionType,
+    CacheSpec,
+    FastPrefillOptions,
+    LayerSpec,
+    RequestSpec,
+    TreeOptions,
+)
 
 DEFAULT_INPUTS = frozenset({"needles", "large_scores", "equal_scores", "coordinates", "views"})
 """Bites planted where a case names none."""
@@ -27,14 +34,18 @@ TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32":
 
 @dataclass(frozen=True)
 class Request:
-    """One request of the batch: ``rows`` new query rows, ``num_keys`` keys, of which the first ``cached`` are old."""
+    """One request of the batch: ``rows`` query rows at the end of ``num_keys`` keys, the first ``cached`` of them old.
+
+    ``query_len``: its tokens in this step; more than ``rows`` where only the last ones are asked (fast prefill).
+    """
 
     rows: int
+    query_len: int
     num_keys: int
     cached: int
     first_row: int
     base: int
-    pages: tuple[int, ...]
+    pages: tuple[int, ...] = ()
 
     @property
     def first_position(self) -> int:
@@ -55,11 +66,33 @@ class Problem:
     """``[N, Hkv, D]``: request r's keys stand at ``base .. base + num_keys - 1``."""
     values: Tensor
     """``[N, Hkv, Dv]``"""
-    block_table: Tensor
-    """int32 ``[R, M]``, without padding requests; entries past a request's end name pages it does not own."""
-    key_slots: Tensor
-    """int64 ``[N]``: where each key lies in the pool, -1 where there is no pool."""
-    num_blocks: int
+    layout: Layout
+
+    @property
+    def block_table(self) -> Tensor:
+        """int32 ``[R, M]``, without padding requests; entries past a request's end name pages it does not own."""
+        return self.layout.block_table
+
+    @property
+    def key_slots(self) -> Tensor:
+        """int64 ``[N]``: where each key lies in the pool, -1 where there is no pool."""
+        return self.layout.key_slots
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages in the pool."""
+        return self.layout.num_blocks
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts whose results are merged; none where one call sees all keys."""
+        return self.layout.parts
+
+    @cached_property
+    def tree(self) -> Tensor | None:
+        """Bool ``[Q, Q]``: which new key each row may see where drafts form a tree; None: no tree."""
+        options = self.case.batch.path.options
+        return ancestors(options.parents) if isinstance(options, TreeOptions) else None
 
     @property
     def layer(self) -> LayerSpec:
@@ -87,6 +120,11 @@ class Problem:
         return self.layer.attn_type == AttentionType.ENCODER_DECODER
 
     @property
+    def writes_nothing(self) -> bool:
+        """Whether the layer reads a cache that another layer fills."""
+        return shares_cache(self.case)
+
+    @property
     def inputs(self) -> frozenset[str]:
         """The bites planted in this problem."""
         return DEFAULT_INPUTS if self.case.inputs is None else frozenset(self.case.inputs)
@@ -106,7 +144,7 @@ class Problem:
         """int64: indices into ``keys`` of what this step writes, in request order; -1 for rows before position 0."""
         parts = []
         for r in self.requests:
-            before = torch.full((max(0, -r.first_position) if not self.is_cross else 0,), -1)
+            before = torch.full((0 if self.is_cross or self.writes_nothing else max(0, -r.first_position),), -1)
             parts += [before, torch.arange(r.base + r.cached, r.base + r.num_keys)]
         return torch.cat(parts)
 
@@ -141,102 +179,62 @@ class Problem:
 def build_problem(case: Case, seed: int) -> Problem:
     """The tensors of ``case`` under ``seed``. Raises SpecError where the pool cannot hold the batch."""
     stream = Stream(seed, case.hash)
-    layer, cache = case.layer, case.cache
+    layer = case.layer
     specs = list(case.batch)
+    lengths = [_num_keys(spec, layer) for spec in specs]
     paged = layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-    pages: list[tuple[int, ...]] = [()] * len(specs)
-    num_blocks = 0
-    if paged:
-        pages, num_blocks = _lay_out(specs, case, stream)
-    requests = tuple(_place(specs, pages, layer))
+    finish_layout = lay_out(case, lengths, stream) if paged else lambda: no_pool(len(specs), sum(lengths))
+    requests = tuple(_place(specs, case))
     dtype = TORCH_DTYPES[layer.dtype]
     inputs = DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)
-    total = sum(r.num_keys for r in requests)
+    total = sum(lengths)
     keys = _draw(stream, "key", requests, (total, layer.num_kv_heads, layer.head_size), inputs).to(dtype)
     values = _draw(stream, "value", requests, (total, layer.num_kv_heads, layer.value_head_size), inputs).to(dtype)
     _share_prefixes(specs, requests, keys, values)
     geometry = [RequestGeometry(r.rows, r.first_position, r.num_keys, r.base, r.first_row) for r in requests]
     # A batch without any key (all rows see nothing) still needs something to point at.
     needles = keys if len(keys) else keys.new_ones(1, layer.num_kv_heads, layer.head_size)
-    query = biting_queries(layer, needles.double(), geometry, cache.block_size, inputs)
+    options = case.batch.path.options
+    tree = ancestors(options.parents) if isinstance(options, TreeOptions) else None
+    query = biting_queries(layer, needles.double(), geometry, case.cache.block_size, inputs, tree)
+    layout = finish_layout()
     return Problem(
         case=case,
         seed=seed,
-        requests=requests,
+        requests=tuple(replace(r, pages=pages) for r, pages in zip(requests, layout.pages, strict=True)),
         query=query.to(dtype),
         keys=keys,
         values=values,
-        block_table=_block_table(requests, num_blocks, stream) if paged else torch.zeros(len(requests), 1).int(),
-        key_slots=_key_slots(requests, cache.block_size) if paged else torch.full((total,), -1),
-        num_blocks=num_blocks,
+        layout=layout,
     )
 
 
-def _place(specs: list[RequestSpec], pages: list[tuple[int, ...]], layer: LayerSpec) -> Iterator[Request]:
+def shares_cache(case: Case) -> bool:
+    """Whether the layer reads a cache that another layer fills; the layers of fast prefill do."""
+    return case.layer.kv_sharing or isinstance(case.batch.path.options, FastPrefillOptions)
+
+
+def _place(specs: list[RequestSpec], case: Case) -> Iterator[Request]:
     row, base = 0, 0
-    for spec, owned in zip(specs, pages, strict=True):
+    options, layer = case.batch.path.options, case.layer
+    for spec in specs:
         num_keys = _num_keys(spec, layer)
-        if layer.attn_type == AttentionType.ENCODER_DECODER:
+        rows = min(options.rows, spec.query_len) if isinstance(options, FastPrefillOptions) else spec.query_len
+        if shares_cache(case):
+            cached = num_keys
+        elif layer.attn_type == AttentionType.ENCODER_DECODER:
             # Encoder rows are written on the request's first decoder step, when it has no context yet.
             cached = num_keys if spec.context_len > 0 else 0
         else:
             cached = max(0, spec.context_len)
-        yield Request(spec.query_len, num_keys, cached, row, base, owned)
-        row, base = row + spec.query_len, base + num_keys
+        yield Request(rows, spec.query_len, num_keys, cached, row, base)
+        row, base = row + rows, base + num_keys
 
 
 def _num_keys(spec: RequestSpec, layer: LayerSpec) -> int:
     if layer.attn_type == AttentionType.ENCODER_DECODER:
         return spec.encoder_len or 0
     return spec.total_len
-
-
-def _lay_out(specs: list[RequestSpec], case: Case, stream: Stream) -> tuple[list[tuple[int, ...]], int]:
-    """Physical pages of every request, and the size of the pool."""
-    size = case.cache.block_size
-    counts = [-(-_num_keys(spec, case.layer) // size) for spec in specs]
-    shared = [spec.shared_prefix // size for spec in specs]
-    prefix = max(shared)
-    needed = prefix + sum(c - s for c, s in zip(counts, shared, strict=True))
-    first = case.cache.first_block or 1
-    num_blocks = case.cache.num_blocks or first + needed + needed // 2 + 3
-    if num_blocks - first < needed:
-        raise SpecError(
-            f"the batch needs {needed} pages from page {first} on",
-            field="num_blocks",
-            value=num_blocks,
-            allowed=f"at least {first + needed}",
-        )
-    # Of a very large pool only a window is drawn from: shuffling millions of ids would say no more.
-    choice = min(num_blocks - first, 2 * needed + 64)
-    ids = (stream.permutation(choice)[:needed] + first).tolist()
-    common, free = ids[:prefix], ids[prefix:]
-    pages = []
-    for count, own in zip(counts, shared, strict=True):
-        take = count - own
-        pages.append(tuple(common[:own] + free[:take]))
-        free = free[take:]
-    return pages, num_blocks
-
-
-def _block_table(requests: tuple[Request, ...], num_blocks: int, stream: Stream) -> Tensor:
-    width = max(len(r.pages) for r in requests) + 2
-    foreign = stream.integers(len(requests) * width, num_blocks).reshape(len(requests), width)
-    for row, request in enumerate(requests):
-        # An id of its own in the slack would make a read past the end invisible.
-        own = torch.tensor(sorted(request.pages), dtype=torch.int64)
-        foreign[row][torch.isin(foreign[row], own)] = 0
-        foreign[row, : len(request.pages)] = torch.tensor(request.pages, dtype=torch.int64)
-    return foreign.int()
-
-
-def _key_slots(requests: tuple[Request, ...], block_size: int) -> Tensor:
-    parts = []
-    for r in requests:
-        position = torch.arange(r.num_keys)
-        pages = torch.tensor(r.pages or (0,), dtype=torch.int64)
-        parts.append(pages[position // block_size] * block_size + position % block_size)
-    return torch.cat(parts)
 
 
 def _draw(

@@ -17,12 +17,14 @@ visibly, with a reason.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attncheck.reference import AttentionParams, Precision, varlen_attention, visible
+from attncheck.harness.rows import Rows
+from attncheck.reference import AttentionParams, Precision
 
 K = 3.0
 """How many times the loss of an honest low-precision run is allowed."""
@@ -32,24 +34,6 @@ _FLOAT32 = 2.0**-24
 _VANISHING = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-120, torch.float32: 2.0**-120}
 """What may be lost of a number that is almost none: the step between float16's smallest numbers; for the others what
 float32 flushes to zero, summed over many keys. A row whose sink outweighs every key by far comes out as zeros."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The arguments of one unpaged attention: what truth and budget are computed from."""
-
-    query: Tensor
-    keys: Tensor
-    values: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-
-    def attend(self, params: AttentionParams, precision: Precision | None = None) -> tuple[Tensor, Tensor]:
-        """Output ``[T, H, Dv]`` and LSE ``[T, H]`` of the reference, in float64 unless ``precision`` says otherwise."""
-        precision = precision or Precision()
-        return varlen_attention(
-            self.query, self.keys, self.values, self.cu_seqlens_q, self.cu_seqlens_k, params, precision=precision
-        )
 
 
 @dataclass(frozen=True)
@@ -65,20 +49,33 @@ class Budget:
         return Budget(self.norm * factor, self.peak * factor, self.lse * factor)
 
 
-def budget_of(rows: Rows, params: AttentionParams, dtype: torch.dtype, out: Tensor, lse: Tensor) -> Budget:
-    """The budget of a kernel in ``dtype`` around a truth (float64 ``out [T, H, Dv]``, ``lse [T, H]``)."""
-    low_out, low_lse = rows.attend(params, Precision.kernel(dtype))
-    loss = low_out.double() - out
-    weighted, _ = Rows(rows.query, rows.keys, rows.values.abs(), rows.cu_seqlens_q, rows.cu_seqlens_k).attend(params)
+def budget_of(
+    rows: Rows,
+    params: AttentionParams,
+    dtype: torch.dtype,
+    out: Tensor,
+    lse: Tensor,
+    honest: Iterable[tuple[Tensor, Tensor]] = (),
+) -> Budget:
+    """The budget of a kernel in ``dtype`` around a truth (float64 ``out [T, H, Dv]``, ``lse [T, H]``).
+
+    ``honest``: what low-precision runs of the question answer (output, LSE), where kernels may go about it in more than
+    one way: the largest loss counts. By default one plain run.
+    """
+    runs = list(honest) or [rows.attend(params, Precision.kernel(dtype))]
+    losses = [low_out.double() - out for low_out, _ in runs]
+    weighted, _ = replace(rows, values=rows.values.abs()).attend(params)
     u = torch.finfo(dtype).eps / 2
-    reach = score_bound(rows, params)
-    bracket = max(8.0, params.head_size / 4) * _FLOAT32 * (1 + reach)
+    bracket = max(8.0, params.head_size / 4) * _FLOAT32 * (1 + score_bound(rows, params))
     vanishing = torch.full_like(out[:, :, :1], _VANISHING[dtype]).expand_as(out)
     norm, peak = (
-        torch.maximum(K * size(loss), 2 * u * size(out)) + bracket * size(weighted) + size(vanishing)
+        torch.maximum(K * torch.stack([size(loss) for loss in losses]).amax(0), 2 * u * size(out))
+        + bracket * size(weighted)
+        + size(vanishing)
         for size in (_norm, _peak)
     )
-    return Budget(norm, peak, bracket + u + _sum_rounding(rows, lse) + _lse_loss(lse, low_lse.double()))
+    lse_loss = torch.stack([_lse_loss(lse, low_lse.double()) for _, low_lse in runs]).amax(0)
+    return Budget(norm, peak, bracket + u + _sum_rounding(rows, lse) + lse_loss)
 
 
 def share_of_budget(error: Tensor, budget: Budget) -> Tensor:
@@ -101,7 +98,7 @@ def score_bound(rows: Rows, params: AttentionParams) -> Tensor:
         for first in range(q0, q1, chunk):
             last = min(first + chunk, q1)
             row_position = torch.arange(first, last, device=bound.device) + (k1 - k0) - q1
-            seen = visible(params, row_position[:, None], position[None, :])
+            seen = rows.sees(params, row_position[:, None], position[None, :], (k1 - k0) - (q1 - q0))
             for head in range(params.num_kv_heads):
                 longest = torch.where(seen, key_norm[k0:k1, head], 0.0).amax(dim=1)
                 bound[first:last, head * group : (head + 1) * group] = longest[:, None]
@@ -110,25 +107,19 @@ def score_bound(rows: Rows, params: AttentionParams) -> Tensor:
         bound = bound.clamp(max=params.logits_soft_cap)
     if params.alibi_slopes is not None:
         slopes = torch.tensor(params.alibi_slopes, dtype=torch.float64, device=bound.device).abs()
-        bound = bound + slopes * _lengths(rows).double()[:, None]
+        bound = bound + slopes * rows.lengths().double()[:, None]
     return bound
 
 
 def _sum_rounding(rows: Rows, lse: Tensor) -> Tensor:
     """What summing n exponentials in float32, in any sensible order, and rounding the logarithm may cost."""
-    growth = torch.sqrt(torch.ceil(_lengths(rows).double() / 16)).clamp(min=1)[:, None]
+    growth = torch.sqrt(torch.ceil(rows.lengths().double() / 16)).clamp(min=1)[:, None]
     return 2 * K * _FLOAT32 * growth * lse.abs().nan_to_num(posinf=1.0).clamp(min=1)
 
 
 def _lse_loss(lse: Tensor, low: Tensor) -> Tensor:
     """What an honest low-precision run loses, a few times over."""
     return K * torch.where(lse == low, 0.0, (lse - low).abs())
-
-
-def _lengths(rows: Rows) -> Tensor:
-    """int64 ``[T]``: the number of keys of each row's request."""
-    counts = rows.cu_seqlens_q[1:] - rows.cu_seqlens_q[:-1]
-    return (rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]).repeat_interleave(counts)
 
 
 def _norm(x: Tensor) -> Tensor:

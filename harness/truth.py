@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from attncheck.errors import BlindCaseError
+from attncheck.harness.exact import honest_answers, params_of, rows_of
 from attncheck.harness.hypotheses import toggles
 from attncheck.harness.problem import Problem
-from attncheck.harness.tolerance import Budget, Rows, budget_of, share_of_budget
-from attncheck.reference import AttentionParams, layer_params
+from attncheck.harness.rows import Rows
+from attncheck.harness.tolerance import Budget, budget_of, share_of_budget
+from attncheck.reference import AttentionParams
 
 BITE = 10.0
 """A change counts as noticed where it moves the truth by this many budgets."""
@@ -36,16 +38,9 @@ def truth_of(problem: Problem, device: torch.device) -> Truth:
     Raises BlindCaseError where turning off a modifier of the layer, or moving a window's edge by one, hardly moves the
     truth: then a pass would say nothing about it.
     """
-    params = layer_params(problem.layer)
-    rows = Rows(
-        problem.query.to(device),
-        problem.keys.to(device),
-        problem.values.to(device),
-        problem.cu_seqlens_q.to(device),
-        problem.cu_seqlens_k.to(device),
-    )
+    params, rows = params_of(problem), rows_of(problem, device)
     out, lse = rows.attend(params)
-    budget = budget_of(rows, params, problem.dtype, out, lse)
+    budget = budget_of(rows, params, problem.dtype, out, lse, honest_answers(problem, rows, params))
     if problem.case.tolerance is not None:
         budget = budget.scaled(problem.case.tolerance.factor)
     truth = Truth(params, rows, out, lse, budget)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from attncheck.cases.model import Case
 from attncheck.harness.problem import Problem, build_problem
-from attncheck.harness.tolerance import Rows, budget_of, score_bound, share_of_budget
+from attncheck.harness.rows import Rows
+from attncheck.harness.tolerance import budget_of, score_bound, share_of_budget
 from attncheck.harness.truth import Truth, truth_of
 from attncheck.reference import AttentionParams
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec

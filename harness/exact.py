@@ -1,0 +1,60 @@
+"""What a problem means in exact numbers: the question without pages, its parameters, and how honest kernels answer it.
+
+A backend may hold keys in another form than the truth uses: as codes, as latent rows, in parts whose results are
+merged. Here stands what such a form means exactly, and what a good kernel of the layer's dtype loses on it. Must not
+know: backends, observations.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.problem import Problem
+from attncheck.harness.rows import Rows
+from attncheck.reference import AttentionParams, Precision, layer_params, merge_many
+
+Answer = tuple[Tensor, Tensor]
+"""Output ``[T, H, Dv]`` and LSE ``[T, H]``."""
+
+
+def params_of(problem: Problem) -> AttentionParams:
+    """The parameters of the attention that :func:`rows_of` asks."""
+    return layer_params(problem.layer)
+
+
+def rows_of(problem: Problem, device: torch.device) -> Rows:
+    """The question in exact numbers."""
+    return Rows(
+        problem.query.to(device),
+        problem.keys.to(device),
+        problem.values.to(device),
+        problem.cu_seqlens_q.to(device),
+        problem.cu_seqlens_k.to(device),
+        None if problem.tree is None else problem.tree.to(device),
+    )
+
+
+def honest_answers(problem: Problem, rows: Rows, params: AttentionParams) -> Iterator[Answer]:
+    """What low-precision runs answer, one for each way in which a good kernel may go about it."""
+    precision = Precision.kernel(problem.dtype)
+    if problem.layout.part_of_key is None:
+        yield rows.attend(params, precision)
+    else:
+        yield _merged(problem, rows, params, precision)
+
+
+def _merged(problem: Problem, rows: Rows, params: AttentionParams, precision: Precision) -> Answer:
+    """Each part attended on its own, its output rounded to the dtype, and the results merged without further loss."""
+    part_of_key = problem.layout.part_of_key
+    if part_of_key is None:
+        raise ValueError("the problem is not split into parts")
+    by_request = part_of_key.to(rows.keys.device).split(rows.num_keys.tolist())
+    bare = replace(params, sinks=None)  # of several parts, one carries the sinks
+
+    def state(part: int) -> Answer:
+        return rows.attend(params if part == 0 else bare, precision, lambda r, _q, k: by_request[r][k] != part)
+
+    states = [state(part) for part in range(len(problem.parts))]
+    return merge_many([out for out, _ in states], [lse for _, lse in states])

@@ -1,0 +1,84 @@
+"""A question of attention without pages: rows, keys and values behind one another, and who sees whom.
+
+What truth, budget and wrong guesses are computed from, by a formulation beside the paged one that candidates are driven
+through. Must not know: pools, backends, what is judged.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attncheck.reference import AttentionParams, Precision, paged_attention, varlen_attention, visible
+
+HiddenKeys = Callable[[int, Tensor, Tensor], Tensor]
+"""(request, row positions ``[a, 1]``, key positions ``[1, b]``) -> bool, broadcastable to ``[a, b]``: lost keys."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The arguments of one unpaged attention: ``query [T, H, D]``, ``keys [N, Hkv, D]``, ``values [N, Hkv, Dv]``.
+
+    ``tree``: bool ``[Q, Q]``, row ``i`` of a request may see its new key ``m`` only where ``tree[i, m]``; None: no
+    tree.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    tree: Tensor | None = None
+
+    def attend(
+        self, params: AttentionParams, precision: Precision | None = None, hidden: HiddenKeys | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Output ``[T, H, Dv]`` and LSE ``[T, H]`` of the reference, in float64 unless ``precision`` says otherwise.
+
+        Keys that are ``hidden`` are lost; positions stay what they are.
+        """
+        precision = precision or Precision()
+        if self.tree is None and hidden is None:
+            return varlen_attention(
+                self.query, self.keys, self.values, self.cu_seqlens_q, self.cu_seqlens_k, params, precision=precision
+            )
+        starts, lens = self.cu_seqlens_k[:-1], self.num_keys
+        width = max(int(lens.max()), 1)
+        # Pages of one token: the keys as they stand are a cache, and its table is arithmetic.
+        table = torch.minimum(starts[:, None] + torch.arange(width, device=starts.device), self.cu_seqlens_k[-1] - 1)
+        mask = None if hidden is None else (lambda r, q, k: visible(params, q, k) & ~hidden(r, q, k))
+        return paged_attention(
+            self.query,
+            self.keys[:, None],
+            self.values[:, None],
+            table,
+            lens,
+            self.cu_seqlens_q,
+            params,
+            tree_mask=self.tree,
+            mask_fn=mask,
+            precision=precision,
+        )
+
+    @property
+    def num_keys(self) -> Tensor:
+        """int64 ``[R]``: keys of each request."""
+        return self.cu_seqlens_k[1:] - self.cu_seqlens_k[:-1]
+
+    @property
+    def num_rows(self) -> Tensor:
+        """int64 ``[R]``: rows of each request."""
+        return self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]
+
+    def lengths(self) -> Tensor:
+        """int64 ``[T]``: the number of keys of each row's request."""
+        return self.num_keys.repeat_interleave(self.num_rows)
+
+    def sees(self, params: AttentionParams, q_pos: Tensor, k_pos: Tensor, context_len: int) -> Tensor:
+        """Bool of the positions' broadcast shape: :func:`~attncheck.reference.visible`, and the tree."""
+        seen = visible(params, q_pos, k_pos)
+        if self.tree is None:
+            return seen
+        row, node = q_pos - context_len, k_pos - context_len
+        return seen & (self.tree[row, node.clamp(min=0)] | (node < 0))
