@@ -4,14 +4,14 @@ Generated from the same specs that validate, so that the two cannot drift apart.
 may be partial, because defaults and a matrix complete it; what is validated is the merged case. Must not know: files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from attncheck.cases.model import Tolerance
 from attncheck.cases.suite_file import ASKED_KEYS, INPUTS
-from attncheck.reference.spec import CHECKS, PATH_OPTIONS, CacheSpec, LayerSpec, PaddingSpec, RequestSpec
+from attncheck.reference.spec import BACKEND_CHECKS, PATH_OPTIONS, CacheSpec, LayerSpec, PaddingSpec, RequestSpec
 
 _Schema = dict[str, Any]
 
@@ -44,9 +44,9 @@ def json_schema() -> _Schema:
         "cache": _ref("CacheSpec"),
         "batch": _ref("Batch"),
         "path": _ref("Path"),
-        "checks": _names(CHECKS, "the checks to run; default: all that apply"),
+        "checks": _names(BACKEND_CHECKS, "the checks to run; default: all that apply"),
         "tolerance": _ref("Tolerance"),
-        "inputs": _names(dict.fromkeys(INPUTS), "which bites to plant; default: those that suit the case"),
+        "inputs": _names(INPUTS, "which bites to plant; default: those that suit the case"),
     }
     case = {
         "id": _NAME | {"description": "name of the case, unique in its suite"},
@@ -77,7 +77,7 @@ def _mapping(properties: _Schema) -> _Schema:
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-def _names(known: Mapping[str, object], description: str) -> _Schema:
+def _names(known: Iterable[str], description: str) -> _Schema:
     items = {"type": "string", "enum": list(known)}
     return {"type": "array", "items": items, "uniqueItems": True, "description": description}
 

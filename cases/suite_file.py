@@ -22,7 +22,7 @@ from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, jo
 from attncheck.cases.validation import known_keys, locate, names_of, suggestion, text_of, validate
 from attncheck.errors import BatchSpecError, CaseFileError, SpecError
 from attncheck.reference.spec import (
-    CHECKS,
+    BACKEND_CHECKS,
     PATH_OPTIONS,
     PATHS,
     BatchSpec,
@@ -229,10 +229,10 @@ def _read_requests(tree: Tree) -> tuple[RequestSpec, ...]:
 
 
 def _read_checks(tree: Tree) -> tuple[str, ...]:
-    names = names_of(tree, "check", tuple(CHECKS))
+    names = names_of(tree, "check", BACKEND_CHECKS)
     if not names:
         raise tree.place.fault("no check is left", allowed="leave checks out for all that apply")
-    return tuple(check for check in CHECKS if check in names)
+    return tuple(check for check in BACKEND_CHECKS if check in names)
 
 
 def _read_matrix(tree: Tree) -> tuple[_Axis, ...]:

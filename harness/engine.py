@@ -28,7 +28,7 @@ from attncheck.harness.problem import Problem, build_problem
 from attncheck.harness.runner import Session
 from attncheck.harness.stages import StageError, declared_reasons
 from attncheck.harness.truth import Truth, truth_of
-from attncheck.reference.spec import CHECKS
+from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.records import Environment, Record
 
 OURSELVES = "attncheck itself"
@@ -58,8 +58,8 @@ class Plan:
 
     def checks_of(self, case: Case) -> tuple[str, ...]:
         """The checks to make of ``case``, in the order they are reported."""
-        asked = set(CHECKS if case.checks is None else case.checks)
-        return tuple(name for name in CHECKS if name in asked and (self.checks is None or name in self.checks))
+        asked = set(BACKEND_CHECKS if case.checks is None else case.checks)
+        return tuple(name for name in BACKEND_CHECKS if name in asked and (self.checks is None or name in self.checks))
 
 
 @dataclass
@@ -194,7 +194,7 @@ class _Desk:
             case "containment":
                 return containment.examine(self._problem, self._truth, session, seen)
             case _:
-                raise ValueError(f"check {check!r} has no examiner; known: {', '.join(CHECKS)}")
+                raise ValueError(f"check {check!r} has no examiner; known: {', '.join(BACKEND_CHECKS)}")
 
     def _undeclared(self, check: str) -> Finding:
         if check != "claims":

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from attncheck.backends.registry import LoadedBackend
 from attncheck.harness.engine import Missing, Plan
 from attncheck.harness.selection import Selection
-from attncheck.reference.spec import CHECKS
+from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.records import BackendInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.store import now
 
@@ -31,7 +31,7 @@ def make_header(
             SuiteInfo(name=suite.name, ref=ref, cases=counts[suite.name], digest=suite.hash)
             for suite, ref in zip(selection.suites, selection.refs, strict=True)
         ),
-        checks=plan.checks or tuple(CHECKS),
+        checks=plan.checks or BACKEND_CHECKS,
         device=plan.device,
         seed=plan.seed,
         backends=tuple(map(_info, plan.backends)),

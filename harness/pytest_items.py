@@ -17,7 +17,7 @@ from attncheck.harness.candidates import choose_backends, suite_device
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
 from attncheck.harness.selection import check_seed, select_cases
-from attncheck.reference.spec import CHECKS
+from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports import phrases, terminal
 from attncheck.reports.records import FALLEN_SHORT, Errored, Record, RunHeader, Unavailable, Unsupported
 
@@ -90,7 +90,7 @@ class Collection:
             plan = Plan(
                 cases=self.plan.cases,
                 backends=self.plan.backends,
-                checks=tuple(check for check in CHECKS if check in wanted),
+                checks=tuple(check for check in BACKEND_CHECKS if check in wanted),
                 device=self.plan.device,
                 seed=self.plan.seed,
             )

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from attncheck.cases.loader import load_suite, select
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import SelectionError, UnknownNameError
-from attncheck.reference.spec import CHECKS
+from attncheck.reference.spec import BACKEND_CHECKS, CHECKS
 
 DEFAULT_SUITE = "smoke"
 
@@ -52,6 +52,8 @@ def select_cases(suites: Sequence[str], patterns: Sequence[str] = (), checks: Se
     for check in checks:
         if check not in CHECKS:
             raise UnknownNameError("check", check, list(CHECKS))
+        if check not in BACKEND_CHECKS:
+            raise SelectionError(f"check {check!r} examines a provider of utilities, not a backend; give --provider")
     refs = tuple(dict.fromkeys(suites or (DEFAULT_SUITE,)))
     loaded = tuple(load_suite(ref) for ref in refs)
     for position, suite in enumerate(loaded):
@@ -62,7 +64,7 @@ def select_cases(suites: Sequence[str], patterns: Sequence[str] = (), checks: Se
     if patterns:
         chosen = {case.key for pattern in patterns for case in _matching(cases, pattern, refs)}
         cases = tuple(case for case in cases if case.key in chosen)
-    wanted = tuple(check for check in CHECKS if check in checks) or None
+    wanted = tuple(check for check in BACKEND_CHECKS if check in checks) or None
     if wanted is not None:
         cases = tuple(case for case in cases if case.checks is None or set(case.checks) & set(wanted))
     if not cases:

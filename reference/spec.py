@@ -28,9 +28,10 @@ from attncheck.reference.spec_paths import (
     SplitKVOptions,
     TreeOptions,
 )
-from attncheck.reference.vocabulary import CHECKS, FEATURES, CheckInfo
+from attncheck.reference.vocabulary import BACKEND_CHECKS, CHECKS, FEATURES, CheckInfo
 
 __all__ = [
+    "BACKEND_CHECKS",
     "CHECKS",
     "FEATURES",
     "GENERATOR_VERSION",

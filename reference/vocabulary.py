@@ -5,14 +5,16 @@ Free of torch: listing and reporting need no more than this. Must not know: how 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class CheckInfo:
-    """What a check establishes, and what it cannot see; one line each."""
+    """What a check establishes, and what it cannot see; one line each. ``applies_to``: who is examined by it."""
 
     establishes: str
     cannot_see: str
+    applies_to: Literal["backend", "provider"] = "backend"
 
 
 CHECKS: Mapping[str, CheckInfo] = {
@@ -36,8 +38,16 @@ CHECKS: Mapping[str, CheckInfo] = {
         "what is declared runs; what is not declared is refused, or answered right",
         "declarations no case of the run asks about",
     ),
+    "utilities": CheckInfo(
+        "a provider's metadata functions answer as the reference does, refuse what it refuses, change no argument",
+        "batches nobody wrote or drew, and how fast a function is",
+        applies_to="provider",
+    ),
 }
 """The checks of this version, in the order they are reported."""
+
+BACKEND_CHECKS: tuple[str, ...] = tuple(name for name, info in CHECKS.items() if info.applies_to == "backend")
+"""The checks a case may ask for."""
 
 FEATURES: tuple[str, ...] = (
     "sliding_window",

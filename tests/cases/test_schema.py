@@ -6,7 +6,7 @@ from typing import Any
 
 from attncheck.cases.loader import suite_file, suite_names
 from attncheck.cases.schema import json_schema
-from attncheck.reference.spec import CHECKS, PATHS, CacheSpec, LayerSpec
+from attncheck.reference.spec import BACKEND_CHECKS, PATHS, CacheSpec, LayerSpec
 
 SCHEMA_FILE = suite_file("smoke").parent / "schema.json"
 
@@ -40,7 +40,7 @@ def test_it_knows_every_key_and_name() -> None:
     case = schema["properties"]["cases"]["items"]["properties"]
     for kind in (LayerSpec, CacheSpec):
         assert list(schema["$defs"][kind.__name__]["properties"]) == [field.name for field in fields(kind)]
-    assert case["checks"]["items"]["enum"] == list(CHECKS)
+    assert case["checks"]["items"]["enum"] == list(BACKEND_CHECKS)
     named, with_options = schema["$defs"]["Path"]["anyOf"]
     assert set(named["enum"]) | set(with_options["properties"]) == set(PATHS)
     assert {"layer.sliding_window", "cache.block_size", "batch", "layer"} <= set(case["matrix"]["properties"])
