@@ -17,7 +17,7 @@ visibly, with a reason.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,17 +65,34 @@ def budget_of(
     runs = list(honest) or [rows.attend(params, Precision.kernel(dtype))]
     losses = [low_out.double() - out for low_out, _ in runs]
     weighted, _ = replace(rows, values=rows.values.abs()).attend(params)
+    bracket = float32_bracket(score_bound(rows, params), params.head_size)
+    norm, peak = allowed_errors(losses, out, bracket, weighted, dtype)
+    lse_loss = torch.stack([_lse_loss(lse, low_lse.double()) for _, low_lse in runs]).amax(0)
     u = torch.finfo(dtype).eps / 2
-    bracket = max(8.0, params.head_size / 4) * _FLOAT32 * (1 + score_bound(rows, params))
-    vanishing = torch.full_like(out[:, :, :1], _VANISHING[dtype]).expand_as(out)
+    return Budget(norm, peak, bracket + u + _sum_rounding(rows, lse) + lse_loss)
+
+
+def allowed_errors(
+    losses: Sequence[Tensor], truth: Tensor, bracket: Tensor, weighted: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The module's formula: allowed 2-norm and max norm of the error of each row and head, float64 ``[T, H]``.
+
+    ``losses`` of honest runs, ``truth`` and ``weighted`` (what would come of absolute values), ``[T, H, Dv]`` each.
+    """
+    u = torch.finfo(dtype).eps / 2
+    vanishing = torch.full_like(truth[:, :, :1], _VANISHING[dtype]).expand_as(truth)
     norm, peak = (
-        torch.maximum(K * torch.stack([size(loss) for loss in losses]).amax(0), 2 * u * size(out))
+        torch.maximum(K * torch.stack([size(loss) for loss in losses]).amax(0), 2 * u * size(truth))
         + bracket * size(weighted)
         + size(vanishing)
         for size in (_norm, _peak)
     )
-    lse_loss = torch.stack([_lse_loss(lse, low_lse.double()) for _, low_lse in runs]).amax(0)
-    return Budget(norm, peak, bracket + u + _sum_rounding(rows, lse) + lse_loss)
+    return norm, peak
+
+
+def float32_bracket(reach: Tensor, terms: int) -> Tensor:
+    """Relative error of weights and sums in float32: exponents up to ``reach``, sums of so many products."""
+    return max(8.0, terms / 4) * _FLOAT32 * (1 + reach)
 
 
 def share_of_budget(error: Tensor, budget: Budget) -> Tensor:
