@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attncheck.reference.builder import AttentionMetadataBuilder
+    from attncheck.reference.builder import AttentionMetadataBuilder, M
     from attncheck.reference.cache import (
         compute_slot_mapping,
         copy_blocks,
@@ -18,12 +18,26 @@ if TYPE_CHECKING:
         reshape_and_cache,
         swap_blocks,
     )
+    from attncheck.reference.context_parallel import get_dcp_local_seq_lens
+    from attncheck.reference.fast_prefill import (
+        KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
+        KVSharingFastPrefillMetadata,
+        create_fast_prefill_custom_backend,
+        make_kv_sharing_fast_prefill_common_attn_metadata,
+    )
+    from attncheck.reference.local_attention import make_local_attention_virtual_batches
     from attncheck.reference.merge import merge_attn_states, merge_many
     from attncheck.reference.metadata import CommonAttentionMetadata
+    from attncheck.reference.mla_absorbed import mla_attention_absorbed, mla_latent_attention
+    from attncheck.reference.mla_cache import mla_write_cache
+    from attncheck.reference.mla_naive import mla_attention_chunked, mla_attention_naive
+    from attncheck.reference.mla_params import MLAParams, mla_params
     from attncheck.reference.paged import paged_attention
     from attncheck.reference.params import AttentionParams, Precision, layer_params, visible, window_pair
     from attncheck.reference.quant import dequantize_fp8, quantize_fp8
     from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, CacheSpec, LayerSpec
+    from attncheck.reference.subclassing import subclass_attention_backend, subclass_attention_metadata
+    from attncheck.reference.ubatch import UBatchSlice, slice_query_start_locs, split_attn_metadata
     from attncheck.reference.varlen import varlen_attention
 
 _HOME = {
@@ -34,18 +48,37 @@ _HOME = {
     "BatchSpec": "spec",
     "CacheSpec": "spec",
     "CommonAttentionMetadata": "metadata",
+    "KVSharingFastPrefillMetadata": "fast_prefill",
+    "KV_SHARING_FAST_PREFILL_METADATA_FIELDS": "fast_prefill",
     "LayerSpec": "spec",
+    "MLAParams": "mla_params",
+    "M": "builder",
     "Precision": "params",
+    "UBatchSlice": "ubatch",
     "compute_slot_mapping": "cache",
     "copy_blocks": "cache",
+    "create_fast_prefill_custom_backend": "fast_prefill",
     "dequantize_fp8": "quant",
+    "get_dcp_local_seq_lens": "context_parallel",
     "kv_cache_views": "cache",
     "layer_params": "params",
+    "make_kv_sharing_fast_prefill_common_attn_metadata": "fast_prefill",
+    "make_local_attention_virtual_batches": "local_attention",
     "merge_attn_states": "merge",
     "merge_many": "merge",
+    "mla_attention_absorbed": "mla_absorbed",
+    "mla_attention_chunked": "mla_naive",
+    "mla_attention_naive": "mla_naive",
+    "mla_latent_attention": "mla_absorbed",
+    "mla_params": "mla_params",
+    "mla_write_cache": "mla_cache",
     "paged_attention": "paged",
     "quantize_fp8": "quant",
     "reshape_and_cache": "cache",
+    "slice_query_start_locs": "ubatch",
+    "split_attn_metadata": "ubatch",
+    "subclass_attention_backend": "subclassing",
+    "subclass_attention_metadata": "subclassing",
     "swap_blocks": "cache",
     "varlen_attention": "varlen",
     "visible": "params",
@@ -54,6 +87,7 @@ _HOME = {
 """Where each public name lives. A test holds this table, the imports above and the modules together."""
 
 __all__ = [
+    "KV_SHARING_FAST_PREFILL_METADATA_FIELDS",
     "AttentionCGSupport",
     "AttentionMetadataBuilder",
     "AttentionParams",
@@ -61,30 +95,53 @@ __all__ = [
     "BatchSpec",
     "CacheSpec",
     "CommonAttentionMetadata",
+    "KVSharingFastPrefillMetadata",
     "LayerSpec",
+    "MLAParams",
+    "M",
     "Precision",
+    "UBatchSlice",
     "compute_slot_mapping",
     "copy_blocks",
+    "create_fast_prefill_custom_backend",
     "dequantize_fp8",
+    "get_dcp_local_seq_lens",
     "kv_cache_views",
     "layer_params",
+    "make_kv_sharing_fast_prefill_common_attn_metadata",
+    "make_local_attention_virtual_batches",
     "merge_attn_states",
     "merge_many",
+    "mla_attention_absorbed",
+    "mla_attention_chunked",
+    "mla_attention_naive",
+    "mla_latent_attention",
+    "mla_params",
+    "mla_write_cache",
     "paged_attention",
     "quantize_fp8",
     "reshape_and_cache",
+    "slice_query_start_locs",
+    "split_attn_metadata",
+    "subclass_attention_backend",
+    "subclass_attention_metadata",
     "swap_blocks",
     "varlen_attention",
     "visible",
     "window_pair",
 ]
 
+_UNLISTED = {"_make_metadata_with_slice": "ubatch"}
+"""Names that vLLM marks as private and its callers use all the same. Asked of their module each time."""
+
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    home = _HOME.get(name) or _UNLISTED.get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    if name in _HOME:
+        globals()[name] = value
     return value
 
 
