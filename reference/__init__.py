@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from attncheck.reference.metadata import CommonAttentionMetadata
     from attncheck.reference.mla_absorbed import mla_attention_absorbed, mla_latent_attention
     from attncheck.reference.mla_cache import mla_write_cache
+    from attncheck.reference.mla_layer import MLAParams, mla_params
     from attncheck.reference.mla_naive import mla_attention_chunked, mla_attention_naive
-    from attncheck.reference.mla_params import MLAParams, mla_params
     from attncheck.reference.paged import paged_attention
     from attncheck.reference.params import AttentionParams, Precision, layer_params, visible, window_pair
     from attncheck.reference.quant import dequantize_fp8, quantize_fp8
@@ -51,7 +51,7 @@ _HOME = {
     "KVSharingFastPrefillMetadata": "fast_prefill",
     "KV_SHARING_FAST_PREFILL_METADATA_FIELDS": "fast_prefill",
     "LayerSpec": "spec",
-    "MLAParams": "mla_params",
+    "MLAParams": "mla_layer",
     "M": "builder",
     "Precision": "params",
     "UBatchSlice": "ubatch",
@@ -70,7 +70,7 @@ _HOME = {
     "mla_attention_chunked": "mla_naive",
     "mla_attention_naive": "mla_naive",
     "mla_latent_attention": "mla_absorbed",
-    "mla_params": "mla_params",
+    "mla_params": "mla_layer",
     "mla_write_cache": "mla_cache",
     "paged_attention": "paged",
     "quantize_fp8": "quant",

@@ -93,8 +93,9 @@ def require_scale(name: str, scale: float | Tensor, *shapes: Sequence[int]) -> N
         if not scale.dtype.is_floating_point:
             raise ReferenceArgumentError(f"{name}.dtype", scale.dtype, "floating point")
         if scale.numel() != 1 and tuple(scale.shape) not in [tuple(shape) for shape in shapes]:
-            allowed = ", ".join(str(list(shape)) for shape in shapes)
-            raise ReferenceArgumentError(f"{name}.shape", tuple(scale.shape), f"one element, or {allowed}")
+            others = ", ".join(str(list(shape)) for shape in shapes)
+            allowed = "one element" + (f", or {others}" if others else "")
+            raise ReferenceArgumentError(f"{name}.shape", tuple(scale.shape), allowed)
     elif not (math.isfinite(scale) and scale > 0):
         raise ReferenceArgumentError(name, scale, "a positive number")
 

@@ -92,7 +92,7 @@ class RowTile:
                 if len(seen_k) == hi - lo and not seen_k.any():
                     return
                 k_NkD, v_NkV = _cleared(k_NkD, v_NkV, begin - lo, seen_k)
-        s_Nmk = self._scores(k_NkD, lo, room)
+        s_Nmk = self._scores(k_NkD, lo, sight, room)
         s_NGqk = s_Nmk.view(*self.shape_NGq, hi - lo)
         for begin, sees_qk in masks:
             part_NGqk = s_NGqk[..., begin - lo : begin - lo + sees_qk.shape[1]]
@@ -106,12 +106,12 @@ class RowTile:
         right_begin = min(max(common_hi, left_end), hi)
         edges = [(lo, left_end), (right_begin, hi)] if left_end < right_begin else [(lo, hi)]
         return [
-            (begin, sight.mask(self.q_pos_q1, torch.arange(begin, end, device=self.rule.device).unsqueeze(0)))
+            (begin, sight.mask(self.q_pos_q1, sight.key_positions(begin, end, self.rule.device)))
             for begin, end in edges
             if begin < end
         ]
 
-    def _scores(self, k_NkD: Tensor, lo: int, room: Tensor) -> Tensor:
+    def _scores(self, k_NkD: Tensor, lo: int, sight: Visibility, room: Tensor) -> Tensor:
         """Scores before masking, ``[N, m, k]``, in ``room``."""
         rule, keys = self.rule, k_NkD.shape[1]
         heads, rows, _ = self.q_NmD.shape
@@ -120,7 +120,7 @@ class RowTile:
         if rule.cap is not None:
             s_Nmk.div_(rule.cap).tanh_().mul_(rule.cap)
         if rule.slopes_NG11 is not None:
-            k_pos_1k = torch.arange(lo, lo + keys, device=rule.device).unsqueeze(0)
+            k_pos_1k = sight.key_positions(lo, lo + keys, rule.device)
             s_NGqk = s_Nmk.view(*self.shape_NGq, keys)
             s_NGqk.add_(rule.slopes_NG11 * rule.bias_qk(self.q_pos_q1, k_pos_1k))
         return s_Nmk

@@ -4,28 +4,28 @@ Turns a batch (block table, lengths, row offsets) into one call of the shared co
 slots a request owns. Must not know: how the softmax is summed, how a cache is written, backends.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.arguments import (
-    host_ints,
-    host_offsets,
     is_float8,
     require_float,
-    require_index,
     require_positive_int,
     require_same_device,
     require_scale,
     require_shape,
 )
 from attncheck.reference.online_softmax import FetchKeys, ScoreRule, attend, heads_first
+from attncheck.reference.pages import PagedRequest, paged_requests, per_head, read_tokens, require_kv_range
 from attncheck.reference.params import AttentionParams, Precision, require_params
 from attncheck.reference.quant import fp8_values
 from attncheck.reference.visibility import MaskFunction, Visibility
+
+Scale = float | Tensor
+"""What a float8 code is multiplied by."""
 
 
 @torch.no_grad()
@@ -101,145 +101,105 @@ def paged_attention(
     ...         total, weighted = total + weight, weighted + weight * -key
     ...     assert math.isclose(float(out[row]), weighted / total) and math.isclose(float(lse[row]), math.log(total))
     """
-    _check_tensors(query, key_cache, value_cache, params)
-    batch = _Batch(query, key_cache, block_table, seq_lens, query_start_loc)
-    for name, cache, scale in (("k_scale", key_cache, k_scale), ("v_scale", value_cache, v_scale)):
-        if is_float8(cache):
-            require_scale(name, scale, (params.num_kv_heads,), tuple(cache.shape[:3]))
-    if is_float8(query):
-        require_scale("q_scale", q_scale, (params.num_heads,))
-    _check_options(kv_range, tree_mask, batch.max_query_len, q_tile, kv_tile)
-
-    tokens, compute = query.shape[0], precision.compute
-    out_THV = torch.zeros(tokens, params.num_heads, params.value_head_size, dtype=compute, device=query.device)
-    lse_TH = torch.full((tokens, params.num_heads), -torch.inf, dtype=compute, device=query.device)
-    rule = ScoreRule(params, precision, query.device, include_sinks)
+    check_paged(query, key_cache, value_cache, params, (q_scale, k_scale, v_scale), (q_tile, kv_tile))
+    require_kv_range(kv_range)
+    requests = paged_requests(("query", query), key_cache, block_table, seq_lens, query_start_loc)
+    _check_tree(tree_mask, max((request.query_len for request in requests), default=0))
     tree = None if tree_mask is None else tree_mask.to(query.device)
-    for request, rows, seq_len in batch.requests():
-        query_qHD = query[rows]
+
+    def sight(request: PagedRequest) -> Visibility:
+        span = request.span(kv_range)
+        return Visibility(params, span, request.context_len, request.index, tree, mask_fn)
+
+    rule = ScoreRule(params, precision, query.device, include_sinks)
+    scales = (q_scale, k_scale, v_scale)
+    return attend_paged(query, key_cache, value_cache, requests, sight, rule, scales, (q_tile, kv_tile))
+
+
+def attend_paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    requests: Sequence[PagedRequest],
+    sight: Callable[[PagedRequest], Visibility],
+    rule: ScoreRule,
+    scales: tuple[Scale, Scale, Scale],
+    tile_sizes: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """:func:`paged_attention` of arguments found sound; ``scales`` of query, key and value.
+
+    ``sight`` says who sees whom in a request, and gives the stored tokens of its pages their positions.
+    """
+    params, compute = rule.params, rule.precision.compute
+    out_THV = torch.zeros(len(query), params.num_heads, params.value_head_size, dtype=compute, device=query.device)
+    lse_TH = torch.full((len(query), params.num_heads), -torch.inf, dtype=compute, device=query.device)
+    q_scale, k_scale, v_scale = scales
+    for request in requests:
+        query_qHD = query[request.rows]
         if is_float8(query):
-            query_qHD = fp8_values(query_qHD, _per_head(q_scale), compute)
-        pages = block_table[request, : -(-seq_len // batch.block_size)].to(query.device, torch.int64)
-        lo, hi = (0, seq_len) if kv_range is None else (min(kv_range[0], seq_len), min(kv_range[1], seq_len))
-        sight = Visibility(params, (lo, hi), seq_len - len(query_qHD), request, tree, mask_fn)
-        fetch = _page_reader(key_cache, value_cache, pages, k_scale, v_scale, compute)
-        attend(query_qHD, fetch, sight, rule, (q_tile, kv_tile), out_THV[rows], lse_TH[rows])
+            query_qHD = fp8_values(query_qHD, per_head(q_scale), compute)
+        fetch = _page_reader(key_cache, value_cache, request.pages, k_scale, v_scale, compute)
+        attend(query_qHD, fetch, sight(request), rule, tile_sizes, out_THV[request.rows], lse_TH[request.rows])
     return out_THV, lse_TH
 
 
-class _Batch:
-    """The index tensors on the host, found consistent."""
-
-    def __init__(
-        self, query: Tensor, key_cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor
-    ) -> None:
-        self.starts = host_offsets("query_start_loc", query_start_loc, "query", query.shape[0])
-        requests = len(self.starts) - 1
-        self.seq_lens = host_ints("seq_lens", seq_lens, requests)
-        require_index("block_table", block_table)
-        require_shape("block_table", block_table, requests, None, legend="one row a request")
-        num_blocks, self.block_size = key_cache.shape[:2]
-        table = block_table.cpu()
-        for request, _, seq_len in self.requests():
-            if seq_len < 0:
-                raise ReferenceArgumentError(f"seq_lens[{request}]", seq_len, "at least 0")
-            pages = -(-seq_len // self.block_size)
-            if pages > table.shape[1]:
-                raise ReferenceArgumentError(
-                    "block_table.shape", tuple(table.shape), f"at least {pages} wide for seq_lens[{request}] {seq_len}"
-                )
-            owned = table[request, :pages]
-            wrong = (owned < 0) | (owned >= num_blocks)
-            if wrong.any():
-                page = int(wrong.int().argmax())
-                raise ReferenceArgumentError(
-                    f"block_table[{request}, {page}]", int(owned[page]), f"a block of the cache, 0 to {num_blocks - 1}"
-                )
-
-    @property
-    def max_query_len(self) -> int:
-        """Rows of the longest request; 0 without requests."""
-        return max((rows.stop - rows.start for _, rows, _ in self.requests()), default=0)
-
-    def requests(self) -> list[tuple[int, slice, int]]:
-        """``(request, its rows, its seq_len)`` for every request that has rows."""
-        spans = enumerate(pairwise(self.starts))
-        return [(r, slice(start, end), self.seq_lens[r]) for r, (start, end) in spans if start < end]
-
-
-def _page_reader(
+def check_paged(
+    query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    pages: Tensor,
-    k_scale: float | Tensor,
-    v_scale: float | Tensor,
-    compute: torch.dtype,
-) -> FetchKeys:
-    """Reads keys of one request through its pages: exactly the slots asked for, none beside them."""
-    block_size = key_cache.shape[1]
-
-    def fetch(lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(lo, hi, device=pages.device)
-        blocks, offsets = pages[positions // block_size], positions % block_size
-        return (
-            heads_first(_read(key_cache, blocks, offsets, k_scale, compute), compute),
-            heads_first(_read(value_cache, blocks, offsets, v_scale, compute), compute),
-        )
-
-    return fetch
-
-
-def _read(cache: Tensor, blocks: Tensor, offsets: Tensor, scale: float | Tensor, compute: torch.dtype) -> Tensor:
-    """``cache[blocks, offsets]``, ``[k, Hkv, C]``; codes are given their value."""
-    if not is_float8(cache):
-        return cache[blocks, offsets]
-    codes = cache.view(torch.uint8)[blocks, offsets].view(cache.dtype)
-    if isinstance(scale, Tensor) and scale.numel() != 1 and scale.dim() > 1:
-        scale = scale[blocks.to(scale.device), offsets.to(scale.device)]
-    return fp8_values(codes, _per_head(scale), compute)
-
-
-def _per_head(scale: float | Tensor) -> float | Tensor:
-    """A scale that broadcasts to ``[rows, heads, size]``."""
-    if not isinstance(scale, Tensor):
-        return scale
-    return scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(-1)
-
-
-def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, params: AttentionParams) -> None:
+    params: AttentionParams,
+    scales: tuple[Scale, Scale, Scale],
+    tile_sizes: tuple[int, int],
+) -> None:
+    """Refuses tensors, scales and tiles that do not fit each other or the layer; ``scales`` of query, key, value."""
     require_params(params)
     for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
         require_float(name, tensor, float8=True)
-    require_shape("query", query, None, params.num_heads, params.head_size, legend="rows, num_heads, head_size")
-    heads = params.num_kv_heads
-    require_shape(
-        "key_cache",
-        key_cache,
-        None,
-        None,
-        heads,
-        params.head_size,
-        legend="blocks, block_size, num_kv_heads, head_size",
-    )
+    heads, size = params.num_kv_heads, params.head_size
+    require_shape("query", query, None, params.num_heads, size, legend="rows, num_heads, head_size")
+    legend = "blocks, block_size, num_kv_heads, head_size"
+    require_shape("key_cache", key_cache, None, None, heads, size, legend=legend)
     require_shape(
         "value_cache", value_cache, *key_cache.shape[:2], heads, params.value_head_size, legend="as the key cache"
     )
     if key_cache.shape[1] == 0:
         raise ReferenceArgumentError("key_cache.shape", tuple(key_cache.shape), "at least one token a block")
     require_same_device("query", query, key_cache=key_cache, value_cache=value_cache)
+    q_scale, k_scale, v_scale = scales
+    if is_float8(query):
+        require_scale("q_scale", q_scale, (params.num_heads,))
+    for name, cache, scale in (("k_scale", key_cache, k_scale), ("v_scale", value_cache, v_scale)):
+        if is_float8(cache):
+            require_scale(name, scale, (heads,), tuple(cache.shape[:3]))
+    require_positive_int("q_tile", tile_sizes[0])
+    require_positive_int("kv_tile", tile_sizes[1])
 
 
-def _check_options(
-    kv_range: Sequence[int] | None, tree_mask: Tensor | None, max_query_len: int, q_tile: int, kv_tile: int
-) -> None:
-    require_positive_int("q_tile", q_tile)
-    require_positive_int("kv_tile", kv_tile)
-    if kv_range is not None and (len(kv_range) != 2 or not 0 <= kv_range[0] <= kv_range[1]):
-        raise ReferenceArgumentError("kv_range", kv_range, "two positions 0 <= lo <= hi, or None")
-    if tree_mask is not None:
-        if tree_mask.dtype != torch.bool:
-            raise ReferenceArgumentError("tree_mask.dtype", tree_mask.dtype, "bool")
-        if tree_mask.dim() != 2 or tree_mask.shape[0] != tree_mask.shape[1] or len(tree_mask) < max_query_len:
-            raise ReferenceArgumentError(
-                "tree_mask.shape", tuple(tree_mask.shape), f"square, at least {max_query_len} wide (the longest query)"
-            )
+def _page_reader(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    pages: Tensor,
+    k_scale: Scale,
+    v_scale: Scale,
+    compute: torch.dtype,
+) -> FetchKeys:
+    """Reads keys of one request through its pages."""
+
+    def fetch(lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        return (
+            heads_first(read_tokens(key_cache, pages, lo, hi, k_scale, compute), compute),
+            heads_first(read_tokens(value_cache, pages, lo, hi, v_scale, compute), compute),
+        )
+
+    return fetch
+
+
+def _check_tree(tree_mask: Tensor | None, max_query_len: int) -> None:
+    if tree_mask is None:
+        return
+    if tree_mask.dtype != torch.bool:
+        raise ReferenceArgumentError("tree_mask.dtype", tree_mask.dtype, "bool")
+    if tree_mask.dim() != 2 or tree_mask.shape[0] != tree_mask.shape[1] or len(tree_mask) < max_query_len:
+        raise ReferenceArgumentError(
+            "tree_mask.shape", tuple(tree_mask.shape), f"square, at least {max_query_len} wide (the longest query)"
+        )

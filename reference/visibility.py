@@ -79,6 +79,10 @@ class Visibility:
         lo, hi = row_span(self.params, last, self.span)[0], row_span(self.params, first, self.span)[1]
         return lo, hi if self.tree_mask is None else min(hi, self.context_len)
 
+    def key_positions(self, lo: int, hi: int, device: torch.device) -> Tensor:
+        """The positions ``[1, b]`` of the keys ``lo .. hi - 1``, counted as ``reach`` and ``common`` count them."""
+        return torch.arange(lo, hi, device=device).unsqueeze(0)
+
     def mask(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """Bool ``[a, b]`` for row positions ``[a, 1]`` and key positions ``[1, b]``."""
         if self.mask_fn is None:
