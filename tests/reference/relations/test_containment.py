@@ -1,0 +1,98 @@
+"""What a request does not own, and what no row of it can see, may hold anything (P1 containment, P4)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+POISON = (torch.nan, torch.inf, -torch.inf, 1e30)
+
+
+def filled(batch, names, mask, value):
+    """The batch with ``value`` in the masked slots ``[NB, BS]`` of the named caches."""
+    place = mask[..., None, None]
+    return replace(batch, **{n: getattr(batch, n).masked_fill(place, value) for n in names})
+
+
+def owned_slots(batch):
+    """Bool ``[NB, BS]``: slots of positions below ``seq_len`` of any request."""
+    size = batch.key_cache.shape[1]
+    owned = torch.zeros(batch.key_cache.shape[:2], dtype=torch.bool)
+    for r, keys in enumerate(batch.keys):
+        for p in range(len(keys)):
+            owned[batch.block_table[r, p // size], p % size] = True
+    return owned
+
+
+@pytest.fixture(scope="module")
+def unseen(seen, row_places):
+    """``(batch, params) -> per request, the positions no row of it can see``."""
+
+    def find(batch, params):
+        free = [set(range(len(keys))) for keys in batch.keys]
+        for _, r, q in row_places(batch):
+            free[r] -= seen(params, q, len(batch.keys[r]))
+        return free
+
+    return find
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_containment_slots_not_owned_change_no_bit(data, layers, batches, tiles, same_bits):
+    """P1 containment: tails of last pages, blocks of nobody, any table tail pointing at them; K, V or both."""
+    params = data.draw(layers())
+    batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
+    names, poison = data.draw(st.sampled_from((["key_cache"], ["value_cache"]))), data.draw(st.sampled_from(POISON))
+    if data.draw(st.booleans()):
+        names = ["key_cache", "value_cache"]
+    free = ~owned_slots(batch)
+    clean = filled(batch, ["key_cache", "value_cache"], free, 0.0)
+    table = clean.block_table.clone()
+    table[(table < 0) | (table >= len(free))] = data.draw(st.integers(0, len(free) - 1))
+    poisoned = filled(replace(clean, block_table=table), names, free, poison)
+    same_bits(poisoned.attend(params, **sizes), clean.attend(params, **sizes))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_containment_keys_no_row_of_the_request_sees_change_no_bit(data, layers, batches, tiles, same_bits, unseen):
+    """P1, P4, P11: before every window, in earlier chunks, behind every row; slot by slot, even in a block in use."""
+    params = data.draw(layers())
+    batch, sizes = data.draw(batches(params, shared_pages=st.just(0))), data.draw(tiles)
+    size, mask = batch.key_cache.shape[1], torch.zeros(batch.key_cache.shape[:2], dtype=torch.bool)
+    for r, positions in enumerate(unseen(batch, params)):
+        for p in positions:
+            mask[batch.block_table[r, p // size], p % size] = True
+    names = data.draw(st.sampled_from((["key_cache"], ["value_cache"], ["key_cache", "value_cache"])))
+    poisoned = filled(batch, names, mask, data.draw(st.sampled_from(POISON)))
+    same_bits(poisoned.attend(params, **sizes), batch.attend(params, **sizes))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_containment_freed_blocks_may_belong_to_others(data, layers, batches, tiles, same_bits, unseen):
+    """P4: blocks that lie wholly out of every row's sight are handed to others, one id even twice in one row."""
+    params = data.draw(layers(window=data.draw(st.tuples(st.integers(0, 6), st.integers(-1, 3)))))
+    batch = data.draw(batches(params, shared_pages=st.just(0), context_lens=st.integers(5, 20)))
+    sizes, blocks = data.draw(tiles), len(batch.key_cache)
+    size, table = batch.key_cache.shape[1], batch.block_table.clone()
+    for r, positions in enumerate(unseen(batch, params)):
+        for page in range(-(-len(batch.keys[r]) // size)):
+            if set(range(page * size, min((page + 1) * size, len(batch.keys[r])))) <= positions:
+                table[r, page] = data.draw(st.integers(0, blocks - 1))
+    same_bits(replace(batch, block_table=table).attend(params, **sizes), batch.attend(params, **sizes))
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_containment_nothing_is_modified(data, layers, batches, tiles, same_bits):
+    """§7: no argument changes, NaN patterns of the pool included."""
+    params = data.draw(layers())
+    batch = data.draw(batches(params, fitting=False))
+    tensors = [x for x in vars(batch).values() if isinstance(x, torch.Tensor)]
+    before = [x.clone() for x in tensors]
+    batch.attend(params, **data.draw(tiles))
+    same_bits(tensors, before)
