@@ -1,0 +1,235 @@
+"""The builder most first-generation backends inherit: from the scheduler's per-group data to metadata.
+
+The behaviour is vLLM's. The scheduler's and the runner's objects are read by attribute, so any object with the
+attributes named here serves; none is changed but the runner's ``graph_block_tables``. Must not know: what a backend's
+metadata class does with its arguments.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attncheck.errors import ReferenceArgumentError
+from attncheck.reference.v0.block_tables import padded_block_tables, write_graph_block_tables
+from attncheck.reference.v0.contract import AttentionMetadataBuilder
+from attncheck.reference.v0.metadata import TAttentionMetadata
+from attncheck.reference.v0.placeholders import MultiModalPlaceholderMap
+from attncheck.reference.v0.slots import (
+    PAD_SLOT_ID,
+    block_table_of,
+    compute_slot_mapping,
+    compute_slot_mapping_start_idx,
+    is_block_tables_empty,
+)
+
+
+class _Sequence(NamedTuple):
+    """One entry of a group's parallel lists, in the order of ``_PARALLEL``."""
+
+    seq_id: Any
+    input_tokens: Sequence[int]
+    orig_seq_len: int
+    seq_len: int
+    query_len: int
+    context_len: int
+    window_blocks: int
+
+
+_PARALLEL = (
+    "seq_ids",
+    "input_tokens",
+    "orig_seq_lens",
+    "seq_lens",
+    "query_lens",
+    "context_lens",
+    "curr_sliding_window_blocks",
+)
+
+
+class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
+    """Collects the sequence groups of a step, in the order given, and makes metadata of them.
+
+    A subclass sets ``_metadata_cls``, which ``build`` calls. For every step: ``prepare()``, then ``build(...)``.
+    """
+
+    _metadata_cls: type[TAttentionMetadata]
+
+    _prepared = False
+
+    def __init__(self, input_builder: Any) -> None:
+        """Reads ``runner``, ``sliding_window`` and ``block_size`` of the input builder; the rest when building."""
+        self.input_builder = input_builder
+        self.runner = input_builder.runner
+        self.sliding_window: int | None = input_builder.sliding_window
+        self.block_size: int = input_builder.block_size
+
+    def prepare(self) -> None:
+        """Starts a batch with empty accumulators."""
+        self.slot_mapping: list[int] = []
+        self.prefill_seq_lens: list[int] = []
+        self.context_lens: list[int] = []
+        self.block_tables: list[Sequence[int]] = []
+        self.curr_seq_lens: list[int] = []
+        self.multimodal_placeholder_maps: defaultdict[str, MultiModalPlaceholderMap] = defaultdict(
+            MultiModalPlaceholderMap
+        )
+        self.num_prefills = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self._prepared = True
+
+    def _add_seq_group(self, inter_data: Any, chunked_prefill_enabled: bool) -> None:
+        """Collects one group: its counts, lengths, table rows and slots.
+
+        inter_data: ``is_prompt``, ``prefix_cache_hit``, ``block_tables`` (None, or a dict by sequence id),
+            ``multi_modal_placeholder_maps`` (None, or a dict by modality), and lists with one entry a sequence:
+            ``seq_ids``, ``input_tokens`` (of which only the lengths matter), ``orig_seq_lens`` (the true lengths),
+            ``seq_lens`` (after the sliding window), ``query_lens``, ``context_lens``, ``curr_sliding_window_blocks``.
+
+        A collected row may be the scheduler's own list. The window shortens rows and the lengths of decodes only: slots
+        come from the whole table and the true length.
+
+        A group is collected whole or not at all: raises :class:`~attncheck.errors.ReferenceArgumentError` for lists of
+        different lengths, a decode of other than one token, a table that is needed and absent, and what the slots
+        refuse; ``RuntimeError`` without ``prepare``.
+        """
+        self._require_prepared()
+        sequences = _sequences(inter_data)
+        tables, is_prompt = inter_data.block_tables, inter_data.is_prompt
+        is_profile_run = is_block_tables_empty(tables)
+        rows, slots = [], list[int]()
+        for seq in sequences:
+            if not is_prompt and seq.query_len != 1:
+                required = f"1 for a decode (sequence {seq.seq_id!r}, length {seq.seq_len}, context {seq.context_len})"
+                raise ReferenceArgumentError("query_len", seq.query_len, required)
+            reads_cache = inter_data.prefix_cache_hit or (
+                not is_profile_run and (chunked_prefill_enabled or not is_prompt)
+            )
+            window_blocks = 0 if inter_data.prefix_cache_hit else seq.window_blocks
+            rows.append(_last(block_table_of(tables, seq.seq_id), window_blocks) if reads_cache else [])
+            start = compute_slot_mapping_start_idx(is_prompt, seq.query_len, seq.context_len, self.sliding_window)
+            lengths = (seq.orig_seq_len, seq.context_len)
+            compute_slot_mapping(is_profile_run, slots, seq.seq_id, *lengths, start, self.block_size, tables)
+
+        self.context_lens += [seq.context_len for seq in sequences]
+        self.block_tables += rows
+        self.slot_mapping += slots
+        if not is_prompt:
+            self.num_decode_tokens += len(sequences)
+            self.curr_seq_lens += [seq.seq_len for seq in sequences]
+            return
+        self.num_prefills += len(sequences)
+        self.num_prefill_tokens += sum(len(seq.input_tokens) for seq in sequences)
+        self.prefill_seq_lens += [seq.orig_seq_len for seq in sequences]
+        for _ in sequences:
+            for modality, placeholders in (inter_data.multi_modal_placeholder_maps or {}).items():
+                self.multimodal_placeholder_maps[modality].extend(placeholders)
+
+    def build(
+        self, seq_lens: list[int], query_lens: list[int], cuda_graph_pad_size: int, batch_size: int
+    ) -> TAttentionMetadata:
+        """The step's metadata, its tensors on the runner's device.
+
+        seq_lens, query_lens: of every sequence of the batch, not changed and not padded. cuda_graph_pad_size: -1
+        without a captured graph, else how many padding sequences bring the batch to ``batch_size``. A graph reads the
+        runner's ``graph_block_tables``, into whose front the rows are written in place.
+
+        ``_metadata_cls`` is called with these keywords:
+
+        ======================================  ======================================================================
+        ``num_prefills``                        prompt sequences
+        ``num_prefill_tokens``                  their new tokens
+        ``num_decode_tokens``                   decode sequences; with a graph ``batch_size``
+        ``slot_mapping``                        int64 ``[tokens]``; with a graph, as many -1 as padding behind
+        ``seq_lens``, ``seq_lens_tensor``       the argument, and as int32
+        ``max_query_len``                       longest query
+        ``max_prefill_seq_len``                 longest prompt, 0 if there is none
+        ``max_decode_seq_len``                  longest decode after the sliding window, 0 if there is none
+        ``query_start_loc``, ``seq_start_loc``  int32, 0 and the running sums of ``query_lens``, ``seq_lens``
+        ``context_lens_tensor``                 int32, one a collected sequence
+        ``block_tables``                        int32 ``[sequences, longest]``, zeros behind a row's end; with a
+                                                graph ``[batch_size, width of the array]``, stale behind a row's end
+        ``multi_modal_placeholder_index_maps``  modality to ``IndexMap``
+        ``enable_kv_scales_calculation``        True
+        ``use_cuda_graph``                      whether there is a graph
+        ======================================  ======================================================================
+
+        With a padded graph ``seq_lens_tensor`` and ``seq_start_loc`` cover the padding as the runner's ``seq_lens``
+        does; ``query_start_loc`` and ``context_lens_tensor`` are of the real sequences.
+
+        Raises, before the runner's array changes: :class:`~attncheck.errors.ReferenceArgumentError` for lengths or
+        sizes that do not fit, ``RuntimeError`` without ``prepare`` since the last ``build``, ``TypeError`` if the
+        subclass has no ``_metadata_cls``.
+        """
+        if getattr(self, "_metadata_cls", None) is None:
+            raise TypeError(
+                f"{type(self).__qualname__} does not set _metadata_cls, the class of the metadata it builds"
+            )
+        self._require_prepared()
+        if cuda_graph_pad_size < -1:
+            raise ReferenceArgumentError("cuda_graph_pad_size", cuda_graph_pad_size, "-1 (no graph) or at least 0")
+        if min(query_lens, default=0) < 0 or max(query_lens, default=0) < 1:
+            raise ReferenceArgumentError("query_lens", query_lens, "lengths of at least 0, one of them at least 1")
+        try:
+            for inter_data in self.input_builder.inter_data_list:
+                self._add_seq_group(inter_data, self.input_builder.chunked_prefill_enabled)
+        finally:
+            self._prepared = False
+
+        use_cuda_graph = cuda_graph_pad_size != -1
+        padding = [PAD_SLOT_ID] * max(cuda_graph_pad_size, 0)
+        index_maps = {modality: ranges.index_map() for modality, ranges in self.multimodal_placeholder_maps.items()}
+        tensors = {
+            "slot_mapping": self._tensor(self.slot_mapping + padding, torch.int64),
+            "seq_lens_tensor": self._tensor(seq_lens, torch.int32),
+            "query_start_loc": self._tensor([0, *accumulate(query_lens)], torch.int32),
+            "seq_start_loc": self._tensor([0, *accumulate(seq_lens)], torch.int32),
+            "context_lens_tensor": self._tensor(self.context_lens, torch.int32),
+        }
+        if use_cuda_graph:
+            array = self.runner.graph_block_tables
+            tables = write_graph_block_tables(array, self.block_tables, cuda_graph_pad_size, batch_size)
+        else:
+            tables = padded_block_tables(self.block_tables)
+        make: Callable[..., TAttentionMetadata] = self._metadata_cls
+        return make(
+            num_prefills=self.num_prefills,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_decode_tokens=batch_size if use_cuda_graph else self.num_decode_tokens,
+            seq_lens=seq_lens,
+            max_query_len=max(query_lens),
+            max_prefill_seq_len=max(self.prefill_seq_lens, default=0),
+            max_decode_seq_len=max(self.curr_seq_lens, default=0),
+            block_tables=torch.tensor(tables, device=self.runner.device),
+            multi_modal_placeholder_index_maps=index_maps,
+            enable_kv_scales_calculation=True,
+            use_cuda_graph=use_cuda_graph,
+            **tensors,
+        )
+
+    def _tensor(self, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=self.runner.device)
+
+    def _require_prepared(self) -> None:
+        if not self._prepared:
+            raise RuntimeError(f"{type(self).__qualname__}: every batch begins with a prepare() of its own")
+
+
+def _sequences(inter_data: Any) -> list[_Sequence]:
+    """The sequences of a group, refused where its lists do not run in parallel."""
+    lists = {name: getattr(inter_data, name) for name in _PARALLEL}
+    lengths = {name: len(entries) for name, entries in lists.items()}
+    if len(set(lengths.values())) > 1:
+        raise ReferenceArgumentError("lengths of the group's lists", lengths, "equal: one entry a sequence in each")
+    return [_Sequence(*entries) for entries in zip(*lists.values(), strict=True)]
+
+
+def _last(table: Sequence[int], window_blocks: int) -> Sequence[int]:
+    """The last so many blocks of a table; 0: the whole table."""
+    if window_blocks < 0:
+        raise ReferenceArgumentError("curr_sliding_window_blocks", window_blocks, "at least 0")
+    return table[-window_blocks:] if window_blocks else table
