@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from attncheck.reference.spec import CacheSpec, LayerSpec
+from attncheck.harness.trees import token_tree
+from attncheck.reference.spec import CacheSpec, LayerSpec, PathSpec, SpecDecodeOptions, TreeOptions
 
 
 class ConfigNode:
@@ -27,9 +28,16 @@ class ConfigNode:
 
 
 def vllm_config(
-    layer: LayerSpec, cache: CacheSpec, dtype: torch.dtype, *, max_model_len: int, max_num_seqs: int, max_tokens: int
+    layer: LayerSpec,
+    cache: CacheSpec,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_tokens: int,
+    path: PathSpec = PathSpec(),  # noqa: B008 (frozen)
 ) -> ConfigNode:
-    """What a builder's ``vllm_config`` offers for one layer and cache."""
+    """What a builder's ``vllm_config`` offers for one layer and cache, asked by ``path``."""
     model = ConfigNode(
         "vllm_config.model_config",
         dtype=dtype,
@@ -59,8 +67,20 @@ def vllm_config(
             max_cudagraph_capture_size=0,
             static_forward_context={},
         ),
-        speculative_config=None,
+        speculative_config=_speculative_config(path),
     )
+
+
+def _speculative_config(path: PathSpec) -> ConfigNode | None:
+    """Where drafts are verified: how many a request, and for a tree which row follows which."""
+    match path.options:
+        case SpecDecodeOptions(num_speculative_tokens=drafts):
+            tree = None
+        case TreeOptions(parents=parents):
+            drafts, tree = len(parents) - 1, token_tree(parents)
+        case _:
+            return None
+    return ConfigNode("vllm_config.speculative_config", num_speculative_tokens=drafts, speculative_token_tree=tree)
 
 
 class Layer:

@@ -5,21 +5,24 @@ fresh tensors and reports what was seen. Whatever the backend raises is caught h
 Must not know: truths, checks, outcomes.
 """
 
+from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheSpec
-from attncheck.backends.packings import cache_dtype
+from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
 from attncheck.harness.buffers import GuardedBuffer, read_result
-from attncheck.harness.config import Layer, vllm_config
+from attncheck.harness.calls import Call, calls_of, is_merged, num_builders
+from attncheck.harness.changes import changes
+from attncheck.harness.config import Layer
+from attncheck.harness.construction import construct_builder, construct_impl
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
+from attncheck.harness.results import Result, merged, placed
 from attncheck.harness.stages import StageError, stage
 from attncheck.harness.step import Step, make_step
 
@@ -46,8 +49,9 @@ class Session:
     def __init__(self, backend: type[AttentionBackend], problem: Problem, device: torch.device) -> None:
         self.backend, self.problem, self.device = backend, problem, device
         self.attn_layer = Layer(problem.cache, device)
-        self.impl = stage("construct", self._construct_impl)
-        self.builder = stage("builder", self._construct_builder)
+        self.impl = stage("construct", lambda: construct_impl(backend, problem, device))
+        self._builders: list[Any] = []
+        self._add_builder()
         self.pool: Pool | None = None
         self._prepare()
 
@@ -58,45 +62,53 @@ class Session:
         other._prepare()
         return other
 
+    @property
+    def builder(self) -> Any:
+        """The builder of the first call, and of every call but those of further micro-batches."""
+        return self._builders[0]
+
     def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:
         """One step over a freshly filled cache, of whose memory ``images`` before and after are kept."""
+        results: list[Result] = []
+        before = None
         try:
             step = self._step(fill)
-            common = step.common_metadata()
+            calls = calls_of(step, self.backend.features)
             kv_cache = self._empty_cache()
             if self.pool is not None:
                 kv_cache = self.pool.filled(fill.poison, fill.regions)
                 if not self.impl.brings_writer and step.key is not None and step.value is not None:
                     self.pool.write(step.slot_mapping, step.key, step.value)
             before = self._image() if images else None
-            metadata = stage("build", lambda: self.builder.build(common_prefix_len=0, common_attn_metadata=common))
+            # Micro-batches are built before the first of them runs; other calls are steps of their own.
+            ahead = [self._build(call) for call in calls] if num_builders(step) > 1 else []
+            for index, call in enumerate(calls):
+                metadata = ahead[index] if ahead else self._build(call)
+                results.append(self._call(call, kv_cache, metadata, before))
         except StageError as failure:
-            return failure.raised
-        out, lse = self._buffers(step)
-        try:
-            returned = stage("forward", lambda: self._forward(step, kv_cache, metadata, out, lse))
-        except StageError as failure:
-            return replace(failure.raised, touched=self._touched(out, before))
-        rows, protocol = read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)
-        unwritten = out.unwritten_rows() if rows is out.rows else torch.zeros(len(rows), dtype=torch.bool)
+            made = ("the output of an earlier call",) if results and not failure.raised.touched else ()
+            return replace(failure.raised, touched=(*failure.raised.touched, *made))
+        whole = merged(results, self.backend.conventions) if self._is_merged(step) else placed(results)
+        pristine = calls_of(self._step(fill), self.backend.features)
         return Observation(
-            output=self._in_problem_order(rows, step),
-            lse=None if lse is None else self._in_problem_order(lse.rows, step),
-            unwritten=self._in_problem_order(unwritten, step)[: step.num_rows],
+            output=self._in_problem_order(whole.output, step),
+            lse=None if whole.lse is None else self._in_problem_order(whole.lse, step),
+            unwritten=self._in_problem_order(whole.unwritten, step),
             pool_before=before,
             pool_after=self._image() if images else None,
-            changed=tuple(_changes(self._step(fill), step, common)),
-            breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
-            protocol=protocol,
+            changed=_distinct(name for was, now in zip(pristine, calls, strict=True) for name in changes(was, now)),
+            breaches=_distinct(name for result in results for name in result.breaches),
+            protocol=_distinct(name for result in results for name in result.protocol),
         )
 
     def run_without_metadata(self) -> Tensor | Raised:
         """The profiling call: no metadata, an empty cache. The output, in the step's order."""
         step = self._step(Fill(padding=0.0))
-        out, lse = self._buffers(step)
+        call = calls_of(step, self.backend.features)[0]
+        out, lse = self._buffers(call)
         try:
             returned = stage(
-                "forward without metadata", lambda: self._forward(step, self._empty_cache(), None, out, lse)
+                "forward without metadata", lambda: self._forward(call, self._empty_cache(), None, out, lse)
             )
         except StageError as failure:
             return failure.raised
@@ -105,9 +117,24 @@ class Session:
     def _prepare(self) -> None:
         """Everything that depends on the problem."""
         self.order = stage("builder", self._request_order)
+        step = self._step(Fill())
+        for _ in range(len(self._builders), num_builders(step)):
+            self._add_builder()
+        carries = [call.carries_sinks for call in calls_of(step, self.backend.features)]
+        self._bare_impl = self.impl
+        if self.problem.layer.sink_logits is not None and not all(carries):
+            self._bare_impl = stage(
+                "construct", lambda: construct_impl(self.backend, self.problem, self.device, with_sinks=False)
+            )
         self.pool = None
         if self.problem.has_pool:
             self.pool = stage("cache", self._make_pool)
+
+    def _add_builder(self) -> None:
+        self._builders.append(stage("builder", lambda: construct_builder(self.backend, self.problem, self.device)))
+
+    def _is_merged(self, step: Step) -> bool:
+        return is_merged(step, self.backend.features)
 
     def _make_pool(self) -> Pool:
         pool = Pool(self.backend, self.problem, self.device, self._write_through_backend)
@@ -117,13 +144,37 @@ class Session:
             )
         return pool
 
-    def _buffers(self, step: Step) -> tuple[GuardedBuffer, GuardedBuffer | None]:
+    def _build(self, call: Call) -> Any:
+        builder = self._builders[call.builder]
+        return stage(
+            "build",
+            lambda: builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common),
+        )
+
+    def _call(self, call: Call, kv_cache: Tensor, metadata: Any, before: Tensor | None) -> Result:
+        out, lse = self._buffers(call)
+        try:
+            returned = stage("forward", lambda: self._forward(call, kv_cache, metadata, out, lse))
+        except StageError as failure:
+            touched = self._touched(out, before)
+            raise StageError(replace(failure.raised, touched=touched)) from failure
+        rows, protocol = read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)
+        return Result(
+            call=call,
+            output=rows,
+            lse=None if lse is None else lse.rows,
+            unwritten=out.unwritten_rows() if rows is out.rows else torch.zeros(len(rows), dtype=torch.bool),
+            breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
+            protocol=protocol,
+        )
+
+    def _buffers(self, call: Call) -> tuple[GuardedBuffer, GuardedBuffer | None]:
         """For the output, and for the LSE where it is declared."""
-        shape = (len(step.query), self.problem.layer.num_heads)
-        out = GuardedBuffer((*shape, self._head_size_v), step.num_rows, self.problem.dtype, self.device)
+        shape = (len(call.query), self.problem.layer.num_heads)
+        out = GuardedBuffer((*shape, self._head_size_v), call.num_rows, self.problem.dtype, self.device)
         if "lse" not in self.backend.features:
             return out, None
-        return out, GuardedBuffer(shape, step.num_rows, torch.float32, self.device)
+        return out, GuardedBuffer(shape, call.num_rows, torch.float32, self.device)
 
     def _image(self) -> Tensor | None:
         """A copy of the cache's memory."""
@@ -146,57 +197,13 @@ class Session:
     def _head_size_v(self) -> int:
         return self.problem.layer.value_head_size
 
-    def _construct_impl(self) -> Any:
-        layer = self.problem.layer
-        keywords: dict[str, Any] = {}
-        if layer.sink_logits is not None:
-            keywords["sinks"] = torch.tensor(layer.sink_logits, dtype=torch.float32, device=self.device)
-        if layer.value_head_size != layer.head_size:
-            keywords["head_size_v"] = layer.value_head_size
-        return self.backend.get_impl_cls()(
-            layer.num_heads,
-            layer.head_size,
-            layer.softmax_scale,
-            layer.num_kv_heads,
-            None if layer.alibi_slopes is None else list(layer.alibi_slopes),
-            layer.sliding_window,
-            self.problem.cache.kv_cache_dtype,
-            layer.logits_soft_cap,
-            str(layer.attn_type),
-            None,
-            **keywords,
-        )
-
-    def _construct_builder(self) -> Any:
-        problem, layer, cache = self.problem, self.problem.layer, self.problem.cache
-        batch = problem.case.batch
-        width = problem.block_table.shape[1] * cache.block_size
-        spec = KVCacheSpec(
-            block_size=cache.block_size,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_size,
-            dtype=cache_dtype(layer, cache),
-            head_size_v=layer.value_head_size if layer.value_head_size != layer.head_size else None,
-            sliding_window=layer.sliding_window,
-            attention_chunk_size=layer.attn_chunk_size,
-        )
-        config = vllm_config(
-            layer,
-            cache,
-            problem.dtype,
-            max_model_len=max(width, batch.max_seq_len),
-            max_num_seqs=batch.num_requests + batch.padding.requests,
-            max_tokens=batch.num_tokens + batch.padding.tokens,
-        )
-        return self.backend.get_builder_cls()(spec, ["layer.0"], config, self.device)
-
     def _request_order(self) -> list[int]:
         """Requests with at most ``reorder_batch_threshold`` new tokens first, as the runner sorts a batch."""
         threshold = getattr(self.builder, "reorder_batch_threshold", None)
         requests = range(len(self.problem.requests))
         if threshold is None:
             return list(requests)
-        return sorted(requests, key=lambda i: self.problem.requests[i].rows > threshold)
+        return sorted(requests, key=lambda i: self.problem.requests[i].query_len > threshold)
 
     def _step(self, fill: Fill) -> Step:
         return make_step(
@@ -210,16 +217,18 @@ class Session:
         )
 
     def _forward(
-        self, step: Step, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
+        self, call: Call, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
     ) -> object:
+        impl = self.impl if call.carries_sinks else self._bare_impl
+        slots = call.common.slot_mapping
         keywords = {} if lse is None else {"output_lse": lse.handed_out()}
         # An alias: what the backend does to the tensor object must not reach ours.
         cache = kv_cache.detach()
         with torch.no_grad():
-            if not self.backend.forward_includes_kv_cache_update and metadata is not None and step.key is not None:
-                self.impl.do_kv_cache_update(self.attn_layer, step.key, step.value, cache, step.slot_mapping)
-            result: object = self.impl.forward(
-                self.attn_layer, step.query, step.key, step.value, cache, metadata, output=out.handed_out(), **keywords
+            if not self.backend.forward_includes_kv_cache_update and metadata is not None and call.key is not None:
+                impl.do_kv_cache_update(self.attn_layer, call.key, call.value, cache, slots)
+            result: object = impl.forward(
+                self.attn_layer, call.query, call.key, call.value, cache, metadata, output=out.handed_out(), **keywords
             )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -252,31 +261,8 @@ class Session:
                 )
 
 
-def _changes(pristine: Step, step: Step, common: CommonAttentionMetadata) -> list[str]:
-    """Names of inputs and metadata fields that no longer hold what was handed over."""
-    names = []
-    real = {"query": pristine.num_rows, "key": pristine.num_key_rows, "value": pristine.num_key_rows}
-    for name in ("query", "key", "value", "slot_mapping"):
-        was, now = getattr(pristine, name), getattr(step, name)
-        count = real.get(name)
-        if was is not None and not torch.equal(was[:count], now[:count]):
-            names.append(name)
-    untouched = pristine.common_metadata()
-    metadata = [field.name for field in fields(CommonAttentionMetadata)]
-    changed = [name for name in metadata if not _same(getattr(untouched, name), getattr(common, name))]
-    return [*names, *(f"metadata.{name}" for name in changed)]
-
-
-def _same(was: object, now: object) -> bool:
-    """Whether a field still holds what it held: of the same type, and tensors on the same device."""
-    if type(was) is not type(now):
-        return False
-    if isinstance(was, Tensor) and isinstance(now, Tensor):
-        alike = (was.device, was.dtype, was.shape) == (now.device, now.dtype, now.shape)
-        return alike and torch.equal(was, now)
-    if isinstance(was, np.ndarray) and isinstance(now, np.ndarray):
-        return was.dtype == now.dtype and np.array_equal(was, now)
-    return was == now
+def _distinct(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
 
 
 def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attncheck.harness.problem import Problem
 from attncheck.reference import CommonAttentionMetadata
+from attncheck.reference.spec import FastPrefillOptions
 
 _LOOSE = 7
 """How much more than the batch's length a loose bound says."""
@@ -20,52 +21,91 @@ _LOOSE = 7
 
 @dataclass(frozen=True)
 class Step:
-    """One call's tensors on a device. ``T`` counts padding tokens, ``R`` padding requests."""
+    """One step's tensors on a device. ``T`` counts padding tokens, ``R`` padding requests."""
 
     problem: Problem
+    order: tuple[int, ...]
+    """The problem's requests in the order of this step."""
     row_order: Tensor
     """int64 ``[real rows]``: the problem's row that stands at each row of this step."""
     query: Tensor
     key: Tensor | None
     value: Tensor | None
+    key_order: Tensor
+    """int64, on the host: the problem's key that stands at each row of key and value, -1 for none (padding too)."""
     slot_mapping: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
-    max_query_len: int
-    max_seq_len: int
+    pad_seq_len: int
+    looseness: int
+    """How much the maxima of the metadata are above the batch's."""
 
     @property
     def num_key_rows(self) -> int:
         """Rows of key and value that are no padding."""
-        return len(self.problem.new_keys)
+        return 0 if self.key is None else len(self.problem.new_keys)
 
     @property
     def num_rows(self) -> int:
-        """Rows that belong to requests."""
+        """Rows that belong to requests and are asked."""
         return len(self.row_order)
 
-    def common_metadata(self) -> CommonAttentionMetadata:
-        """Fresh metadata of this step: the tensors are copies, so that what a backend does to them can be seen."""
-        query_start_loc, seq_lens = self.query_start_loc.clone(), self.seq_lens.clone()
-        host_starts, host_lens = self.query_start_loc.cpu().clone(), self.seq_lens.cpu().clone()
+    def common_metadata(self, part: int | None = None) -> CommonAttentionMetadata:
+        """Fresh metadata of this step: the tensors are copies, so that what a backend does to them can be seen.
+
+        ``part``: of the call that attends to this part of the keys only, and writes those of them that are new.
+        """
+        seq_lens, table, slots = self.seq_lens.clone(), self.block_table.clone(), self.slot_mapping.clone()
+        is_aligned = True
+        if part is not None:
+            seq_lens, table, slots = self._of_part(part)
+            is_aligned = self.problem.parts[part].is_aligned
+        query_start_loc = self.query_start_loc.clone()
+        host_starts, host_lens = self.query_start_loc.cpu().clone(), seq_lens.cpu().clone()
         query_lens = host_starts[1:] - host_starts[:-1]
         cross = self.problem.is_cross
-        return CommonAttentionMetadata(
+        metadata = CommonAttentionMetadata(
             query_start_loc=query_start_loc,
             query_start_loc_cpu=host_starts,
             seq_lens=seq_lens,
             seq_lens_cpu=host_lens,
             num_computed_tokens_cpu=host_lens - query_lens,
             num_reqs=len(seq_lens),
-            num_actual_tokens=len(self.query),
-            max_query_len=self.max_query_len,
-            max_seq_len=self.max_seq_len,
-            block_table_tensor=self.block_table.clone(),
-            slot_mapping=self.slot_mapping.clone(),
-            causal=self.problem.layer.is_causal,
+            num_actual_tokens=int(host_starts[-1]) + self.problem.case.batch.padding.tokens,
+            max_query_len=int(query_lens.max()) + self.looseness,
+            max_seq_len=int(host_lens.max()) + self.looseness,
+            block_table_tensor=table,
+            slot_mapping=slots,
+            causal=self.problem.layer.is_causal and is_aligned,
             encoder_seq_lens=np.array(host_lens.tolist(), dtype=np.int32) if cross else None,
         )
+        if isinstance(self.problem.case.batch.path.options, FastPrefillOptions):
+            metadata.logits_indices_padded = self._logits_indices()
+            metadata.num_logits_indices = self.num_rows
+        return metadata
+
+    def _of_part(self, part: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``seq_lens``, block table and slots of one part of the keys; what the other parts write has slot -1."""
+        own, part_of_key = self.problem.parts[part], self.problem.layout.part_of_key
+        if part_of_key is None:
+            raise ValueError("the problem is not split into parts")
+        padding = len(self.seq_lens) - len(self.order)
+        lens = torch.tensor([*(own.lengths[i] for i in self.order), *[self.pad_seq_len] * padding]).int()
+        table = torch.zeros(len(lens), own.table.shape[1], dtype=torch.int32)
+        table[: len(self.order)] = own.table[list(self.order)]
+        mine = (self.key_order >= 0) & (part_of_key[self.key_order.clamp(min=0)] == part)
+        slots = torch.where(mine.to(self.slot_mapping.device), self.slot_mapping, -1)
+        device = self.query.device
+        return lens.to(device), table.to(device), slots
+
+    def _logits_indices(self) -> Tensor:
+        """int64: the tokens whose rows are asked, the last ones of each request; padded by token 0."""
+        requests = [self.problem.requests[i] for i in self.order]
+        ends = self.query_start_loc[1 : 1 + len(requests)].tolist()
+        tokens = [torch.arange(end - r.rows, end) for r, end in zip(requests, ends, strict=True)]
+        padding = torch.zeros(len(self.query) - self.num_rows, dtype=torch.int64)
+        return torch.cat([*tokens, padding]).to(self.query.device)
 
 
 def make_step(
@@ -85,7 +125,7 @@ def make_step(
     bounds, as in a step padded for a captured graph. ``new_rows`` replace the problem's keys and values, whose shapes
     they have, in what the step brings.
     """
-    order = list(range(len(problem.requests))) if order is None else list(order)
+    order = tuple(range(len(problem.requests)) if order is None else order)
     requests = [problem.requests[i] for i in order]
     padding = problem.case.batch.padding
     rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
@@ -99,34 +139,48 @@ def make_step(
     )
     if "views" in problem.inputs:
         query, key, value = _as_views(query, key, value)
-    no_keys = problem.is_cross and not len(new_keys)
-    query_lens = [r.rows for r in requests]
+    no_keys = problem.writes_nothing or (problem.is_cross and not len(new_keys))
     lens = torch.tensor([*(r.num_keys for r in requests), *[pad_seq_len] * padding.requests])
     table = torch.zeros(len(lens), problem.block_table.shape[1], dtype=torch.int32)
-    table[: len(order)] = problem.block_table[order]
+    table[: len(order)] = problem.block_table[list(order)]
+    starts = torch.tensor([0, *(r.query_len for r in requests), *[0] * padding.requests]).cumsum(0)
     return Step(
         problem=problem,
+        order=order,
         row_order=rows,
         query=query,
         key=None if no_keys else key,
         value=None if no_keys else value,
+        key_order=torch.cat([new_keys, torch.full((key_padding,), -1)]),
         slot_mapping=torch.cat([slots, torch.full((key_padding,), -1)]).to(device),
-        query_start_loc=torch.tensor([0, *query_lens, *[0] * padding.requests]).cumsum(0).int().to(device),
+        query_start_loc=starts.int().to(device),
         seq_lens=lens.int().to(device),
         block_table=table.to(device),
-        max_query_len=max(query_lens) + (_LOOSE if loose_bounds else 0),
-        max_seq_len=int(lens.max()) + (_LOOSE if loose_bounds else 0),
+        pad_seq_len=pad_seq_len,
+        looseness=_LOOSE if loose_bounds else 0,
     )
 
 
-def _writes(problem: Problem, order: list[int]) -> tuple[Tensor, Tensor]:
-    """Indices into the problem's keys of the rows this step brings, and their slots (-1: written nowhere)."""
+def _writes(problem: Problem, order: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Indices into the problem's keys of the rows this step brings, and the step's slots (-1: written nowhere).
+
+    A layer that shares another's cache brings none; the slots of the step's tokens are in the metadata all the same.
+    """
+    requests = [problem.requests[i] for i in order]
+    if problem.writes_nothing:
+        tokens = [torch.arange(r.num_keys - r.query_len, r.num_keys) for r in requests]
+        index = torch.cat([torch.where(t < 0, -1, t + r.base) for t, r in zip(tokens, requests, strict=True)])
+        return index[:0], _slots_of(problem, index)
     counts = [r.num_keys - r.cached + (0 if problem.is_cross else max(0, -r.first_position)) for r in problem.requests]
     pieces = problem.new_keys.split(counts)
     index = torch.cat([pieces[i] for i in order])
+    return index, _slots_of(problem, index)
+
+
+def _slots_of(problem: Problem, index: Tensor) -> Tensor:
     if not len(problem.keys):
-        return index, torch.full((len(index),), -1)
-    return index, torch.where(index >= 0, problem.key_slots[index], -1)
+        return torch.full((len(index),), -1)
+    return torch.where(index >= 0, problem.key_slots[index], -1)
 
 
 def _rows_at(rows: Tensor, index: Tensor) -> Tensor:

@@ -1,0 +1,72 @@
+"""Makes impl and builder of a backend for a problem, with the arguments a model runner gives them.
+
+Must not know: steps, caches, what is judged.
+"""
+
+from typing import Any
+
+import torch
+
+from attncheck.backends.contract import AttentionBackend, KVCacheSpec
+from attncheck.backends.packings import cache_dtype
+from attncheck.harness.config import vllm_config
+from attncheck.harness.problem import Problem
+from attncheck.reference import create_fast_prefill_custom_backend
+from attncheck.reference.spec import FastPrefillOptions
+
+LAYER, SHARED_LAYER = "layer.1", "layer.0"
+"""The layer that is asked, and the one whose cache it reads where it has none of its own."""
+
+
+def construct_impl(
+    backend: type[AttentionBackend], problem: Problem, device: torch.device, *, with_sinks: bool = True
+) -> Any:
+    """The impl of the problem's layer; for a part of the keys that carries no sinks, ``with_sinks`` is off."""
+    layer = problem.layer
+    keywords: dict[str, Any] = {}
+    if layer.sink_logits is not None and with_sinks:
+        keywords["sinks"] = torch.tensor(layer.sink_logits, dtype=torch.float32, device=device)
+    if layer.value_head_size != layer.head_size:
+        keywords["head_size_v"] = layer.value_head_size
+    return backend.get_impl_cls()(
+        layer.num_heads,
+        layer.head_size,
+        layer.softmax_scale,
+        layer.num_kv_heads,
+        None if layer.alibi_slopes is None else list(layer.alibi_slopes),
+        layer.sliding_window,
+        problem.cache.kv_cache_dtype,
+        layer.logits_soft_cap,
+        str(layer.attn_type),
+        SHARED_LAYER if problem.writes_nothing else None,
+        **keywords,
+    )
+
+
+def construct_builder(backend: type[AttentionBackend], problem: Problem, device: torch.device) -> Any:
+    """The metadata builder of the problem's layer."""
+    layer, cache, batch = problem.layer, problem.cache, problem.case.batch
+    width = max([problem.block_table.shape[1], *(part.table.shape[1] for part in problem.parts)]) * cache.block_size
+    has_chunks = batch.path.name != "local" or "local" in backend.features
+    spec = KVCacheSpec(
+        block_size=cache.block_size,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        dtype=cache_dtype(layer, cache),
+        head_size_v=layer.value_head_size if layer.value_head_size != layer.head_size else None,
+        sliding_window=layer.sliding_window,
+        attention_chunk_size=layer.attn_chunk_size if has_chunks else None,
+    )
+    config = vllm_config(
+        layer,
+        cache,
+        problem.dtype,
+        max_model_len=max(width, batch.max_seq_len),
+        max_num_seqs=batch.num_requests + batch.padding.requests,
+        max_tokens=batch.num_tokens + batch.padding.tokens,
+        path=batch.path,
+    )
+    builder = backend.get_builder_cls()
+    if isinstance(batch.path.options, FastPrefillOptions):
+        builder = create_fast_prefill_custom_backend("FastPrefill", backend).get_builder_cls()
+    return builder(spec, [LAYER], config, device)

@@ -1,0 +1,77 @@
+"""What the calls of a step answered, put together into one answer: placed row by row, or merged by their LSE.
+
+Must not know: how calls are made, truths.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.calls import Call
+from attncheck.reference import merge_many
+
+
+@dataclass(frozen=True)
+class Result:
+    """One call's answer; rows as they were handed over, padding behind.
+
+    output ``[rows, H, Dv]``, lse ``[rows, H]`` or None; unwritten: bool ``[rows]``, rows that hold what stood there
+    before.
+    """
+
+    call: Call
+    output: Tensor
+    lse: Tensor | None
+    unwritten: Tensor
+    breaches: tuple[str, ...] = ()
+    protocol: tuple[str, ...] = ()
+
+    def real(self, rows: Tensor) -> Tensor:
+        """Of one of the tensors, the part that belongs to requests."""
+        return rows[: self.call.num_rows]
+
+    def padding(self, rows: Tensor) -> Tensor:
+        """Of one of the tensors, the part that belongs to no request."""
+        return rows[self.call.num_rows :]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The step's answer: real rows in the order of the step, the padding of every call behind them."""
+
+    output: Tensor
+    lse: Tensor | None
+    unwritten: Tensor
+    """bool, of the real rows"""
+
+
+def placed(results: Sequence[Result]) -> Answer:
+    """Results for different rows, one after another."""
+    lses = [result.lse for result in results if result.lse is not None]
+    lse = None
+    if lses:
+        pairs = list(zip(results, lses, strict=True))
+        lse = torch.cat([*(r.real(own) for r, own in pairs), *(r.padding(own) for r, own in pairs)])
+    output = torch.cat([*(r.real(r.output) for r in results), *(r.padding(r.output) for r in results)])
+    return Answer(output, lse, torch.cat([r.real(r.unwritten) for r in results]))
+
+
+def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
+    """Results of the same rows over different keys: float64, the LSE to the base the backend has."""
+    unit = math.log(2) if conventions.lse_base == "2" else 1.0
+    outs, lses, pads = [], [], []
+    for result in results:
+        if result.lse is None:
+            raise ValueError("without an LSE the results of parts cannot be merged")
+        outs.append(result.real(result.output).double())
+        lses.append(result.real(result.lse).double() * unit)
+        pads.append((result.padding(result.output).double(), result.padding(result.lse).double()))
+    output, lse = merge_many(outs, lses)
+    unwritten = torch.stack([r.real(r.unwritten) for r in results]).any(0)
+    return Answer(
+        torch.cat([output, *(out for out, _ in pads)]), torch.cat([lse / unit, *(own for _, own in pads)]), unwritten
+    )
