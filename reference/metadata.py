@@ -9,6 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+PAD_SLOT_ID = -1
+"""No slot: what fills padded entries of ``slot_mapping``, and of other lists that are longer than what they list."""
+
 
 @dataclass
 class CommonAttentionMetadata:
