@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from attncheck.reference.context_parallel import get_dcp_local_seq_lens
     from attncheck.reference.conv1d_metadata import compute_causal_conv1d_metadata
+    from attncheck.reference.dcp import dcp_rank_attention
     from attncheck.reference.fast_prefill import (
         KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
         KVSharingFastPrefillMetadata,
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
     from attncheck.reference.mla_naive import mla_attention_chunked, mla_attention_naive
     from attncheck.reference.paged import paged_attention
     from attncheck.reference.params import AttentionParams, Precision, layer_params, visible, window_pair
-    from attncheck.reference.quant import dequantize_fp8, quantize_fp8
+    from attncheck.reference.quant import dequantize_fp8, quantize_fp8, quantize_fp8_group
+    from attncheck.reference.short_convolution import causal_conv1d
     from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, CacheSpec, LayerSpec
     from attncheck.reference.spec_decode import reshape_attn_output_for_spec_decode, reshape_query_for_spec_decode
     from attncheck.reference.subclassing import subclass_attention_backend, subclass_attention_metadata
@@ -73,10 +75,12 @@ _HOME = {
     "PerLayerParameters": "layer_parameters",
     "Precision": "params",
     "UBatchSlice": "ubatch",
+    "causal_conv1d": "short_convolution",
     "compute_causal_conv1d_metadata": "conv1d_metadata",
     "compute_slot_mapping": "cache",
     "copy_blocks": "cache",
     "create_fast_prefill_custom_backend": "fast_prefill",
+    "dcp_rank_attention": "dcp",
     "dequantize_fp8": "quant",
     "get_dcp_local_seq_lens": "context_parallel",
     "get_kv_cache_layout": "kv_cache_layout",
@@ -98,6 +102,7 @@ _HOME = {
     "mla_write_cache": "mla_cache",
     "paged_attention": "paged",
     "quantize_fp8": "quant",
+    "quantize_fp8_group": "quant",
     "reorder_batch_to_split_decodes_and_prefills": "batch_order",
     "reshape_and_cache": "cache",
     "reshape_attn_output_for_spec_decode": "spec_decode",
@@ -133,10 +138,12 @@ __all__ = [
     "PerLayerParameters",
     "Precision",
     "UBatchSlice",
+    "causal_conv1d",
     "compute_causal_conv1d_metadata",
     "compute_slot_mapping",
     "copy_blocks",
     "create_fast_prefill_custom_backend",
+    "dcp_rank_attention",
     "dequantize_fp8",
     "get_dcp_local_seq_lens",
     "get_kv_cache_layout",
@@ -158,6 +165,7 @@ __all__ = [
     "mla_write_cache",
     "paged_attention",
     "quantize_fp8",
+    "quantize_fp8_group",
     "reorder_batch_to_split_decodes_and_prefills",
     "reshape_and_cache",
     "reshape_attn_output_for_spec_decode",

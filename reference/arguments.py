@@ -61,6 +61,16 @@ def require_positive_int(name: str, value: object) -> None:
         raise ReferenceArgumentError(name, value, "an integer >= 1")
 
 
+def require_shard(block_size: int, dcp_size: int, dcp_rank: int, interleave: int) -> None:
+    """Refuses what is no rank of decode context parallelism over pages of ``block_size``."""
+    require_positive_int("dcp_size", dcp_size)
+    if type(dcp_rank) is not int or not 0 <= dcp_rank < dcp_size:
+        raise ReferenceArgumentError("dcp_rank", dcp_rank, f"a rank, 0 to {dcp_size - 1}")
+    require_positive_int("cp_kv_cache_interleave_size", interleave)
+    if block_size % interleave:
+        raise ReferenceArgumentError("cp_kv_cache_interleave_size", interleave, f"a divisor of block_size {block_size}")
+
+
 def require_index(name: str, tensor: Tensor) -> None:
     """Refuses an index tensor that is neither int32 nor int64."""
     if tensor.dtype not in _INDEX_DTYPES:

@@ -20,6 +20,7 @@ from attncheck.reference.arguments import (
     require_same_device,
     require_scale,
     require_shape,
+    require_shard,
 )
 from attncheck.reference.quant import fp8_codes
 
@@ -61,13 +62,8 @@ def compute_slot_mapping(
     require_shape("req_indices", req_indices, len(positions), legend="one a token")
     require_shape("block_table", block_table, None, None, legend="requests, pages")
     require_positive_int("block_size", block_size)
-    require_positive_int("dcp_size", dcp_size)
-    if not 0 <= dcp_rank < dcp_size:
-        raise ReferenceArgumentError("dcp_rank", dcp_rank, f"a rank, 0 to {dcp_size - 1}")
     interleave = cp_kv_cache_interleave_size
-    require_positive_int("cp_kv_cache_interleave_size", interleave)
-    if block_size % interleave:
-        raise ReferenceArgumentError("cp_kv_cache_interleave_size", interleave, f"a divisor of block_size {block_size}")
+    require_shard(block_size, dcp_size, dcp_rank, interleave)
 
     device = positions.device
     position, request = positions.to(torch.int64), req_indices.to(device, torch.int64)

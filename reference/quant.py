@@ -13,7 +13,9 @@ from attncheck.reference.arguments import (
     require_broadcast,
     require_float,
     require_float_dtype,
+    require_positive_int,
     require_scale,
+    require_shape,
 )
 
 
@@ -31,8 +33,7 @@ def quantize_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype = torch.fl
     """
     require_float("x", x)
     _check_scale(scale, x)
-    if dtype not in FLOAT8_DTYPES:
-        raise ReferenceArgumentError("dtype", dtype, "a float8 dtype")
+    _require_float8_dtype(dtype)
     return fp8_codes(x, scale, dtype)
 
 
@@ -52,6 +53,34 @@ def dequantize_fp8(codes: Tensor, scale: float | Tensor, *, dtype: torch.dtype =
     return fp8_values(codes, scale, dtype)
 
 
+@torch.no_grad()
+def quantize_fp8_group(x: Tensor, group: int, *, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """Codes with a scale for every ``group`` consecutive numbers of a row: ``(codes [T, N], scales [T, N // group])``.
+
+    Per group, in float32: ``scale = amax / max`` (1 where that is 0: a group of zeros, or of numbers too small for it),
+    ``codes = quantize_fp8(x, scale)``. So the largest number of a group gets the largest code, and groups know nothing
+    of each other. A NaN or an infinity makes the scale of its own group one.
+
+    x: ``[T, N]``, any float dtype but float8; ``group`` divides ``N``. dtype: a float8 dtype.
+
+    >>> codes, scales = quantize_fp8_group(torch.tensor([[448.0, -224.0, 0.0, 0.0], [1.0, 2.0, 896.0, 3.0]]), 2)
+    >>> codes.float().tolist()
+    [[448.0, -224.0, 0.0, 0.0], [224.0, 448.0, 448.0, 1.5]]
+    >>> [round(scale, 6) for scale in scales.flatten().tolist()]
+    [1.0, 1.0, 0.004464, 2.0]
+    """
+    require_float("x", x)
+    require_shape("x", x, None, None, legend="rows, numbers")
+    require_positive_int("group", group)
+    if x.shape[1] % group:
+        raise ReferenceArgumentError("group", group, f"a divisor of {x.shape[1]}, the width of x")
+    _require_float8_dtype(dtype)
+    groups = x.float().reshape(len(x), x.shape[1] // group, group)
+    scales = groups.abs().amax(-1) / torch.finfo(dtype).max
+    scales.masked_fill_(scales == 0, 1.0)
+    return fp8_codes(groups, scales.unsqueeze(-1), dtype).reshape(x.shape), scales
+
+
 def fp8_codes(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """:func:`quantize_fp8` for arguments already found sound."""
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
@@ -62,6 +91,11 @@ def fp8_codes(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
 def fp8_values(codes: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """:func:`dequantize_fp8` for arguments already found sound."""
     return codes.to(dtype).mul_(scale.to(codes.device, dtype) if isinstance(scale, Tensor) else scale)
+
+
+def _require_float8_dtype(dtype: torch.dtype) -> None:
+    if dtype not in FLOAT8_DTYPES:
+        raise ReferenceArgumentError("dtype", dtype, "a float8 dtype")
 
 
 def _check_scale(scale: float | Tensor, x: Tensor) -> None:
