@@ -4,12 +4,16 @@ Examined like every other, so that the harness is held to the truth it uses; slo
 know: the formulas, which live in :mod:`attncheck.reference`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
-from attncheck.reference.cache import reshape_and_cache
+from attncheck.reference.cache import copy_blocks, reshape_and_cache, swap_blocks
+from attncheck.reference.merge import merge_attn_states
 from attncheck.reference.paged import paged_attention
 from attncheck.reference.varlen import varlen_attention
 
@@ -32,6 +36,7 @@ class ReferenceBackend(PagedBackend):
             "fp8_kv",
             "fp8_per_head",
             "short_keys",
+            "merge_nan",
         }
     )
     conventions = Conventions(padded_rows="untouched")
@@ -53,6 +58,15 @@ class ReferenceBackend(PagedBackend):
     @staticmethod
     def get_metadata_cls() -> type["ReferenceMetadata"]:
         return ReferenceMetadata
+
+    @classmethod
+    def functions(cls) -> dict[str, Callable[..., Any]]:
+        return {
+            "merge_attn_states": merge_attn_states,
+            "reshape_and_cache": reshape_and_cache,
+            "copy_blocks": copy_blocks,
+            "swap_blocks": swap_blocks,
+        }
 
 
 class ReferenceMetadata(PagedMetadata):

@@ -2,7 +2,7 @@
 
 from attncheck.cases.model import Case
 
-ANSWERED_PATHS = frozenset({"paged", "encoder_only", "cross"})
+ANSWERED_PATHS = frozenset({"paged", "encoder_only", "cross", "merge"})
 
 
 def unanswered_reasons(case: Case) -> tuple[str, ...]:

@@ -3,10 +3,13 @@
 Must not know: checks, records.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from attncheck.cases.model import Case
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.problem import Problem
 from attncheck.harness.truth import Truth
@@ -14,13 +17,7 @@ from attncheck.harness.truth import Truth
 
 def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: Observation | Raised | None) -> Path:
     """Write inputs, truth, budget and what the backend gave; returns the file. An older dump is replaced."""
-    folder.mkdir(parents=True, exist_ok=True)
-    case = problem.case
-    path = folder / f"{case.suite}.{case.id}.{backend}.seed{problem.seed}.pt"
-    content: dict[str, object] = {
-        "case": case.key,
-        "case_hash": case.hash,
-        "seed": problem.seed,
+    content: dict[str, Tensor | int | None] = {
         "query": problem.query,
         "keys": problem.keys,
         "values": problem.values,
@@ -38,5 +35,15 @@ def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: 
     if isinstance(seen, Observation):
         content["output"] = seen.output.cpu()
         content["lse"] = None if seen.lse is None else seen.lse.cpu()
-    torch.save(content, path)
+    return dump_tensors(folder, problem.case, problem.seed, backend, content)
+
+
+def dump_tensors(folder: Path, case: Case, seed: int, backend: str, content: Mapping[str, Tensor | int | None]) -> Path:
+    """Write ``content`` (its tensors from the CPU) beside what names the case; returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{case.suite}.{case.id}.{backend}.seed{seed}.pt"
+    named: dict[str, object] = {"case": case.key, "case_hash": case.hash, "seed": seed}
+    # A view would bring all the memory behind it.
+    plain = {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in content.items()}
+    torch.save(named | plain, path)
     return path

@@ -21,6 +21,7 @@ from attncheck.harness.checks import cache_write, claims, containment, lse, next
 from attncheck.harness.dump import dump_case
 from attncheck.harness.environment import collect_environment
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.functions.desk import FUNCTION_PATHS, FunctionDesk
 from attncheck.harness.memory import shortage
 from attncheck.harness.observation import Observation, Raised, capture
 from attncheck.harness.outcomes import Circumstances, record_of, unavailable
@@ -119,7 +120,9 @@ class Examiner:
             if lacking is not None:
                 return [unavailable(self._circumstances, case, backend, check, (lacking,)) for check in checks]
         try:
-            problem, truth = self._problem_and_truth(case)
+            desk = self._desk(case, backend, reasons)
+        except StageError as failure:
+            return same_for_all(failure.raised)
         except QuestionError as error:
             self._faults[case] = error.with_traceback(None)  # whose frames hold the case's tensors
             self.blind.append(error)
@@ -127,7 +130,6 @@ class Examiner:
         except (MemoryError, torch.OutOfMemoryError) as error:
             reason = f"out of memory while the truth was computed: {error}"
             return [unavailable(self._circumstances, case, backend, check, (reason,)) for check in checks]
-        desk = _Desk(backend, problem, truth, self.device, reasons)
         records, is_broken = [], False
         for check in checks:
             began = perf_counter()
@@ -140,8 +142,13 @@ class Examiner:
             records.append(record_of(self._circumstances, case, backend, check, finding, perf_counter() - began))
             is_broken |= isinstance(finding, Broken)
         if is_broken and self.plan.dump is not None:
-            dump_case(self.plan.dump, problem, truth, backend.name, desk.seen)
+            desk.dump(self.plan.dump, backend.name)
         return records
+
+    def _desk(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> "_Desk | FunctionDesk":
+        if case.batch.path.name in FUNCTION_PATHS:
+            return FunctionDesk(backend.backend, case, self.plan.seed, self.device, reasons)
+        return _Desk(backend, *self._problem_and_truth(case), self.device, reasons)
 
     def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:
         if self._latest is None or self._latest[0] != case:
@@ -161,10 +168,9 @@ class _Desk:
         self._session: Session | Raised | None = None
         self._seen: Observation | Raised | None = None
 
-    @property
-    def seen(self) -> Observation | Raised | None:
-        """The first observation, if the backend was driven at all."""
-        return self._seen
+    def dump(self, folder: Path, backend: str) -> None:
+        """The case as a file, with the first observation if the backend was driven at all."""
+        dump_case(folder, self._problem, self._truth, backend, self._seen)
 
     def examine(self, check: str) -> Finding:
         """The finding of one check."""

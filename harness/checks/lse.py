@@ -31,7 +31,7 @@ def examine(problem: Problem, truth: Truth, seen: Observation, conventions: Conv
     got = raw.double() * (math.log(2) if conventions.lse_base == "2" else 1.0)
     if shifted:
         got = got - _alibi_shift(problem, conventions).to(got.device)
-    shares = lse_shares(got, truth)
+    shares = lse_shares(got, truth.lse, truth.budget.lse)
     worst = float(shares.max()) if shares.numel() else 0.0
     figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
     if bool(missing.any()):
@@ -45,11 +45,14 @@ def examine(problem: Problem, truth: Truth, seen: Observation, conventions: Conv
     return Broken(summarize(problem, shares), figures, _meaning(problem, truth, seen, got))
 
 
-def lse_shares(got: Tensor, truth: Truth) -> Tensor:
-    """The error in budgets, float64 ``[T, H]``; infinite where exactly one of the two is -inf, or ``got`` is NaN."""
-    empty = torch.isneginf(truth.lse)
-    error = torch.where(empty, torch.zeros_like(got), got - truth.lse).abs()
-    shares = torch.where(error == 0, torch.zeros_like(error), error / truth.budget.lse)
+def lse_shares(got: Tensor, lse: Tensor, allowed: Tensor) -> Tensor:
+    """The error in budgets, float64 ``[T, H]``; infinite where exactly one of the two is -inf, or ``got`` is NaN.
+
+    ``lse``: the right one, ``allowed``: the budget around it.
+    """
+    empty = torch.isneginf(lse)
+    error = torch.where(empty, torch.zeros_like(got), got - lse).abs()
+    shares = torch.where(error == 0, torch.zeros_like(error), error / allowed)
     shares = torch.where(empty & ~torch.isneginf(got), torch.full_like(shares, math.inf), shares)
     return torch.nan_to_num(shares, nan=math.inf, posinf=math.inf)
 

@@ -4,6 +4,8 @@ Cannot see: errors below the rounding of the layer's dtype, or keys whose weight
 problem, truth and observation.
 """
 
+from typing import Protocol
+
 from torch import Tensor
 
 from attncheck.harness.explain import explain
@@ -12,6 +14,13 @@ from attncheck.harness.observation import Observation
 from attncheck.harness.problem import Problem
 from attncheck.harness.tolerance import share_of_budget
 from attncheck.harness.truth import Truth
+
+
+class NamesRows(Protocol):
+    """A question whose rows have names."""
+
+    def row_name(self, row: int) -> str:
+        """How a person would name a row."""
 
 
 def examine(problem: Problem, truth: Truth, seen: Observation) -> Finding:
@@ -43,7 +52,7 @@ def output_shares(truth: Truth, seen: Observation) -> Tensor:
     return share_of_budget(seen.output[: len(truth.out)].double() - truth.out, truth.budget)
 
 
-def summarize(problem: Problem, shares: Tensor) -> str:
+def summarize(problem: NamesRows, shares: Tensor) -> str:
     """Where and how much, in a line; ``shares [T, H]`` in budgets."""
     wrong = shares > 1
     rows = wrong.any(dim=1).nonzero().flatten().tolist()

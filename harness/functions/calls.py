@@ -1,0 +1,61 @@
+"""Calling a function of a backend: what it raises is told by its name, what it changes is seen.
+
+Must not know: what any function is for.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.pool import flat_bytes
+from attncheck.harness.stages import stage
+
+Function = Callable[..., Any]
+
+
+def call(
+    name: str, function: Function, arguments: Mapping[str, Tensor | None], options: Mapping[str, object], *written: str
+) -> tuple[object, tuple[str, ...]]:
+    """What ``function`` returns for ``arguments`` by position and ``options`` by keyword, and what it changed.
+
+    Names the arguments whose memory, that around a view included, is not what it was; those ``written`` may change.
+    Raises StageError, under the function's name, for whatever the function raises.
+    """
+    watched = {key: value for key, value in arguments.items() if value is not None and key not in written}
+    before = {key: flat_bytes(tensor).clone() for key, tensor in watched.items()}
+
+    def enter() -> object:
+        # Aliases: what the function does to a tensor object must not reach ours.
+        given = [value if value is None else value.detach() for value in arguments.values()]
+        with torch.no_grad():
+            result: object = function(*given, **options)
+        for device in {value.device for value in given if value is not None}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return result
+
+    returned = stage(name, enter)
+    return returned, tuple(key for key, tensor in watched.items() if not torch.equal(flat_bytes(tensor), before[key]))
+
+
+def misfit(name: str, value: object, like: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """Why ``value`` is no answer of the shape and device of ``like`` in one of ``dtypes``; None: it is one."""
+    if not isinstance(value, Tensor):
+        return f"{name} is a {type(value).__name__}, not a tensor"
+    allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    facts: tuple[tuple[str, object, object, bool], ...] = (
+        ("shape", tuple(value.shape), tuple(like.shape), value.shape == like.shape),
+        ("device", value.device, like.device, value.device == like.device),
+        ("dtype", str(value.dtype).removeprefix("torch."), allowed, value.dtype in dtypes),
+    )
+    for fact, got, wanted, fits in facts:
+        if not fits:
+            return f"{name} has {fact} {got}, where {wanted} is right"
+    return None
+
+
+def dtypes_from(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """``dtype`` and the wider ones: an answer that was not rounded yet is an answer."""
+    return tuple(dict.fromkeys((dtype, torch.float32, torch.float64)))

@@ -1,0 +1,96 @@
+"""The paths that examine a function instead of attention: which function, and which examination answers a check.
+
+Must not know: how a function is examined.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.cases.model import Case
+from attncheck.harness.checks.claims import broken_promise
+from attncheck.harness.dump import dump_tensors
+from attncheck.harness.findings import Finding, Holds, NotExamined
+from attncheck.harness.functions.calls import Function
+from attncheck.harness.functions.merging import Merging
+from attncheck.harness.stages import StageError, stage
+
+
+class Examination(Protocol):
+    """One function on one problem; each method is a check, and may raise StageError where the function raises."""
+
+    def run(self) -> None:
+        """The first call."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Arguments, truth and budget, by name."""
+
+    def numerics(self) -> Finding:
+        """Whether what comes back is right."""
+
+    def lse(self) -> Finding:
+        """Whether the log-sum-exp is."""
+
+    def cache_write(self) -> Finding:
+        """Whether exactly what should be written is."""
+
+    def containment(self) -> Finding:
+        """Whether what is nobody's reaches nothing."""
+
+
+Examiner = Callable[[type[AttentionBackend], Function, Case, int, torch.device], Examination]
+"""(backend, its function, case, seed, device): the examination."""
+
+FUNCTION_PATHS: Mapping[str, tuple[str, Examiner]] = {"merge": ("merge_attn_states", Merging)}
+"""Path -> the function it examines, by its name in ``functions()``, and how."""
+
+
+class FunctionDesk:
+    """One case of one backend on a path that examines a function. ``reasons``: why the backend leaves the case out."""
+
+    def __init__(
+        self, backend: type[AttentionBackend], case: Case, seed: int, device: torch.device, reasons: tuple[str, ...]
+    ) -> None:
+        self._case, self._seed = case, seed
+        self._name, examination = FUNCTION_PATHS[case.batch.path.name]
+        function = stage("functions", lambda: backend.functions().get(self._name))
+        absent = () if function is not None else (f"functions() offers no {self._name}",)
+        self._reasons = (*absent, *reasons)
+        self._examination = None
+        if function is not None and not reasons:
+            self._examination = examination(backend, function, case, seed, device)
+
+    def examine(self, check: str) -> Finding:
+        """The finding of one check; StageError where the function raises."""
+        if self._examination is None:
+            return NotExamined(self._reasons)
+        match check:
+            case "claims":
+                return self._claims(self._examination)
+            case "numerics":
+                return self._examination.numerics()
+            case "lse":
+                return self._examination.lse()
+            case "cache_write":
+                return self._examination.cache_write()
+            case "containment":
+                return self._examination.containment()
+            case _:
+                return NotExamined((f"the path examines {self._name}, of which {check} asks nothing",), "attncheck")
+
+    def dump(self, folder: Path, backend: str) -> None:
+        """Arguments, truth and budget as one file."""
+        if self._examination is not None:
+            dump_tensors(folder, self._case, self._seed, backend, self._examination.tensors())
+
+    def _claims(self, examination: Examination) -> Finding:
+        """What is offered can be called as documented."""
+        try:
+            examination.run()
+        except StageError as failure:
+            return broken_promise(failure.raised)
+        return Holds()
