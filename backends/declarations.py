@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec
+from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, DCPOptions, LayerSpec
 
 if TYPE_CHECKING:
     from attncheck.backends.contract import AttentionBackend
@@ -39,13 +39,30 @@ class MultipleOf:
         return f"multiples of {self.base}"
 
 
-def required_features(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> frozenset[str]:
-    """The features a backend must declare to answer the case.
+def required_features(
+    layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str] = frozenset()
+) -> frozenset[str]:
+    """The features a backend must declare to answer the case, ``declared`` being those it has.
 
     Encoder and cross attention are no features but attention types. Scales on a 16 or 32 bit cache need nothing: they
-    are to be ignored. ``cascade`` and the split paths need nothing either: the harness plays them where it must.
+    are to be ignored. ``local`` and ``cascade`` are played over ``forward`` for a backend that does not declare them,
+    where that can be, and like ``split_kv`` and ``dcp`` need what the playing needs.
     """
-    return frozenset(_layer_needs(layer)) | frozenset(_cache_needs(cache)) | frozenset(_batch_needs(layer, batch))
+    layer_needs = frozenset(_layer_needs(layer))
+    if "local" not in declared and is_local_playable(layer, cache, batch):
+        layer_needs -= {"local"}
+    path_needs = frozenset(_batch_needs(layer, batch)) | _played_needs(layer, batch, declared)
+    return layer_needs | frozenset(_cache_needs(cache)) | path_needs
+
+
+def is_local_playable(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> bool:
+    """Whether chunks can be put as virtual requests: where the path asks it, and a chunk is whole pages."""
+    return batch.path.name == "local" and (layer.attn_chunk_size or 1) % cache.block_size == 0
+
+
+def is_merged(batch: BatchSpec, declared: frozenset[str]) -> bool:
+    """Whether the path is played by several calls over different keys, whose results are merged by their LSE."""
+    return batch.path.name in ("split_kv", "dcp") or (batch.path.name == "cascade" and "cascade" not in declared)
 
 
 def undeclared(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
@@ -61,7 +78,7 @@ def undeclared(backend: "type[AttentionBackend]", layer: LayerSpec, cache: Cache
             block_size_reason(backend, cache.block_size),
             _not_among("layout", cache.layout, backend.supported_layouts),
         ]
-    needs = required_features(layer, cache, batch) - backend.features
+    needs = required_features(layer, cache, batch, backend.features) - backend.features
     reasons += [f"{_describe(need, layer, cache, batch)}: feature {need!r} is not declared" for need in sorted(needs)]
     return [reason for reason in reasons if reason]
 
@@ -111,8 +128,22 @@ def _cache_needs(cache: CacheSpec) -> list[str]:
     return ["fp8_kv", "fp8_per_head"] if per_head else ["fp8_kv"]
 
 
+def _played_needs(layer: LayerSpec, batch: BatchSpec, declared: frozenset[str]) -> frozenset[str]:
+    """What a path needs that is played as parts of the keys: an LSE, and parts that see no row's own key."""
+    if not is_merged(batch, declared):
+        return frozenset()
+    if batch.path.name == "cascade" and (layer.sliding_window is not None or layer.alibi_slopes is not None):
+        return frozenset({"cascade"})  # measured from the query's position, which the prefix's call is not told
+    options = batch.path.options
+    if isinstance(options, DCPOptions) and batch.max_query_len == 1:
+        ends = (options.size - 1) * options.interleave  # up to here the last rank holds nothing
+        is_empty = any(request.total_len <= ends for request in batch.requests)
+        return frozenset({"lse", "short_keys"} if is_empty else {"lse"})
+    return frozenset({"lse", "non_causal"})
+
+
 def _batch_needs(layer: LayerSpec, batch: BatchSpec) -> list[str]:
-    needs = ["tree"] if batch.path.name == "tree" else []
+    needs = {"tree": ["tree"], "fast_prefill": ["kv_sharing"]}.get(batch.path.name, [])
     if layer.attn_type == AttentionType.DECODER and any(request.context_len < 0 for request in batch.requests):
         needs.append("short_keys")
     return needs
@@ -127,12 +158,18 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
             return "the layer has ALiBi slopes and is not causal"
         case "sinks":
             return "the layer has attention sinks"
+        case "lse":
+            return f"path {batch.path.name} merges the results of its parts"
+        case "non_causal" if layer.is_causal:
+            return f"path {batch.path.name} has parts in which every row sees every key"
         case "non_causal":
             return "causal false"
+        case "cascade":
+            return "path cascade for a layer whose scores depend on positions"
         case "local":
             return f"attn_chunk_size {layer.attn_chunk_size}"
         case "kv_sharing":
-            return "kv_sharing true"
+            return "kv_sharing true" if layer.kv_sharing else f"path {batch.path.name} reads another layer's cache"
         case "head_size_v":
             return f"head_size_v {layer.head_size_v} beside head_size {layer.head_size}"
         case "fp8_kv":
@@ -146,7 +183,9 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
         case "tree":
             return "path tree"
         case "short_keys":
-            short = next(request for request in batch.requests if request.context_len < 0)
+            short = next((request for request in batch.requests if request.context_len < 0), None)
+            if short is None:
+                return f"path {batch.path.name} with a rank that holds no key"
             return f"query_len {short.query_len} above seq_len {short.total_len}"
         case _:
             return f"{feature} {getattr(layer, feature)}"

@@ -101,7 +101,8 @@ def refuse_undeclared_call(
     if causal and attn_type != AttentionType.DECODER:
         _raise(backend, ValueError, [f"attention of type {attn_type} is not causal, the metadata says it is"])
     is_decoder = attn_type == AttentionType.DECODER
-    short = [(q, s) for q, s in zip(query_lens, seq_lens, strict=True) if q > s] if is_decoder else []
+    # Rows aligned to the end of fewer keys; without a causal mask, no row has a place to be before the first key.
+    short = [(q, s) for q, s in zip(query_lens, seq_lens, strict=True) if q > s] if is_decoder and causal else []
     asked = {
         "non_causal": (is_decoder and not causal, "a decoder layer that is not causal"),
         "alibi_non_causal": (has_alibi and not causal, "ALiBi without a causal mask"),

@@ -8,6 +8,19 @@ from attncheck.cases.paths import ENCODERS, check_path
 from attncheck.errors import SpecError
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
+_ROWS_HAVE_KEYS = (
+    "cross",
+    "spec_decode",
+    "tree",
+    "fast_prefill",
+    "local",
+    "cascade",
+    "split_kv",
+    "dcp",
+    "micro_batch",
+)
+"""Paths in which every new token has a key of its own."""
+
 _UNDEFINED_FOR_MLA = (
     "head_size_v",
     "sliding_window",
@@ -108,7 +121,7 @@ def _check_request(cache: CacheSpec, path: str, request: RequestSpec, where: str
             value=request.total_len,
             allowed="leave seq_len out",
         )
-    if path in ("cross", "spec_decode", "tree", "fast_prefill") and request.context_len < 0:
+    if path in _ROWS_HAVE_KEYS and request.context_len < 0:
         raise SpecError(
             f"{request.query_len} new tokens do not fit (rows that see no key are asked by the path paged)",
             field=f"{where}.seq_len",

@@ -23,6 +23,11 @@ from attncheck.reference.spec import (
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 """The types of layers without a cache."""
 
+_CAUSAL_ONLY = ("local", "tree", "fast_prefill")
+"""Paths whose rewriting of the batch, or whose mask, takes a causal layer for granted."""
+
+_MEASURED_FROM_THE_QUERY = ("sliding_window", "alibi", "attn_chunk_size")
+
 _NOT_FOR_MLA = ("paged", "encoder_only", "cross", "local")
 
 
@@ -48,15 +53,24 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
         )
     if path.name == "cascade":
         _check_cascade(batch)
+    if path.name in _CAUSAL_ONLY and not layer.is_causal:
+        raise SpecError(
+            f"the path {path.name} is defined for causal layers",
+            field="layer.causal",
+            value=False,
+            allowed="leave causal out, or give another path",
+        )
+    if path.name in ("split_kv", "dcp"):
+        _check_parts(layer, path.name)
     match path.options:
         case SpecDecodeOptions(num_speculative_tokens=drafts):
             _check_uniform(batch, 1 + drafts, f"verifying {drafts} draft tokens takes {1 + drafts} rows a request")
         case TreeOptions(parents=parents):
-            _check_tree(layer, batch, parents)
+            _check_tree(batch, parents)
         case FastPrefillOptions(rows=rows):
             _check_fast_prefill(batch, rows)
         case DCPOptions(interleave=interleave):
-            _check_dcp(cache, interleave)
+            _check_dcp(cache, batch, interleave)
         case MicroBatchOptions(cuts=cuts):
             _check_micro_batch(batch, cuts)
         case _:
@@ -96,12 +110,44 @@ def _check_uniform(batch: BatchSpec, rows: int, reason: str) -> None:
             )
 
 
-def _check_tree(layer: LayerSpec, batch: BatchSpec, parents: tuple[int, ...]) -> None:
+def _check_tree(batch: BatchSpec, parents: tuple[int, ...]) -> None:
     if not parents:
         raise SpecError("a tree needs a node", field="path.tree.parents", value=(), allowed="give each row a parent")
-    if not layer.is_causal:
-        raise SpecError("a tree narrows the causal mask", field="layer.causal", value=False, allowed="leave causal out")
+    if parents[0] != -1 or -1 in parents[1:]:
+        raise SpecError(
+            "row 0 is the root, the last verified token, and the only one",
+            field="path.tree.parents",
+            value=parents,
+            allowed="give -1 to row 0 and an earlier row to every other",
+        )
+    depths = _depths(parents)
+    if depths != sorted(depths):
+        raise SpecError(
+            f"the rows stand at depths {depths}",
+            field="path.tree.parents",
+            value=parents,
+            allowed="list the rows by depth, as engines lay their trees out",
+        )
     _check_uniform(batch, len(parents), f"the tree has {len(parents)} nodes, one for each new row of a request")
+
+
+def _depths(parents: tuple[int, ...]) -> list[int]:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def _check_parts(layer: LayerSpec, path: str) -> None:
+    for name in _MEASURED_FROM_THE_QUERY:
+        value = getattr(layer, name)
+        if value:
+            raise SpecError(
+                f"a part of the keys is attended without the distance to the query, and the path {path} has such parts",
+                field=f"layer.{name}",
+                value=value,
+                allowed=f"leave {name} out, or give another path",
+            )
 
 
 def _check_fast_prefill(batch: BatchSpec, rows: int) -> None:
@@ -125,7 +171,7 @@ def _check_cascade(batch: BatchSpec) -> None:
             )
 
 
-def _check_dcp(cache: CacheSpec, interleave: int) -> None:
+def _check_dcp(cache: CacheSpec, batch: BatchSpec, interleave: int) -> None:
     if cache.block_size % interleave:
         raise SpecError(
             "a page lies on the ranks in whole runs",
@@ -133,6 +179,14 @@ def _check_dcp(cache: CacheSpec, interleave: int) -> None:
             value=interleave,
             allowed=f"give a divisor of block_size {cache.block_size}",
         )
+    for index, request in enumerate(batch.requests):
+        if request.shared_prefix:
+            raise SpecError(
+                "ranks that share pages are not laid out",
+                field=f"batch.requests.{index}.shared_prefix",
+                value=request.shared_prefix,
+                allowed="leave shared_prefix out",
+            )
 
 
 def _check_micro_batch(batch: BatchSpec, cuts: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from attncheck.backends.declarations import is_merged
 from attncheck.harness.step import Step
 from attncheck.reference import (
     CommonAttentionMetadata,
@@ -48,13 +49,6 @@ class Call:
     builder: int = 0
 
 
-def is_merged(step: Step, features: frozenset[str]) -> bool:
-    """Whether the calls see different keys for the same rows, so that their results are merged."""
-    if not step.problem.parts:
-        return False
-    return step.problem.case.batch.path.name != "cascade" or "cascade" not in features
-
-
 def num_builders(step: Step) -> int:
     """How many calls are built before the first is made, each by a builder of its own: one a micro-batch."""
     options = step.problem.case.batch.path.options
@@ -66,7 +60,7 @@ def calls_of(step: Step, features: frozenset[str]) -> tuple[Call, ...]:
     case = step.problem.case
     if isinstance(case.batch.path.options, MicroBatchOptions):
         return _micro_batches(step, case.batch.path.options.cuts)
-    if is_merged(step, features):
+    if is_merged(case.batch, features):
         parts = range(len(step.problem.parts))
         return tuple(_whole(step, step.common_metadata(part), carries_sinks=part == 0) for part in parts)
     if case.batch.path.name == "cascade":

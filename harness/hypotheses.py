@@ -51,6 +51,29 @@ def toggles(params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
         off = replace(params, sinks=None)
         yield Toggle("sinks", _altered("the sinks are ignored", rows, off), seen > 0, True)
     yield from _window_toggles(params, rows, seen)
+    yield from _chunk_toggles(params, rows, seen)
+    if rows.tree is not None:
+        flat = replace(rows, tree=None)
+        ignored = _altered("the tree is ignored: drafts see other branches", flat, params)
+        yield Toggle("tree", ignored, _keys_seen(flat, params) > seen, mostly=True)
+
+
+def _chunk_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterator[Toggle]:
+    chunk = params.attn_chunk_size
+    if chunk is None:
+        return
+    whole = replace(params, attn_chunk_size=None)
+    ignored = _altered("the chunks are ignored", rows, whole)
+    yield Toggle("attn_chunk_size", ignored, _keys_seen(rows, whole) > seen, mostly=True)
+    for size, name in ((chunk + 1, "+ 1"), (chunk - 1, "- 1")):
+        if size:
+            other = replace(params, attn_chunk_size=size)
+            acts = _keys_seen(rows, other) != seen
+            moved = _altered(f"the chunks have {size} keys", rows, other)
+            yield Toggle(f"attn_chunk_size {name}", moved, acts, mostly=False)
+    window = replace(whole, window=(chunk - 1, params.window[1]))
+    slid = _altered(f"a window of {chunk} keys in place of chunks", rows, window)
+    yield Toggle("attn_chunk_size, not a window", slid, _keys_seen(rows, window) > seen, mostly=False)
 
 
 def _window_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterator[Toggle]:
@@ -161,22 +184,35 @@ def _zeros(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _keys_seen(rows: Rows, params: AttentionParams) -> Tensor:
-    """int64 ``[T]``: how many keys each row sees, from the window's arithmetic."""
+    """int64 ``[T]``: how many keys each row sees."""
     counts = []
-    starts_q, starts_k = rows.cu_seqlens_q.tolist(), rows.cu_seqlens_k.tolist()
+    device = rows.query.device
+    for num_rows, num_keys in zip(rows.num_rows.tolist(), rows.num_keys.tolist(), strict=True):
+        context = num_keys - num_rows
+        position = torch.arange(num_rows, device=device) + context
+        first, last = _ends_seen(params, position, num_keys)
+        count = (last - first + 1).clamp(min=0)
+        if rows.tree is not None:
+            node = position[None, :]
+            lost = ~rows.tree[:num_rows, :num_rows] & (node >= first[:, None]) & (node <= last[:, None])
+            count = count - lost.sum(dim=1)
+        counts.append(count)
+    return torch.cat(counts)
+
+
+def _ends_seen(params: AttentionParams, position: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """First and last key that rows at ``position`` see, from the arithmetic of windows and chunks."""
     left, right = params.window
-    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
-        position = torch.arange(q1 - q0) + (k1 - k0) - (q1 - q0)
-        last = torch.full_like(position, k1 - k0 - 1)
-        first = torch.zeros_like(position)
-        if params.causal:
-            last = torch.minimum(last, position)
-        if right >= 0:
-            last = torch.minimum(last, position + right)
-        if left >= 0:
-            first = torch.maximum(first, position - left)
-        if params.attn_chunk_size:
-            chunk = position // params.attn_chunk_size - params.attn_chunk_lookback
-            first = torch.maximum(first, chunk * params.attn_chunk_size)
-        counts.append((last - first + 1).clamp(min=0))
-    return torch.cat(counts).to(rows.query.device)
+    last = torch.full_like(position, num_keys - 1)
+    first = torch.zeros_like(position)
+    if params.causal:
+        last = torch.minimum(last, position)
+    if right >= 0:
+        last = torch.minimum(last, position + right)
+    if left >= 0:
+        first = torch.maximum(first, position - left)
+    if params.attn_chunk_size:
+        chunk = position // params.attn_chunk_size
+        first = torch.maximum(first, (chunk - params.attn_chunk_lookback) * params.attn_chunk_size)
+        last = torch.minimum(last, (chunk + 1) * params.attn_chunk_size - 1)
+    return first, last

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
+from attncheck.backends.declarations import is_merged
 from attncheck.harness.buffers import GuardedBuffer, read_result
-from attncheck.harness.calls import Call, calls_of, is_merged, num_builders
+from attncheck.harness.calls import Call, calls_of, num_builders
 from attncheck.harness.changes import changes
 from attncheck.harness.config import Layer
 from attncheck.harness.construction import construct_builder, construct_impl
@@ -88,7 +89,11 @@ class Session:
         except StageError as failure:
             made = ("the output of an earlier call",) if results and not failure.raised.touched else ()
             return replace(failure.raised, touched=(*failure.raised.touched, *made))
-        whole = merged(results, self.backend.conventions) if self._is_merged(step) else placed(results)
+        whole = (
+            merged(results, self.backend.conventions)
+            if is_merged(self.problem.case.batch, self.backend.features)
+            else placed(results)
+        )
         pristine = calls_of(self._step(fill), self.backend.features)
         return Observation(
             output=self._in_problem_order(whole.output, step),
@@ -132,9 +137,6 @@ class Session:
 
     def _add_builder(self) -> None:
         self._builders.append(stage("builder", lambda: construct_builder(self.backend, self.problem, self.device)))
-
-    def _is_merged(self, step: Step) -> bool:
-        return is_merged(step, self.backend.features)
 
     def _make_pool(self) -> Pool:
         pool = Pool(self.backend, self.problem, self.device, self._write_through_backend)

@@ -6,7 +6,7 @@ cases are the business of ``numerics``. Cannot see: declarations no case of the 
 
 import torch
 
-from attncheck.backends.declarations import required_features
+from attncheck.backends.declarations import is_merged, required_features
 from attncheck.harness.checks.numerics import output_shares, summarize
 from attncheck.harness.explain import explain
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
@@ -73,7 +73,10 @@ def examine_undeclared(
 def unprobed(problem: Problem, features: frozenset[str]) -> NotExamined | None:
     """Undeclared cases that are not tried at all, and why."""
     case = problem.case
-    missing = (required_features(case.layer, case.cache, case.batch) - features) & NOT_REFUSABLE
+    needs = required_features(case.layer, case.cache, case.batch, features) - features
+    if is_merged(case.batch, features) and "lse" in needs:
+        return NotExamined((f"path {case.batch.path.name} merges by the LSE: played only where lse is declared",))
+    missing = needs & NOT_REFUSABLE
     if not missing:
         return None
     names = ", ".join(sorted(missing))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from attncheck.cases.model import Case
+from attncheck.cases.paths import implied_path
 from attncheck.harness.checks.numerics import examine as judge
 from attncheck.harness.findings import Broken, Finding
 from attncheck.harness.observation import Raised
@@ -17,6 +18,9 @@ from attncheck.harness.runner import Fill, Session
 from attncheck.harness.stages import declared_reasons
 from attncheck.harness.truth import Truth
 from attncheck.reference.spec import PaddingSpec, RequestSpec
+
+_FIXED_ROWS = ("spec_decode", "tree", "fast_prefill")
+_CUT_BATCHES = ("cascade", "split_kv", "dcp", "micro_batch")
 
 
 def examine(problem: Problem, truth: Truth, session: Session, first: Finding) -> Finding:
@@ -56,15 +60,24 @@ def examine(problem: Problem, truth: Truth, session: Session, first: Finding) ->
 
 
 def other_batches(case: Case) -> tuple[Case, Case]:
-    """Batches for the same layer: one of the same shape with other pages and lengths, and one of half the lengths."""
+    """Batches for the same layer: one of the same shape with other pages and lengths, and one of half the lengths.
+
+    A path that fixes the number of rows keeps it; where a path is a way of cutting the batch, an ordinary step comes
+    between, as in a model runner.
+    """
+    path = case.batch.path
     requests = list(case.batch)
     alike = [_resized(r, r.query_len, r.context_len - 1) for r in requests]
-    smaller = [_resized(r, -(-r.query_len // 2), r.context_len // 2) for r in reversed(requests)]
+    rows = [r.query_len if path.name in _FIXED_ROWS else -(-r.query_len // 2) for r in requests]
+    halves = zip(reversed(requests), reversed(rows), strict=True)
+    smaller = [_resized(r, query_len, r.context_len // 2) for r, query_len in halves]
     smaller = [replace(r, encoder_len=None if r.encoder_len is None else r.encoder_len // 2) for r in smaller]
     cache = replace(case.cache, num_blocks=None)
+    if path.name in _CUT_BATCHES:
+        path = implied_path(case.layer)
 
     def variant(name: str, others: list[RequestSpec], padding: PaddingSpec) -> Case:
-        batch = replace(case.batch, requests=tuple(others), padding=padding)
+        batch = replace(case.batch, requests=tuple(others), padding=padding, path=path)
         return replace(case, id=f"{case.id}.{name}", batch=batch, cache=cache, tolerance=None)
 
     return variant("alike", alike, case.batch.padding), variant("smaller", smaller, PaddingSpec())
