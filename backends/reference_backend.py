@@ -15,6 +15,7 @@ from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.cache import copy_blocks, reshape_and_cache, swap_blocks
 from attncheck.reference.merge import merge_attn_states
 from attncheck.reference.paged import paged_attention
+from attncheck.reference.short_convolution import causal_conv1d
 from attncheck.reference.varlen import varlen_attention
 
 
@@ -36,6 +37,7 @@ class ReferenceBackend(PagedBackend):
             "fp8_kv",
             "fp8_per_head",
             "short_keys",
+            "tree",
             "merge_nan",
         }
     )
@@ -66,6 +68,7 @@ class ReferenceBackend(PagedBackend):
             "reshape_and_cache": reshape_and_cache,
             "copy_blocks": copy_blocks,
             "swap_blocks": swap_blocks,
+            "causal_conv1d": causal_conv1d,
         }
 
 
@@ -122,9 +125,21 @@ class ReferenceImpl(PagedImpl):
                 params,
                 k_scale=layer._k_scale,
                 v_scale=layer._v_scale,
+                tree_mask=self._tree_of_step(metadata),
             )
         elif key is not None and value is not None:
             out, lse = varlen_attention(query[:rows], key[:rows], value[:rows], starts, starts, params)
         output[:rows] = out.to(output.dtype)
         if output_lse is not None:
             output_lse[:rows] = lse.to(output_lse.dtype)
+
+    def _tree_of_step(self, metadata: PagedMetadata) -> Tensor | None:
+        """One tree holds for all requests of a call: a step of both kinds is refused."""
+        if metadata.tree is None:
+            return None
+        fits = {end - start == len(metadata.tree) for _, start, end, _ in metadata.requests()}
+        if len(fits) > 1:
+            raise NotImplementedError(
+                f"REFERENCE: a tree of {len(metadata.tree)} rows beside requests of other lengths"
+            )
+        return metadata.tree if fits == {True} else None

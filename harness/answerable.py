@@ -2,7 +2,23 @@
 
 from attncheck.cases.model import Case
 
-ANSWERED_PATHS = frozenset({"paged", "encoder_only", "cross", "merge"})
+ANSWERED_PATHS = frozenset(
+    {
+        "paged",
+        "encoder_only",
+        "cross",
+        "fast_prefill",
+        "spec_decode",
+        "tree",
+        "local",
+        "cascade",
+        "split_kv",
+        "dcp",
+        "micro_batch",
+        "merge",
+        "causal_conv1d",
+    }
+)
 
 
 def unanswered_reasons(case: Case) -> tuple[str, ...]:
@@ -13,10 +29,6 @@ def unanswered_reasons(case: Case) -> tuple[str, ...]:
         reasons.append(f"path {path!r} is not examined by this version of attncheck")
     if layer.mla is not None and path != "mla":
         reasons.append("multi-head latent attention is not examined by this version of attncheck")
-    if layer.attn_chunk_size is not None:
-        reasons.append(f"attn_chunk_size {layer.attn_chunk_size}: local attention is not examined by this version")
-    if layer.kv_sharing:
-        reasons.append("kv_sharing: layers without a cache of their own are not examined by this version")
     if layer.output_quant is not None:
         reasons.append("output_quant: fused output quantisation is not examined by this version")
     if cache.kv_cache_dtype not in ("auto", layer.dtype):

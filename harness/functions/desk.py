@@ -15,8 +15,8 @@ from attncheck.cases.model import Case
 from attncheck.harness.checks.claims import broken_promise
 from attncheck.harness.dump import dump_tensors
 from attncheck.harness.findings import Finding, Holds, NotExamined
+from attncheck.harness.functions import convolution, merging
 from attncheck.harness.functions.calls import Function
-from attncheck.harness.functions.merging import Merging
 from attncheck.harness.stages import StageError, stage
 
 
@@ -26,7 +26,7 @@ class Examination(Protocol):
     def run(self) -> None:
         """The first call."""
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor | None]:
         """Arguments, truth and budget, by name."""
 
     def numerics(self) -> Finding:
@@ -45,7 +45,10 @@ class Examination(Protocol):
 Examiner = Callable[[type[AttentionBackend], Function, Case, int, torch.device], Examination]
 """(backend, its function, case, seed, device): the examination."""
 
-FUNCTION_PATHS: Mapping[str, tuple[str, Examiner]] = {"merge": ("merge_attn_states", Merging)}
+FUNCTION_PATHS: Mapping[str, tuple[str, Examiner]] = {
+    "merge": (merging.NAME, merging.Merging),
+    "causal_conv1d": (convolution.NAME, convolution.Convolution),
+}
 """Path -> the function it examines, by its name in ``functions()``, and how."""
 
 

@@ -1,0 +1,206 @@
+"""The path ``causal_conv1d``: short convolutions through the function of that name of a backend.
+
+``numerics``: the rows of all sequences lie within the budget, no argument but the states changed. ``cache_write``:
+exactly the lines of the sequences remember exactly their last inputs, everything else is what it was, byte for byte.
+``containment``: lines of nobody, columns no state uses and states of sequences that have none reach neither rows nor
+states. Cannot see: how a kernel cuts sequences into pieces; rows of padding but whether they are finite.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.cases.model import Case
+from attncheck.harness.checks.numerics import summarize
+from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.functions.calls import Function, call, dtypes_from, misfit
+from attncheck.harness.functions.conv_problem import PAD_ID, build_conv, conv_truth, convolve
+from attncheck.harness.pool import flat_bytes
+from attncheck.harness.tolerance import share_of_budget
+
+NAME = "causal_conv1d"
+
+
+@dataclass(frozen=True)
+class _Convolved:
+    """What a call gave: ``y`` float64 ``[T + padding, C]``, the states' memory after it, the arguments it changed."""
+
+    y: Tensor
+    states: Tensor
+    changed: tuple[str, ...]
+
+
+class Convolution:
+    """One backend's ``causal_conv1d`` on the sequences of one case."""
+
+    def __init__(
+        self, backend: type[AttentionBackend], function: Function, case: Case, seed: int, device: torch.device
+    ) -> None:
+        self._function, self._device = function, device
+        self._problem = build_conv(case, seed)
+        self._truth = conv_truth(self._problem, device)
+
+    def run(self) -> None:
+        """The first call, whose answer the checks share; StageError where it raises."""
+        _ = self._first
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The question and its answer, for a dump."""
+        truth = {"truth": self._truth.y[:, 0], "truth_conv_states": self._truth.states}
+        allowed = {"budget_norm": self._truth.budget.norm, "budget_peak": self._truth.budget.peak}
+        return {**self._problem.arguments(self._device), **truth, **allowed}
+
+    def numerics(self) -> Finding:
+        """Judge the rows of all sequences."""
+        seen = self._first
+        if isinstance(seen, Broken):
+            return seen
+        shares = self._shares(seen)
+        figures = {"rows": len(shares), "budget_share": float(shares.max()) if shares.numel() else 0.0}
+        if bool((shares > 1).any()):
+            return Broken(summarize(self._problem, shares), figures, self._meaning(seen), seen.changed)
+        if seen.changed:
+            return Broken(f"arguments were changed: {', '.join(seen.changed)}", figures)
+        return Holds(figures)
+
+    def lse(self) -> Finding:
+        """There is none."""
+        return NotExamined(("a convolution has no log-sum-exp",), "attncheck")
+
+    def cache_write(self) -> Finding:
+        """Judge the states after the call, their whole memory."""
+        seen = self._first
+        if isinstance(seen, Broken):
+            return seen
+        figures = {"lines_written": len(self._problem.lines), "state_bytes": seen.states.numel()}
+        if torch.equal(flat_bytes(self._truth.states), seen.states):
+            return Holds(figures)
+        after = torch.empty_strided(
+            self._truth.states.shape, self._truth.states.stride(), dtype=self._problem.dtype, device=self._device
+        )
+        flat_bytes(after).copy_(seen.states)
+        wrong = _bits(after) != _bits(self._truth.states)
+        lines = wrong.flatten(1).any(dim=1).nonzero().flatten().tolist()
+        figures["lines_wrong"] = len(lines)
+        line = lines[0]
+        column = int(wrong[line].any(dim=0).nonzero()[0])
+        where = f"{self._problem.line_name(line)}, column {column}"
+        return Broken(
+            f"{len(lines)} lines of the state are wrong, first: {where}", figures, self._meaning_of_states(wrong)
+        )
+
+    def containment(self) -> Finding:
+        """Judge calls with poison where no answer may look."""
+        first, again = self._first, self._convolve()
+        if isinstance(first, Broken):
+            return first
+        if isinstance(again, Broken):
+            return again
+        padding = first.y[len(self._problem.positions) :]
+        if not bool(torch.isfinite(padding).all()):
+            return Broken("rows of padding hold NaN or Inf")
+        bitwise = not bool(self._moved(first, again).any())
+        regions = self._problem.regions()
+        poisons = {"NaN": math.nan, "Inf": math.inf, "0": 0.0}
+        for name, value in poisons.items():
+            moved = self._leak(first, value, tuple(regions), bitwise=bitwise)
+            if isinstance(moved, Broken):
+                return moved
+            if moved is None:
+                continue
+            sources = [region for region in regions if self._leak(first, value, (region,), bitwise=bitwise)]
+            return Broken(f"{name} in {', '.join(sources) or 'several places together'} reaches {moved}")
+        notes = () if bitwise else ("compared within the budget: the function does not repeat itself on equal input",)
+        figures = {"rows": len(self._truth.y), "poisonings": len(poisons), "bitwise": int(bitwise)}
+        return Holds(figures, notes)
+
+    @cached_property
+    def _first(self) -> _Convolved | Broken:
+        return self._convolve()
+
+    def _convolve(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> _Convolved | Broken:
+        arguments = self._problem.arguments(self._device, poison, regions)
+        options = {"activation": self._problem.options.activation, "pad_id": PAD_ID}
+        returned, changed = call(NAME, self._function, arguments, options, "conv_states")
+        x, states = arguments["x"], arguments["conv_states"]
+        if x is None or states is None:
+            raise TypeError("rows and states are tensors")
+        wrong = misfit("y", returned, x, dtypes_from(self._problem.dtype))
+        if wrong is not None or not isinstance(returned, Tensor):
+            return Broken(f"of the answer, {wrong}")
+        return _Convolved(returned.double(), flat_bytes(states).clone(), changed)
+
+    def _shares(self, seen: _Convolved) -> Tensor:
+        """Errors in budgets, ``[T, 1]``."""
+        return share_of_budget(seen.y[: len(self._truth.y), None] - self._truth.y, self._truth.budget)
+
+    def _moved(self, one: _Convolved, other: _Convolved) -> Tensor:
+        """Bool ``[T]``: real rows that are not equal bit for bit."""
+        a, b = (seen.y[: len(self._truth.y)] for seen in (one, other))
+        return ((a != b) & ~(torch.isnan(a) & torch.isnan(b))).any(dim=1)
+
+    def _leak(self, first: _Convolved, value: float, regions: tuple[str, ...], *, bitwise: bool) -> str | Broken | None:
+        """What ``value`` in ``regions`` reaches, in words; None: nothing."""
+        seen = self._convolve(value, regions)
+        if isinstance(seen, Broken):
+            return seen
+        moved = self._moved(first, seen) if bitwise else (self._shares(seen) > 1).any(dim=1)
+        if bool(moved.any()):
+            row = int(moved.nonzero()[0])
+            return f"{int(moved.sum())} of {len(moved)} rows, first: row {row} ({self._problem.row_name(row)})"
+        before, after = (self._remembered(states) for states in (first.states, seen.states))
+        lines = (before != after).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        return f"the state of request {lines[0]}" if lines else None
+
+    def _remembered(self, memory: Tensor) -> Tensor:
+        """The bits that the requests' lines hold of a state, ``[R, C, K - 1]``."""
+        like = self._truth.states
+        states = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        flat_bytes(states).copy_(memory)
+        return _bits(states)[self._problem.lines, :, : self._problem.past]
+
+    def _meaning(self, seen: _Convolved) -> str | None:
+        """The usual mistake whose answer this is, if there is one."""
+        for meaning, changes in self._mistakes():
+            y, _ = convolve(self._problem, self._device, **changes)
+            if not bool((share_of_budget(seen.y[: len(y), None] - y[:, None], self._truth.budget) > 1).any()):
+                return meaning
+        return None
+
+    def _mistakes(self) -> Iterator[tuple[str, dict[str, object]]]:
+        problem, given = self._problem, self._problem.arguments(self._device)
+        weight, remembers = given["weight"], given["has_initial_state"]
+        if weight is not None and remembers is not None:
+            yield "the taps are in reverse order: the last one belongs to the newest row", {"weight": weight.flip(1)}
+            yield "states are used where has_initial_state is False", {"has_initial_state": remembers | True}
+            yield "states are not used", {"has_initial_state": remembers & False}
+        if problem.options.activation is not None:
+            yield "the activation is missing", {"activation": None}
+        else:
+            yield "an activation is applied, and none was asked for", {"activation": "silu"}
+        if problem.bias is not None:
+            yield "the bias is missing", {"bias": None}
+
+    def _meaning_of_states(self, wrong: Tensor) -> str | None:
+        """``wrong``: bool ``[lines, C, columns]``."""
+        problem = self._problem
+        lines = wrong.flatten(1).any(dim=1).nonzero().flatten().tolist()
+        if lines == [len(problem.states) - 1]:
+            return f"the index of padding, {PAD_ID}, was taken for the last line"
+        if bool(wrong[:, :, problem.past :].any()):
+            return "columns that no state uses were written"
+        if not set(lines) <= set(problem.lines):
+            return "lines of no sequence were written"
+        lengths = (problem.query_start_loc[1:] - problem.query_start_loc[:-1]).tolist()
+        if all(lengths[problem.lines.index(line)] < problem.past for line in lines):
+            return "where a sequence is shorter than the state, what it remembers must move up, not be dropped"
+        return None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
