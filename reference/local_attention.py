@@ -6,10 +6,11 @@ behaviour is vLLM's, padding requests apart. Must not know: attention itself, ca
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.arguments import require_index, require_positive_int
-from attncheck.reference.host_batch import host_array, query_bounds
+from attncheck.reference.host_batch import Integers, host_array, query_bounds
 from attncheck.reference.metadata import CommonAttentionMetadata
 
 
@@ -78,12 +79,6 @@ def make_local_attention_virtual_batches(
     starts = np.zeros(len(request) + 1, dtype=np.int32)
     queries.cumsum(out=starts[1:])
 
-    pages = attn_chunk_size // block_size
-    rows = torch.from_numpy(request).to(table.device)
-    first_page = torch.from_numpy(chunk * pages).to(table.device)
-    columns = first_page[:, None] + torch.arange(pages, device=table.device)
-    columns.clamp_(max=table.shape[1] - 1)
-
     device = common_attn_metadata.query_start_loc.device
     query_start_loc_cpu, seq_lens_cpu = torch.from_numpy(starts), torch.from_numpy(keys)
     return CommonAttentionMetadata(
@@ -96,7 +91,24 @@ def make_local_attention_virtual_batches(
         num_actual_tokens=common_attn_metadata.num_actual_tokens,
         max_query_len=int(queries.max()),
         max_seq_len=int(keys.max()),
-        block_table_tensor=table[rows[:, None], columns],
+        block_table_tensor=_pages(table, request, chunk, attn_chunk_size // block_size),
         slot_mapping=common_attn_metadata.slot_mapping,
         causal=True,
     )
+
+
+def _pages(table: Tensor, request: Integers, chunk: Integers, pages: int) -> Tensor:
+    """``[table[r, min(j * pages + k, W - 1)] for k in range(pages)]`` of every virtual request ``(r, j)``."""
+    last_page = table.shape[1] - 1
+    first_page = chunk * pages
+    (clipped,) = (first_page + pages - 1 > last_page).nonzero()
+    rows, columns, late = (torch.from_numpy(index).to(table.device) for index in (request, first_page, clipped))
+    if len(clipped) < len(request):
+        # Windows of a row are copied whole, an order of magnitude faster than page by page.
+        chosen = table.unfold(1, pages, 1)[rows, columns.clamp(max=last_page + 1 - pages)]
+    else:
+        chosen = table.new_empty(len(request), pages)
+    if len(clipped):
+        wanted = columns[late, None] + torch.arange(pages, device=table.device)
+        chosen[late] = table[rows[late, None], wanted.clamp_(max=last_page)]
+    return chosen
