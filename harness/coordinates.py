@@ -14,7 +14,7 @@ from torch import Tensor
 CHANNELS = 32
 """Channels a signature occupies; head sizes below it carry none."""
 
-_SMALLEST = 2.0**-10
+SMALLEST = 2.0**-10
 """Magnitude below which a signed channel is raised: a sign must survive the narrowest dtype."""
 
 _MASK = 0xFFFFFFFF
@@ -36,13 +36,17 @@ class Coordinate:
         return f"the {self.kind} of request {self.request}, position {self.position}, KV head {self.head}"
 
 
-def sign(rows: Tensor, kind: str, requests: Tensor, positions: Tensor) -> None:
-    """Give ``rows`` (``[n, Hkv, D]``, in place) their signs; ``requests`` and ``positions`` are int64 ``[n]``."""
+def sign(rows: Tensor, kind: str, requests: Tensor, positions: Tensor, smallest: float | Tensor = SMALLEST) -> None:
+    """Give ``rows`` (``[n, Hkv, D]``, in place) their signs; ``requests`` and ``positions`` are int64 ``[n]``.
+
+    ``smallest``: the magnitude to which signed channels are raised, a number or one a head (``[Hkv, 1]``).
+    """
     heads = torch.arange(rows.shape[1])
     word = ((requests % 1024) << 22 | (positions % 131072) << 5)[:, None] | (heads % 32)
     code = _scramble(word ^ _SALT[kind])
     bits = (code[..., None] >> torch.arange(CHANNELS)) & 1
-    rows[..., :CHANNELS] = (2 * bits - 1).to(rows.dtype) * rows[..., :CHANNELS].abs().clamp(min=_SMALLEST)
+    size = torch.maximum(rows[..., :CHANNELS].abs(), torch.as_tensor(smallest, dtype=rows.dtype))
+    rows[..., :CHANNELS] = (2 * bits - 1).to(rows.dtype) * size
 
 
 def decode(row: Tensor) -> tuple[Coordinate, ...]:
