@@ -1,7 +1,8 @@
 """``cache_write``: exactly the mapped slots hold exactly the new K/V, byte for byte; inputs are unchanged.
 
 The whole pool is compared with a copy that the proven codec wrote; then once more with new rows at the limits of their
-dtype, which a cache that secretly rounds or clamps cannot hold. Cannot see: writes outside the cache's own memory.
+dtype, which a cache that secretly rounds or clamps cannot hold. Functions on pages that the backend offers are held to
+the same (:mod:`attncheck.harness.functions.block_moves`). Cannot see: writes outside the cache's own memory.
 """
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from attncheck.harness.coordinates import decode
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.functions import block_moves
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
@@ -19,7 +21,14 @@ _NAMED = 4
 
 
 def examine(problem: Problem, session: Session, seen: Observation) -> Finding:
-    """Judge what one step did to the cache and to its inputs, and one more step with extreme rows."""
+    """Judge what one step did to the cache and to its inputs, one more with extreme rows, and functions on pages."""
+    finding = _examine_steps(problem, session, seen)
+    if isinstance(finding, Broken | Raised) or session.pool is None:
+        return finding
+    return block_moves.examine(problem, session.backend, session.device, finding)
+
+
+def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Finding:
     pool = session.pool
     if pool is None:
         return NotExamined((f"attn_type {problem.layer.attn_type} has no cache",), "attncheck")
