@@ -222,9 +222,10 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
 def _sequences(inter_data: Any) -> list[_Sequence]:
     """The sequences of a group, refused where its lists do not run in parallel."""
     lists = {name: getattr(inter_data, name) for name in _PARALLEL}
-    lengths = {name: len(entries) for name, entries in lists.items()}
-    if len(set(lengths.values())) > 1:
-        raise ReferenceArgumentError("lengths of the group's lists", lengths, "equal: one entry a sequence in each")
+    size = len(lists["seq_ids"])
+    for name, entries in lists.items():
+        if len(entries) != size:
+            raise ReferenceArgumentError(f"len({name})", len(entries), f"{size}, one entry for each of seq_ids")
     return [_Sequence(*entries) for entries in zip(*lists.values(), strict=True)]
 
 

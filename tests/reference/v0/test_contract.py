@@ -1,0 +1,195 @@
+"""The classes a first-generation backend is made of: what they demand, and what they give."""
+
+import inspect
+from dataclasses import dataclass, fields
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.reference.v0 import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionState,
+    CommonAttentionState,
+    CommonMetadataBuilder,
+    MLAAttentionImpl,
+)
+
+TEN = [
+    "num_heads",
+    "head_size",
+    "scale",
+    "num_kv_heads",
+    "alibi_slopes",
+    "sliding_window",
+    "kv_cache_dtype",
+    "logits_soft_cap",
+    "attn_type",
+    "kv_sharing_target_layer_name",
+]
+LATENT = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"]
+OUTPUTS = ["output", "output_scale", "output_block_scale"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "abstract"),
+    [
+        (
+            AttentionBackend,
+            {
+                "get_name",
+                "get_impl_cls",
+                "get_metadata_cls",
+                "get_builder_cls",
+                "get_state_cls",
+                "get_kv_cache_shape",
+                "swap_blocks",
+                "copy_blocks",
+            },
+        ),
+        (AttentionImpl, {"__init__", "forward"}),
+        (MLAAttentionImpl, {"__init__", "forward"}),
+        (AttentionMetadata, {"prefill_metadata", "decode_metadata"}),
+        (AttentionMetadataBuilder, {"__init__", "prepare", "build"}),
+        (
+            AttentionState,
+            {
+                "__init__",
+                "graph_capture",
+                "graph_clone",
+                "graph_capture_get_metadata_for_batch",
+                "get_graph_input_buffers",
+                "prepare_graph_input_buffers",
+                "begin_forward",
+            },
+        ),
+        (CommonAttentionState, set()),
+        (CommonMetadataBuilder, set()),
+    ],
+)
+def test_what_a_subclass_must_bring(kind, abstract):
+    assert kind.__abstractmethods__ == abstract
+    if abstract:
+        with pytest.raises(TypeError, match="abstract"):
+            kind()
+
+
+def parameters(function):
+    return {name: p.default for name, p in inspect.signature(function).parameters.items() if name != "self"}
+
+
+def test_signatures_of_impls():
+    ten = parameters(AttentionImpl.__init__)
+    assert list(ten) == TEN
+    assert list(ten.values())[:3] == [inspect.Parameter.empty] * 3
+    assert list(ten.values())[3:] == [None, None, None, "auto", None, "decoder", None]
+    latent = parameters(MLAAttentionImpl.__init__)
+    assert list(latent) == [*TEN, *LATENT, "kv_b_proj"]
+    assert set(latent.values()) == {inspect.Parameter.empty}
+    for kind, rows in (
+        (AttentionImpl, ["query", "key", "value"]),
+        (MLAAttentionImpl, ["hidden_states_or_cq", "kv_c_normed", "k_pe"]),
+    ):
+        forward = parameters(kind.forward)
+        assert list(forward) == ["layer", *rows, "kv_cache", "attn_metadata", *OUTPUTS]
+        assert [forward[name] for name in OUTPUTS] == [None] * 3
+    assert issubclass(MLAAttentionImpl, AttentionImpl)
+
+
+def test_no_impl_folds_a_quantisation_unless_it_says_so():
+    class Impl(AttentionImpl):
+        def __init__(self, *args):
+            pass
+
+        def forward(self, *args):
+            return args
+
+    assert Impl(8, 64, 0.125).fused_output_quant_supported(quant_key=(torch.float8_e4m3fn, True)) is False
+
+
+def test_a_layer_offers_scales_their_host_copies_and_a_forward():
+    scales = {"_q_scale", "_k_scale", "_v_scale"}
+    assert set(AttentionLayer.__annotations__) == {*scales, "_prob_scale", *(f"{name}_float" for name in scales)}
+    assert list(parameters(AttentionLayer.forward)) == ["query", "key", "value", "kv_cache", "attn_metadata"]
+
+
+@dataclass
+class Batch(AttentionMetadata):
+    a: int = 1
+    b: Any = None
+    _kept: Any = None
+
+    @property
+    def prefill_metadata(self):
+        return None
+
+    @cached_property
+    def decode_metadata(self):
+        return SimpleNamespace()
+
+
+BASE = [
+    "num_prefills",
+    "num_prefill_tokens",
+    "num_decode_tokens",
+    "slot_mapping",
+    "multi_modal_placeholder_index_maps",
+    "enable_kv_scales_calculation",
+]
+
+
+class Backend(AttentionBackend):
+    get_name = get_impl_cls = get_builder_cls = get_state_cls = staticmethod(lambda: None)
+    get_kv_cache_shape = swap_blocks = copy_blocks = staticmethod(lambda *args: None)
+
+    @staticmethod
+    def get_metadata_cls():
+        return Batch
+
+
+def test_a_backends_defaults():
+    assert Backend.accept_output_buffer is False
+    assert Backend.full_cls_name() == (__name__, "Backend")
+    assert type("Backend", (Backend,), {"__module__": __name__}).full_cls_name() == Backend.full_cls_name()
+    with pytest.raises(NotImplementedError):
+        Backend.get_kv_cache_stride_order()
+    Backend()
+
+
+def test_metadata_is_made_by_the_backend():
+    made = Backend.make_metadata(1, 2, 3, slot_mapping="s", b=7, **dict.fromkeys(BASE[4:]))
+    assert type(made) is Batch
+    assert (made.num_prefills, made.num_prefill_tokens, made.num_decode_tokens) == (1, 2, 3)
+    assert (made.slot_mapping, made.a, made.b) == ("s", 1, 7)
+
+
+def test_the_base_fields_in_order():
+    assert [field.name for field in fields(AttentionMetadata)] == BASE
+
+
+def test_asdict_copies_nothing():
+    slots, nested = torch.arange(3), [Batch(0, 0, 0, None, None, False)]
+    batch = Batch(1, 2, 3, slots, None, True, b=nested)
+    batch.handle = object()
+    assert batch.decode_metadata is batch.decode_metadata
+    found = batch.asdict_zerocopy()
+    assert list(found) == [*BASE, "a", "b", "_kept"]
+    assert found["slot_mapping"] is slots
+    assert found["b"] is nested
+
+
+@pytest.mark.parametrize(("skip", "left"), [(set(), [*BASE, "a", "b"]), ({"a", "unknown", *BASE}, ["b"])])
+def test_asdict_skips_what_is_named(skip, left):
+    given = set(skip) | {"_kept"}
+    before = set(given)
+    tensor = torch.arange(2)
+    found = Batch(1, 2, 3, None, None, True, b=tensor).asdict_zerocopy(given)
+    assert list(found) == left
+    assert found["b"] is tensor
+    assert given == before

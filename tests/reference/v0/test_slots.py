@@ -1,0 +1,175 @@
+"""The slots of one sequence: worked examples, both paths, refusals."""
+
+from collections import OrderedDict
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+
+from attncheck.errors import ReferenceArgumentError
+from attncheck.reference.v0 import (
+    _compute_slot_mapping_numpy,
+    _compute_slot_mapping_python,
+    compute_slot_mapping,
+    compute_slot_mapping_start_idx,
+    is_block_tables_empty,
+)
+
+TABLE = [7, 2, 5]
+
+
+def slots(seq_len, context_len, start_idx, table=TABLE, block_size=4):
+    """What a call appends behind a first element; the id of the sequence is 3."""
+    mapping = [99]
+    assert compute_slot_mapping(False, mapping, 3, seq_len, context_len, start_idx, block_size, {3: table}) is None
+    assert mapping.pop(0) == 99
+    return mapping
+
+
+@pytest.mark.parametrize(
+    ("tables", "empty"),
+    [
+        (None, True),
+        ({}, True),
+        ({3: None}, True),
+        ({3: None, 4: None}, True),
+        (OrderedDict({3: None}), True),
+        ({3: [0]}, False),
+        ({3: []}, False),
+        ({3: None, 4: [1]}, False),
+        ([], False),
+        (0, False),
+        (MappingProxyType({}), False),
+    ],
+)
+def test_what_counts_as_no_tables(tables, empty):
+    assert is_block_tables_empty(tables) is empty
+
+
+@pytest.mark.parametrize(
+    ("is_prompt", "query_len", "context_len", "window", "start"),
+    [
+        (True, 10, 0, None, 0),
+        (True, 10, 0, 8, 2),
+        (True, 10, 0, 10, 0),
+        (True, 10, 0, 64, 0),
+        (False, 10, 0, 8, 0),
+        (True, 10, 32, 8, 2),
+        (False, 1, 40, 8, 0),
+    ],
+)
+def test_the_first_position_worth_storing(is_prompt, query_len, context_len, window, start):
+    assert compute_slot_mapping_start_idx(is_prompt, query_len, context_len, window) == start
+
+
+@pytest.mark.parametrize("is_prompt", [True, False])
+def test_a_window_of_nothing_is_refused(is_prompt):
+    with pytest.raises(ReferenceArgumentError, match="sliding_window = 0"):
+        compute_slot_mapping_start_idx(is_prompt, 10, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "context_len", "start_idx", "table", "appended"),
+    [
+        pytest.param(10, 0, 0, TABLE, [28, 29, 30, 31, 8, 9, 10, 11, 20, 21], id="whole-prompt"),
+        pytest.param(10, 0, 2, TABLE, [-1, -1, 30, 31, 8, 9, 10, 11, 20, 21], id="window-8"),
+        pytest.param(10, 0, 2, [7, 2, 7], [-1, -1, 30, 31, 8, 9, 10, 11, 28, 29], id="ring"),
+        pytest.param(10, 6, 0, TABLE, [10, 11, 20, 21], id="chunk-behind-a-context"),
+        pytest.param(10, 9, 0, TABLE, [21], id="one-decode"),
+        pytest.param(10, 10, 0, TABLE, [], id="nothing-new"),
+        pytest.param(10, 10, 10, [], [], id="nothing-new-and-no-blocks"),
+        pytest.param(14, 6, 5, [7, 2, 5, 9], [10, 11, 20, 21, 22, 23, 36, 37], id="start-below-the-context"),
+        pytest.param(12, 2, 7, TABLE, [-1, -1, -1, -1, -1, 11, 20, 21, 22, 23], id="start-above-the-context"),
+        pytest.param(4, 0, 4, TABLE, [-1, -1, -1, -1], id="all-outside"),
+        pytest.param(2, 0, 0, [7, -1, -5], [28, 29], id="nonsense-behind-what-is-needed"),
+    ],
+)
+def test_appended_slots(seq_len, context_len, start_idx, table, appended):
+    assert slots(seq_len, context_len, start_idx, table) == appended
+
+
+def test_behind_a_context_the_start_comes_too_early_and_a_ring_gives_a_slot_twice():
+    start = compute_slot_mapping_start_idx(True, 10, 2, 8)
+    assert start == 2, "the last 8 of 12 tokens begin at 4"
+    assert slots(12, 2, start, [7, 2, 7]) == [30, 31, 8, 9, 10, 11, 28, 29, 30, 31]
+
+
+@pytest.mark.parametrize("tables", [None, {3: TABLE}, {}])
+def test_a_profile_run_pads_the_whole_sequence(tables):
+    mapping = [5]
+    compute_slot_mapping(True, mapping, 3, 5, 2, 0, 4, tables)
+    assert mapping == [5, -1, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("length", [1, 254, 255, 256, 257, 1000])
+@pytest.mark.parametrize("context_len", [0, 3, 16])
+def test_long_sequences_go_the_same_way(length, context_len):
+    table = list(range(50, 120))
+    found = slots(context_len + length, context_len, 0, table, block_size=16)
+    assert found == list(range(800 + context_len, 800 + context_len + length))
+    assert {type(slot) for slot in found} == {int}
+
+
+@pytest.mark.parametrize("table", [tuple(TABLE), np.array(TABLE, dtype=np.int32)])
+def test_slots_are_plain_integers_whatever_the_table_is(table):
+    found = slots(10, 8, 0, table)
+    assert found == [20, 21]
+    assert {type(slot) for slot in found} == {int}
+
+
+@pytest.mark.parametrize("fill", [_compute_slot_mapping_python, _compute_slot_mapping_numpy])
+def test_either_half_appends_a_range_of_positions(fill):
+    mapping = [1]
+    fill(mapping, [*TABLE, -3], 3, 10, 4)
+    assert mapping == [1, 31, 8, 9, 10, 11, 20, 21]
+    assert {type(slot) for slot in mapping} == {int}
+    fill(mapping, [], 3, 3, 4)
+    assert len(mapping) == 8
+
+
+@pytest.mark.parametrize("fill", [_compute_slot_mapping_python, _compute_slot_mapping_numpy])
+@pytest.mark.parametrize(
+    ("table", "start", "end", "block_size", "message"),
+    [
+        (TABLE, 0, 13, 4, r"at least 4 blocks long for positions 0 to 12 .* length is 3"),
+        ([7, -2, 5], 2, 5, 4, "it has -2"),
+        (TABLE, -1, 5, 4, "range_start = -1"),
+        (TABLE, 0, 5, 0, "block_size = 0"),
+    ],
+)
+def test_either_half_refuses_before_it_appends(fill, table, start, end, block_size, message):
+    mapping = [1]
+    with pytest.raises(ReferenceArgumentError, match=message):
+        fill(mapping, table, start, end, block_size)
+    assert mapping == [1]
+
+
+GOOD = {"seq_len": 10, "context_len": 0, "start_idx": 2, "block_size": 4, "block_tables": {3: TABLE, 8: [1]}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seq_len": 13}, r"block_tables\[3\] = \[7, 2, 5\]: .* at least 4 blocks .* 2 to 12 .* length is 3"),
+        ({"seq_len": 2000}, r"block_tables\[3\] .* at least 500 blocks"),
+        ({"block_tables": {3: None, 8: [1]}}, r"block_tables\[3\] = None"),
+        ({"block_tables": {3: None}}, r"block_tables\[3\] = None"),
+        ({"block_tables": None}, r"block_tables = None: .* sequence 3"),
+        ({"block_tables": {8: [1], 9: [2]}}, r"seq_id = 3: .*\[8, 9\]"),
+        ({"block_size": 0}, "block_size = 0"),
+        ({"block_size": -4}, "block_size = -4"),
+        ({"context_len": -1}, "context_len = -1"),
+        ({"context_len": 11}, "seq_len = 10: .* context_len 11"),
+        ({"start_idx": 11}, "start_idx = 11: .* seq_len 10"),
+        ({"start_idx": -1}, "start_idx = -1"),
+        ({"block_tables": {3: [7, -2, 5]}}, r"block_tables\[3\] .* negative .* it has -2"),
+    ],
+)
+def test_what_means_nothing_is_refused_before_anything_is_appended(wrong, message):
+    mapping = [99]
+    compute_slot_mapping(False, mapping, 3, **GOOD)
+    before = list(mapping)
+    assert len(before) == 11
+    with pytest.raises(ReferenceArgumentError, match=message):
+        compute_slot_mapping(False, mapping, 3, **{**GOOD, **wrong})
+    assert mapping == before
