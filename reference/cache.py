@@ -65,18 +65,16 @@ def compute_slot_mapping(
     interleave = cp_kv_cache_interleave_size
     require_shard(block_size, dcp_size, dcp_rank, interleave)
 
-    device = positions.device
-    position, request = positions.to(torch.int64), req_indices.to(device, torch.int64)
+    position, request = positions.to(torch.int64), req_indices.to(positions.device, torch.int64)
     _require_range("positions", position, 0, None)
     _require_range("req_indices", request, 0, len(block_table))
-    local = position.div(interleave * dcp_size, rounding_mode="floor") * interleave + position % interleave
+    table = block_table.to(positions.device)
+    if dcp_size == 1:
+        return _slots(position, request, table, block_size)
     mine = position.div(interleave, rounding_mode="floor") % dcp_size == dcp_rank
-    page = local.div(block_size, rounding_mode="floor")
-    _require_range("positions // block_size", page[mine], 0, block_table.shape[1])
-    block = block_table.to(device, torch.int64)[request[mine], page[mine]]
-    _require_range("block_table", block, 0, None)
     slots = torch.full_like(position, -1)
-    slots[mine] = block * block_size + local[mine] % block_size
+    local = position.div(interleave * dcp_size, rounding_mode="floor") * interleave + position % interleave
+    slots[mine] = _slots(local[mine], request[mine], table, block_size)
     return slots
 
 
@@ -214,6 +212,16 @@ def kv_cache_views(cache: Tensor, packing: str, head_size: int) -> tuple[Tensor,
     raise ReferenceArgumentError("packing", packing, "split_first, split_second, content or plane")
 
 
+def _slots(position: Tensor, request: Tensor, table: Tensor, block_size: int) -> Tensor:
+    """``table[request, position // block_size] * block_size + position % block_size``, in few passes."""
+    width = table.shape[1]
+    page = position.div(block_size, rounding_mode="floor")
+    _require_range("positions // block_size", page, 0, width)
+    block = table.flatten().index_select(0, torch.add(page, request, alpha=width)).to(torch.int64)
+    _require_range("block_table", block, 0, None)
+    return torch.add(position, block - page, alpha=block_size)
+
+
 def _scale_of_rows(scale: float | Tensor, blocks: Tensor, offsets: Tensor) -> float | Tensor:
     """A scale that broadcasts to the rows ``[n, Hkv, size]`` which go to the given slots."""
     if not isinstance(scale, Tensor):
@@ -257,7 +265,9 @@ def _copy(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
 
 def _require_range(name: str, values: Tensor, low: int, end: int | None) -> None:
     """Refuses values outside ``low <= value < end``."""
-    wrong = values < low if end is None else (values < low) | (values >= end)
-    if wrong.any():
+    if not values.numel():
+        return
+    least, greatest = (int(value) for value in values.aminmax())
+    if least < low or (end is not None and greatest >= end):
         allowed = f"at least {low}" if end is None else f"from {low} to {end - 1}"
-        raise ReferenceArgumentError(name, int(values[wrong][0]), allowed)
+        raise ReferenceArgumentError(name, least if least < low else greatest, allowed)
