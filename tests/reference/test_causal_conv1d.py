@@ -1,0 +1,255 @@
+"""The short convolution of state-space layers, its rolling state, and what neither may depend on (P23)."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncheck.errors import ReferenceArgumentError
+from attncheck.reference import Precision, causal_conv1d
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+CHANNELS = 3
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def offsets(lens):
+    return torch.tensor([0, *lens]).cumsum(0)
+
+
+def by_loops(x, weight, bias, states, lens, lines, flags, activation="silu", pad_id=-1):
+    """(y, states): number by number, one list of past inputs a sequence and channel."""
+    y, states, start, width = torch.zeros_like(x), states.clone(), 0, weight.shape[1]
+    for length, line, flag in zip(lens, lines, flags, strict=True):
+        for c in range(x.shape[1]):
+            if line == pad_id or length == 0:
+                break
+            past = [float(states[line, c, k]) if flag else 0.0 for k in range(width - 1)]
+            for t in range(start, start + length):
+                past.append(float(x[t, c]))
+                total = 0.0 if bias is None else float(bias[c])
+                for back in range(width):  # `back` inputs ago meets the tap that far from the last
+                    total += float(weight[c, width - 1 - back]) * past[-1 - back]
+                y[t, c] = total / (1 + math.exp(-total)) if activation else total
+            for k in range(width - 1):
+                states[line, c, k] = past[len(past) - (width - 1) + k]
+        start += length
+    return y, states
+
+
+def run(x, weight, bias, states, lens, lines, flags, **options):
+    """(y, states after); the given states stay."""
+    states = states.clone()
+    places = (offsets(lens), torch.tensor(lines, dtype=torch.int32), torch.tensor(flags, dtype=torch.bool))
+    return causal_conv1d(x, weight, bias, states, *places, **options), states
+
+
+def same(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert a.shape == b.shape
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@st.composite
+def questions(draw_from, **fixed):
+    """(x, weight, bias, states, lens, lines, flags): lines in any order, padded and empty sequences among them."""
+    count, width = draw_from(st.integers(1, 4)), fixed.get("width") or draw_from(st.integers(1, 5))
+    lens = draw_from(st.lists(st.integers(0, 7), min_size=count, max_size=count))
+    lines = draw_from(st.permutations(range(6)))[:count]
+    lines = [-1 if draw_from(st.integers(0, 4)) == 0 else line for line in lines]
+    flags = draw_from(st.lists(st.booleans(), min_size=count, max_size=count))
+    bias = draw(CHANNELS, seed=3) if draw_from(st.booleans()) else None
+    states = draw(6, CHANNELS, width - 1 + draw_from(st.integers(0, 2)), seed=1)
+    return draw(sum(lens), CHANNELS, seed=2), draw(CHANNELS, width), bias, states, lens, lines, flags
+
+
+many = settings(max_examples=50, deadline=None)
+
+
+@many
+@given(questions(), st.sampled_from((None, "silu", "swish")))
+def test_agrees_with_the_loops(question, activation):
+    same(run(*question, activation=activation), by_loops(*question, activation=activation))
+
+
+def test_by_hand():
+    """Tape 0 5 | 1 2 3, taps 100 10 1: the last tap meets the row's own input."""
+    x, weight = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[100.0, 10.0, 1.0]])
+    states = torch.tensor([[[7.0, 7.0, 7.0]], [[0.0, 5.0, 8.0]]])
+    y, after = run(x, weight, torch.tensor([1000.0]), states, [3], [1], [True], activation=None)
+    assert y.flatten().tolist() == [1051.0, 1512.0, 1123.0]
+    assert after.tolist() == [[[7.0, 7.0, 7.0]], [[2.0, 3.0, 8.0]]]
+    y, after = run(x[:1], weight, None, states, [1], [1], [True], activation=None)
+    assert after[1].tolist() == [[5.0, 1.0, 8.0]]
+    y, after = run(x[:1], weight, None, states, [1], [1], [False], activation=None)
+    assert (y.item(), after[1].tolist()) == (1.0, [[0.0, 1.0, 8.0]])
+
+
+@many
+@given(questions(), st.data())
+def test_in_pieces_and_step_by_step(question, data):
+    """A first piece of each sequence, the rest from the state it left; and one row at a time."""
+    x, weight, bias, states, lens, lines, flags = question
+    want, after = run(*question)
+    starts = offsets(lens).tolist()
+    cuts = [data.draw(st.integers(0, length)) for length in lens]
+    now, y = states, torch.zeros_like(x)
+    for ranges in (
+        [(s, s + cut) for s, cut in zip(starts, cuts, strict=False)],
+        [(s + cut, s + n) for s, cut, n in zip(starts, cuts, lens, strict=False)],
+    ):
+        rows = torch.tensor([t for lo, hi in ranges for t in range(lo, hi)], dtype=torch.int64)
+        done = [lo > start for (lo, _), start in zip(ranges, starts, strict=False)]
+        known = [flag or before for flag, before in zip(flags, done, strict=True)]
+        y[rows], now = run(x[rows], weight, bias, now, [hi - lo for lo, hi in ranges], lines, known)
+    same((y, now), (want, after))
+
+    now, y = states, torch.zeros_like(x)
+    for step in range(max(lens)):
+        live = [r for r, length in enumerate(lens) if step < length]
+        rows = torch.tensor([starts[r] + step for r in live])
+        known = [flags[r] or step > 0 for r in live]
+        y[rows], now = run(x[rows], weight, bias, now, [1] * len(live), [lines[r] for r in live], known)
+    same((y, now), (want, after))
+
+
+@many
+@given(questions())
+def test_a_sequence_alone_equals_in_the_batch(question):
+    x, weight, bias, states, lens, lines, flags = question
+    y, after = run(*question)
+    starts = offsets(lens).tolist()
+    for r, line in enumerate(lines):
+        alone, kept = run(x[starts[r] : starts[r + 1]], weight, bias, states, [lens[r]], [line], [flags[r]])
+        assert torch.equal(alone, y[starts[r] : starts[r + 1]])
+        if line >= 0:
+            assert torch.equal(kept[line], after[line])
+    untouched = [line for line in range(6) if line not in {n for n, length in zip(lines, lens, strict=True) if length}]
+    assert torch.equal(after[untouched], states[untouched])
+
+
+@many
+@given(questions(width=1))
+def test_one_tap_is_pointwise(question):
+    x, weight, bias, states, lens, lines, _ = question
+    y, after = run(*question, activation=None)
+    live = torch.tensor([line >= 0 for line, length in zip(lines, lens, strict=True) for _ in range(length)]).bool()
+    assert torch.equal(y, (x * weight[:, 0] + (0.0 if bias is None else bias)) * live[:, None])
+    assert torch.equal(after, states)
+
+
+@many
+@given(questions(), st.permutations(range(6)))
+def test_lines_and_empty_memories(question, order):
+    """Where the lines lie is without effect; remembering zeros is remembering nothing."""
+    x, weight, bias, states, lens, lines, flags = question
+    y, after = run(*question)
+    moved = [order[line] if line >= 0 else -1 for line in lines]
+    shuffled = torch.empty_like(states)
+    shuffled[list(order)] = states
+    there, then = run(x, weight, bias, shuffled, lens, moved, flags)
+    assert torch.equal(there, y)
+    assert torch.equal(then[list(order)], after)
+    used = [line for line, length in zip(lines, lens, strict=True) if line >= 0 and length]
+    zeroed = states.clone()
+    zeroed[used, :, : weight.shape[1] - 1] = 0
+    remembered = run(x, weight, bias, zeroed, lens, lines, [True] * len(lens))
+    same(remembered, run(x, weight, bias, states, lens, lines, [False] * len(lens)))
+
+
+def test_nothing_leaks():
+    """NaN in another sequence, in rows of none, in padded rows, in other lines and in columns behind the state."""
+    x, states = draw(9, CHANNELS), draw(4, CHANNELS, 5)
+    clean = run(x[3:6], draw(CHANNELS, 4), None, states, [3], [2], [True])
+    x[:3] = x[6:] = math.nan
+    states[[0, 1, 3]] = math.nan
+    states[..., 3:] = math.nan
+    y, after = run(x, draw(CHANNELS, 4), None, states, [2, 1, 3, 2], [0, -1, 2, -1], [False] * 2 + [True] * 2)
+    assert torch.equal(y[3:6], clean[0])
+    assert torch.equal(after[2, :, :3], clean[1][2, :, :3])
+    assert after[..., 3:].isnan().all()
+    assert not y[6:].any()
+    assert not y[2].any()
+
+
+def test_padding_by_another_number():
+    y, after = run(draw(4, 3), draw(3, 2), None, draw(2, 3, 1), [2, 2], [1, 0], [True, True], pad_id=0)
+    assert y[:2].any()
+    assert not y[2:].any()
+    assert torch.equal(after[0], draw(2, 3, 1)[0])
+
+
+def test_dtypes_strides_and_roundings():
+    """The state holds inputs in its own dtype whatever the sums are made in; the result is in that of the sums."""
+    x = torch.tensor([[1 + 2.0**-9], [1.0], [2.0**-9]])
+    states = torch.zeros(1, 2, 1).transpose(1, 2)
+    states = states.to(BF16)
+    weight, places = torch.tensor([[0.0, 1.0, 1.0]]), (torch.tensor([0, 3]), torch.tensor([0]), torch.tensor([False]))
+    y = causal_conv1d(x, weight, None, states, *places, activation=None)
+    assert y.dtype == torch.float64
+    assert y.flatten().tolist() == [1 + 2.0**-9, 2 + 2.0**-9, 1 + 2.0**-9]
+    assert states.flatten().tolist() == [1.0, 2.0**-9]
+    y = causal_conv1d(x, weight, None, states, *places, activation=None, precision=Precision.kernel(BF16))
+    assert y.dtype == torch.float32
+    assert y.flatten().tolist() == [1.0, 2.0, 1.0]
+    single = torch.zeros(1, 1, 2)
+    causal_conv1d(x, weight, None, single, *places, precision=Precision(compute=torch.float16))
+    assert single.flatten().tolist() == [1.0, 2.0**-9]
+    fine = x + 2.0**-20
+    causal_conv1d(fine, weight, None, single, *places, precision=Precision(compute=torch.float16))
+    assert torch.equal(single.flatten(), fine[1:, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"x": torch.zeros(5, 3, 1)}, "x.shape"),
+        ({"x": torch.zeros(5, 3, dtype=torch.int32)}, "x.dtype"),
+        ({"x": torch.zeros(3, 3)}, "query_start_loc[-1]"),
+        ({"weight": torch.ones(2, 4)}, "weight.shape"),
+        ({"weight": torch.ones(3, 0)}, "weight.shape"),
+        ({"weight": torch.ones(3, 1, 4)}, "weight.shape"),
+        ({"weight": torch.ones(3, 4).to(E4M3)}, "weight.dtype"),
+        ({"weight": torch.ones(3, 5)}, "conv_states.shape"),
+        ({"bias": torch.ones(4)}, "bias.shape"),
+        ({"bias": torch.ones(3, device="meta")}, "bias.device"),
+        ({"conv_states": torch.zeros(4, 3, 3).to(E4M3)}, "conv_states.dtype"),
+        ({"query_start_loc": torch.tensor([0, 4, 2, 5])}, "query_start_loc"),
+        ({"query_start_loc": torch.tensor([0, 5])}, "cache_indices.shape"),
+        ({"cache_indices": torch.tensor([0, 1, 4])}, "cache_indices"),
+        ({"cache_indices": torch.tensor([0, 1, -2])}, "cache_indices"),
+        ({"cache_indices": torch.tensor([2, 1, 2])}, "cache_indices"),
+        ({"cache_indices": torch.tensor([0.0, 1.0, 2.0])}, "cache_indices.dtype"),
+        ({"has_initial_state": torch.tensor([True])}, "has_initial_state.shape"),
+        ({"has_initial_state": torch.tensor([1, 0, 1])}, "has_initial_state.dtype"),
+        ({"activation": "relu"}, "activation"),
+        ({"activation": True}, "activation"),
+    ],
+)
+def test_refused_before_anything_is_written(change, argument):
+    states = torch.zeros(4, 3, 3)
+    sound = {
+        "x": torch.ones(5, 3),
+        "weight": torch.ones(3, 4),
+        "bias": None,
+        "conv_states": states,
+        "query_start_loc": torch.tensor([0, 2, 4, 5]),
+        "cache_indices": torch.tensor([2, -1, 0]),
+        "has_initial_state": torch.tensor([True, False, True]),
+    }
+    with pytest.raises(ReferenceArgumentError) as refusal:
+        causal_conv1d(**{**sound, **change})
+    assert refusal.value.argument == argument
+    assert not states.any()
+    causal_conv1d(**sound)
+    assert states.any()
+
+
+def test_an_index_without_rows_is_never_looked_at():
+    y, _ = run(draw(2, 3), draw(3, 2), None, draw(2, 3, 1), [2, 0, 0], [1, 99, 1], [True] * 3)
+    same((y,), run(draw(2, 3), draw(3, 2), None, draw(2, 3, 1), [2], [1], [True])[:1])
