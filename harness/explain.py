@@ -8,12 +8,15 @@ some batches a wrong question has the right answer, and would "explain" any erro
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from attncheck.harness.hypotheses import Hypothesis, explanations, imprecisions
+from attncheck.harness.output_codes import output_error, output_values
 from attncheck.harness.problem import Problem
+from attncheck.harness.scale_hypotheses import scale_guesses
 from attncheck.harness.tolerance import share_of_budget
 from attncheck.harness.truth import Truth
 
@@ -39,30 +42,32 @@ Asked = tuple[Tensor, Tensor]
 
 
 def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> str | None:
-    """One line that explains ``output`` (float64 ``[T, H, Dv]``), whose errors in budgets are ``shares``; or None."""
-    if not bool(torch.isfinite(output).all()):
-        return _not_finite(problem, truth, output)
+    """One line that explains ``output`` (``[T, H, Dv]``, codes perhaps), whose errors in budgets are ``shares``."""
+    values = output_values(output, truth.codes)
+    if not bool(torch.isfinite(values).all()):
+        return _not_finite(problem, truth, values)
     if bool(torch.isneginf(truth.lse)[shares > 1].all()):
         return "a row that sees nothing must be 0"
     if _too_much_work(truth):
         return None
 
-    def output_error(out: Tensor) -> Tensor:
+    def loss(out: Tensor) -> Tensor:
         return share_of_budget(out - truth.out, truth.budget)
 
     def misfits(answers: Iterable[tuple[str, Tensor]]) -> Iterator[_Misfit]:
         for meaning, out in answers:
-            against, apart = (share_of_budget(x - out, truth.budget) for x in (output, truth.out))
+            against = share_of_budget(output_error(output, out, truth.codes), truth.budget)
+            apart = share_of_budget(truth.out - out, truth.budget)
             yield _Misfit(meaning, against, apart, _slack(out, truth))
 
-    asked = ((h.meaning, h.ask()[0]) for h in _explanations(problem, truth))
-    factor = _common_factor(truth, output, shares)
+    asked = chain(_requantised(truth), ((h.meaning, h.ask()[0]) for h in _explanations(problem, truth)))
+    factor = _common_factor(truth, values, shares)
     scaled = (f"the output is the right one times {factor:.3g}", truth.out * factor)
     return (
         _best_fit(problem, misfits(asked), shares)
         or _best_fit(problem, misfits([scaled]), shares)
-        or _imprecision(truth, problem.dtype, shares, lambda asked: output_error(asked[0].double()))
-        or _stranger(problem, truth, output, shares)
+        or _imprecision(truth, problem.dtype, shares, lambda asked: loss(asked[0].double()))
+        or _stranger(problem, truth, values, shares)
     )
 
 
@@ -177,7 +182,15 @@ def _heads(problem: Problem, heads: Tensor) -> str:
 
 
 def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
-    return explanations(truth.params, truth.rows, problem.cache.block_size)
+    yield from explanations(truth.params, truth.rows, problem.cache.block_size)
+    yield from scale_guesses(problem, truth.params, truth.rows)
+
+
+def _requantised(truth: Truth) -> Iterator[tuple[str, Tensor]]:
+    """(meaning, output) of what goes wrong with the scale of a quantised output."""
+    if truth.codes is not None:
+        yield "output_scale is ignored", truth.out * truth.codes.scale
+        yield "output_scale multiplies the output in place of dividing it", truth.out * truth.codes.scale**2
 
 
 def _too_much_work(truth: Truth) -> bool:

@@ -40,7 +40,7 @@ class Toggle:
 
 def toggles(params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
     """The changes a case with these parameters must notice."""
-    seen = _keys_seen(rows, params)
+    seen = keys_seen(rows, params)
     if params.logits_soft_cap:
         off = replace(params, logits_soft_cap=None)
         yield Toggle("logits_soft_cap", _altered("the soft cap is ignored", rows, off), seen > 1, True)
@@ -55,7 +55,7 @@ def toggles(params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
     if rows.tree is not None:
         flat = replace(rows, tree=None)
         ignored = _altered("the tree is ignored: drafts see other branches", flat, params)
-        yield Toggle("tree", ignored, _keys_seen(flat, params) > seen, mostly=True)
+        yield Toggle("tree", ignored, keys_seen(flat, params) > seen, mostly=True)
 
 
 def _chunk_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterator[Toggle]:
@@ -64,16 +64,16 @@ def _chunk_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterato
         return
     whole = replace(params, attn_chunk_size=None)
     ignored = _altered("the chunks are ignored", rows, whole)
-    yield Toggle("attn_chunk_size", ignored, _keys_seen(rows, whole) > seen, mostly=True)
+    yield Toggle("attn_chunk_size", ignored, keys_seen(rows, whole) > seen, mostly=True)
     for size, name in ((chunk + 1, "+ 1"), (chunk - 1, "- 1")):
         if size:
             other = replace(params, attn_chunk_size=size)
-            acts = _keys_seen(rows, other) != seen
+            acts = keys_seen(rows, other) != seen
             moved = _altered(f"the chunks have {size} keys", rows, other)
             yield Toggle(f"attn_chunk_size {name}", moved, acts, mostly=False)
     window = replace(whole, window=(chunk - 1, params.window[1]))
     slid = _altered(f"a window of {chunk} keys in place of chunks", rows, window)
-    yield Toggle("attn_chunk_size, not a window", slid, _keys_seen(rows, window) > seen, mostly=False)
+    yield Toggle("attn_chunk_size, not a window", slid, keys_seen(rows, window) > seen, mostly=False)
 
 
 def _window_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterator[Toggle]:
@@ -88,7 +88,7 @@ def _window_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterat
 
         size, where = value + 1, "" if params.causal else f" on the {bound}"
         name = "sliding_window" if params.causal else f"sliding_window ({bound} bound)"
-        acts = _keys_seen(rows, moved(-1)) > seen
+        acts = keys_seen(rows, moved(-1)) > seen
         yield Toggle(name, _altered(f"the window{where} is ignored", rows, moved(-1)), acts, True)
         longer = f"the window is one key too long{where} (sliding_window={size + 1})"
         yield Toggle(f"{name} + 1", _altered(longer, rows, moved(value + 1)), acts, False)
@@ -183,7 +183,7 @@ def _zeros(rows: Rows) -> tuple[Tensor, Tensor]:
     return empty, torch.full(shape[:2], float("-inf"), dtype=torch.float64, device=rows.query.device)
 
 
-def _keys_seen(rows: Rows, params: AttentionParams) -> Tensor:
+def keys_seen(rows: Rows, params: AttentionParams) -> Tensor:
     """int64 ``[T]``: how many keys each row sees."""
     counts = []
     device = rows.query.device

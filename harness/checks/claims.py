@@ -30,7 +30,7 @@ def examine_declared(session: Session, seen: Observation | Raised) -> Finding:
             f"forward without metadata (the profiling call) raised {type(idle.error).__name__}: {idle.message}",
             details=(idle.trace,),
         )
-    if not bool(torch.isfinite(idle).all()):
+    if not bool(torch.isfinite(idle.double()).all()):
         return Broken("forward without metadata (the profiling call) left NaN or Inf in the output")
     if session.pool is not None and pool_before is not None and not torch.equal(pool_before, session.pool.bytes()):
         return Broken("forward without metadata (the profiling call) changed a cache it was not given")
@@ -65,7 +65,7 @@ def examine_undeclared(
         return Broken(
             f"not declared ({'; '.join(reasons)}), accepted, and wrong: {summarize(problem, shares)}",
             {"budget_share": float(shares.max())},
-            explain(problem, truth, attempt.output[: len(shares)].double(), shares),
+            explain(problem, truth, attempt.output[: len(shares)], shares),
         )
     return Holds(notes=(f"answered right without declaring it: {'; '.join(reasons)}",))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from attncheck.harness.explain import explain
 from attncheck.harness.findings import Broken, Finding, Holds
 from attncheck.harness.observation import Observation
+from attncheck.harness.output_codes import output_error
 from attncheck.harness.problem import Problem
 from attncheck.harness.tolerance import share_of_budget
 from attncheck.harness.truth import Truth
@@ -30,8 +31,10 @@ def examine(problem: Problem, truth: Truth, seen: Observation) -> Finding:
     figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
     unwritten = seen.unwritten.nonzero().flatten().tolist()
     if unwritten:
+        # A byte has no NaN that no computation produces.
+        what = "were never written" if truth.codes is None else "were never written, or hold NaN"
         return Broken(
-            f"{len(unwritten)} of {shares.shape[0]} rows were never written, first: row {unwritten[0]} "
+            f"{len(unwritten)} of {shares.shape[0]} rows {what}, first: row {unwritten[0]} "
             f"({problem.row_name(unwritten[0])})",
             figures,
             details=seen.protocol,
@@ -42,14 +45,14 @@ def examine(problem: Problem, truth: Truth, seen: Observation) -> Finding:
     return Broken(
         summarize(problem, shares),
         figures | {"rows_wrong": int((shares > 1).any(dim=1).sum())},
-        explain(problem, truth, seen.output[: len(shares)].double(), shares),
+        explain(problem, truth, seen.output[: len(shares)], shares),
         seen.protocol,
     )
 
 
 def output_shares(truth: Truth, seen: Observation) -> Tensor:
     """The error of every real row and head in budgets, float64 ``[T, H]``."""
-    return share_of_budget(seen.output[: len(truth.out)].double() - truth.out, truth.budget)
+    return share_of_budget(output_error(seen.output[: len(truth.out)], truth.out, truth.codes), truth.budget)
 
 
 def summarize(problem: NamesRows, shares: Tensor) -> str:
