@@ -13,11 +13,13 @@ SUITES = [
     "smoke",
     "alibi",
     "block_sizes",
+    "causal_conv1d",
     "chunked_prefill",
     "decode",
     "encoder",
     "gqa",
     "head_sizes",
+    "merge",
     "mixed",
     "named_batches",
     "padding",
@@ -111,11 +113,13 @@ PINNED = {
     "smoke/cross": "50743df3badb",
     "named_batches/mixed_medium": "a0503ad2afe8",
     "sinks/own-sinks": "0779dbf84ed9",
+    "merge/mixed.bfloat16-64": "3f237320aff7",
+    "causal_conv1d/padded-decode.float16": "86cecd1dbfcf",
 }
 
 
 def test_hashes_stay() -> None:
-    hashes = {case.key: case.hash for case in cases("smoke", "named_batches", "sinks")}
+    hashes = {case.key: case.hash for case in cases("smoke", "named_batches", "sinks", "merge", "causal_conv1d")}
     assert {key: hashes[key] for key in PINNED} == PINNED
 
 

@@ -1,6 +1,11 @@
-"""Backends that do not look at the scores: they fail ``numerics`` in every case where attention is more than this."""
+"""Backends that do not look at the scores: they fail ``numerics`` in every case where attention is more than this.
+
+Their functions look at nothing either.
+"""
 
 from dataclasses import replace
+
+import torch
 
 from attncheck.backends.reference_backend import ReferenceBackend, ReferenceImpl
 
@@ -18,9 +23,27 @@ class Miniature(ReferenceBackend):
     def get_impl_cls(cls):
         return cls.Impl
 
+    @classmethod
+    def functions(cls):
+        def merge_attn_states(out_a, lse_a, out_b, lse_b):
+            return cls.merged(out_a, out_b), torch.logaddexp(lse_a, lse_b)
+
+        def causal_conv1d(x, weight, bias, conv_states, *rest, activation, pad_id):
+            return cls.merged(x, x)
+
+        return {"merge_attn_states": merge_attn_states, "causal_conv1d": causal_conv1d}
+
+    @staticmethod
+    def merged(out_a, out_b):
+        return (out_a + out_b) / 2
+
 
 class Zeros(Miniature):
     """Every row is 0."""
+
+    @staticmethod
+    def merged(out_a, out_b):
+        return torch.zeros_like(out_a)
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
@@ -30,6 +53,10 @@ class Zeros(Miniature):
 
 class Constant(Miniature):
     """Every row is 0.5."""
+
+    @staticmethod
+    def merged(out_a, out_b):
+        return torch.full_like(out_a, 0.5)
 
     class Impl(ReferenceImpl):
         def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
