@@ -2,6 +2,7 @@
 
 Everything public is importable from here and loaded on first use (PEP 562), so that a module which wants only the
 shared words of ``attncheck.reference.spec`` loads no torch.
+The first generation of the metadata utilities stands apart, in ``attncheck.reference.v0``.
 
 >>> from attncheck.reference import AttentionParams, paged_attention
 """

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import attncheck
+from attncheck import reference
+from attncheck.backends import contract
 from attncheck.backends.contract import (
     AttentionBackend,
     AttentionCGSupport,
@@ -113,6 +115,14 @@ def test_validate_head_size_names_size_backend_and_choice():
     Minimal.validate_head_size(7)
     with pytest.raises(ValueError, match=r"head size 80 is not supported by MINIMAL; supported: \[64, 128\]"):
         Narrow.validate_head_size(80)
+
+
+@pytest.mark.parametrize(
+    "name", ["AttentionCGSupport", "AttentionMetadataBuilder", "AttentionType", "CommonAttentionMetadata"]
+)
+def test_shared_classes_are_the_references(name):
+    assert name in contract.__all__
+    assert getattr(contract, name) is getattr(reference, name)
 
 
 def test_attention_types_are_strings():
