@@ -47,6 +47,7 @@ class PackedCodec:
 
     packing: Packing
     head_size: int
+    """Of a latent cache: the width of its latent part."""
     dtype: torch.dtype
     code_dtype: torch.dtype | None = None
     k_scale: Scale = 1.0
@@ -64,6 +65,8 @@ class PackedCodec:
         return self._decode(key, self.k_scale), self._decode(value, self.v_scale)
 
     def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        if self.packing == "latent":
+            return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
         return kv_cache_views(kv_cache, self.packing, self.head_size)
 
     def _encode(self, x: Tensor, scale: Scale) -> Tensor:
@@ -97,11 +100,11 @@ def packed_codec(backend: "type[AttentionBackend]", layer: LayerSpec, cache: Cac
         return None
     return PackedCodec(
         packing=packing,
-        head_size=layer.head_size,
+        head_size=layer.head_size if layer.mla is None else layer.mla.kv_lora_rank,
         dtype=DTYPES[layer.dtype],
         code_dtype=FP8_DTYPES.get(cache.kv_cache_dtype),
         k_scale=cache.k_scale,
-        v_scale=cache.v_scale,
+        v_scale=cache.v_scale if layer.mla is None else cache.k_scale,  # one scale for the whole latent row
     )
 
 

@@ -64,7 +64,9 @@ class KVCacheSpec:
     """What a builder is told about the cache its layers share. ``block_size`` is the kernel's.
 
     ``dtype`` is that of the allocated tensor (``torch.uint8`` for an FP8 cache). The optional fields are None for a
-    layer without the feature: ``head_size_v`` where it equals ``head_size``.
+    layer without the feature: ``head_size_v`` where it equals ``head_size``. ``chunked_prefill_workspace_size``: of a
+    latent cache, tokens of context that a chunked prefill may gather at once (vLLM's builders derive it from their
+    config); None: the backend's choice.
     """
 
     block_size: int
@@ -74,6 +76,7 @@ class KVCacheSpec:
     head_size_v: int | None = None
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
+    chunked_prefill_workspace_size: int | None = None
 
 
 class AttentionBackend(ABC):
@@ -205,7 +208,12 @@ class AttentionBackend(ABC):
 
     @classmethod
     def functions(cls) -> dict[str, Callable[..., Any]]:
-        """Functions offered besides attention, by the name the reference has them under."""
+        """Functions offered besides attention, by the name and with the signature the reference has them under.
+
+        Of ``merge_attn_states``, ``causal_conv1d``, ``reshape_and_cache``, ``copy_blocks`` and ``swap_blocks`` of
+        :mod:`attncheck.reference`, without its ``precision``: results are in the dtype of the inputs (an LSE in
+        float32), or wider. The paths ``merge`` and ``causal_conv1d`` examine the first two, ``cache_write`` the others.
+        """
         return {}
 
     @classmethod

@@ -105,11 +105,26 @@ class AttentionImpl(ABC, Generic[M]):
         return False
 
 
+MLA_KEYWORDS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+    "kv_b_proj",
+)
+"""What the constructor of a layer with a latent cache is given by keyword, behind the ten."""
+
+
 class MLAAttentionImpl(AttentionImpl[M]):
     """Multi-head latent attention.
 
-    After the ten arguments, ``__init__`` takes ``q_lora_rank``, ``kv_lora_rank``, ``qk_nope_head_dim``,
-    ``qk_rope_head_dim``, ``qk_head_dim``, ``v_head_dim`` and ``kv_b_proj``.
+    After the ten arguments (``head_size`` is that of a cache row, ``kv_lora_rank + qk_rope_head_dim``), ``__init__``
+    takes :data:`MLA_KEYWORDS`. ``kv_b_proj`` has ``weight``, ``[num_heads * (qk_nope_head_dim + v_head_dim),
+    kv_lora_rank]`` (of each head the rows for keys, then those for values); called on ``[n, kv_lora_rank]`` it returns
+    the projected rows and None. Where the impl has ``process_weights_after_loading(act_dtype)``, it is called once,
+    before the first step.
     """
 
     @abstractmethod

@@ -11,8 +11,10 @@ split_first   ``(2, blocks, 4, 2, 8)``   all keys, then all values
 split_second  ``(blocks, 2, 4, 2, 8)``   per block: keys, then values
 content       ``(blocks, 2, 4, 16)``     per head and token: key | value
 plane         ``(blocks, 2, 8, 8)``      per block and head: keys, then values
+latent        ``(blocks, 4, 8)``         per token: latent row | rotated part
 ============  =======================  ==========================================
 
+``latent`` is the cache of multi-head latent attention and of nothing else: it has no heads, and no layout but one.
 Must not know: how a cache is written, what any backend computes.
 """
 
@@ -30,8 +32,9 @@ from attncheck.reference.spec import CacheSpec, LayerSpec
 if TYPE_CHECKING:
     from attncheck.backends.contract import AttentionBackend
 
-Packing = Literal["split_first", "split_second", "content", "plane"]
+Packing = Literal["split_first", "split_second", "content", "plane", "latent"]
 PACKINGS: tuple[Packing, ...] = ("split_first", "split_second", "content", "plane")
+"""Those that hold keys and values."""
 
 _PROBE_BLOCKS = 1009
 _PROBE_HEADS = (13, 17, 19)
@@ -68,6 +71,8 @@ def packed_shape(
             return (num_blocks, num_kv_heads, block_size, head_size + head_size_v)
         case "plane":
             return (num_blocks, num_kv_heads, 2 * block_size, head_size)
+        case "latent":
+            return (num_blocks, block_size, head_size)
 
 
 def kv_cache_shape(
@@ -91,9 +96,8 @@ def detect_packing(backend: "type[AttentionBackend]", layer: LayerSpec, cache: C
     heads; and once more with twice the block size, in case block and head size are equal. A backend that refuses the
     first question has no packing we know.
     """
-    if layer.mla is not None:
-        return None
-    heads = next(n for n in _PROBE_HEADS if n not in (cache.block_size, layer.head_size))
+    is_latent = layer.mla is not None
+    heads = 1 if is_latent else next(n for n in _PROBE_HEADS if n not in (cache.block_size, layer.head_size))
 
     def matches(block_size: int) -> set[Packing] | None:
         try:
@@ -103,6 +107,8 @@ def detect_packing(backend: "type[AttentionBackend]", layer: LayerSpec, cache: C
         sizes = (_PROBE_BLOCKS, block_size, heads, layer.head_size, layer.value_head_size)
         split_values = layer.value_head_size != layer.head_size
         possible: tuple[Packing, ...] = ("content",) if split_values else PACKINGS
+        if is_latent:
+            possible = ("latent",)
         return {packing for packing in possible if shape == packed_shape(packing, *sizes)}
 
     found = matches(cache.block_size) or set()
@@ -168,6 +174,8 @@ def cache_dtype(layer: LayerSpec, cache: CacheSpec) -> torch.dtype:
 
 
 def _packing_order(packing: Packing, layout: str) -> tuple[int, ...]:
+    if packing == "latent":
+        return (0, 1, 2)
     tokens_first = packing in ("split_first", "split_second")
     logical = tuple(range(len(_SWAPPED_ORDER[packing])))
     return logical if tokens_first == (layout == "NHD") else _SWAPPED_ORDER[packing]

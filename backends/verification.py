@@ -5,11 +5,13 @@ from, whether its answers are right.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, get_args
 
-from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MLAAttentionImpl
 from attncheck.backends.conventions import Conventions
+from attncheck.backends.impl import MLA_KEYWORDS
 from attncheck.reference.spec import FEATURES, AttentionType, KVCacheDType, Layout
 
 _CONSTRUCTOR = (
@@ -26,13 +28,24 @@ _CONSTRUCTOR = (
 )
 _FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata")
 
+_CONVOLUTION = ("x", "weight", "bias", "conv_states", "query_start_loc", "cache_indices", "has_initial_state")
+_FUNCTIONS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "merge_attn_states": (("out_a", "lse_a", "out_b", "lse_b"), ()),
+    "causal_conv1d": (_CONVOLUTION, ("activation", "pad_id")),
+    "reshape_and_cache": (("key", "value", "key_cache", "value_cache", "slot_mapping"), ("k_scale", "v_scale")),
+    "copy_blocks": (("caches", "mapping"), ()),
+    "swap_blocks": (("src", "dst", "mapping"), ()),
+}
+"""What ``functions()`` may offer, and how it is called: by position, then by keyword."""
+
 
 def contract_problems(backend: type[AttentionBackend]) -> list[str]:
     """Every way in which ``backend`` breaks the contract's form; empty: it can be driven.
 
-    An ``ImportError`` of ``get_impl_cls`` or ``get_builder_cls`` passes through: there the library is missing.
+    An ``ImportError`` of ``functions`` and of the factories passes through: there the library is missing.
     """
-    return [*_missing(backend, "backend"), *_declaration_problems(backend), *_part_problems(backend)]
+    parts = (_declaration_problems(backend), _function_problems(backend), _part_problems(backend))
+    return [*_missing(backend, "backend"), *chain.from_iterable(parts)]
 
 
 def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
@@ -62,6 +75,27 @@ def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
     yield from _uncallable(backend.kv_cache_codec, "kv_cache_codec", ("layer", "cache"))
 
 
+def _function_problems(backend: type[AttentionBackend]) -> Iterator[str]:
+    """Of the functions offered besides attention."""
+    try:
+        offered: object = backend.functions()
+    except ImportError:
+        raise
+    except Exception as error:  # noqa: BLE001 (someone else's code: whatever it raises is the finding)
+        yield f"functions() raised {type(error).__name__}: {error}"
+        return
+    if not isinstance(offered, dict):
+        yield f"functions() returned a {type(offered).__name__}, not a dict of functions by name"
+        return
+    for name, function in offered.items():
+        if name not in _FUNCTIONS:
+            yield f"functions() names {name!r}; known are {', '.join(_FUNCTIONS)}"
+        elif not callable(function):
+            yield f"functions() has {function!r} as {name}, which cannot be called"
+        else:
+            yield from _uncallable(function, name, *_FUNCTIONS[name])
+
+
 def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
     """Of the impl and the builder, as far as they can be had."""
     features = _declared_features(backend)
@@ -70,7 +104,9 @@ def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
         yield impl
     elif impl is not None:
         yield from _missing(impl, "impl")
-        given_when_declared = [name for name in ("sinks", "head_size_v") if name in features]
+        given_when_declared: list[str] = [name for name in ("sinks", "head_size_v") if name in features]
+        if "mla" in features or issubclass(impl, MLAAttentionImpl):
+            given_when_declared += MLA_KEYWORDS
         yield from _uncallable(impl.__init__, f"{impl.__name__}.__init__", ("self", *_CONSTRUCTOR), given_when_declared)
         options = ["output"]
         options += ["output_lse"] if "lse" in features else []
@@ -133,7 +169,10 @@ def _uncallable(
     function: Callable[..., object], name: str, positional: Sequence[str], keywords: Sequence[str] = ()
 ) -> list[str]:
     """One problem if the harness cannot call ``function`` as it does: by position, then by keyword."""
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin, which tells nothing of its arguments
+        return []
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError as error:

@@ -11,9 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attncheck.harness.latent import naive_layer
+from attncheck.harness.latent_forms import absorbed_rows, latent_answers, naive_rows
 from attncheck.harness.problem import Problem
 from attncheck.harness.rows import Rows
-from attncheck.reference import AttentionParams, Precision, layer_params, merge_many
+from attncheck.harness.storage import key_storage, value_storage
+from attncheck.reference import AttentionParams, Precision, layer_params, merge_many, mla_params
 
 Answer = tuple[Tensor, Tensor]
 """Output ``[T, H, Dv]`` and LSE ``[T, H]``."""
@@ -21,28 +24,44 @@ Answer = tuple[Tensor, Tensor]
 
 def params_of(problem: Problem) -> AttentionParams:
     """The parameters of the attention that :func:`rows_of` asks."""
-    return layer_params(problem.layer)
+    return layer_params(naive_layer(problem.layer))
 
 
 def rows_of(problem: Problem, device: torch.device) -> Rows:
     """The question in exact numbers."""
+    if problem.up_projections is not None:
+        return naive_rows(problem, problem.up_projections, device)
+    layer, cache = problem.layer, problem.cache
     return Rows(
         problem.query.to(device),
-        problem.keys.to(device),
-        problem.values.to(device),
+        key_storage(layer, cache).exact(problem.keys).to(device),
+        value_storage(layer, cache).exact(problem.values).to(device),
         problem.cu_seqlens_q.to(device),
         problem.cu_seqlens_k.to(device),
         None if problem.tree is None else problem.tree.to(device),
     )
 
 
+def other_forms(problem: Problem, rows: Rows) -> tuple[tuple[Rows, AttentionParams], ...]:
+    """The question as kernels may put it to themselves besides :func:`rows_of`: the scores are the same."""
+    if problem.up_projections is None:
+        return ()
+    return ((absorbed_rows(problem, problem.up_projections, rows), mla_params(problem.layer).latent),)
+
+
 def honest_answers(problem: Problem, rows: Rows, params: AttentionParams) -> Iterator[Answer]:
     """What low-precision runs answer, one for each way in which a good kernel may go about it."""
     precision = Precision.kernel(problem.dtype)
-    if problem.layout.part_of_key is None:
-        yield rows.attend(params, precision)
+
+    def attend(asked: Rows, how: AttentionParams) -> Answer:
+        if problem.layout.part_of_key is None:
+            return asked.attend(how, precision)
+        return _merged(problem, asked, how, precision)
+
+    if problem.up_projections is None:
+        yield attend(rows, params)
     else:
-        yield _merged(problem, rows, params, precision)
+        yield from latent_answers(problem, problem.up_projections, rows, params, attend)
 
 
 def _merged(problem: Problem, rows: Rows, params: AttentionParams, precision: Precision) -> Answer:

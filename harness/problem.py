@@ -14,8 +14,10 @@ from torch import Tensor
 from attncheck.cases.model import Case
 from attncheck.harness.coordinates import CHANNELS, sign
 from attncheck.harness.inputs import RequestGeometry, biting_queries
+from attncheck.harness.latent import UpProjections, make_up_projections, naive_layer, stored_sizes
 from attncheck.harness.layout import Layout, Part, lay_out, no_pool
 from attncheck.harness.randomness import Stream
+from attncheck.harness.storage import Storage, key_storage, value_storage
 from attncheck.harness.trees import ancestors
 from attncheck.reference.spec import (
     AttentionType,
@@ -61,12 +63,14 @@ class Problem:
     seed: int
     requests: tuple[Request, ...]
     query: Tensor
-    """``[T, H, D]``"""
+    """``[T, H, D]``; of a latent cache ``[T, H, P + E]``"""
     keys: Tensor
-    """``[N, Hkv, D]``: request r's keys stand at ``base .. base + num_keys - 1``."""
+    """``[N, Hkv, D]``: request r's keys stand at ``base .. base + num_keys - 1``; of a latent cache ``[N, 1, L]``."""
     values: Tensor
-    """``[N, Hkv, Dv]``"""
+    """``[N, Hkv, Dv]``; of a latent cache ``[N, 1, E]``, the rotated parts"""
     layout: Layout
+    up_projections: UpProjections | None = None
+    """What makes keys and values of latent rows; None for every other layer."""
 
     @property
     def block_table(self) -> Tensor:
@@ -108,6 +112,11 @@ class Problem:
     def dtype(self) -> torch.dtype:
         """The layer's dtype."""
         return TORCH_DTYPES[self.layer.dtype]
+
+    @property
+    def output_size(self) -> int:
+        """``Dv``: head size of the output."""
+        return naive_layer(self.layer).value_head_size
 
     @property
     def has_pool(self) -> bool:
@@ -188,15 +197,19 @@ def build_problem(case: Case, seed: int) -> Problem:
     dtype = TORCH_DTYPES[layer.dtype]
     inputs = DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)
     total = sum(lengths)
-    keys = _draw(stream, "key", requests, (total, layer.num_kv_heads, layer.head_size), inputs).to(dtype)
-    values = _draw(stream, "value", requests, (total, layer.num_kv_heads, layer.value_head_size), inputs).to(dtype)
+    key_size, value_size = stored_sizes(layer)
+    held_keys, held_values = key_storage(layer, case.cache), value_storage(layer, case.cache)
+    keys = _draw(stream, "key", requests, (total, layer.num_kv_heads, key_size), inputs, held_keys)
+    values = _draw(stream, "value", requests, (total, layer.num_kv_heads, value_size), inputs, held_values)
     _share_prefixes(specs, requests, keys, values)
     geometry = [RequestGeometry(r.rows, r.first_position, r.num_keys, r.base, r.first_row) for r in requests]
-    # A batch without any key (all rows see nothing) still needs something to point at.
-    needles = keys if len(keys) else keys.new_ones(1, layer.num_kv_heads, layer.head_size)
+    up_projections, asked = make_up_projections(layer, dtype), naive_layer(layer)
+    needles = keys.double() if up_projections is None else up_projections.keys(keys, values)
+    if not len(keys):  # a batch in which no row sees anything still needs something to point at
+        needles = needles.new_ones(1, asked.num_kv_heads, asked.head_size)
     options = case.batch.path.options
     tree = ancestors(options.parents) if isinstance(options, TreeOptions) else None
-    query = biting_queries(layer, needles.double(), geometry, case.cache.block_size, inputs, tree)
+    query = biting_queries(asked, needles, geometry, case.cache.block_size, inputs, tree)
     layout = finish_layout()
     return Problem(
         case=case,
@@ -206,6 +219,7 @@ def build_problem(case: Case, seed: int) -> Problem:
         keys=keys,
         values=values,
         layout=layout,
+        up_projections=up_projections,
     )
 
 
@@ -238,16 +252,22 @@ def _num_keys(spec: RequestSpec, layer: LayerSpec) -> int:
 
 
 def _draw(
-    stream: Stream, kind: str, requests: tuple[Request, ...], shape: tuple[int, int, int], inputs: frozenset[str]
+    stream: Stream,
+    kind: str,
+    requests: tuple[Request, ...],
+    shape: tuple[int, int, int],
+    inputs: frozenset[str],
+    storage: Storage,
 ) -> Tensor:
+    """Rows in the layer's dtype that the cache can hold as they are."""
     rows = stream.uniform(*shape)
     if "coordinates" in inputs and shape[-1] >= CHANNELS:
         request = torch.repeat_interleave(
             torch.arange(len(requests)), torch.tensor([r.num_keys for r in requests], dtype=torch.int64)
         )
         position = torch.cat([torch.arange(r.num_keys) for r in requests])
-        sign(rows, kind, request, position)
-    return rows
+        sign(rows, kind, request, position, storage.smallest)
+    return storage.storable(rows)
 
 
 def _share_prefixes(specs: list[RequestSpec], requests: tuple[Request, ...], keys: Tensor, values: Tensor) -> None:

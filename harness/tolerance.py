@@ -56,16 +56,20 @@ def budget_of(
     out: Tensor,
     lse: Tensor,
     honest: Iterable[tuple[Tensor, Tensor]] = (),
+    forms: Iterable[tuple[Rows, AttentionParams]] = (),
 ) -> Budget:
     """The budget of a kernel in ``dtype`` around a truth (float64 ``out [T, H, Dv]``, ``lse [T, H]``).
 
     ``honest``: what low-precision runs of the question answer (output, LSE), where kernels may go about it in more than
-    one way: the largest loss counts. By default one plain run.
+    one way: the largest loss counts. By default one plain run. ``forms``: other questions with the same scores, which
+    kernels may ask instead: the largest bound on the scores and the longest products count.
     """
     runs = list(honest) or [rows.attend(params, Precision.kernel(dtype))]
     losses = [low_out.double() - out for low_out, _ in runs]
     weighted, _ = replace(rows, values=rows.values.abs()).attend(params)
-    bracket = float32_bracket(score_bound(rows, params), params.head_size)
+    bracket = torch.stack(
+        [float32_bracket(score_bound(*form), form[1].head_size) for form in ((rows, params), *forms)]
+    ).amax(0)
     norm, peak = allowed_errors(losses, out, bracket, weighted, dtype)
     lse_loss = torch.stack([_lse_loss(lse, low_lse.double()) for _, low_lse in runs]).amax(0)
     u = torch.finfo(dtype).eps / 2

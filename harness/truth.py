@@ -5,15 +5,18 @@ one that candidates are driven through. Must not know: backends, observations.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from attncheck.errors import BlindCaseError
-from attncheck.harness.exact import honest_answers, params_of, rows_of
+from attncheck.harness.exact import honest_answers, other_forms, params_of, rows_of
 from attncheck.harness.hypotheses import toggles
+from attncheck.harness.output_codes import OutputCodes, output_codes, output_error
 from attncheck.harness.problem import Problem
 from attncheck.harness.rows import Rows
+from attncheck.harness.scale_hypotheses import scale_toggles
 from attncheck.harness.tolerance import Budget, budget_of, share_of_budget
 from attncheck.reference import AttentionParams
 
@@ -30,6 +33,8 @@ class Truth:
     out: Tensor
     lse: Tensor
     budget: Budget
+    codes: OutputCodes | None = None
+    """How the output is quantised; the truth itself never is."""
 
 
 def truth_of(problem: Problem, device: torch.device) -> Truth:
@@ -40,10 +45,12 @@ def truth_of(problem: Problem, device: torch.device) -> Truth:
     """
     params, rows = params_of(problem), rows_of(problem, device)
     out, lse = rows.attend(params)
-    budget = budget_of(rows, params, problem.dtype, out, lse, honest_answers(problem, rows, params))
+    budget = budget_of(
+        rows, params, problem.dtype, out, lse, honest_answers(problem, rows, params), other_forms(problem, rows)
+    )
     if problem.case.tolerance is not None:
         budget = budget.scaled(problem.case.tolerance.factor)
-    truth = Truth(params, rows, out, lse, budget)
+    truth = Truth(params, rows, out, lse, budget, output_codes(problem.layer))
     _refuse_blindness(problem, truth)
     return truth
 
@@ -51,7 +58,8 @@ def truth_of(problem: Problem, device: torch.device) -> Truth:
 def _refuse_blindness(problem: Problem, truth: Truth) -> None:
     if "needles" not in problem.inputs:
         return  # the case asks for plain inputs, and has to live with what they cannot show
-    for toggle in toggles(truth.params, truth.rows):
+    asked = (toggles(truth.params, truth.rows), scale_toggles(problem, truth.params, truth.rows))
+    for toggle in chain.from_iterable(asked):
         able = int(toggle.acts.sum())
         if not able:
             if toggle.mostly:
@@ -62,7 +70,8 @@ def _refuse_blindness(problem: Problem, truth: Truth) -> None:
                 )
             continue
         out, _ = toggle.hypothesis.ask()
-        moved = share_of_budget(out - truth.out, truth.budget).amax(dim=1)
+        seen = out if truth.codes is None else truth.codes.of(out)
+        moved = share_of_budget(output_error(seen, truth.out, truth.codes), truth.budget).amax(dim=1)
         noticed = int(((moved >= BITE) & toggle.acts).sum())
         if noticed < (able // 2 + 1 if toggle.mostly else 1):
             raise BlindCaseError(
