@@ -4,6 +4,7 @@ Filled and read only through the backend's codec, which is proven first; a backe
 writer. Must not know: checks, truths. Slots are int64 indices into the pool, page * block_size + offset.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -13,9 +14,12 @@ from attncheck.backends.codecs import KVCacheCodec
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.packings import allocate_kv_cache
 from attncheck.harness.codec_proof import prove_codec
+from attncheck.harness.latent import stored_sizes
+from attncheck.harness.latent_calls import LatentCodecView
 from attncheck.harness.problem import Problem, Request
 from attncheck.harness.randomness import Stream
 from attncheck.harness.stages import stage
+from attncheck.harness.storage import key_storage
 
 SMALL_POOL = 1 << 22
 """Slots up to which the whole pool is filled and poisoned; of a larger one only the surroundings of owned pages."""
@@ -26,6 +30,8 @@ Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 _STALE_ROWS = 64
 
+_E5M2_INFINITY = 0x7C
+
 
 class Pool:
     """A backend's KV cache for one problem. ``codec`` is None where the backend brings none we know."""
@@ -35,6 +41,8 @@ class Pool:
     ) -> None:
         self._problem, self._device = problem, device
         self.codec = backend.kv_cache_codec(problem.layer, problem.cache)
+        if self.codec is not None and problem.layer.mla is not None:
+            self.codec = LatentCodecView(self.codec)
         if self.codec is not None:
             prove_codec(self.codec, backend, problem)
         self._writer: Writer = own_writer if self.codec is None else self.codec.write
@@ -53,9 +61,23 @@ class Pool:
         if poison is not None:
             chosen = [slots for name, slots in self.regions.items() if regions is None or name in regions]
             if chosen:
-                slots = torch.cat(chosen)
-                self.write(slots, *(rows.fill_(poison) for rows in self._empty_rows(len(slots))))
+                self._poison(torch.cat(chosen), poison)
         return self.kv_cache
+
+    def _poison(self, slots: Tensor, poison: float) -> None:
+        def spread(number: float) -> None:
+            self.write(slots, *(rows.fill_(number) for rows in self._empty_rows(len(slots))))
+
+        held = key_storage(self._problem.layer, self._problem.cache).held
+        if held != torch.float8_e5m2 or not math.isinf(poison):
+            spread(poison)
+            return
+        # The format has infinities, which no writer makes of anything: they are put where two fillings differ.
+        spread(0.0)
+        zeros = self.bytes().clone()
+        spread(math.nan)
+        memory = self.bytes()
+        memory[memory != zeros] = _E5M2_INFINITY | (0x80 if poison < 0 else 0)
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store rows where ``slots`` says; negative slots are left out."""
@@ -101,7 +123,7 @@ class Pool:
 
     def _empty_rows(self, count: int) -> tuple[Tensor, Tensor]:
         layer = self._problem.layer
-        sizes = (layer.head_size, layer.value_head_size)
+        sizes = stored_sizes(layer)
         key, value = (torch.zeros(count, layer.num_kv_heads, size, dtype=self._problem.dtype) for size in sizes)
         return key, value
 

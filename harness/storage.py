@@ -45,9 +45,7 @@ class Storage:
         """Float64 ``numbers`` as rows that come out of the cache as they went in; those no row can hold become 0."""
         if not self.is_fp8:
             return numbers.to(self.held).to(self.dtype)
-        codes = quantize_fp8(numbers, self.scale, self.held)
-        rows = self.rows_of(codes.view(torch.uint8)) + 0.0  # not -0, of which kernels make what they like
-        return rows.masked_fill(~self.holds(codes.view(torch.uint8)), 0.0)
+        return self.usable_rows(self.codes(numbers))
 
     def codes(self, rows: Tensor) -> Tensor:
         """The codes (uint8) of rows, on their device."""
@@ -63,6 +61,11 @@ class Storage:
         return torch.isnan(numbers_of(codes, self.held)) | (
             numbers_of(again, self.held) == numbers_of(codes, self.held)
         )
+
+    def usable_rows(self, codes: Tensor) -> Tensor:
+        """Rows whose codes (uint8) these are; 0 in place of infinities, NaN, and what the layer's dtype cannot say."""
+        usable = torch.isfinite(numbers_of(codes, self.held)) & self.holds(codes)
+        return self.rows_of(codes.masked_fill(~usable, 0)) + 0.0  # not -0, of which kernels make what they like
 
     def exact(self, rows: Tensor) -> Tensor:
         """What rows mean in the cache: ``code * scale`` in float64; rows as they are without codes."""

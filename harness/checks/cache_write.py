@@ -1,23 +1,33 @@
 """``cache_write``: exactly the mapped slots hold exactly the new K/V, byte for byte; inputs are unchanged.
 
 The whole pool is compared with a copy that the proven codec wrote; then once more with new rows at the limits of their
-dtype, which a cache that secretly rounds or clamps cannot hold. Functions on pages that the backend offers are held to
+dtype, which a cache that secretly rounds or clamps cannot hold; in an FP8 cache, numbers between codes and beyond their
+range, where every code that right arithmetic reaches is right. Functions on pages that the backend offers are held to
 the same (:mod:`attncheck.harness.functions.block_moves`). Cannot see: writes outside the cache's own memory.
 """
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from attncheck.harness.checks import fp8_write
+from attncheck.harness.checks.fp8_write import Rows
 from attncheck.harness.coordinates import decode
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.float8 import alike
 from attncheck.harness.functions import block_moves
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
 from attncheck.harness.runner import Fill, Session
+from attncheck.harness.storage import Storage, key_storage, value_storage
 
 _NAMED = 4
 """Wrong slots described in a finding."""
+
+_EXPLAINED = 0.98
+"""Share of the wrong bytes that a fault has to explain."""
 
 
 def examine(problem: Problem, session: Session, seen: Observation) -> Finding:
@@ -36,31 +46,49 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
         return NotExamined(("the backend brings no cache codec, and its packing is none of the usual ones",))
     if not session.impl.brings_writer:
         return NotExamined(("the backend brings no writer: attncheck wrote the new K/V",))
-    finding = _judge(problem, pool, seen, (problem.keys, problem.values))
+    storable = problem.keys, problem.values
+    finding = _judge(problem, pool, seen, storable, [storable])
     if not isinstance(finding, Holds) or not len(problem.new_keys):
         return finding
-    rows = _extreme(problem.keys), _extreme(problem.values)
+    storages = _storages(problem)
+    if storages[0].is_fp8:
+        rows = fp8_write.extreme_rows(problem.keys, storages[0]), fp8_write.extreme_rows(problem.values, storages[1])
+        honest, name = fp8_write.honest_rows(rows, storages), "that no code stands for"
+    else:
+        rows = _extreme(problem.keys), _extreme(problem.values)
+        honest, name = [rows], f"at the limits of {problem.layer.dtype}"
     extreme = session.run(Fill(rows=rows))
     if isinstance(extreme, Raised):
         return extreme
-    again = _judge(problem, pool, extreme, rows)
+    again = _judge(problem, pool, extreme, rows, honest)
     if isinstance(again, Broken):
-        return Broken(
-            f"with rows at the limits of {problem.layer.dtype}: {again.summary}", again.figures, again.meaning
-        )
+        return Broken(f"with rows {name}: {again.summary}", again.figures, again.meaning)
     return finding
 
 
-def _judge(problem: Problem, pool: Pool, seen: Observation, rows: tuple[Tensor, Tensor]) -> Finding:
-    """Compare the pool with what it should be after ``rows`` (keys and values of the problem's shapes) were brought."""
+def _judge(problem: Problem, pool: Pool, seen: Observation, rows: Rows, honest: Sequence[Rows]) -> Finding:
+    """Compare the pool with what it should be after ``rows`` (keys and values of the problem's shapes) were brought.
+
+    ``honest``: rows that the codec stores as right writers may store ``rows``, element by element.
+    """
     if seen.pool_before is None or seen.pool_after is None:
         return NotExamined(("the cache was not observed",), "attncheck")
     new = problem.new_keys[problem.new_keys >= 0]
     slots = problem.key_slots[new]
     figures = {"slots_written": len(slots), "pool_bytes": seen.pool_before.numel()}
     changed = (f"inputs were changed: {', '.join(seen.changed)}",) if seen.changed else ()
-    expected = seen.pool_before.clone()
-    pool.write_image(expected, slots, rows[0][new], rows[1][new])
+    held, before = _storages(problem)[0].held, seen.pool_before
+
+    def after(written: Rows) -> Tensor:
+        image = before.clone()
+        pool.write_image(image, slots, written[0][new], written[1][new])
+        return image
+
+    expected = after(honest[0])
+    if len(honest) > 1:
+        for image in map(after, honest):
+            right = alike(image, held) == alike(seen.pool_after, held)
+            expected = torch.where(right, seen.pool_after, expected)
     if torch.equal(expected, seen.pool_after):
         return Broken(changed[0], figures) if changed else Holds(figures)
     examined = torch.cat([slots, *pool.regions.values(), problem.owned_slots]).unique()
@@ -72,7 +100,28 @@ def _judge(problem: Problem, pool: Pool, seen: Observation, rows: tuple[Tensor, 
     complaints = [_complaint(problem, pool, images, int(slot), slots) for slot in wrong[:_NAMED]]
     count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, first"
     meaning = _meaning(problem, wrong, slots)
+    if meaning is None and held.itemsize == 1:
+        guesses = ((text, after(stored)) for text, stored in fp8_write.faulty_rows(rows, _storages(problem)))
+        meaning = _coding_fault(expected, seen.pool_after, held, guesses)
     return Broken(f"{count}: {complaints[0]}", figures, meaning, (*complaints[1:], *changed))
+
+
+def _storages(problem: Problem) -> tuple[Storage, Storage]:
+    return key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
+
+
+def _coding_fault(
+    expected: Tensor, got: Tensor, held: torch.dtype, guesses: Iterable[tuple[str, Tensor]]
+) -> str | None:
+    """Which fault of a writer explains nearly all bytes that differ; ``guesses``: (fault, pool after it)."""
+    expected, got = alike(expected, held), alike(got, held)
+    differs = expected != got
+    if fp8_write.is_unsaturated(expected, got, held):
+        return "numbers beyond the range of the format become NaN or Inf; they have to saturate"
+    for meaning, image in guesses:
+        if float((alike(image, held) == got)[differs].double().mean()) >= _EXPLAINED:
+            return meaning
+    return None
 
 
 def _extreme(rows: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.observation import CANARY, Observation, Raised
 from attncheck.harness.problem import Problem
 from attncheck.harness.runner import Fill, Session
+from attncheck.harness.storage import key_storage
 from attncheck.harness.truth import Truth
 
 _STATE = "state is kept between calls, or the backend is not deterministic"
@@ -132,9 +133,13 @@ def _fills(problem: Problem, session: Session) -> Iterator[tuple[str, Fill]]:
     """(what it is called, what to fill) for each poisoning."""
     if session.pool is not None and session.pool.regions:
         huge = _huge(problem)
-        kinds = [("NaN", float("nan")), ("Inf", float("inf")), ("-Inf", float("-inf")), (f"{huge:.2g}", huge)]
-        for name, value in kinds[3:] if session.backend.conventions.needs_finite_pool else kinds:
-            yield name, Fill(poison=value)
+        kinds = {"NaN": math.nan, "Inf": math.inf, "-Inf": -math.inf, f"{huge:.2g}": huge}
+        held = key_storage(problem.layer, problem.cache).held
+        for name, value in kinds.items():
+            # Of a format without infinities a cache holds the largest number in their place, which comes last anyway.
+            is_held = held != torch.float8_e4m3fn or not math.isinf(value)
+            if is_held and (math.isfinite(value) or not session.backend.conventions.needs_finite_pool):
+                yield name, Fill(poison=value)
     if problem.case.batch.padding.tokens:
         yield "zeros in place of NaN", Fill(padding=0.0)
 
@@ -143,7 +148,7 @@ def _outside(problem: Problem, session: Session, seen: Observation) -> Broken | 
     """Zones around the outputs, and the padding rows of the output."""
     if seen.breaches:
         return Broken(f"rows outside of the {' and the '.join(seen.breaches)} buffer were written")
-    padding = seen.output[len(problem.query) :].flatten(1)
+    padding = seen.output[len(problem.query) :].flatten(1).double()
     untouched = session.backend.conventions.padded_rows == "untouched"
     bad = (padding != CANARY) if untouched else ~torch.isfinite(padding)
     if not bool(bad.any()):
@@ -168,6 +173,7 @@ def _differing_rows(problem: Problem, a: Observation, b: Observation) -> Tensor:
 
 
 def _unequal(a: Tensor, b: Tensor) -> Tensor:
+    a, b = a.double(), b.double()
     both_nan = torch.isnan(a) & torch.isnan(b)
     return ((a != b) & ~both_nan).flatten(1).any(dim=1)
 

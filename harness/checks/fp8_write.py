@@ -1,0 +1,94 @@
+"""What a right writer may store in an FP8 cache of numbers that are not exactly storable, and what wrong ones store.
+
+The rows lie between codes, at ties and near them, beyond the range, below the smallest code; NaN, and where the format
+has no infinities, those. An honest kernel divides by the scale or multiplies by its reciprocal, in float32 or better:
+that may differ by a code where the scale is no power of two, and each of these codes is right. Anything else is not.
+Must not know: pools, backends, findings.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.float8 import magnitudes, nearest_code, numbers_of, truncated_code
+from attncheck.harness.storage import Storage
+
+_AT = (0, 1, 2, 7, 8, 9, 24, 37, 51, 60, 77, 90, 101, 110)
+"""Between which codes the rows lie: smallest and subnormal ones, both parities, small and large."""
+
+_ASIDE = 2.0**-7
+"""Relative distance of near ties from the tie: more than any activation dtype rounds."""
+
+Rows = tuple[Tensor, Tensor]
+"""Keys and values."""
+
+
+def extreme_rows(rows: Tensor, storage: Storage) -> Tensor:
+    """Rows of the shape of ``rows`` that bring out how numbers are rounded; their honest codes can all be written."""
+    quotients = torch.tensor(list(_quotients(storage.held)), dtype=torch.float64)
+    chosen = quotients[torch.arange(rows.numel()) % len(quotients)].reshape(rows.shape)
+    made = (chosen * storage.scale.double()).to(storage.dtype)
+    told = torch.stack([storage.holds(codes) for codes in honest_codes(made, storage)]).all(0)
+    if storage.held != torch.float8_e4m3fn:
+        told &= ~torch.isinf(made)  # of which a format with infinities may make one
+    return made.masked_fill(~told, 0.0)
+
+
+def _quotients(held: torch.dtype) -> Iterator[float]:
+    """Numbers of codes' size, signs in turn."""
+    numbers = magnitudes(held).tolist()
+    sign = 1.0
+    for low, high in ((numbers[i], numbers[i + 1]) for i in _AT):
+        tie, most = (low + high) / 2, low + 0.8 * (high - low)
+        for number in (tie, tie * (1 + _ASIDE), tie * (1 - _ASIDE), most):
+            yield sign * number
+            sign = -sign
+    limit = numbers[-1]
+    for factor in (1.0, 1.01, 1.04, 1.3, 16.0, 1000.0):
+        yield sign * limit * factor
+        yield -sign * limit * factor
+        sign = -sign
+    yield from (numbers[1] / 64, -numbers[1] / 64)
+    yield torch.nan
+    if held == torch.float8_e4m3fn:
+        yield from (torch.inf, -torch.inf)
+
+
+def honest_codes(rows: Tensor, storage: Storage) -> tuple[Tensor, ...]:
+    """The codes (uint8) that right arithmetic makes of rows, the reference's first."""
+    scale = storage.scale.to(rows.device)
+    quotients = (rows.float() / scale, rows.float() * (1 / scale), rows.double() / scale.double())
+    return tuple(nearest_code(quotient.double(), storage.held) for quotient in quotients)
+
+
+def honest_rows(rows: Rows, storages: tuple[Storage, Storage]) -> list[Rows]:
+    """Rows that the codec stores as those codes."""
+    keys, values = ([s.rows_of(codes) for codes in honest_codes(x, s)] for x, s in zip(rows, storages, strict=True))
+    return list(zip(keys, values, strict=True))
+
+
+def faulty_rows(rows: Rows, storages: tuple[Storage, Storage]) -> Iterator[tuple[str, Rows]]:
+    """(what a writer does wrong, rows that the codec stores as that writer stores ``rows``)."""
+    key, value = storages
+    both = list(zip(rows, storages, strict=True))
+
+    def scaled(factors: tuple[Tensor, Tensor]) -> Rows:
+        numbers = (x.double() * factor.to(x.device) for x, factor in zip(rows, factors, strict=True))
+        made = [s.rows_of(nearest_code(x, s.held)) for x, s in zip(numbers, storages, strict=True)]
+        return made[0], made[1]
+
+    scales = key.scale.double(), value.scale.double()
+    yield "the scale multiplies what is stored, in place of dividing it", scaled(scales)
+    yield "the scale is left out", scaled((torch.ones(1, 1), torch.ones(1, 1)))
+    yield "k_scale and v_scale are exchanged", scaled((1 / scales[1], 1 / scales[0]))
+    yield "the scale of KV head 0 is used for all heads", scaled((1 / scales[0][:1], 1 / scales[1][:1]))
+    cut = [s.rows_of(truncated_code(x.double() / s.scale.to(x.device).double(), s.held)) for x, s in both]
+    yield "codes are truncated, not rounded to the nearest", (cut[0], cut[1])
+
+
+def is_unsaturated(expected: Tensor, got: Tensor, held: torch.dtype) -> bool:
+    """Whether codes (uint8) are NaN or infinite where the largest number is expected, and nowhere else."""
+    differs, limit = expected != got, len(magnitudes(held)) - 1
+    is_limit, is_finite = (expected[differs] & 0x7F) == limit, torch.isfinite(numbers_of(got[differs], held))
+    return bool(is_limit.all()) and not bool(is_finite.any())
