@@ -108,8 +108,9 @@ def packed_codec(backend: "type[AttentionBackend]", layer: LayerSpec, cache: Cac
     )
 
 
-def _per_head(scale: Scale, device: torch.device) -> float | Tensor:
+def _per_head(scale: Scale, device: torch.device) -> Tensor:
     """A scale that broadcasts over ``[n, num_kv_heads, head size]``."""
     if isinstance(scale, tuple):
         return torch.tensor(scale, dtype=torch.float32, device=device)[:, None]
-    return scale
+    # As the backend is told it: a float32 number.
+    return torch.tensor(scale, dtype=torch.float32, device=device)
