@@ -7,6 +7,7 @@ ANSWERED_PATHS = frozenset(
         "paged",
         "encoder_only",
         "cross",
+        "mla",
         "fast_prefill",
         "spec_decode",
         "tree",
@@ -20,6 +21,9 @@ ANSWERED_PATHS = frozenset(
     }
 )
 
+LATENT_PATHS = frozenset({"mla", "spec_decode", "cascade", "split_kv", "dcp", "micro_batch"})
+"""Of layers with a latent cache."""
+
 
 def unanswered_reasons(case: Case) -> tuple[str, ...]:
     """Why no code of this version can examine ``case``; empty: it can."""
@@ -27,8 +31,8 @@ def unanswered_reasons(case: Case) -> tuple[str, ...]:
     reasons = []
     if path not in ANSWERED_PATHS:
         reasons.append(f"path {path!r} is not examined by this version of attncheck")
-    if layer.mla is not None and path != "mla":
-        reasons.append("multi-head latent attention is not examined by this version of attncheck")
+    if layer.mla is not None and path not in LATENT_PATHS:
+        reasons.append(f"latent attention by the path {path!r} is not examined by this version of attncheck")
     if layer.output_quant is not None:
         reasons.append("output_quant: fused output quantisation is not examined by this version")
     if cache.kv_cache_dtype not in ("auto", layer.dtype):

@@ -10,6 +10,7 @@ import torch
 from attncheck.backends.contract import AttentionBackend, KVCacheSpec
 from attncheck.backends.packings import cache_dtype
 from attncheck.harness.config import vllm_config
+from attncheck.harness.latent_calls import LatentImplView, latent_keywords
 from attncheck.harness.problem import Problem
 from attncheck.reference import create_fast_prefill_custom_backend
 from attncheck.reference.spec import FastPrefillOptions
@@ -28,7 +29,9 @@ def construct_impl(
         keywords["sinks"] = torch.tensor(layer.sink_logits, dtype=torch.float32, device=device)
     if layer.value_head_size != layer.head_size:
         keywords["head_size_v"] = layer.value_head_size
-    return backend.get_impl_cls()(
+    if layer.mla is not None and problem.up_projections is not None:
+        keywords |= latent_keywords(layer.mla, problem.up_projections, device)
+    impl = backend.get_impl_cls()(
         layer.num_heads,
         layer.head_size,
         layer.softmax_scale,
@@ -41,6 +44,7 @@ def construct_impl(
         SHARED_LAYER if problem.writes_nothing else None,
         **keywords,
     )
+    return impl if layer.mla is None else LatentImplView(impl, problem.dtype)
 
 
 def construct_builder(backend: type[AttentionBackend], problem: Problem, device: torch.device) -> Any:
@@ -56,6 +60,7 @@ def construct_builder(backend: type[AttentionBackend], problem: Problem, device:
         head_size_v=layer.value_head_size if layer.value_head_size != layer.head_size else None,
         sliding_window=layer.sliding_window,
         attention_chunk_size=layer.attn_chunk_size if has_chunks else None,
+        chunked_prefill_workspace_size=None if layer.mla is None else layer.mla.workspace,
     )
     config = vllm_config(
         layer,

@@ -21,6 +21,7 @@ def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: 
         "query": problem.query,
         "keys": problem.keys,
         "values": problem.values,
+        **_weights(problem),
         "cu_seqlens_q": problem.cu_seqlens_q,
         "cu_seqlens_k": problem.cu_seqlens_k,
         "block_table": problem.block_table,
@@ -36,6 +37,12 @@ def dump_case(folder: Path, problem: Problem, truth: Truth, backend: str, seen: 
         content["output"] = seen.output.cpu()
         content["lse"] = None if seen.lse is None else seen.lse.cpu()
     return dump_tensors(folder, problem.case, problem.seed, backend, content)
+
+
+def _weights(problem: Problem) -> dict[str, Tensor]:
+    """What turns latent rows into keys and values, where the layer has them."""
+    weights = problem.up_projections
+    return {} if weights is None else {"w_uk": weights.w_uk, "w_uv": weights.w_uv}
 
 
 def dump_tensors(folder: Path, case: Case, seed: int, backend: str, content: Mapping[str, Tensor | int | None]) -> Path:

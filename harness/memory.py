@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from attncheck.cases.model import Case
+from attncheck.harness.latent import naive_layer, stored_sizes
 from attncheck.reference.spec import AttentionType
 
 _ROW_COPIES = 12
@@ -21,11 +22,14 @@ def needed_bytes(case: Case) -> int:
     cross = layer.attn_type == AttentionType.ENCODER_DECODER
     keys = sum(r.count * ((r.encoder_len or 0) if cross else r.total_len) for r in batch.requests)
     itemsize = 4 if layer.dtype == "float32" else 2
-    key_row = layer.num_kv_heads * (layer.head_size + layer.value_head_size)
+    stored, asked = layer.num_kv_heads * sum(stored_sizes(layer)), naive_layer(layer)
+    exact = asked.num_kv_heads * (asked.head_size + asked.value_head_size)
+    # Keys and values made of latent rows stand beside rounded ones, and rows have a twin in the latent space.
+    copies, width = (2, layer.head_size + layer.value_head_size) if layer.mla is None else (4, 2 * layer.head_size)
     pages = keys // cache.block_size + 2 * batch.num_requests
-    pool = (cache.num_blocks or (cache.first_block or 0) + 2 * pages) * cache.block_size * key_row * itemsize
-    rows = batch.num_tokens * layer.num_heads * (layer.head_size + layer.value_head_size) * 8
-    return _POOL_COPIES * pool + keys * key_row * (2 * 8 + itemsize) + _ROW_COPIES * rows
+    pool = (cache.num_blocks or (cache.first_block or 0) + 2 * pages) * cache.block_size * stored * itemsize
+    rows = batch.num_tokens * layer.num_heads * max(width, asked.head_size + asked.value_head_size) * 8
+    return _POOL_COPIES * pool + keys * (stored * itemsize + exact * copies * 8) + _ROW_COPIES * rows
 
 
 def shortage(case: Case, device: torch.device) -> str | None:

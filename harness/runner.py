@@ -173,7 +173,7 @@ class Session:
     def _buffers(self, call: Call) -> tuple[GuardedBuffer, GuardedBuffer | None]:
         """For the output, and for the LSE where it is declared."""
         shape = (len(call.query), self.problem.layer.num_heads)
-        out = GuardedBuffer((*shape, self._head_size_v), call.num_rows, self.problem.dtype, self.device)
+        out = GuardedBuffer((*shape, self.problem.output_size), call.num_rows, self.problem.dtype, self.device)
         if "lse" not in self.backend.features:
             return out, None
         return out, GuardedBuffer(shape, call.num_rows, torch.float32, self.device)
@@ -194,10 +194,6 @@ class Session:
 
     def _empty_cache(self) -> Tensor:
         return torch.empty(0, dtype=self.problem.dtype, device=self.device)
-
-    @property
-    def _head_size_v(self) -> int:
-        return self.problem.layer.value_head_size
 
     def _request_order(self) -> list[int]:
         """Requests with at most ``reorder_batch_threshold`` new tokens first, as the runner sorts a batch."""
@@ -252,8 +248,8 @@ class Session:
             piece = slice(first, first + capacity)
             common = _prefill_metadata(slots[piece], self.problem, self.device)
             metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
-            query = key.new_zeros(len(slots[piece]), self.problem.layer.num_heads, self.problem.layer.head_size)
-            output = key.new_zeros(len(query), self.problem.layer.num_heads, self._head_size_v)
+            query = key.new_zeros(len(slots[piece]), *self.problem.query.shape[1:])
+            output = key.new_zeros(len(query), self.problem.layer.num_heads, self.problem.output_size)
             keywords = {}
             if "lse" in self.backend.features:
                 keywords["output_lse"] = torch.zeros(output.shape[:2], device=self.device)
