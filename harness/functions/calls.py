@@ -1,4 +1,4 @@
-"""Calling a function of a backend: what it raises is told by its name, what it changes is seen.
+"""Calling a function of a backend: what it raises is told by its name, what it changes is seen; reading its answer.
 
 Must not know: what any function is for.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attncheck.harness.pool import flat_bytes
 from attncheck.harness.stages import stage
+from attncheck.harness.tolerance import Budget, share_of_budget
 
 Function = Callable[..., Any]
 
@@ -54,6 +55,16 @@ def misfit(name: str, value: object, like: Tensor, dtypes: tuple[torch.dtype, ..
         if not fits:
             return f"{name} has {fact} {got}, where {wanted} is right"
     return None
+
+
+def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -> bool:
+    """Whether ``got`` is ``answer`` in every row and head, but for the budget or what rounding to ``dtype`` costs.
+
+    Float64 ``[T, H, Dv]`` both; ``budget`` is that around the truth, beside which a wrong answer may be huge.
+    """
+    error = torch.linalg.vector_norm(got - answer, dim=-1)
+    rounding = 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(answer, dim=-1)
+    return bool(((share_of_budget(got - answer, budget) <= 1) | (error <= rounding)).all())
 
 
 def dtypes_from(dtype: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -18,7 +18,7 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.numerics import summarize
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.functions.calls import Function, call, dtypes_from, misfit
+from attncheck.harness.functions.calls import Function, call, dtypes_from, is_answer, misfit
 from attncheck.harness.functions.conv_problem import PAD_ID, build_conv, conv_truth, convolve
 from attncheck.harness.pool import flat_bytes
 from attncheck.harness.tolerance import share_of_budget
@@ -168,7 +168,7 @@ class Convolution:
         """The usual mistake whose answer this is, if there is one."""
         for meaning, changes in self._mistakes():
             y, _ = convolve(self._problem, self._device, **changes)
-            if not bool((share_of_budget(seen.y[: len(y), None] - y[:, None], self._truth.budget) > 1).any()):
+            if is_answer(seen.y[: len(y), None], y[:, None], self._truth.budget, self._problem.dtype):
                 return meaning
         return None
 

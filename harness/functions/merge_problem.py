@@ -35,14 +35,14 @@ _KINDS = (
     ("far below b", "large_scores"),
     ("cut", None),
     ("needle in b", "needles"),
-    ("no a", None),
+    ("over", "large_scores"),
     ("opposite", "large_scores"),
-    ("no b", None),
+    ("under", "large_scores"),
 )
 """What a row and head are about, in turn, and which of a case's ``inputs`` it belongs to; without it: the cut."""
 
-_EDGE = 80.0
-"""``exp`` of a float32 is finite up to 88."""
+_EDGE, _BEYOND = 80.0, 95.0
+"""``exp`` of a float32 is finite up to 88, and has all its bits down to -87."""
 
 _SPARE = 8
 """Columns of a wider output that a view leaves out."""
@@ -160,13 +160,17 @@ def _states_of(kind: str, noise_a: Tensor, noise_b: Tensor, lse_a: Tensor, lse_b
         case "neither":
             return nothing, nothing
         case "far below a":
-            return noise_a, noise_b - _EDGE - 20
+            return noise_a, noise_b - _BEYOND
         case "far below b":
-            return noise_a - _EDGE - 20, noise_b
+            return noise_a - _BEYOND, noise_b
         case "high":
             return noise_a + _EDGE, noise_b + _EDGE
         case "low":
             return noise_a - _EDGE, noise_b - _EDGE
+        case "over":
+            return noise_a + _BEYOND, noise_b + _BEYOND
+        case "under":
+            return noise_a - _BEYOND, noise_b - _BEYOND
         case "opposite":
             return noise_a + _EDGE, noise_b - _EDGE
         case "needle in a":

@@ -19,7 +19,7 @@ from attncheck.cases.model import Case
 from attncheck.harness.checks.lse import lse_shares
 from attncheck.harness.checks.numerics import summarize
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.functions.calls import Function, call, dtypes_from, misfit
+from attncheck.harness.functions.calls import Function, call, dtypes_from, is_answer, misfit
 from attncheck.harness.functions.merge_problem import build_merge, merge_truth
 from attncheck.harness.tolerance import share_of_budget
 from attncheck.reference import merge_attn_states
@@ -162,7 +162,7 @@ class Merging:
                 merge_attn_states(a, lse_a * math.log(2), b, lse_b * math.log(2))[0],
             ),
         ):
-            if not bool((share_of_budget(merged.out - out, self._truth.budget) > 1).any()):
+            if is_answer(merged.out, out, self._truth.budget, self._problem.dtype):
                 return meaning
         wrong = (share_of_budget(merged.out - self._truth.out, self._truth.budget) > 1).any(dim=-1)
         empty = (torch.isinf(lse_a) | torch.isinf(lse_b)).any(dim=-1)

@@ -1,0 +1,329 @@
+"""Wrong functions beside attention: merging states, short convolution, moving pages.
+
+The base class is right, and works in float32 as kernels do. Each class below it changes a few lines.
+``test_functions.py`` names the check that must catch it.
+"""
+
+import torch
+from torch.nn.functional import conv1d, pad, silu
+
+from attncheck.backends.reference_backend import ReferenceBackend
+from attncheck.reference import reshape_and_cache, swap_blocks
+
+
+class Miniature(ReferenceBackend):
+    """The reference with functions of its own, made of the parts below."""
+
+    @classmethod
+    def get_name(cls):
+        return cls.__name__.upper()
+
+    @classmethod
+    def functions(cls):
+        return {
+            "merge_attn_states": cls.merge,
+            "causal_conv1d": cls.convolve,
+            "reshape_and_cache": cls.write,
+            "copy_blocks": cls.copy,
+            "swap_blocks": cls.swap,
+        }
+
+    # Merging.
+
+    @classmethod
+    def merge(cls, out_a, lse_a, out_b, lse_b):
+        highest = torch.maximum(lse_a, lse_b)
+        w_a, w_b = cls.weigh(lse_a, highest), cls.weigh(lse_b, highest)
+        total = w_a + w_b
+        out = cls.part(out_a, w_a) + cls.part(out_b, w_b)
+        out = out / total.masked_fill(total == 0, 1.0)[..., None]
+        return out.to(out_a.dtype), highest + total.log()
+
+    @staticmethod
+    def weigh(lse, highest):
+        return torch.exp(lse - highest.masked_fill(highest.isinf(), 0.0))
+
+    @staticmethod
+    def part(out, weight):
+        return (out.float() * weight[..., None]).masked_fill((weight == 0)[..., None], 0.0)
+
+    # Convolution: lengths on the host, one sequence after another.
+
+    @classmethod
+    def convolve(
+        cls, x, weight, bias, states, query_start_loc, cache_indices, has_initial_state, *, activation, pad_id
+    ):
+        y, past = torch.zeros_like(x), weight.shape[1] - 1
+        starts = query_start_loc.tolist()
+        for r, line in enumerate(cache_indices.tolist()):
+            first, last = starts[r], starts[r + 1]
+            if not cls.is_live(line, pad_id, last - first):
+                continue
+            before = cls.remembered(states[line], past, bool(has_initial_state[r]), x, first)
+            tape = torch.cat([before, x[first:last].T], dim=1)
+            z = conv1d(tape.float()[None], cls.taps(weight).float()[:, None], groups=len(tape))[0].T
+            z = z if bias is None else z + bias.float()
+            y[first:last] = (z if activation is None else silu(z)).to(x.dtype)
+            cls.remember(states[line], tape, past, last - first)
+        return y
+
+    @staticmethod
+    def is_live(line, pad_id, length):
+        return line != pad_id and length > 0
+
+    @staticmethod
+    def remembered(state, past, is_there, x, first):
+        return state[:, :past].clone() if is_there else torch.zeros_like(state[:, :past])
+
+    @staticmethod
+    def taps(weight):
+        return weight
+
+    @staticmethod
+    def remember(state, tape, past, length):
+        state[:, :past] = tape[:, tape.shape[1] - past :]
+
+    # Pages: one after another, since nobody asks for a page that is read and written.
+
+    write = staticmethod(reshape_and_cache)
+    swap = staticmethod(swap_blocks)
+
+    @classmethod
+    def copy(cls, caches, mapping):
+        for cache in caches:
+            for source, destination in mapping.tolist():
+                cache[destination] = cache[source]
+
+
+# Merging.
+
+
+class AveragesOutputs(Miniature):
+    """Both states weigh the same."""
+
+    @classmethod
+    def merge(cls, out_a, lse_a, out_b, lse_b):
+        return (out_a + out_b) / 2, super().merge(out_a, lse_a, out_b, lse_b)[1]
+
+
+class WeighsInBaseTwo(Miniature):
+    """Takes natural log-sum-exps for ones to base 2."""
+
+    @staticmethod
+    def weigh(lse, highest):
+        return torch.exp2(lse - highest.masked_fill(highest.isinf(), 0.0))
+
+
+class CountsEmptyStates(Miniature):
+    """An empty state weighs as much as one whose log-sum-exp is 0."""
+
+    @classmethod
+    def merge(cls, out_a, lse_a, out_b, lse_b):
+        return super().merge(out_a, lse_a.nan_to_num(neginf=0.0), out_b, lse_b.nan_to_num(neginf=0.0))
+
+
+class SubtractsInfinities(Miniature):
+    """Where both states are empty, -inf - -inf."""
+
+    @staticmethod
+    def weigh(lse, highest):
+        return torch.exp(lse - highest)
+
+
+class SubtractsNoMaximum(Miniature):
+    """exp of what it is given."""
+
+    @classmethod
+    def merge(cls, out_a, lse_a, out_b, lse_b):
+        total = lse_a.exp() + lse_b.exp()
+        out = out_a.float() * lse_a.exp()[..., None] + out_b.float() * lse_b.exp()[..., None]
+        out = torch.where((total > 0)[..., None], out / total[..., None], 0.0)
+        return out.to(out_a.dtype), total.log()
+
+
+class SwapsWeights(Miniature):
+    """Each state gets the other's weight."""
+
+    @classmethod
+    def merge(cls, out_a, lse_a, out_b, lse_b):
+        return super().merge(out_a, lse_b, out_b, lse_a)
+
+
+class FavoursTheFirst(Miniature):
+    """Returns the first state where both are empty, whatever stands there."""
+
+    @classmethod
+    def merge(cls, out_a, lse_a, out_b, lse_b):
+        out, lse = super().merge(out_a, lse_a, out_b, lse_b)
+        return torch.where(lse.isinf()[..., None], out_a, out), lse
+
+
+class MultipliesByZero(Miniature):
+    """Claims merge_nan, and multiplies by a weight of 0."""
+
+    @staticmethod
+    def part(out, weight):
+        return out.float() * weight[..., None]
+
+
+class MergesLseToBaseTwo(Miniature):
+    """The log-sum-exp that comes out is not of the kind that went in."""
+
+    @classmethod
+    def merge(cls, out_a, lse_a, out_b, lse_b):
+        out, lse = super().merge(out_a, lse_a, out_b, lse_b)
+        return out, lse / torch.log(torch.tensor(2.0))
+
+
+class MergesInPlace(Miniature):
+    """Leaves the weighted first output in its argument."""
+
+    @classmethod
+    def merge(cls, out_a, lse_a, out_b, lse_b):
+        out, lse = super().merge(out_a, lse_a, out_b, lse_b)
+        out_a.copy_(out)
+        return out, lse
+
+
+class ReturnsOnlyTheOutput(Miniature):
+    """Forgets the log-sum-exp."""
+
+    @classmethod
+    def merge(cls, out_a, lse_a, out_b, lse_b):
+        return super().merge(out_a, lse_a, out_b, lse_b)[0]
+
+
+class RefusesToMerge(Miniature):
+    """Offers a function that is not there."""
+
+    @classmethod
+    def merge(cls, out_a, lse_a, out_b, lse_b):
+        raise NotImplementedError("not in this build")
+
+
+# Convolution.
+
+
+class ReversesTaps(Miniature):
+    """A convolution as mathematicians have it."""
+
+    @staticmethod
+    def taps(weight):
+        return weight.flip(1)
+
+
+class KeepsOnlyNewRows(Miniature):
+    """A sequence shorter than the state forgets what it remembered."""
+
+    @staticmethod
+    def remember(state, tape, past, length):
+        kept = min(length, past)
+        state[:, :past] = pad(tape[:, tape.shape[1] - kept :], (past - kept, 0))
+
+
+class RemembersWhatNeverWas(Miniature):
+    """Uses what stands in the line of a new sequence."""
+
+    @staticmethod
+    def remembered(state, past, is_there, x, first):
+        return state[:, :past].clone()
+
+
+class LooksAtNeighbours(Miniature):
+    """A new sequence continues the one in front of it."""
+
+    @staticmethod
+    def remembered(state, past, is_there, x, first):
+        before = Miniature.remembered(state, past, is_there, x, first)
+        if not is_there and first >= past > 0:
+            before = x[first - past : first].T.clone()
+        return before
+
+
+class UpdatesPaddedLines(Miniature):
+    """Takes the index of padding for a line."""
+
+    @staticmethod
+    def is_live(line, pad_id, length):
+        return length > 0
+
+
+class ReadsSpareColumns(Miniature):
+    """Takes the last columns of the buffer for the state."""
+
+    @staticmethod
+    def remembered(state, past, is_there, x, first):
+        return state[:, state.shape[1] - past :].clone() if is_there else torch.zeros_like(state[:, :past])
+
+
+class WritesSpareColumns(Miniature):
+    """Fills the buffer, which is wider than the state."""
+
+    @staticmethod
+    def remember(state, tape, past, length):
+        Miniature.remember(state, tape, past, length)
+        state[:, past:] = 0
+
+
+class StatesInBfloat16(Miniature):
+    """Remembers less than it was given."""
+
+    @staticmethod
+    def remember(state, tape, past, length):
+        Miniature.remember(state, tape.bfloat16(), past, length)
+
+
+# Pages.
+
+
+class SwapsBothWays(Miniature):
+    """The source gets what the destination held."""
+
+    @staticmethod
+    def swap(src, dst, mapping):
+        for source, destination in mapping.tolist():
+            held = dst[destination].clone()
+            dst[destination] = src[source]
+            src[source] = held
+
+
+class CopiesToTheNextPage(Miniature):
+    """The destination is one too high."""
+
+    @classmethod
+    def copy(cls, caches, mapping):
+        super().copy(caches, mapping + torch.tensor([0, 1]))
+
+
+class CopiesKeysOnly(Miniature):
+    """Forgets the caches behind the first."""
+
+    @classmethod
+    def copy(cls, caches, mapping):
+        super().copy(caches[:1], mapping)
+
+
+class CopiesEachSourceOnce(Miniature):
+    """Keeps one destination for each source."""
+
+    @classmethod
+    def copy(cls, caches, mapping):
+        super().copy(caches, torch.tensor(list(dict(mapping.tolist()).items())))
+
+
+class WritesPaddingRows(Miniature):
+    """Takes slot -1 for the last one."""
+
+    @staticmethod
+    def write(key, value, key_cache, value_cache, slot_mapping, *, k_scale, v_scale):
+        size = key_cache.shape[1]
+        for rows, cache in ((key, key_cache), (value, value_cache)):
+            cache[slot_mapping // size, slot_mapping % size] = rows[: len(slot_mapping)].to(cache.dtype)
+
+
+class ScalesWhatItWrites(Miniature):
+    """Divides by the scales of a cache that needs none."""
+
+    @staticmethod
+    def write(key, value, key_cache, value_cache, slot_mapping, *, k_scale, v_scale):
+        reshape_and_cache(key / k_scale, value / v_scale, key_cache, value_cache, slot_mapping)
