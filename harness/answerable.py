@@ -21,6 +21,9 @@ ANSWERED_PATHS = frozenset(
     }
 )
 
+MERGED_PATHS = frozenset({"cascade", "split_kv", "dcp"})
+"""Paths whose calls may see a part of the keys each."""
+
 LATENT_PATHS = frozenset({"mla", "spec_decode", "cascade", "split_kv", "dcp", "micro_batch"})
 """Of layers with a latent cache."""
 
@@ -33,8 +36,10 @@ def unanswered_reasons(case: Case) -> tuple[str, ...]:
         reasons.append(f"path {path!r} is not examined by this version of attncheck")
     if layer.mla is not None and path not in LATENT_PATHS:
         reasons.append(f"latent attention by the path {path!r} is not examined by this version of attncheck")
-    if layer.output_quant is not None:
-        reasons.append("output_quant: fused output quantisation is not examined by this version")
-    if cache.kv_cache_dtype not in ("auto", layer.dtype):
-        reasons.append(f"kv_cache_dtype {cache.kv_cache_dtype}: quantised caches are not examined by this version")
+    if layer.mla is not None and cache.kv_cache_dtype not in ("auto", layer.dtype):
+        reasons.append(f"kv_cache_dtype {cache.kv_cache_dtype} of a latent cache is not examined by this version")
+    if layer.mla is not None and layer.output_quant is not None:
+        reasons.append("output_quant of latent attention is not examined by this version of attncheck")
+    if layer.output_quant is not None and path in MERGED_PATHS:
+        reasons.append(f"output_quant by the path {path!r}: codes of parts of the keys cannot be merged")
     return tuple(reasons)

@@ -30,7 +30,7 @@ class GuardedBuffer:
     def breached(self) -> bool:
         """Whether a guard row changed."""
         guards = torch.cat([self._all[:_GUARD_ROWS], self._all[-_GUARD_ROWS:]])
-        return not bool((guards == _GUARD).all())
+        return not bool((guards.float() == _GUARD).all())
 
     def touched(self) -> bool:
         """Whether any real row was written."""

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from attncheck.backends.contract import AttentionBackend, KVCacheSpec
+from attncheck.backends.contract import AttentionBackend, GroupShape, KVCacheSpec, QuantKey, ScaleDesc
 from attncheck.backends.packings import cache_dtype
 from attncheck.harness.config import vllm_config
 from attncheck.harness.latent_calls import LatentImplView, latent_keywords
+from attncheck.harness.output_codes import output_codes
 from attncheck.harness.problem import Problem
 from attncheck.reference import create_fast_prefill_custom_backend
 from attncheck.reference.spec import FastPrefillOptions
@@ -44,7 +45,18 @@ def construct_impl(
         SHARED_LAYER if problem.writes_nothing else None,
         **keywords,
     )
+    _require_output_quant(impl, problem)
     return impl if layer.mla is None else LatentImplView(impl, problem.dtype)
+
+
+def _require_output_quant(impl: Any, problem: Problem) -> None:
+    """Asks as the graph compiler does before it folds a quantisation into attention; no is a refusal."""
+    codes = output_codes(problem.layer)
+    if codes is None:
+        return
+    key = QuantKey(codes.dtype, ScaleDesc(torch.float32, static=True, group_shape=GroupShape(-1, -1)))
+    if not impl.fused_output_quant_supported(key):
+        raise NotImplementedError(f"fused_output_quant_supported said no to {key}")
 
 
 def construct_builder(backend: type[AttentionBackend], problem: Problem, device: torch.device) -> Any:

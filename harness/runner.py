@@ -21,6 +21,7 @@ from attncheck.harness.changes import changes
 from attncheck.harness.config import Layer
 from attncheck.harness.construction import construct_builder, construct_impl
 from attncheck.harness.observation import Observation, Raised
+from attncheck.harness.output_codes import output_codes
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
 from attncheck.harness.results import Result, merged, placed
@@ -173,7 +174,9 @@ class Session:
     def _buffers(self, call: Call) -> tuple[GuardedBuffer, GuardedBuffer | None]:
         """For the output, and for the LSE where it is declared."""
         shape = (len(call.query), self.problem.layer.num_heads)
-        out = GuardedBuffer((*shape, self.problem.output_size), call.num_rows, self.problem.dtype, self.device)
+        codes = output_codes(self.problem.layer)
+        dtype = self.problem.dtype if codes is None else codes.dtype
+        out = GuardedBuffer((*shape, self.problem.output_size), call.num_rows, dtype, self.device)
         if "lse" not in self.backend.features:
             return out, None
         return out, GuardedBuffer(shape, call.num_rows, torch.float32, self.device)
@@ -220,6 +223,9 @@ class Session:
         impl = self.impl if call.carries_sinks else self._bare_impl
         slots = call.common.slot_mapping
         keywords = {} if lse is None else {"output_lse": lse.handed_out()}
+        codes = output_codes(self.problem.layer)
+        if codes is not None:
+            keywords["output_scale"] = torch.tensor([codes.scale], dtype=torch.float32, device=self.device)
         # An alias: what the backend does to the tensor object must not reach ours.
         cache = kv_cache.detach()
         with torch.no_grad():
