@@ -33,6 +33,8 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "reference": "attncheck.backends.reference_backend:ReferenceBackend",
         "torch_sdpa": "attncheck.backends.torch_sdpa:SDPABackend",
         "flex_attention": "attncheck.backends.flex_attention:FlexBackend",
+        "reference_mla": "attncheck.backends.reference_mla:ReferenceMLABackend",
+        "torch_mla": "attncheck.backends.torch_mla:TorchMLABackend",
     }
 )
 """The backends attncheck brings along, in the order they are listed and run."""
@@ -88,9 +90,9 @@ def load(ref: str) -> LoadedBackend:
         return _load_registered(ref, name, argument if colon else None, point.value, f"entry point of {distribution}")
     place, colon, attribute = ref.rpartition(":")
     if place.endswith(".py"):
-        return _checked(ref, attribute, _attribute(ref, _import_file(ref, Path(place)), attribute), f"file {place}")
+        return _checked(ref, attribute, _attribute(ref, import_file(ref, Path(place)), attribute), f"file {place}")
     if ref.endswith(".py"):
-        classes = _backends_in(_import_file(ref, Path(ref)))
+        classes = _backends_in(import_file(ref, Path(ref)))
         raise BackendLoadError(ref, "names a file, but no class in it", allowed=_choice(ref, classes))
     if colon and all(part.isidentifier() for part in place.split(".")):
         return _checked(ref, attribute, _attribute(ref, _import_module(ref, place), attribute), f"module {place}")
@@ -159,12 +161,12 @@ def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False)
     except ImportError as error:
         if missing_is_unavailable:
             raise
-        raise BackendLoadError(ref, _import_story(error), allowed=_known()) from error
+        raise BackendLoadError(ref, import_story(error), allowed=_known()) from error
     except Exception as error:
-        raise BackendLoadError(ref, _import_story(error)) from error
+        raise BackendLoadError(ref, import_story(error)) from error
 
 
-def _import_file(ref: str, path: Path) -> ModuleType:
+def import_file(ref: str, path: Path) -> ModuleType:
     """The module of a file, under a name of its own, so that no package is shadowed and ``sys.path`` stays.
 
     The name covers the file's state: the same file asked for twice is one module, an edited one a new module.
@@ -186,7 +188,7 @@ def _import_file(ref: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise BackendLoadError(ref, _import_story(error)) from error
+        raise BackendLoadError(ref, import_story(error)) from error
     return module
 
 
@@ -225,7 +227,7 @@ def _known() -> str:
     return f"registered names are {', '.join(known_names())}"
 
 
-def _import_story(error: BaseException) -> str:
+def import_story(error: BaseException) -> str:
     """What an import raised, and where: the innermost line that is not the import system's own."""
     told = f"importing it raised {traceback.format_exception_only(error)[-1].strip()}"
     if isinstance(error, SyntaxError):

@@ -10,6 +10,7 @@
     |   |-- UnknownNameError         a backend, suite, check, ... nobody knows; carries the known names
     |   |-- SelectionError           no case or backend is left after the filters
     |   |-- BackendLoadError         a named backend could not be imported, or breaks the contract
+    |   |-- ProviderLoadError        a named provider of utilities could not be imported
     |   |-- DeviceError              a device that is not there
     |   |-- BlindCaseError           a case whose truth does not notice what it asks about
     |   `-- RunFileError             a run file that cannot be trusted: path, line, why
@@ -111,6 +112,17 @@ class BackendLoadError(QuestionError):
     def __str__(self) -> str:
         message = f"backend {self.ref!r}: {self.reason}"
         return f"{message}; {self.allowed}" if self.allowed else message
+
+
+class ProviderLoadError(QuestionError):
+    """A provider named on the command line could not be imported."""
+
+    def __init__(self, ref: str, reason: str) -> None:
+        self.ref, self.reason = ref, reason
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"provider {self.ref!r}: {self.reason}"
 
 
 class DeviceError(QuestionError):

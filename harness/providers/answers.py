@@ -1,0 +1,193 @@
+"""What a function did, as plain values: its result or refusal, and what became of its arguments; and how two differ.
+
+Two answers are compared field by field, so that a difference has a place (``returned.seq_lens[3]``) and both values.
+A reported maximum above the truth is an upper bound, which vLLM allows everywhere; one below is wrong. Whatever is
+raised is a refusal: which exception it is belongs to the implementation.
+
+Must not know: which functions there are, whose answer is whose.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attncheck.errors import shorten
+
+UPPER_BOUNDS = frozenset({"max_query_len", "max_seq_len"})
+"""Numbers of which a larger one than the truth is no wrong answer."""
+
+REFUSAL = "refusal"
+"""The place of a difference where one side refuses and the other does not."""
+
+ABSENT = "nothing of that name"
+"""How a value that is not there is told."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The function raised. ``error`` is the exception's class."""
+
+    error: str
+    message: str
+
+    def __str__(self) -> str:
+        first = next(iter(self.message.strip().splitlines()), "")
+        return f"a refusal ({self.error}" + (f": {_cut(first)})" if first else ")")
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """A tensor or array as it was at one moment: its own copy on the host, its dtype and shape."""
+
+    dtype: str
+    values: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {shorten(self.values.tolist())}"
+
+    def first_difference(self, other: "Values") -> tuple[int, ...] | None:
+        """The index of the first element that differs; None where all are equal. The shapes must be."""
+        unequal = (self.values != other.values).nonzero()
+        return tuple(unequal[0].tolist()) if len(unequal) else None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``returned``: the result in plain values, or a :class:`Refusal`; ``arguments``: what they were afterwards."""
+
+    returned: Any
+    arguments: Any
+
+    @property
+    def refused(self) -> bool:
+        """Whether the function raised."""
+        return isinstance(self.returned, Refusal)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One place where two answers differ. ``tolerated``: worth telling, yet no wrong answer, such as an upper bound."""
+
+    place: str
+    expected: str
+    seen: str
+    tolerated: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.place}: expected {self.expected}; got {self.seen}"
+
+
+def answer_of(call: Callable[..., Any], arguments: Mapping[str, Any]) -> Answer:
+    """Calls ``call`` with these keywords. Whatever it raises, short of an interrupt, is a refusal."""
+    returned: Any
+    try:
+        returned = plain(call(**arguments))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code)
+        returned = Refusal(type(error).__name__, str(error))
+    return Answer(returned, plain(dict(arguments)))
+
+
+def plain(value: Any) -> Any:
+    """``value`` as a snapshot of numbers, strings, lists, dicts and :class:`Values`, which share nothing with it."""
+    match value:
+        case None | str():
+            return value
+        case Enum():
+            return str(value)
+        case bool() | np.bool_():
+            return bool(value)
+        case int() | np.integer():
+            return int(value)
+        case float() | np.floating():
+            return float(value)
+        case Tensor():
+            return Values(str(value.dtype).removeprefix("torch."), value.detach().cpu().clone())
+        case np.ndarray():
+            return Values(str(value.dtype), torch.from_numpy(value.copy()))
+        case slice() | range() | torch.device() | torch.dtype():
+            return str(value)
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case Mapping():
+            return {key: plain(item) for key, item in value.items()}
+        case type():
+            return value.__name__
+        case SimpleNamespace():
+            return {name: plain(item) for name, item in vars(value).items()}
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name, ABSENT)) for field in fields(value)}
+    return f"a {type(value).__name__}"
+
+
+def differences(expected: Answer, seen: Answer) -> list[Difference]:
+    """Where ``seen`` differs from ``expected``: nowhere if both refuse, unless an argument was changed."""
+    if expected.refused and seen.refused:
+        found: list[Difference] = []
+    elif expected.refused or seen.refused:
+        found = [Difference(REFUSAL, _told(expected.returned), _told(seen.returned))]
+    else:
+        found = list(_differences("returned", expected.returned, seen.returned))
+    return found + list(_differences("arguments", expected.arguments, seen.arguments))
+
+
+def _differences(place: str, expected: Any, seen: Any) -> Iterator[Difference]:
+    match expected, seen:
+        case Values(), Values():
+            yield from _in_values(place, expected, seen)
+        case dict(), dict():
+            for key, value in expected.items():
+                yield from _differences(f"{place}.{key}", value, seen.get(key, ABSENT))
+        case list(), list() if len(expected) == len(seen):
+            for index, (ours, theirs) in enumerate(zip(expected, seen, strict=True)):
+                yield from _differences(f"{place}[{index}]", ours, theirs)
+        case _:
+            if type(expected) is not type(seen) or expected != seen:
+                bound = (
+                    place.rpartition(".")[2] in UPPER_BOUNDS
+                    and isinstance(expected, int)
+                    and isinstance(seen, int)
+                    and seen > expected
+                )
+                yield Difference(place, _told(expected), _told(seen), tolerated=bound)
+
+
+def _in_values(place: str, expected: Values, seen: Values) -> Iterator[Difference]:
+    if expected.values.shape != seen.values.shape:
+        yield Difference(place, _with_shape(expected), _with_shape(seen))
+        return
+    if expected.dtype != seen.dtype:
+        yield Difference(f"{place}.dtype", expected.dtype, seen.dtype)
+    index = expected.first_difference(seen)
+    if index is not None:
+        where = "".join(f"[{axis}]" for axis in index)
+        ours, theirs = expected.values[index].item(), seen.values[index].item()
+        yield Difference(f"{place}{where}", f"{ours} of {expected}", f"{theirs} of {seen}")
+
+
+def _cut(text: str, limit: int = 160) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _with_shape(values: Values) -> str:
+    return f"{values} of shape {list(values.values.shape)}"
+
+
+def _told(value: Any) -> str:
+    """A value on one line, cut where it is long."""
+    match value:
+        case Refusal() | Values():
+            return str(value)
+        case dict():
+            return _cut(", ".join(f"{key}={_told(item)}" for key, item in value.items()))
+        case list():
+            return _cut(f"[{', '.join(map(_told, value))}]")
+        case str():
+            return value
+        case _:
+            return shorten(value)

@@ -1,0 +1,133 @@
+"""The batches a provider is asked about, in plain numbers: those of case files, those always asked, drawn ones.
+
+Must not know: functions, providers.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from attncheck.cases.model import Case
+from attncheck.reference import CommonAttentionMetadata
+
+MAX_REQUESTS = 512
+"""Larger batches of case files are left out: they ask nothing that smaller ones do not, and cost minutes."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step. Per request: new tokens and tokens in all; ``padding_tokens`` follow the last request's.
+
+    Padding requests are the trailing ones of 0 and 0. ``index_dtype`` is that of every index tensor but the slots.
+    """
+
+    name: str
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    block_size: int = 16
+    padding_tokens: int = 0
+    causal: bool = True
+    index_dtype: torch.dtype = torch.int32
+
+    def __str__(self) -> str:
+        """``name (q 1 5 / s 7 9, ...)``: enough to ask again by hand."""
+        parts = [f"q {_listed(self.query_lens)} / s {_listed(self.seq_lens)}"]
+        parts += [f"{self.padding_tokens} padding tokens"] if self.padding_tokens else []
+        parts += [] if self.causal else ["not causal"]
+        parts += [] if self.index_dtype == torch.int32 else ["int64"]
+        return f"{self.name} ({', '.join(parts)})"
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests, padding included."""
+        return len(self.query_lens)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First token of each request, and the end of the last."""
+        return tuple(accumulate(self.query_lens, initial=0))
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens, padding excluded."""
+        return sum(self.query_lens)
+
+    @property
+    def has_padding_requests(self) -> bool:
+        """Whether a request has neither tokens nor context."""
+        return any(q == s == 0 for q, s in zip(self.query_lens, self.seq_lens, strict=True))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """For putting small batches first: the first one that fails is then the easiest to read."""
+        return (self.num_reqs, sum(self.seq_lens))
+
+    def offsets(self) -> torch.Tensor:
+        """``query_start_loc`` on the host."""
+        return torch.tensor(self.starts, dtype=self.index_dtype)
+
+    def metadata(self, device: torch.device) -> CommonAttentionMetadata:
+        """The batch as common attention metadata: fresh tensors on every call, no two sharing storage."""
+        lens = torch.tensor(self.seq_lens, dtype=self.index_dtype)
+        new = torch.tensor(self.query_lens, dtype=self.index_dtype)
+        width = max(1, -(-max(self.seq_lens) // self.block_size))
+        blocks = torch.arange(self.num_reqs * width).view(self.num_reqs, width)
+        # Every block once, none in its natural place: a table row or column taken from elsewhere shows.
+        table = 1 + (blocks * 7919 + 11) % max(self.num_reqs * width, 1)
+        rows = torch.repeat_interleave(torch.arange(self.num_reqs), new.long())
+        positions = (lens - new - self.offsets()[:-1])[rows] + torch.arange(self.num_tokens)
+        slots = table[rows, positions // self.block_size] * self.block_size + positions % self.block_size
+        padding = torch.full((self.padding_tokens,), -1, dtype=torch.int64)
+        return CommonAttentionMetadata(
+            query_start_loc=self.offsets().to(device, copy=True),
+            query_start_loc_cpu=self.offsets(),
+            seq_lens=lens.to(device, copy=True),
+            seq_lens_cpu=lens.clone(),
+            num_computed_tokens_cpu=lens - new,
+            num_reqs=self.num_reqs,
+            num_actual_tokens=self.num_tokens + self.padding_tokens,
+            max_query_len=max(self.query_lens),
+            max_seq_len=max(self.seq_lens),
+            block_table_tensor=table.to(device, self.index_dtype, copy=True),
+            slot_mapping=torch.cat([slots, padding]).to(device),
+            causal=self.causal,
+        )
+
+
+ALWAYS = (
+    Batch("one decode", (1,), (9,), block_size=4),
+    Batch("one prompt", (9,), (9,), block_size=4),
+    Batch("mixed", (3, 4, 5), (8, 4, 15), block_size=4),
+    Batch("decodes before prompts", (1, 1, 5, 7), (30, 5, 9, 7), block_size=4),
+    Batch("drafts", (2, 2, 2), (12, 7, 40), block_size=4),
+    Batch("drafts and a prompt", (2, 2, 1, 9), (12, 7, 4, 20), block_size=4),
+    Batch("not causal", (3, 4, 5), (8, 4, 15), block_size=4, causal=False),
+    Batch("padded", (2, 3, 0, 0), (5, 9, 0, 0), block_size=4, padding_tokens=3),
+    Batch("padded drafts", (2, 2, 0, 0), (12, 7, 0, 0), block_size=4, padding_tokens=4),
+    Batch("padded decodes", (1, 1, 0), (12, 7, 0), block_size=4, padding_tokens=1),
+    Batch("long cut request", (2, 8, 2), (4, 10, 2), block_size=4),
+    Batch("wide indices", (1, 5, 2), (7, 9, 2), block_size=4, index_dtype=torch.int64),
+)
+"""Asked of every provider, whatever the suites: every known departure shows in one of them."""
+
+
+def batches_of(cases: Iterable[Case]) -> list[Batch]:
+    """The distinct batches of cases whose requests have no more new tokens than tokens, the small ones first."""
+    found: dict[tuple[object, ...], Batch] = {}
+    for case in cases:
+        asked = case.batch
+        spare = asked.padding.requests
+        if asked.num_requests + spare > MAX_REQUESTS or any(r.context_len < 0 for r in asked.requests):
+            continue
+        queries = tuple(request.query_len for request in asked) + (0,) * spare
+        lens = tuple(request.total_len for request in asked) + (0,) * spare
+        batch = Batch(case.key, queries, lens, case.cache.block_size, asked.padding.tokens, case.layer.is_causal)
+        found.setdefault((queries, lens, batch.block_size, batch.padding_tokens, batch.causal), batch)
+    return sorted(found.values(), key=lambda batch: batch.size)
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    shown = " ".join(map(str, numbers[:12]))
+    return shown if len(numbers) <= 12 else f"{shown} ... {len(numbers)} in all"

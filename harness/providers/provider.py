@@ -1,0 +1,103 @@
+"""From a name to a provider: ``vllm``, an importable module, or a file, and the objects it offers.
+
+A plain module offers objects under the reference's names, and under ``v0`` those of the first generation; it is asked
+in the reference's own objects. A package that needs more (objects of its own, several modules, known departures) is
+described in this package. Must not know: questions, verdicts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attncheck.reference
+from attncheck.backends import registry
+from attncheck.errors import BackendLoadError, ProviderLoadError
+from attncheck.harness.providers.departures import Departures
+
+Adapter = Callable[[Any], Any]
+"""Makes a provider's object look like the reference's."""
+
+BUILTIN: Mapping[str, str] = {"vllm": "attncheck.harness.providers.vllm:load_vllm"}
+"""Packages that need more than their name, and who describes them."""
+
+
+@dataclass(frozen=True)
+class Offered:
+    """An object of a provider, and the module it was found in."""
+
+    target: Any
+    place: str
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A module, or several, that offer metadata utilities.
+
+    ``modules`` are searched in order, those of ``v0`` for the first generation; ``adapters`` by subject key, with
+    ``adapt`` for all others, if there is need for one.
+    """
+
+    name: str
+    ref: str
+    version: str
+    modules: Sequence[ModuleType]
+    v0: Sequence[ModuleType] = ()
+    adapt: Adapter | None = None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    departures: Departures = field(default_factory=Departures)
+
+    def find(self, name: str, generation: str = "v1") -> Offered | None:
+        """The object called ``name``, or None. A name both generations have is looked for in its own modules only."""
+        modules = [*self.modules] if generation == "v1" else [*self.v0]
+        if generation == "v0" and not hasattr(attncheck.reference, name):
+            modules += self.modules
+        for module in modules:
+            if hasattr(module, name):
+                return Offered(getattr(module, name), module.__name__)
+        return None
+
+    def adapted(self, key: str, target: Any) -> Any:
+        """``target``, the object of subject ``key``, looking like the reference's."""
+        adapt = self.adapters.get(key, self.adapt)
+        return target if adapt is None else adapt(target)
+
+
+def load_provider(ref: str) -> Provider:
+    """The provider ``ref`` names: a built-in name, ``package.module`` or ``path/to/file.py``.
+
+    Raises:
+        ProviderLoadError: nothing of that name can be imported, or importing it fails.
+    """
+    if ref in BUILTIN:
+        module, _, name = BUILTIN[ref].partition(":")
+        provider: Provider = getattr(import_module(module), name)(ref)
+        return provider
+    module_of = _file if ref.endswith(".py") else _module
+    found = module_of(ref)
+    v0 = getattr(found, "v0", None)
+    return Provider(
+        name=Path(ref).stem if ref.endswith(".py") else ref,
+        ref=ref,
+        version=str(getattr(found, "__version__", "")),
+        modules=[found],
+        v0=[v0] if v0 is not None else [],
+    )
+
+
+def _file(ref: str) -> ModuleType:
+    try:
+        return registry.import_file(ref, Path(ref))
+    except BackendLoadError as error:
+        raise ProviderLoadError(ref, error.reason) from error
+
+
+def _module(ref: str) -> ModuleType:
+    if not all(part.isidentifier() for part in ref.split(".")):
+        raise ProviderLoadError(ref, "is neither a module's name nor a Python file")
+    try:
+        return import_module(ref)
+    except (Exception, SystemExit) as error:
+        raise ProviderLoadError(ref, registry.import_story(error)) from error

@@ -1,0 +1,71 @@
+"""What a provider is asked: a subject is one public name, a question one call of it.
+
+Must not know: which subjects there are, answers, providers.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from attncheck.harness.providers.batches import Batch
+
+Generation = Literal["v1", "v0"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One call, its arguments by keyword in the reference's objects.
+
+    ``tags`` say what is special about it, for departures to refer to. ``refused``: the reference must refuse this one.
+    """
+
+    text: str
+    arguments: Mapping[str, Any]
+    tags: frozenset[str] = frozenset()
+    refused: bool = False
+
+    def copies(self) -> dict[str, Any]:
+        """The arguments for one call: deep copies, for a provider may write into them."""
+        return deepcopy(dict(self.arguments))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What questions are made from: the batches of the run, and the device of their tensors."""
+
+    batches: Sequence[Batch]
+    device: torch.device
+
+
+def call(target: Callable[..., Any], **arguments: Any) -> Any:
+    """The plain way to ask: ``target(**arguments)``."""
+    return target(**arguments)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One public name of the reference and how it is examined.
+
+    ``ask(target, *helpers, **arguments)`` puts a question to the object of that name and returns what is compared;
+    ``helpers`` are further names of the same module it needs. ``is_function``: its parameters are compared, too.
+    """
+
+    name: str
+    questions: Callable[[Setting], Iterable[Question]]
+    ask: Callable[..., Any] = call
+    generation: Generation = "v1"
+    helpers: tuple[str, ...] = ()
+    is_function: bool = True
+
+    @property
+    def key(self) -> str:
+        """The name, with its generation where that is not today's: several names mean something else in v0."""
+        return self.name if self.generation == "v1" else f"{self.generation}.{self.name}"
+
+
+def question(text: str, *tags: str, refused: bool = False, **arguments: Any) -> Question:
+    """A question, its arguments as keywords."""
+    return Question(text, arguments, frozenset(tags), refused)

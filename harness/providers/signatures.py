@@ -1,0 +1,57 @@
+"""The parameters of two functions compared: what one may call by name must be there, in its place, with its default.
+
+Must not know: which functions there are.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from attncheck.harness.providers.answers import ABSENT, Difference
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def signature_differences(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[Difference]:
+    """Parameters of ``ours`` that ``theirs`` lacks, has elsewhere or with another default; and further required ones.
+
+    A further optional parameter is tolerated. A function that takes anything (``*args, **kwargs``), or whose parameters
+    Python cannot tell, is judged by its answers alone.
+    """
+    try:
+        known, seen = (inspect.signature(function).parameters for function in (ours, theirs))
+    except (TypeError, ValueError):
+        return []
+    if any(parameter.kind not in _NAMED for parameter in seen.values()):
+        return []
+    return [*_changed(known, seen), *_further(known, seen)]
+
+
+def _changed(known: Any, seen: Any) -> list[Difference]:
+    found = []
+    for place, (name, parameter) in enumerate(known.items()):
+        told = _told(place, parameter)
+        other = _told(list(seen).index(name), seen[name]) if name in seen else ABSENT
+        if told != other:
+            found.append(Difference(f"parameters.{name}", told, other))
+    return found
+
+
+def _further(known: Any, seen: Any) -> list[Difference]:
+    return [
+        Difference(
+            f"parameters.{name}",
+            ABSENT,
+            _told(place, parameter),
+            tolerated=parameter.default is not inspect.Parameter.empty,
+        )
+        for place, (name, parameter) in enumerate(seen.items())
+        if name not in known
+    ]
+
+
+def _told(place: int, parameter: inspect.Parameter) -> str:
+    only = ", by keyword only" if parameter.kind is inspect.Parameter.KEYWORD_ONLY else ""
+    if parameter.default is inspect.Parameter.empty:
+        return f"parameter {place + 1}, required{only}"
+    return f"parameter {place + 1}, default {parameter.default!r}{only}"

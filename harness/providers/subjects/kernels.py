@@ -1,0 +1,131 @@
+"""Questions about what kernels are launched with: causal-conv1d programs, rank-local lengths, reshapes of drafts.
+
+Must not know: providers, how answers are compared.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.providers.questions import Question, Setting, Subject, question
+
+
+def _programs(target: Any, *, query_start_loc_p: Tensor) -> dict[str, Any]:
+    by_block, batch_ptr, token_chunk_offset_ptr = target(query_start_loc_p)
+    return {
+        "block sizes": list(by_block),
+        "programs": {str(size): dict(entries) for size, entries in by_block.items()},
+        "batch_ptr": batch_ptr,
+        "token_chunk_offset_ptr": token_chunk_offset_ptr,
+        "both are those of the dictionary": [
+            all(entries["batch_ptr"] is batch_ptr for entries in by_block.values()),
+            all(entries["token_chunk_offset_ptr"] is token_chunk_offset_ptr for entries in by_block.values()),
+        ],
+    }
+
+
+def _conv1d(setting: Setting) -> Iterator[Question]:
+    for batch in setting.batches:
+        yield question(str(batch), query_start_loc_p=batch.offsets().to(setting.device))
+
+    def ask(*starts: int, tags: tuple[str, ...] = ()) -> Question:
+        given = torch.tensor(starts, dtype=torch.int32, device=setting.device)
+        text = f"start locations {' '.join(map(str, starts)) or 'none'}"
+        return question(text, *tags, refused=bool(tags), query_start_loc_p=given)
+
+    yield ask(0)
+    yield ask(0, 17)
+    yield ask(0, 5, 21, 29, 29)
+    yield ask(0, 9000)
+    yield ask(0, 5, 3, tags=("malformed",))
+    yield ask(tags=("malformed",))
+
+
+RANKS: tuple[tuple[int, int | None, int], ...] = (
+    (1, None, 1),
+    (1, 0, 1),
+    (2, None, 1),
+    (2, None, 4),
+    (4, 2, 1),
+    (4, None, 16),
+    (3, 1, 2),
+)
+"""Size of the world, rank (None: all), interleave."""
+
+IMPOSSIBLE = ((5, 0, None, 1), (5, 4, 4, 1), (5, 4, -1, 1), (5, 4, 0, 0), (-5, 4, 0, 1))
+"""A length, size of the world, rank, interleave: one of them means nothing."""
+
+
+def _local_lens(setting: Setting) -> Iterator[Question]:
+    def ask(lens: Tensor, text: str, size: int, rank: Any, stripe: int, *tags: str) -> Question:
+        return question(
+            f"{text}: rank {'all' if rank is None else rank} of {size}, interleave {stripe}",
+            *tags,
+            refused=bool(tags),
+            seq_lens=lens,
+            dcp_size=size,
+            dcp_rank=rank,
+            cp_kv_cache_interleave_size=stripe,
+        )
+
+    one = torch.tensor([1], dtype=torch.int32, device=setting.device)
+    for batch in setting.batches:
+        lens = batch.metadata(setting.device).seq_lens
+        for size, rank, stripe in RANKS:
+            yield ask(lens, str(batch), size, rank, stripe)
+        yield ask(lens, str(batch), 4, one, 2)
+        yield question(f"{batch}: by default", seq_lens=lens)
+    for length, size, rank, stripe in IMPOSSIBLE:
+        lens = torch.tensor([length], dtype=torch.int32, device=setting.device)
+        yield ask(lens, f"length {length}", size, rank, stripe, "malformed")
+
+
+def _numbered(*shape: int) -> Tensor:
+    """A tensor whose every element is another number, so that a wrong order shows."""
+    return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+
+
+def _viewed(target: Any, **arguments: Any) -> dict[str, Any]:
+    """The result and whether it is a view: callers write through it."""
+    given = next(value for value in arguments.values() if isinstance(value, Tensor))
+    made = target(**arguments)
+    return {
+        "result": made,
+        "strides": list(made.stride()),
+        "is a view": made.untyped_storage().data_ptr() == given.untyped_storage().data_ptr(),
+    }
+
+
+def _queries(setting: Setting) -> Iterator[Question]:
+    def ask(query: Tensor, size: int, *, text: str = "", refused: bool = False) -> Question:
+        told = f"{list(query.shape)}{text}, batch size {size}"
+        return question(told, refused=refused, query=query.to(setting.device), batch_size=size)
+
+    for shape, size in [((6, 2, 8), 3), ((4, 2, 8), 1), ((0, 2, 8), 3), ((8, 1, 4), 8)]:
+        yield ask(_numbered(*shape), size)
+    yield ask(_numbered(6, 2, 16)[..., :8], 3, text=", half of wider rows")
+    yield ask(_numbered(7, 2, 8), 3, refused=True)
+    yield ask(_numbered(7, 8), 7, refused=True)
+    yield ask(_numbered(7, 2, 8), 0, refused=True)
+
+
+def _outputs(setting: Setting) -> Iterator[Question]:
+    def ask(output: Tensor, *, text: str = "", refused: bool = False) -> Question:
+        return question(f"{list(output.shape)}{text}", refused=refused, attn_output=output.to(setting.device))
+
+    yield ask(_numbered(3, 2, 2, 8))
+    yield ask(_numbered(6, 2, 8))
+    yield ask(_numbered(5, 1, 2, 8).transpose(0, 1), text=", first axes swapped")
+    yield ask(_numbered(6, 8), refused=True)
+    yield ask(_numbered(2, 3, 2, 8).transpose(0, 1), text=", first axes swapped", refused=True)
+
+
+SUBJECTS = (
+    Subject("compute_causal_conv1d_metadata", _conv1d, _programs),
+    Subject("get_dcp_local_seq_lens", _local_lens),
+    Subject("reshape_query_for_spec_decode", _queries, _viewed),
+    Subject("reshape_attn_output_for_spec_decode", _outputs, _viewed),
+)

@@ -1,0 +1,172 @@
+"""Questions about layers: what a plan step must know of them, and the classes made from their backends and metadata.
+
+Must not know: providers, how answers are compared.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, make_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from attncheck.harness.providers.questions import Question, Setting, Subject, question
+from attncheck.reference import PerLayerParameters
+
+Layer = tuple[Any, ...]
+"""The constructor's arguments of one layer's parameters: window, cap, scale, sinks, verdicts."""
+
+
+def _ask_parameters(target: Any, *, arguments: Layer) -> dict[str, Any]:
+    one = target(*arguments)
+    others = {"the same": (1, None, 0.5), "a cap of 0": (1, 0.0, 0.5), "sinks": (1, None, 0.5, True)}
+    return {"fields": one, "equals": {name: one == target(*other) for name, other in others.items()}}
+
+
+def _parameters(_: Setting) -> Iterator[Question]:
+    for arguments in [(1, None, 0.5), (1, None, 0.5, False, True, True), (1, 0.0, 0.5), (-1, 30.0, 0.125, True)]:
+        yield question(f"made from {arguments}", arguments=arguments)
+
+
+class Impl:
+    """An attention implementation with what is read of it, and nothing else."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def get_impl_variants(self) -> "list[Impl]":
+        """Itself alone: newer vLLM asks."""
+        return [self]
+
+
+class SpecialImpl(Impl):
+    """A subclass, which is as good."""
+
+
+IMPLS: dict[str, Any] = {
+    "a": Impl(sliding_window=(127, 0), logits_soft_cap=30.0, scale=0.125, sinks="some"),
+    "b": Impl(scale=0.5),
+    "c": SpecialImpl(sliding_window=(-1, -1), logits_soft_cap=None, scale=0.5, sinks=None),
+    "d": Impl(sliding_window=(0, 0), logits_soft_cap=0.0, scale=1.0),
+    "without a scale": Impl(sliding_window=(3, 0)),
+    "of another class": SimpleNamespace(scale=0.5),
+}
+
+
+def _layers(_: Setting) -> Iterator[Question]:
+    def ask(*names: str, tag: str = "", refused: bool = False) -> Question:
+        layers = {name: SimpleNamespace(impl=impl) for name, impl in IMPLS.items()}
+        context = {**layers, "no attention": SimpleNamespace()}
+        return question(
+            f"layers {', '.join(names) or 'none'}",
+            *([tag] if tag else []),
+            refused=refused,
+            vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context)),
+            layer_names=list(names),
+            cls_=Impl,
+        )
+
+    yield ask("c", "no attention", "a", "b")
+    yield ask("d")
+    yield ask()
+    yield ask("a", "nobody", tag="an unknown layer", refused=True)
+    yield ask("without a scale", refused=True)
+    yield ask("of another class", refused=True)
+
+
+def _groups(_: Setting) -> Iterator[Question]:
+    def ask(*layers: Layer, refused: bool = False) -> Question:
+        entries = {f"layer {number}": PerLayerParameters(*layer) for number, layer in enumerate(layers)}
+        return question(" and ".join(map(str, layers)) or "no layer", refused=refused, per_layer_params=entries)
+
+    yield ask((127, None, 0.5), (127, None, 0.5))
+    yield ask((127, None, 0.5), (127, 30.0, 0.5))
+    yield ask((-1, None, 0.5, True), (127, None, 0.5))
+    yield ask((-1, 30.0, 0.5, True))
+    yield ask((127, None, 0.5), (127, None, 0.5, False, True, False), (127, None, 0.25))
+    yield ask(refused=True)
+
+
+class Backend:
+    """A backend to derive from."""
+
+    kept = "inherited"
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        """Something to tell from what replaces it."""
+        return int
+
+
+def _ask_backend(
+    target: Any, *, name_prefix: str, attention_backend_cls: type[Backend], builder_cls: type
+) -> dict[str, Any]:
+    one, other = (target(name_prefix, attention_backend_cls, builder_cls) for _ in range(2))
+    again = target("Again", one, float)
+    try:
+        on_an_instance: Any = one().get_builder_cls()
+    except TypeError:
+        on_an_instance = "raises TypeError"
+    return {
+        "name": one.__name__,
+        "bases": list(one.__bases__),
+        "builder": one.get_builder_cls(),
+        "builder, on an instance": on_an_instance,
+        "inherited": one.kept,
+        "builder of the base": attention_backend_cls.get_builder_cls(),
+        "two calls, two classes": one is not other,
+        "derived again": [again.__name__, again.get_builder_cls(), [cls.__name__ for cls in again.__mro__]],
+    }
+
+
+def _backends(_: Setting) -> Iterator[Question]:
+    for prefix in ("Local", ""):
+        yield question(f"prefix {prefix!r}", name_prefix=prefix, attention_backend_cls=Backend, builder_cls=str)
+
+
+FAST: list[tuple[str, Any, Any]] = [("logits_indices_padded", Any, None), ("num_logits_indices", int, 0)]
+
+
+def _ask_metadata(
+    target: Any, *, name_prefix: str, metadata_cls: type, fields: list[tuple[str, Any, Any]], values: tuple[Any, ...]
+) -> dict[str, Any]:
+    made = target(name_prefix, metadata_cls, fields)
+    one = made(*values)
+    return {
+        "name": made.__name__,
+        "is a dataclass": is_dataclass(made),
+        "bases": list(made.__bases__),
+        "fields": _fields_of(made),
+        "values": one,
+        "equals an instance of the base": one == metadata_cls(*values),
+    }
+
+
+def _fields_of(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _metadata(_: Setting) -> Iterator[Question]:
+    two = make_dataclass("Meta", [("a", int), ("b", int, 3)])
+    one = make_dataclass("Meta", [("a", int, 1)])
+
+    def ask(prefix: str, base: type, added: list[tuple[str, Any, Any]], values: tuple[Any, ...]) -> Question:
+        further = ", ".join(name for name, _, _ in added) or "nothing"
+        return question(
+            f"{prefix!r} before {base.__name__}({', '.join(_fields_of(base))}), adding {further}",
+            name_prefix=prefix,
+            metadata_cls=base,
+            fields=added,
+            values=values,
+        )
+
+    yield ask("Fast", two, FAST, (1,))
+    yield ask("", two, [], (5,))
+    yield ask("Fast", one, [("a", int, 7)], ())
+
+
+SUBJECTS = (
+    Subject("PerLayerParameters", _parameters, _ask_parameters, is_function=False),
+    Subject("get_per_layer_parameters", _layers),
+    Subject("infer_global_hyperparameters", _groups),
+    Subject("subclass_attention_backend", _backends, _ask_backend),
+    Subject("subclass_attention_metadata", _metadata, _ask_metadata),
+)

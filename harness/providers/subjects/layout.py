@@ -1,0 +1,87 @@
+"""Questions about the layout of the KV cache: an override, the environment, and an answer that is kept.
+
+The functions have a state of their own, which is put back afterwards. Must not know: providers, how answers are
+compared.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from attncheck.harness.providers.questions import Question, Setting, Subject, question
+
+VARIABLE = "VLLM_KV_CACHE_LAYOUT"
+
+Step = tuple[str, str | None]
+
+
+@contextmanager
+def _clean(get: Any, put: Any) -> Iterator[None]:
+    """No override, no variable and no kept answer, before and afterwards; the variable comes back."""
+    before = os.environ.pop(VARIABLE, None)
+    try:
+        put(None)
+        get.cache_clear()
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+        put(None)
+        get.cache_clear()
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def _walk(get: Any, put: Any, *, steps: list[Step]) -> list[Any]:
+    """What each ``get`` and ``set`` of the steps gave; a refusal is ``refused``."""
+    answers: list[Any] = []
+    with _clean(get, put):
+        for action, value in steps:
+            if action == "environment":
+                os.environ[VARIABLE] = str(value)
+            elif action == "clear":
+                get.cache_clear()
+            else:
+                try:
+                    answers.append(get() if action == "get" else put(value))
+                except Exception:  # noqa: BLE001 (foreign code)
+                    answers.append("refused")
+    return answers
+
+
+def _put(put: Any, get: Any, *, steps: list[Step]) -> list[Any]:
+    return _walk(get, put, steps=steps)
+
+
+def _ask(*steps: Step) -> Question:
+    told = ", ".join(action if value is None and action != "set" else f"{action} {value!r}" for action, value in steps)
+    return question(told, steps=list(steps))
+
+
+GET, CLEAR = ("get", None), ("clear", None)
+
+
+def _resolutions(_: Setting) -> Iterator[Question]:
+    yield _ask(GET)
+    yield _ask(("environment", "HND"), GET, ("set", "NHD"), GET, CLEAR, GET)
+    yield _ask(("set", "NHD"), ("environment", "nhd"), GET)
+    yield _ask(("environment", "nhd"), GET, ("environment", "HND"), GET)
+    yield _ask(("environment", ""), GET)
+
+
+def _overrides(_: Setting) -> Iterator[Question]:
+    yield _ask(("set", "HND"), GET)
+    yield _ask(("set", "HND"), ("set", None), GET)
+    yield _ask(("set", "LBNHC"), GET)
+
+
+def _values(_: Setting) -> Iterator[Question]:
+    for value in ("NHD", "HND", "nhd", "", "LBNHC", " NHD"):
+        yield question(repr(value), value=value)
+
+
+SUBJECTS = (
+    Subject("is_valid_kv_cache_layout", _values),
+    Subject("get_kv_cache_layout", _resolutions, _walk, helpers=("set_kv_cache_layout",), is_function=False),
+    Subject("set_kv_cache_layout", _overrides, _put, helpers=("get_kv_cache_layout",)),
+)

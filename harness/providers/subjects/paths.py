@@ -1,0 +1,173 @@
+"""Questions about batches that are rewritten for a path: chunked local attention, fast prefill of shared K/V.
+
+Must not know: providers, how answers are compared.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attncheck.harness.providers.batches import ALWAYS, Batch
+from attncheck.harness.providers.questions import Question, Setting, Subject, question
+from attncheck.reference import CommonAttentionMetadata
+
+TWO = Batch("two prompts", (6, 4), (6, 9), block_size=4)
+DECODES = Batch("two decodes", (1, 1), (6, 9), block_size=4)
+
+
+def _chunks(setting: Setting) -> Iterator[Question]:
+    def ask(batch: Batch, chunk: int, block_size: int, *tags: str, refused: bool = False) -> Question:
+        tags = (*tags, "padding requests") if batch.has_padding_requests else tags
+        return question(
+            f"{batch}: chunks of {chunk}, pages of {block_size}",
+            *tags,
+            refused=refused,
+            attn_chunk_size=chunk,
+            common_attn_metadata=batch.metadata(setting.device),
+            block_size=block_size,
+        )
+
+    for batch in setting.batches:
+        page = batch.block_size
+        beyond = -(-(max(batch.seq_lens) + 1) // page) * page
+        for chunk in dict.fromkeys((page, 2 * page, 4 * page, beyond)):
+            yield ask(batch, chunk, page)
+    yield ask(TWO, 4, 3, refused=True)
+    yield ask(TWO, 4, 0, refused=True)
+    yield question(
+        "5 new tokens of 3",
+        "malformed",
+        refused=True,
+        attn_chunk_size=4,
+        common_attn_metadata=_shortened(setting.device),
+        block_size=2,
+    )
+
+
+def _virtual(target: Any, **arguments: Any) -> dict[str, Any]:
+    """The virtual batch, and once more the rows of it that have queries: no padding request concerns them."""
+    metadata = target(**arguments)
+    real = metadata.query_start_loc_cpu.diff() > 0
+    return {
+        "metadata": metadata,
+        "with queries": {
+            "seq_lens": metadata.seq_lens.cpu()[real],
+            "num_computed_tokens_cpu": metadata.num_computed_tokens_cpu[real],
+            "block_table_tensor": metadata.block_table_tensor.cpu()[real],
+        },
+    }
+
+
+def _shortened(device: torch.device) -> CommonAttentionMetadata:
+    metadata = Batch("", (5,), (5,), block_size=2).metadata(device)
+    lens = torch.tensor([3], dtype=torch.int32)
+    return replace(metadata, seq_lens=lens.to(device, copy=True), seq_lens_cpu=lens, max_seq_len=3)
+
+
+def _armed(batch: Batch, device: torch.device, indices: list[int] | None, spare: int) -> CommonAttentionMetadata:
+    """The batch with these logits indices and ``spare`` padding entries; None: not armed."""
+    metadata = batch.metadata(device)
+    if indices is None:
+        return metadata
+    padded = torch.tensor([*indices, *[0] * spare], dtype=torch.int32, device=device)
+    return replace(metadata, logits_indices_padded=padded, num_logits_indices=len(indices))
+
+
+def _last_tokens(batch: Batch, count: int) -> list[int]:
+    """The last ``count`` tokens of every request that has so many, else all of its tokens."""
+    spans = zip(batch.starts, batch.starts[1:], strict=False)
+    return [token for start, stop in spans for token in range(max(start, stop - count), stop)]
+
+
+def _reduce(target: Any, *, common_attn_metadata: CommonAttentionMetadata) -> dict[str, Any]:
+    reduced = target(common_attn_metadata)
+    return {"the same object": reduced is common_attn_metadata, "metadata": reduced}
+
+
+def _reductions(setting: Setting) -> Iterator[Question]:
+    def ask(batch: Batch, what: str, indices: list[int] | None, *tags: str, **options: Any) -> Question:
+        spare = options.pop("spare", 0)
+        metadata = _armed(batch, setting.device, indices, spare)
+        return question(f"{batch}: {what}", *tags, common_attn_metadata=metadata, **options)
+
+    for batch in setting.batches:
+        yield ask(batch, "the last token of each request", _last_tokens(batch, 1), spare=2)
+        yield ask(batch, "the last two tokens of each request", _last_tokens(batch, 2))
+        yield ask(batch, "every token", list(range(batch.num_tokens)))
+        yield ask(batch, "no token", [], spare=1)
+    yield ask(DECODES, "not armed, all decodes", None)
+    yield ask(TWO, "not armed", None, "not armed", refused=True)
+    yield ask(TWO, "token 10 of 10", [10], refused=True)
+    for what, indices in [("unsorted", [9, 5]), ("repeated", [5, 5]), ("not the last tokens", [0, 9])]:
+        yield ask(TWO, f"indices {what}", indices, "indices that are no tail", refused=True)
+
+
+@dataclass
+class Built:
+    """What the underlying builder of these questions builds."""
+
+    query_start_loc: torch.Tensor
+    num_actual_tokens: int
+
+
+class Builder:
+    """An underlying builder, as small as one can be."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Built:
+        """Start locations and token count of what it is given."""
+        return Built(common_attn_metadata.query_start_loc, common_attn_metadata.num_actual_tokens)
+
+
+class Backend:
+    """An underlying backend, as small as one can be."""
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        """The builder above."""
+        return Builder
+
+
+def _build(
+    target: Any, *, prefix: str, underlying_attn_backend: type[Backend], metadata: CommonAttentionMetadata
+) -> dict[str, Any]:
+    backend = target(prefix, underlying_attn_backend)
+    built = backend.get_builder_cls()().build(0, metadata)
+    return {
+        "name": backend.__name__,
+        "derives from the backend": issubclass(backend, underlying_attn_backend),
+        "builder derives from the builder": issubclass(backend.get_builder_cls(), Builder),
+        "builder of the underlying backend": underlying_attn_backend.get_builder_cls(),
+        "derives from the metadata": isinstance(built, Built),
+        "query_start_loc": built.query_start_loc,
+        "num_actual_tokens": built.num_actual_tokens,
+        "logits_indices_padded": built.logits_indices_padded,
+        "indices are the same tensor": built.logits_indices_padded is metadata.logits_indices_padded,
+        "num_logits_indices": built.num_logits_indices,
+    }
+
+
+def _backends(setting: Setting) -> Iterator[Question]:
+    def ask(batch: Batch, what: str, indices: list[int] | None, *tags: str, refused: bool = False) -> Question:
+        return question(
+            f"{batch}: {what}",
+            *tags,
+            refused=refused,
+            prefix="FastPrefill",
+            underlying_attn_backend=Backend,
+            metadata=_armed(batch, setting.device, indices, 1),
+        )
+
+    for batch in ALWAYS:
+        yield ask(batch, "the last token of each request", _last_tokens(batch, 1))
+    yield ask(DECODES, "all decodes, armed", [0, 1])
+    yield ask(DECODES, "all decodes, not armed", None, "not armed", refused=True)
+    yield ask(TWO, "not armed", None, "not armed", refused=True)
+
+
+SUBJECTS = (
+    Subject("make_local_attention_virtual_batches", _chunks, _virtual),
+    Subject("make_kv_sharing_fast_prefill_common_attn_metadata", _reductions, _reduce),
+    Subject("create_fast_prefill_custom_backend", _backends, _build),
+)

@@ -1,0 +1,146 @@
+"""Questions about cutting a batch: start locations, micro-batches.
+
+Must not know: providers, how answers are compared.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from attncheck.harness.providers.batches import ALWAYS, Batch
+from attncheck.harness.providers.questions import Question, Setting, Subject, question
+from attncheck.reference import UBatchSlice
+
+MIXED = next(batch for batch in ALWAYS if batch.name == "mixed")
+
+Cut = tuple[int, int, int, int]
+"""First request, behind the last one, first token, behind the last one."""
+
+
+def _slices(setting: Setting) -> Iterator[Question]:
+    def ask(starts: torch.Tensor, text: str, first: int, stop: int, *tags: str, refused: bool = False) -> Question:
+        return question(
+            f"{text}: requests {first}:{stop}",
+            *tags,
+            refused=refused,
+            query_start_loc=starts.to(setting.device),
+            request_slice=slice(first, stop),
+        )
+
+    for batch in setting.batches:
+        half, last = batch.num_reqs // 2, batch.num_reqs
+        for first, stop in dict.fromkeys([(0, last), (0, half), (half, last), (half, half)]):
+            yield ask(batch.offsets(), str(batch), first, stop)
+    yield ask(torch.tensor([5, 8, 10]), "start locations 5 8 10", 0, 2)
+    five = torch.tensor([0, 3, 5, 9, 10])
+    yield ask(five, "start locations 0 3 5 9 10", 3, 9, "beyond the batch", refused=True)
+    yield ask(five, "start locations 0 3 5 9 10", 7, 7, refused=True)
+
+
+def _ask_slice(target: Any, *, request_slice: slice, token_slice: slice) -> dict[str, Any]:
+    one, twin = (target(request_slice, token_slice) for _ in range(2))
+    return {
+        "request_slice": one.request_slice,
+        "token_slice": one.token_slice,
+        "is_empty": one.is_empty(),
+        "num_tokens": one.num_tokens,
+        "equal to its twin": one == twin,
+        "equal to another": one == target(request_slice, slice(0, 99)),
+    }
+
+
+def _slice_questions(_: Setting) -> Iterator[Question]:
+    for cut in ((0, 2, 0, 5), (1, 1, 0, 5), (0, 2, 4, 4), (0, 2, 3, 8)):
+        yield question(_told(cut), request_slice=slice(*cut[:2]), token_slice=slice(*cut[2:]))
+
+
+def _cut_at(batch: Batch, first: int, stop: int) -> Cut:
+    """The cut of these tokens; requests without tokens behind the last one are left out."""
+    return (bisect_right(batch.starts, first) - 1, bisect_right(batch.starts, stop - 1), first, stop)
+
+
+def _whole(batch: Batch) -> Cut:
+    return (0, batch.num_reqs, 0, batch.num_tokens + batch.padding_tokens)
+
+
+def _pieces(batch: Batch, count: int) -> list[Cut]:
+    """The batch in ``count`` pieces of about equal length, the padding in the last one."""
+    edges = [batch.num_tokens * piece // count for piece in range(count + 1)]
+    pieces = [_cut_at(batch, first, stop) for first, stop in pairwise(edges)]
+    _, last_request, _, last_token = _whole(batch)
+    return [*pieces[:-1], (pieces[-1][0], last_request, pieces[-1][2], last_token)]
+
+
+def _ubatch(cut: Cut) -> UBatchSlice:
+    return UBatchSlice(slice(cut[0], cut[1]), slice(cut[2], cut[3]))
+
+
+def _told(cut: Cut) -> str:
+    return f"requests {cut[0]}:{cut[1]}, tokens {cut[2]}:{cut[3]}"
+
+
+def _tags(batch: Batch) -> list[str]:
+    return [] if batch.causal else ["not causal"]
+
+
+MEANINGLESS: tuple[tuple[Cut, str], ...] = (
+    ((1, 1, 3, 5), "empty"),
+    ((0, 2, 3, 7), "wrong start"),
+    ((0, 1, 0, 5), "wrong end"),
+    ((0, 2, 0, 3), "wrong end"),
+)
+"""Cuts of the batch ``mixed``: empty, from behind request 0, into request 1, ending before request 1."""
+
+
+def _one_piece(setting: Setting) -> Iterator[Question]:
+    for batch in setting.batches:
+        metadata = batch.metadata(setting.device)
+        third, half, end = batch.num_tokens // 3, batch.num_tokens // 2, batch.num_tokens
+        edges = [(0, end), (0, half), (half, end), (third, end - third), (half, half + 1)]
+        cuts = [_cut_at(batch, first, stop) for first, stop in edges if first < stop <= end]
+        for cut in dict.fromkeys([*cuts, _whole(batch), *_pieces(batch, min(2, end))]):
+            text = f"{batch}: {_told(cut)}"
+            yield question(text, *_tags(batch), ubatch_slice=_ubatch(cut), attn_metadata=metadata)
+    metadata = MIXED.metadata(setting.device)
+    for cut, tag in MEANINGLESS:
+        text = f"{MIXED}: {_told(cut)}"
+        yield question(text, tag, refused=True, ubatch_slice=_ubatch(cut), attn_metadata=metadata)
+    dummy = replace(
+        metadata,
+        query_start_loc=torch.zeros_like(metadata.query_start_loc),
+        query_start_loc_cpu=torch.zeros_like(metadata.query_start_loc_cpu),
+    )
+    cut = (0, 3, 0, 12)
+    text = f"start locations all 0: {_told(cut)}"
+    yield question(text, refused=True, ubatch_slice=_ubatch(cut), attn_metadata=dummy)
+
+
+def _many_pieces(setting: Setting) -> Iterator[Question]:
+    def ask(batch: Batch, cuts: list[Cut], *tags: str, refused: bool = False) -> Question:
+        return question(
+            f"{batch}: {'; '.join(map(_told, cuts)) or 'no piece'}",
+            *tags,
+            *_tags(batch),
+            refused=refused,
+            ubatch_slices=[_ubatch(cut) for cut in cuts],
+            common_attn_metadata=batch.metadata(setting.device),
+        )
+
+    for batch in setting.batches:
+        for count in range(1, min(3, batch.num_tokens) + 1):
+            yield ask(batch, _pieces(batch, count))
+    yield ask(MIXED, [])
+    yield ask(MIXED, [(0, 2, 0, 7), (1, 1, 3, 5)], "empty", refused=True)
+    yield ask(MIXED, [(0, 2, 0, 7), (0, 1, 0, 5)], "wrong end", refused=True)
+
+
+SUBJECTS = (
+    Subject("slice_query_start_locs", _slices),
+    Subject("UBatchSlice", _slice_questions, _ask_slice, is_function=False),
+    Subject("_make_metadata_with_slice", _one_piece),
+    Subject("split_attn_metadata", _many_pieces),
+)

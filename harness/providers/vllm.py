@@ -1,0 +1,228 @@
+"""vLLM as a provider: where its utilities live, and how its objects are turned into the reference's and back.
+
+Written so that a change of form which an adapter can see (a pair where one object was, a field that is gone) does not
+break it: vLLM is translated as it is found. Importing this module imports no vLLM. Must not know: questions, verdicts.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from attncheck.backends import registry
+from attncheck.errors import ProviderLoadError
+from attncheck.harness.providers.provider import Provider
+from attncheck.harness.providers.vllm_departures import DEPARTURES
+from attncheck.reference import CommonAttentionMetadata, UBatchSlice
+
+MODULES = (
+    "vllm.v1.attention.backends.utils",
+    "vllm.v1.attention.backend",
+    "vllm.v1.worker.ubatch_utils",
+    "vllm.v1.worker.ubatch_splitting",
+)
+"""Where today's generation is looked for; some of them exist in some versions only."""
+
+V0_MODULES = (
+    "vllm.attention.backends.utils",
+    "vllm.attention.backends.abstract",
+    "vllm.attention.backends.mla.utils",
+    "vllm.multimodal.base",
+)
+"""Where the first generation was."""
+
+
+def load_vllm(ref: str) -> Provider:
+    """The vLLM that is installed.
+
+    Raises:
+        ProviderLoadError: vLLM is not installed, or does not import.
+    """
+    try:
+        package = importlib.import_module("vllm")
+        modules = [module for name in MODULES if (module := _module(name)) is not None]
+        v0 = [module for name in V0_MODULES if (module := _module(name)) is not None]
+    except (Exception, SystemExit) as error:
+        raise ProviderLoadError(ref, registry.import_story(error)) from error
+    return Provider(
+        name="vllm",
+        ref=ref,
+        version=str(package.__version__),
+        modules=modules,
+        v0=v0,
+        adapt=translated,
+        adapters=ADAPTERS,
+        departures=DEPARTURES,
+    )
+
+
+def _module(name: str) -> ModuleType | None:
+    """The module, or None where this version has none of that name; what it raises otherwise is no absence."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and name.startswith(error.name):
+            return None
+        raise
+
+
+@cache
+def _their(name: str) -> Any:
+    """The class of this name, from wherever this version has it."""
+    modules = [module for place in MODULES if (module := _module(place)) is not None]
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
+
+
+class _Translation:
+    """One call: what was handed over, so that an object which comes back unchanged is recognised."""
+
+    def __init__(self) -> None:
+        self._handed_over: list[tuple[Any, Any]] = []
+
+    def to_vllm(self, value: Any) -> Any:
+        """The value in vLLM's objects."""
+        if isinstance(value, list):
+            return [self.to_vllm(item) for item in value]
+        if isinstance(value, UBatchSlice):
+            return _their("UBatchSlice")(value.request_slice, value.token_slice)
+        if isinstance(value, CommonAttentionMetadata):
+            theirs = _their("CommonAttentionMetadata")(**_their_fields(value))
+            self._handed_over.append((theirs, value))
+            return theirs
+        return value
+
+    def from_vllm(self, value: Any) -> Any:
+        """The value in the reference's objects; what was handed over comes back as itself."""
+        if isinstance(value, list):
+            return [self.from_vllm(item) for item in value]
+        if isinstance(value, _their("CommonAttentionMetadata")):
+            for theirs, ours in self._handed_over:
+                if value is theirs:
+                    return ours
+            return _our_metadata(value)
+        return value
+
+
+def _their_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
+    """The constructor's arguments: the fields both have, and those of vLLM that say the same under another name."""
+    there = {field.name for field in fields(_their("CommonAttentionMetadata"))}
+    shared = {field.name: getattr(metadata, field.name) for field in fields(metadata) if field.name in there}
+    derived = {
+        "seq_lens_cpu_upper_bound": metadata.seq_lens_cpu,
+        "max_logits_per_req": _max_logits(metadata),
+    }
+    return shared | {name: value for name, value in derived.items() if name in there}
+
+
+def _max_logits(metadata: CommonAttentionMetadata) -> int | None:
+    """The most logits indices any request has; None where the batch is not armed."""
+    if metadata.logits_indices_padded is None or metadata.num_logits_indices is None:
+        return None
+    indices = metadata.logits_indices_padded[: metadata.num_logits_indices].tolist()
+    owners = np.searchsorted(metadata.query_start_loc_cpu[1:].numpy(), np.array(indices), side="right")
+    return int(np.bincount(owners).max(initial=0)) if indices else 0
+
+
+def _our_metadata(theirs: Any) -> CommonAttentionMetadata:
+    """Their metadata as ours; the lengths on the host are its upper bound, the computed tokens follow from them."""
+    given = {
+        field.name: getattr(theirs, field.name)
+        for field in fields(CommonAttentionMetadata)
+        if hasattr(theirs, field.name)
+    }
+    if "seq_lens_cpu" not in given:
+        bound = theirs.seq_lens_cpu_upper_bound
+        given["seq_lens_cpu"] = theirs.seq_lens.cpu() if bound is None else bound
+    if "num_computed_tokens_cpu" not in given:
+        given["num_computed_tokens_cpu"] = theirs.compute_num_computed_tokens().cpu()
+    return CommonAttentionMetadata(**given)
+
+
+def translated(target: Any) -> Any:
+    """A function of vLLM's that takes and returns the reference's objects; a class stays as it is."""
+    if not inspect.isfunction(target):
+        return target
+
+    def call(*positional: Any, **arguments: Any) -> Any:
+        one = _Translation()
+        given = {name: one.to_vllm(value) for name, value in arguments.items()}
+        return one.from_vllm(target(*map(one.to_vllm, positional), **given))
+
+    return call
+
+
+def _first_of_pair(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Newer versions return the metadata and a function beside it."""
+
+    def call(**arguments: Any) -> Any:
+        one = _Translation()
+        given = {name: one.to_vllm(value) for name, value in arguments.items()}
+        returned = target(**given)
+        return one.from_vllm(returned[0] if isinstance(returned, tuple) else returned)
+
+    return call
+
+
+def _with_device(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Newer versions want the start locations on the host, and are told where the results go."""
+
+    def call(query_start_loc_p: torch.Tensor) -> Any:
+        if "device" in inspect.signature(target).parameters:
+            return target(query_start_loc_p.cpu(), device=query_start_loc_p.device)
+        return target(query_start_loc_p)
+
+    return call
+
+
+def _with_attention_layers(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Newer versions recognise an attention layer by its base class, not by its attribute."""
+
+    def call(vllm_config: Any, layer_names: list[str], cls_: type) -> Any:
+        ours = vllm_config.compilation_config.static_forward_context
+        theirs = {name: _attention_layer(layer) if hasattr(layer, "impl") else layer for name, layer in ours.items()}
+        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=theirs))
+        return target(config, layer_names, cls_)
+
+    return call
+
+
+def _attention_layer(layer: Any) -> Any:
+    """``layer`` as an object of vLLM's base class, if there is one."""
+    home = _module("vllm.model_executor.layers.attention_layer_base")
+    if home is None:
+        return layer
+    base = home.AttentionLayerBase
+    made = type("Layer", (base,), dict.fromkeys(base.__abstractmethods__))()
+    made.impl = layer.impl
+    return made
+
+
+def _with_translating_builder(target: Callable[..., Any]) -> Callable[..., Any]:
+    """The backend made, with a builder that takes the reference's metadata."""
+
+    def call(prefix: str, underlying_attn_backend: type) -> Any:
+        backend: Any = target(prefix, underlying_attn_backend)
+        builder: Any = backend.get_builder_cls()
+
+        class Builder(builder):  # type: ignore[misc]
+            def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+                theirs = _Translation().to_vllm(common_attn_metadata)
+                return super().build(common_prefix_len, theirs, fast_build)
+
+        return type(backend.__name__, (backend,), {"get_builder_cls": staticmethod(lambda: Builder)})
+
+    return call
+
+
+ADAPTERS = {
+    "make_local_attention_virtual_batches": _first_of_pair,
+    "compute_causal_conv1d_metadata": _with_device,
+    "get_per_layer_parameters": _with_attention_layers,
+    "create_fast_prefill_custom_backend": _with_translating_builder,
+}
