@@ -26,9 +26,11 @@ class Observation:
     output: Tensor
     """``[T + padding, H, Dv]``"""
     lse: Tensor | None
-    """float32 ``[T + padding, H]``, for backends that declare it."""
+    """``[T + padding, H]``, for backends that declare it."""
     unwritten: Tensor
     """bool ``[T]``: rows of which some element still holds the pattern put there before the call."""
+    lse_unwritten: Tensor | None
+    """The same of the LSE."""
     pool_before: Tensor | None
     """The cache's bytes before the call (uint8, flat), None without a pool."""
     pool_after: Tensor | None
@@ -80,7 +82,8 @@ def _said(error: BaseException) -> str:
 def _formatted(error: BaseException) -> list[str]:
     """The traceback, from the first frame on that is not the harness's own."""
     entry = error.__traceback__
-    while entry is not None and Path(entry.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+    ours = Path(__file__).parent
+    while entry is not None and Path(entry.tb_frame.f_code.co_filename).is_relative_to(ours):
         entry = entry.tb_next
     return traceback.format_exception(type(error), error, entry or error.__traceback__)
 

@@ -1,6 +1,7 @@
 """Each broken promise of form is named, with the call that would fail."""
 
 import pytest
+import torch
 
 from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from attncheck.backends.registry import builtin_names, load
@@ -14,6 +15,10 @@ def with_impl(impl, **declarations):
 
 def with_builder(builder):
     return type("Mine", (SDPABackend,), {"get_builder_cls": staticmethod(lambda: builder)})
+
+
+def with_functions(offer):
+    return type("Mine", (SDPABackend,), {"functions": staticmethod(offer)})
 
 
 class ShortForward(SDPAImpl):
@@ -107,6 +112,21 @@ def test_our_own_keep_the_contract(name):
             "unsupported_reasons(layer) cannot be called with (layer, cache, batch)",
         ),
         (
+            with_functions(lambda: {"merge": max}),
+            "functions() names 'merge'; known are merge_attn_states, causal_conv1d",
+        ),
+        (with_functions(lambda: {"swap_blocks": 3}), "functions() has 3 as swap_blocks, which cannot be called"),
+        (
+            with_functions(lambda: {"copy_blocks": lambda cache, source, destination: None}),
+            "copy_blocks(cache, source, destination) cannot be called with (caches, mapping): missing",
+        ),
+        (
+            with_functions(lambda: {"causal_conv1d": lambda x, w, b, states, starts, lines, initial: x}),
+            "causal_conv1d(x, w, b, states, starts, lines, initial) cannot be called with",
+        ),
+        (with_functions(lambda: [max]), "functions() returned a list, not a dict of functions by name"),
+        (with_functions(lambda: 1 / 0), "functions() raised ZeroDivisionError: division by zero"),
+        (
             with_impl(SDPAImpl, get_builder_cls=staticmethod(lambda: {}["key"])),
             "get_builder_cls() raised KeyError: 'key'",
         ),
@@ -127,10 +147,16 @@ def test_all_problems_are_told_at_once():
     assert "'magic'" in problems[1]
 
 
-def test_a_missing_library_is_not_a_broken_promise():
+@pytest.mark.parametrize("where", ["get_impl_cls", "get_builder_cls", "functions"])
+def test_a_missing_library_is_not_a_broken_promise(where):
     def factory():
         raise ModuleNotFoundError("no kernels here")
 
-    backend = type("Mine", (SDPABackend,), {"get_impl_cls": staticmethod(factory)})
+    backend = type("Mine", (SDPABackend,), {where: staticmethod(factory)})
     with pytest.raises(ModuleNotFoundError):
         contract_problems(backend)
+
+
+def test_a_builtin_function_tells_nothing_of_its_arguments():
+    assert contract_problems(with_functions(lambda: {"swap_blocks": dict.update})) == []
+    assert contract_problems(with_functions(lambda: {"merge_attn_states": torch.add})) == []
