@@ -32,11 +32,11 @@ def host_array(name: str, tensor: Tensor, size: int | None = None) -> Integers:
     """A one-dimensional index tensor of the host as an array that shares its memory: to be read, never written."""
     if tensor.dtype is not torch.int32 and tensor.dtype is not torch.int64:
         raise ReferenceArgumentError(f"{name}.dtype", tensor.dtype, "int32 or int64")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ReferenceArgumentError(f"{name}.device", str(tensor.device), "cpu: it is read on the host")
-    if tensor.dim() != 1 or (size is not None and len(tensor) != size):
-        wanted = "one axis" if size is None else f"[{size}]"
-        raise ReferenceArgumentError(f"{name}.shape", tuple(tensor.shape), wanted)
+    shape = tuple(tensor.shape)
+    if len(shape) != 1 or (size is not None and shape[0] != size):
+        raise ReferenceArgumentError(f"{name}.shape", shape, "one axis" if size is None else f"[{size}]")
     return tensor.numpy()
 
 

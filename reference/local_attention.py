@@ -61,10 +61,9 @@ def make_local_attention_virtual_batches(
         raise ReferenceArgumentError(f"(query, seq) lengths of request {longer}", lengths, "query <= seq")
     table = common_attn_metadata.block_table_tensor
     require_index("block_table_tensor", table)
-    if table.dim() != 2 or len(table) < num_reqs or table.shape[1] == 0:
-        raise ReferenceArgumentError(
-            "block_table_tensor.shape", tuple(table.shape), f"[{num_reqs}, pages], at least one page"
-        )
+    shape = tuple(table.shape)
+    if len(shape) != 2 or shape[0] < num_reqs or not shape[1]:
+        raise ReferenceArgumentError("block_table_tensor.shape", shape, f"[{num_reqs}, pages], at least one page")
 
     last_chunk = np.maximum(seq_lens - 1, 0) // attn_chunk_size
     first_chunk = np.minimum(computed // attn_chunk_size, last_chunk)
@@ -99,16 +98,11 @@ def make_local_attention_virtual_batches(
 
 def _pages(table: Tensor, request: Integers, chunk: Integers, pages: int) -> Tensor:
     """``[table[r, min(j * pages + k, W - 1)] for k in range(pages)]`` of every virtual request ``(r, j)``."""
-    last_page = table.shape[1] - 1
+    width = table.shape[1]
     first_page = chunk * pages
-    (clipped,) = (first_page + pages - 1 > last_page).nonzero()
-    rows, columns, late = (torch.from_numpy(index).to(table.device) for index in (request, first_page, clipped))
-    if len(clipped) < len(request):
+    rows, columns = (torch.from_numpy(index).to(table.device) for index in (request, first_page))
+    if first_page.max() + pages <= width:
         # Windows of a row are copied whole, an order of magnitude faster than page by page.
-        chosen = table.unfold(1, pages, 1)[rows, columns.clamp(max=last_page + 1 - pages)]
-    else:
-        chosen = table.new_empty(len(request), pages)
-    if len(clipped):
-        wanted = columns[late, None] + torch.arange(pages, device=table.device)
-        chosen[late] = table[rows[late, None], wanted.clamp_(max=last_page)]
-    return chosen
+        return table.unfold(1, pages, 1)[rows, columns]
+    wanted = columns[:, None] + torch.arange(pages, device=table.device)
+    return table[rows[:, None], wanted.clamp_(max=width - 1)]
