@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attncheck.reference import visible
+
 POISON = (torch.nan, torch.inf, -torch.inf, 1e30)
+CACHES = (["key_cache"], ["value_cache"], ["key_cache", "value_cache"])
 
 
 def filled(batch, names, mask, value):
@@ -45,11 +48,9 @@ def test_containment_slots_not_owned_change_no_bit(data, layers, batches, tiles,
     """P1 containment: tails of last pages, blocks of nobody, any table tail pointing at them; K, V or both."""
     params = data.draw(layers())
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
-    names, poison = data.draw(st.sampled_from((["key_cache"], ["value_cache"]))), data.draw(st.sampled_from(POISON))
-    if data.draw(st.booleans()):
-        names = ["key_cache", "value_cache"]
+    names, poison = data.draw(st.sampled_from(CACHES)), data.draw(st.sampled_from(POISON))
     free = ~owned_slots(batch)
-    clean = filled(batch, ["key_cache", "value_cache"], free, 0.0)
+    clean = filled(batch, CACHES[2], free, 0.0)
     table = clean.block_table.clone()
     table[(table < 0) | (table >= len(free))] = data.draw(st.integers(0, len(free) - 1))
     poisoned = filled(replace(clean, block_table=table), names, free, poison)
@@ -66,9 +67,28 @@ def test_containment_keys_no_row_of_the_request_sees_change_no_bit(data, layers,
     for r, positions in enumerate(unseen(batch, params)):
         for p in positions:
             mask[batch.block_table[r, p // size], p % size] = True
-    names = data.draw(st.sampled_from((["key_cache"], ["value_cache"], ["key_cache", "value_cache"])))
-    poisoned = filled(batch, names, mask, data.draw(st.sampled_from(POISON)))
+    poisoned = filled(batch, data.draw(st.sampled_from(CACHES)), mask, data.draw(st.sampled_from(POISON)))
     same_bits(poisoned.attend(params, **sizes), batch.attend(params, **sizes))
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_containment_keys_a_mask_hides_from_all_rows_change_no_bit(data, layers, batches, tiles, same_bits):
+    """P1, P19: holes that a mask function cuts into the middle of what the layer would see."""
+    params = data.draw(layers())
+    batch, sizes = data.draw(batches(params, shared_pages=st.just(0))), data.draw(tiles)
+    period, size = data.draw(st.integers(2, 6)), batch.key_cache.shape[1]
+    hole = data.draw(st.integers(0, period - 1))
+    mask = torch.zeros(batch.key_cache.shape[:2], dtype=torch.bool)
+    for r, keys in enumerate(batch.keys):
+        for p in range(hole, len(keys), period):
+            mask[batch.block_table[r, p // size], p % size] = True
+
+    def with_holes(request, q_pos, k_pos):
+        return visible(params, q_pos, k_pos) & (k_pos % period != hole)
+
+    poisoned = filled(batch, data.draw(st.sampled_from(CACHES)), mask, data.draw(st.sampled_from(POISON)))
+    same_bits(*(x.attend(params, mask_fn=with_holes, **sizes) for x in (poisoned, batch)))
 
 
 @settings(max_examples=60)
