@@ -19,14 +19,15 @@ from attncheck.reference import merge_many
 class Result:
     """One call's answer; rows as they were handed over, padding behind.
 
-    output ``[rows, H, Dv]``, lse ``[rows, H]`` or None; unwritten: bool ``[rows]``, rows that hold what stood there
-    before.
+    output ``[rows, H, Dv]``, lse ``[rows, H]`` or None; unwritten, lse_unwritten: bool ``[rows]``, rows that hold what
+    stood there before.
     """
 
     call: Call
     output: Tensor
     lse: Tensor | None
     unwritten: Tensor
+    lse_unwritten: Tensor | None
     breaches: tuple[str, ...] = ()
     protocol: tuple[str, ...] = ()
 
@@ -46,7 +47,8 @@ class Answer:
     output: Tensor
     lse: Tensor | None
     unwritten: Tensor
-    """bool, of the real rows"""
+    """bool, of the real rows; so is ``lse_unwritten``"""
+    lse_unwritten: Tensor | None
 
 
 def placed(results: Sequence[Result]) -> Answer:
@@ -57,7 +59,8 @@ def placed(results: Sequence[Result]) -> Answer:
         pairs = list(zip(results, lses, strict=True))
         lse = torch.cat([*(r.real(own) for r, own in pairs), *(r.padding(own) for r, own in pairs)])
     output = torch.cat([*(r.real(r.output) for r in results), *(r.padding(r.output) for r in results)])
-    return Answer(output, lse, torch.cat([r.real(r.unwritten) for r in results]))
+    lse_unwritten = torch.cat(flags) if (flags := _lse_flags(results)) else None
+    return Answer(output, lse, torch.cat([r.real(r.unwritten) for r in results]), lse_unwritten)
 
 
 def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
@@ -72,6 +75,14 @@ def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
         pads.append((result.padding(result.output).double(), result.padding(result.lse).double()))
     output, lse = merge_many(outs, lses)
     unwritten = torch.stack([r.real(r.unwritten) for r in results]).any(0)
+    lse_unwritten = torch.stack(_lse_flags(results)).any(0)
     return Answer(
-        torch.cat([output, *(out for out, _ in pads)]), torch.cat([lse / unit, *(own for _, own in pads)]), unwritten
+        output=torch.cat([output, *(out for out, _ in pads)]),
+        lse=torch.cat([lse / unit, *(own for _, own in pads)]),
+        unwritten=unwritten,
+        lse_unwritten=lse_unwritten,
     )
+
+
+def _lse_flags(results: Sequence[Result]) -> list[Tensor]:
+    return [r.real(r.lse_unwritten) for r in results if r.lse_unwritten is not None]

@@ -69,6 +69,10 @@ class Session:
         """The builder of the first call, and of every call but those of further micro-batches."""
         return self._builders[0]
 
+    @property
+    def _is_merged(self) -> bool:
+        return is_merged(self.problem.case.batch, self.backend.features)
+
     def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:
         """One step over a freshly filled cache, of whose memory ``images`` before and after are kept."""
         results: list[Result] = []
@@ -90,16 +94,13 @@ class Session:
         except StageError as failure:
             made = ("the output of an earlier call",) if results and not failure.raised.touched else ()
             return replace(failure.raised, touched=(*failure.raised.touched, *made))
-        whole = (
-            merged(results, self.backend.conventions)
-            if is_merged(self.problem.case.batch, self.backend.features)
-            else placed(results)
-        )
+        whole = merged(results, self.backend.conventions) if self._is_merged else placed(results)
         pristine = calls_of(self._step(fill), self.backend.features)
         return Observation(
             output=self._in_problem_order(whole.output, step),
             lse=None if whole.lse is None else self._in_problem_order(whole.lse, step),
             unwritten=self._in_problem_order(whole.unwritten, step),
+            lse_unwritten=None if whole.lse_unwritten is None else self._in_problem_order(whole.lse_unwritten, step),
             pool_before=before,
             pool_after=self._image() if images else None,
             changed=_distinct(name for was, now in zip(pristine, calls, strict=True) for name in changes(was, now)),
@@ -126,9 +127,8 @@ class Session:
         step = self._step(Fill())
         for _ in range(len(self._builders), num_builders(step)):
             self._add_builder()
-        carries = [call.carries_sinks for call in calls_of(step, self.backend.features)]
         self._bare_impl = self.impl
-        if self.problem.layer.sink_logits is not None and not all(carries):
+        if self.problem.layer.sink_logits is not None and self._is_merged:
             self._bare_impl = stage(
                 "construct", lambda: construct_impl(self.backend, self.problem, self.device, with_sinks=False)
             )
@@ -167,6 +167,7 @@ class Session:
             output=rows,
             lse=None if lse is None else lse.rows,
             unwritten=out.unwritten_rows() if rows is out.rows else torch.zeros(len(rows), dtype=torch.bool),
+            lse_unwritten=None if lse is None else lse.unwritten_rows(),
             breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
             protocol=protocol,
         )

@@ -14,7 +14,7 @@ from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.numerics import output_shares, summarize
 from attncheck.harness.explain import explain_lse
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.observation import Observation, still_unwritten
+from attncheck.harness.observation import Observation
 from attncheck.harness.problem import Problem
 from attncheck.harness.truth import Truth
 
@@ -27,15 +27,14 @@ def examine(problem: Problem, truth: Truth, seen: Observation, conventions: Conv
     if shifted and problem.layer.sink_logits is not None:
         return NotExamined(("ALiBi measured from elsewhere together with sinks: the LSE has no common meaning",))
     raw = seen.lse[: len(truth.lse)]
-    missing = still_unwritten(raw).any(dim=1)
     got = raw.double() * (math.log(2) if conventions.lse_base == "2" else 1.0)
     if shifted:
         got = got - _alibi_shift(problem, conventions).to(got.device)
     shares = lse_shares(got, truth.lse, truth.budget.lse)
     worst = float(shares.max()) if shares.numel() else 0.0
     figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
-    if bool(missing.any()):
-        rows = missing.nonzero().flatten().tolist()
+    rows = [] if seen.lse_unwritten is None else seen.lse_unwritten.nonzero().flatten().tolist()
+    if rows:
         return Broken(
             f"{len(rows)} of {len(shares)} rows were never written, first: row {rows[0]} ({problem.row_name(rows[0])})",
             figures,
