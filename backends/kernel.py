@@ -26,7 +26,7 @@ Kernel = Callable[..., object]
 Writer = Callable[..., object]
 
 _KERNEL_ARGUMENTS = ("query", "key_cache", "value_cache", "metadata", "params", "out")
-_KERNEL_OPTIONS = ("k_scale", "v_scale", "output_lse")
+_KERNEL_OPTIONS = ("k_scale", "v_scale", "output_lse", "output_scale")
 _WRITER_ARGUMENTS = ("key", "value", "key_cache", "value_cache", "slot_mapping")
 _WRITER_OPTIONS = ("k_scale", "v_scale")
 _CACHED_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
@@ -60,7 +60,9 @@ def kernel_backend(
     - out ``[T, num_heads, value head size]``, which the function writes in place.
 
     Where its signature has them it is also given, as keywords, ``k_scale`` and ``v_scale`` (float32 tensors) and
-    ``output_lse`` (float32 ``[T, num_heads]``, written in place); the last goes with the feature ``lse``.
+    ``output_lse`` (float32 ``[T, num_heads]``, written in place), which goes with the feature ``lse``; likewise
+    ``output_scale`` with the feature ``output_quant`` (float32, None where ``out`` takes no codes): what gives a code
+    its value.
     ``writer(key, value, key_cache, value_cache, slot_mapping)``, likewise with the scales, stores the new rows; without
     one the harness does, and the cache is not examined. The function reads a paged cache: no encoder layers.
 
@@ -148,9 +150,37 @@ def kernel_backend(
             output: Tensor,
             output_lse: Tensor | None,
         ) -> None:
+            self._call(layer, query, caches, metadata, output, output_lse, None)
+
+        def attend_quantised(
+            self,
+            layer: AttentionLayer,
+            query: Tensor,
+            key: Tensor | None,
+            value: Tensor | None,
+            caches: tuple[Tensor, Tensor] | None,
+            metadata: PagedMetadata,
+            output: Tensor,
+            output_lse: Tensor | None,
+            output_scale: Tensor,
+        ) -> None:
+            self._call(layer, query, caches, metadata, output, output_lse, output_scale)
+
+        def _call(
+            self,
+            layer: AttentionLayer,
+            query: Tensor,
+            caches: tuple[Tensor, Tensor] | None,
+            metadata: PagedMetadata,
+            output: Tensor,
+            output_lse: Tensor | None,
+            output_scale: Tensor | None,
+        ) -> None:
             if caches is None:
                 raise NotImplementedError(f"{label} reads a paged cache; attn_type {self.attn_type} has none")
-            extra = _scales(layer, options)
+            extra: dict[str, Tensor | None] = dict(_scales(layer, options))
+            if "output_scale" in options:
+                extra["output_scale"] = output_scale
             if "output_lse" in options:
                 if output_lse is None:
                     output_lse = query.new_empty((query.shape[0], self.num_heads), dtype=torch.float32)
@@ -187,8 +217,9 @@ def _options(fn: Callable[..., object], arguments: Sequence[str], options: Seque
 
 def _check_declarations(name: str, features: frozenset[str], options: Sequence[str], attn_types: Sequence[str]) -> None:
     wrong = [f"{feature!r} is no feature" for feature in sorted(features - set(FEATURES))]
-    if ("output_lse" in options) != ("lse" in features):
-        wrong.append("the feature 'lse' and a parameter output_lse go together")
+    for feature, parameter in (("lse", "output_lse"), ("output_quant", "output_scale")):
+        if (parameter in options) != (feature in features):
+            wrong.append(f"the feature {feature!r} and a parameter {parameter} go together")
     wrong += [f"attn_type {kind} has no paged cache" for kind in attn_types if kind not in _CACHED_TYPES]
     if wrong:
         raise ValueError(f"kernel_backend {name!r}: {'; '.join(wrong)}; features are {', '.join(FEATURES)}")

@@ -19,8 +19,10 @@ from attncheck.backends.contract import (
     AttentionType,
 )
 from attncheck.backends.declarations import block_size_reason
+from attncheck.backends.fp8 import encode
 from attncheck.backends.packings import FP8_DTYPES, Packing, packed_shape
 from attncheck.backends.paged_metadata import PagedMetadata
+from attncheck.backends.quantkey import STATIC_FP8, QuantKey
 from attncheck.backends.refusals import refuse_layer, refuse_undeclared_call
 from attncheck.reference.cache import kv_cache_views
 from attncheck.reference.params import AttentionParams, window_pair
@@ -155,7 +157,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             raise ValueError(f"{self.backend.get_name()}: output is None, but the caller must allocate it")
         if attn_metadata is None:  # profiling: there is no cache and no batch
             return output.zero_()
-        self._refuse_wrong_step(query, key, value, kv_cache, attn_metadata, output, output_lse)
+        self._refuse_wrong_step(query, key, value, kv_cache, attn_metadata, output, output_lse, output_scale)
         is_fp8 = self.has_cache and self.kv_cache_dtype in FP8_DTYPES
         refuse_undeclared_call(
             self.backend,
@@ -165,7 +167,8 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             query_lens=attn_metadata.query_lens,
             seq_lens=attn_metadata.seq_lens,
             has_per_head_scales=is_fp8 and max(layer._k_scale.numel(), layer._v_scale.numel()) > 1,
-            has_output_scales=output_scale is not None or output_block_scale is not None,
+            has_output_scale=output_scale is not None,
+            has_output_block_scale=output_block_scale is not None,
             has_output_lse=output_lse is not None,
         )
         caches = self._cache_views(kv_cache) if self.has_cache else None
@@ -173,8 +176,32 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         writes = caches is not None and self.brings_writer and self.kv_sharing_target_layer_name is None
         if writes and caches is not None and key is not None and value is not None:
             self.write(layer, key, value, *caches, slots)
-        self.attend(layer, query, key, value, caches, attn_metadata, output, output_lse)
+        if output_scale is None:
+            self.attend(layer, query, key, value, caches, attn_metadata, output, output_lse)
+        else:
+            self.attend_quantised(layer, query, key, value, caches, attn_metadata, output, output_lse, output_scale)
         return output
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        return "output_quant" in self.backend.features and quant_key == STATIC_FP8
+
+    def attend_quantised(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+        output_scale: Tensor,
+    ) -> None:
+        """:meth:`attend` into float32, whose codes (``x / output_scale``) are then the rows of ``output``."""
+        rows = slice(0, metadata.num_rows)
+        plain = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
+        self.attend(layer, query, key, value, caches, metadata, plain, output_lse)
+        output.view(torch.uint8)[rows] = encode(plain[rows], output_scale, output.dtype).view(torch.uint8)
 
     @abstractmethod
     def write(
@@ -223,6 +250,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         metadata: PagedMetadata,
         output: Tensor,
         output_lse: Tensor | None,
+        output_scale: Tensor | None,
     ) -> None:
         name = self.backend.get_name()
         if not isinstance(metadata, self.metadata_cls):
@@ -230,6 +258,9 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             raise TypeError(f"{name}: attn_metadata is a {given}, not a {own}")
         tokens = metadata.common.num_actual_tokens
         wrong = []
+        takes_scale = output_scale is not None and "output_quant" in self.backend.features
+        if (output.dtype == STATIC_FP8.dtype) != takes_scale:
+            wrong.append(f"output has dtype {output.dtype}, and output_scale is {output_scale}")
         if tokens > query.shape[0]:
             wrong.append(f"num_actual_tokens {tokens} exceeds the {query.shape[0]} rows of query")
         if metadata.num_rows > tokens:

@@ -41,3 +41,7 @@ class QuantKey:
     scale: ScaleDesc
     scale2: ScaleDesc | None = None
     symmetric: bool = True
+
+
+STATIC_FP8 = QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=GroupShape(-1, -1)))
+"""Codes of ``float8_e4m3fn`` under one scale for the whole tensor, known beforehand."""

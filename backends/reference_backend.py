@@ -36,6 +36,7 @@ class ReferenceBackend(PagedBackend):
             "kv_sharing",
             "fp8_kv",
             "fp8_per_head",
+            "output_quant",
             "short_keys",
             "tree",
             "merge_nan",

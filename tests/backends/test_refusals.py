@@ -96,8 +96,6 @@ def test_a_constructor_tells_all_problems_at_once():
     [
         (SDPABackend, {"logits_soft_cap": 30.0}),
         (SDPABackend, {"sinks": torch.zeros(4)}),
-        (SDPABackend, {"kv_cache_dtype": "fp8"}),
-        (FlexBackend, {"kv_cache_dtype": "fp8_e5m2"}),
     ],
 )
 def test_candidates_refuse_what_their_library_cannot(backend, changes):
@@ -175,10 +173,18 @@ def test_two_kernels_do_not_take_each_others_metadata(make_step):
 
 
 @pytest.mark.parametrize("keyword", ["output_scale", "output_block_scale"])
-@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend, FlexBackend, BARE])
-def test_nobody_quantises_the_output(backend, keyword, make_step):
+def test_a_kernel_that_does_not_quantise_its_output_refuses_scales(keyword, make_step):
+    step = make_step(BARE, PLAIN, STEP)
+    assert_refused(step, NotImplementedError, f"{keyword} is not supported", **{keyword: torch.ones(1)})
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend, FlexBackend])
+def test_output_scales_go_with_an_output_of_codes_and_are_one_for_all(backend, make_step):
     step = make_step(backend, PLAIN, STEP)
-    assert_refused(step, NotImplementedError, "output_scale or output_block_scale", **{keyword: torch.ones(1)})
+    assert_refused(step, ValueError, "output has dtype torch.float32, and output_scale", output_scale=torch.ones(1))
+    assert_refused(step, NotImplementedError, "output_block_scale is not supported", output_block_scale=torch.ones(1))
+    codes = torch.zeros(step.output.shape).to(torch.float8_e4m3fn)
+    assert_refused(step, ValueError, "output has dtype torch.float8_e4m3fn, and output_scale is None", output=codes)
 
 
 def test_a_kernel_refuses_undeclared_steps(make_step):

@@ -68,10 +68,13 @@ def test_our_own_keep_the_contract(name):
             with_impl(ShortForward),
             (
                 "ShortForward.forward(self, layer, query, key, value, kv_cache) cannot be called with "
-                "(layer, query, key, value, kv_cache, attn_metadata, output=): too many positional arguments"
+                "(layer, query, key, value, kv_cache, attn_metadata, output="
             ),
         ),
-        (with_impl(NoOutput), "attn_metadata, output=): got an unexpected keyword argument 'output'"),
+        (
+            with_impl(NoOutput, features=frozenset()),
+            "attn_metadata, output=): got an unexpected keyword argument 'output'",
+        ),
         (with_impl(NineArguments), "NineArguments.__init__(self, a, b, c, d, e, f, g, h, i) cannot be called with"),
         (
             with_impl(WithoutSinks, features=frozenset({"sinks"})),

@@ -1,0 +1,89 @@
+"""FP8 caches and outputs in our own candidates: against what the formulas say of the codes."""
+
+import pytest
+import torch
+
+from attncheck.backends.contract import GroupShape, QuantKey, ScaleDesc
+from attncheck.backends.flex_attention import FlexBackend
+from attncheck.backends.fp8 import decode, encode
+from attncheck.backends.kernel import kernel_backend
+from attncheck.backends.packings import FP8_DTYPES
+from attncheck.backends.reference_backend import ReferenceBackend
+from attncheck.backends.torch_sdpa import SDPABackend
+from attncheck.reference import kv_cache_views, layer_params, paged_attention
+from attncheck.reference.spec import CacheSpec, LayerSpec
+
+CANDIDATES = [ReferenceBackend, SDPABackend, FlexBackend]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32")
+MIXED = [(1, 37), (5, 20), (9, 9)]
+STATIC = ScaleDesc(torch.float32, static=True, group_shape=GroupShape(-1, -1))
+
+
+def test_codes_are_rounded_saturated_and_scaled_by_head():
+    x = torch.tensor([[[1.0625, 1e9, -1e9, float("nan")]], [[2.125, 0.3, 2.0**-8, 6.0]]]).transpose(0, 1)
+    codes = encode(x, torch.tensor([1.0, 2.0]), E4M3).float()
+    assert codes[0, 0, :3].tolist() == [1.0, 448.0, -448.0]
+    assert bool(codes[0, 0, 3].isnan())
+    assert codes[0, 1].tolist() == [1.0, 0.15625, 2.0**-9, 3.0]
+    assert encode(torch.full((1, 1), 1e9), torch.ones(1), E5M2).float().item() == 57344.0
+    assert decode(codes.to(E4M3), torch.tensor([1.0, 2.0]), torch.float32)[0, 1].tolist() == [2.0, 0.3125, 2.0**-8, 6.0]
+
+
+@pytest.mark.parametrize("scales", [(0.3, 0.07), ((0.05, 0.5), (2.7, 0.3))])
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("backend", CANDIDATES)
+def test_a_cache_of_codes(backend, kind, scales, make_step):
+    cache = CacheSpec(kv_cache_dtype=kind, k_scale=scales[0], v_scale=scales[1], block_size=8)
+    step = make_step(backend, PLAIN, MIXED, cache=cache)
+    codec = backend.kv_cache_codec(PLAIN, cache)
+    expected = step.kv_cache.clone()
+    slots = step.common.slot_mapping[step.common.slot_mapping >= 0]
+    codec.write(expected, slots, step.key[: len(slots)], step.value[: len(slots)])
+    step.run()
+    assert torch.equal(step.kv_cache, expected)
+    views = kv_cache_views(step.kv_cache.view(FP8_DTYPES[kind]), backend.packing, PLAIN.head_size)
+    batch = step.common.block_table_tensor, step.common.seq_lens, step.common.query_start_loc
+    k_scale, v_scale = (torch.tensor(scale) for scale in scales)
+    truth, _ = paged_attention(step.query, *views, *batch, layer_params(PLAIN), k_scale=k_scale, v_scale=v_scale)
+    assert torch.allclose(step.output.double(), truth, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", CANDIDATES)
+def test_an_output_of_codes(backend, make_step):
+    step = make_step(backend, PLAIN, MIXED, padding=(1, 2))
+    step.run()
+    plain = step.output.clone()
+    scale = torch.tensor([0.0011])  # of about half of the outputs, 448 times that is exceeded
+    codes = torch.full(step.output.shape, 1.5).to(E4M3)
+    assert step.run(output=codes, output_scale=scale) is codes
+    real = step.num_rows
+    expected = (plain[:real] / scale).clamp(-448, 448)
+    assert 0.1 < float((expected.abs() == 448).double().mean()) < 0.9
+    step_size = (expected.abs() / 8).clamp(min=2.0**-9)
+    assert bool(((codes[:real].float() - expected).abs() <= 0.51 * step_size).all())
+    assert bool((codes[real:].float() == 1.5).all())
+
+
+@pytest.mark.parametrize("backend", CANDIDATES)
+def test_what_the_graph_compiler_is_told(backend, make_step):
+    impl = make_step(backend, PLAIN, MIXED).impl()
+    assert impl.fused_output_quant_supported(QuantKey(E4M3, STATIC))
+    assert not impl.fused_output_quant_supported(QuantKey(E5M2, STATIC))
+    per_token = ScaleDesc(torch.float32, static=False, group_shape=GroupShape(1, -1))
+    assert not impl.fused_output_quant_supported(QuantKey(E4M3, per_token))
+
+
+def test_a_kernel_quantises_its_output_itself(make_step):
+    seen = []
+
+    def attend(query, key_cache, value_cache, metadata, params, out, *, output_scale=None):
+        seen.append((out.dtype, output_scale))
+
+    step = make_step(kernel_backend(attend, name="own", features=["output_quant"]), PLAIN, MIXED)
+    scale = torch.tensor([0.5])
+    step.run(output=torch.zeros(step.output.shape).to(E4M3), output_scale=scale)
+    step.run()
+    assert seen == [(E4M3, scale), (torch.float32, None)]
+    with pytest.raises(ValueError, match="'output_quant' and a parameter output_scale go together"):
+        kernel_backend(attend, name="own")
