@@ -9,11 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attncheck.errors import AttncheckError
+from attncheck.harness.findings import Broken
 from attncheck.harness.pool import flat_bytes
 from attncheck.harness.stages import stage
 from attncheck.harness.tolerance import Budget, share_of_budget
 
 Function = Callable[..., Any]
+
+
+class FormError(AttncheckError):
+    """Carries an answer that is no tensor of the right shape, dtype and device up to whoever asked a check."""
+
+    def __init__(self, finding: Broken) -> None:
+        self.finding = finding
+        super().__init__(finding.summary)
 
 
 def call(
@@ -41,11 +51,15 @@ def call(
     return returned, tuple(key for key, tensor in watched.items() if not torch.equal(flat_bytes(tensor), before[key]))
 
 
-def misfit(name: str, value: object, like: Tensor, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    """Why ``value`` is no answer of the shape and device of ``like`` in one of ``dtypes``; None: it is one."""
+def as_tensor(name: str, value: object, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value``, of the shape and device of ``like``, in float64; an answer that was not rounded yet is an answer.
+
+    FormError where it is no tensor of them, or neither of ``dtype`` nor of a wider one.
+    """
     if not isinstance(value, Tensor):
-        return f"{name} is a {type(value).__name__}, not a tensor"
-    allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise FormError(Broken(f"{name} is a {type(value).__name__}, not a tensor"))
+    dtypes = tuple(dict.fromkeys((dtype, torch.float32, torch.float64)))
+    allowed = ", ".join(str(wide).removeprefix("torch.") for wide in dtypes)
     facts: tuple[tuple[str, object, object, bool], ...] = (
         ("shape", tuple(value.shape), tuple(like.shape), value.shape == like.shape),
         ("device", value.device, like.device, value.device == like.device),
@@ -53,8 +67,8 @@ def misfit(name: str, value: object, like: Tensor, dtypes: tuple[torch.dtype, ..
     )
     for fact, got, wanted, fits in facts:
         if not fits:
-            return f"{name} has {fact} {got}, where {wanted} is right"
-    return None
+            raise FormError(Broken(f"{name} has {fact} {got}, where {wanted} is right"))
+    return value.double()
 
 
 def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -> bool:
@@ -65,8 +79,3 @@ def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -
     error = torch.linalg.vector_norm(got - answer, dim=-1)
     rounding = 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(answer, dim=-1)
     return bool(((share_of_budget(got - answer, budget) <= 1) | (error <= rounding)).all())
-
-
-def dtypes_from(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """``dtype`` and the wider ones: an answer that was not rounded yet is an answer."""
-    return tuple(dict.fromkeys((dtype, torch.float32, torch.float64)))

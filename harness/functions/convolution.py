@@ -18,12 +18,16 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.numerics import summarize
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.functions.calls import Function, call, dtypes_from, is_answer, misfit
+from attncheck.harness.functions.calls import Function, as_tensor, call, is_answer
 from attncheck.harness.functions.conv_problem import PAD_ID, build_conv, conv_truth, convolve
+from attncheck.harness.functions.poisoning import Poisoning
 from attncheck.harness.pool import flat_bytes
 from attncheck.harness.tolerance import share_of_budget
 
 NAME = "causal_conv1d"
+
+_Fill = tuple[float, tuple[str, ...]]
+"""Poison, and the regions of the states where it stands."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,6 @@ class Convolution:
     def numerics(self) -> Finding:
         """Judge the rows of all sequences."""
         seen = self._first
-        if isinstance(seen, Broken):
-            return seen
         shares = self._shares(seen)
         figures = {"rows": len(shares), "budget_share": float(shares.max()) if shares.numel() else 0.0}
         if bool((shares > 1).any()):
@@ -75,8 +77,6 @@ class Convolution:
     def cache_write(self) -> Finding:
         """Judge the states after the call, their whole memory."""
         seen = self._first
-        if isinstance(seen, Broken):
-            return seen
         figures = {"lines_written": len(self._problem.lines), "state_bytes": seen.states.numel()}
         if torch.equal(flat_bytes(self._truth.states), seen.states):
             return Holds(figures)
@@ -96,66 +96,64 @@ class Convolution:
 
     def containment(self) -> Finding:
         """Judge calls with poison where no answer may look."""
-        first, again = self._first, self._convolve()
-        if isinstance(first, Broken):
-            return first
-        if isinstance(again, Broken):
-            return again
-        padding = first.y[len(self._problem.positions) :]
-        if not bool(torch.isfinite(padding).all()):
+        first = self._first
+        if not bool(torch.isfinite(first.y[len(self._problem.positions) :]).all()):
             return Broken("rows of padding hold NaN or Inf")
-        bitwise = not bool(self._moved(first, again).any())
+
+        def convolve(fill: _Fill | None) -> _Convolved:
+            return self._convolve() if fill is None else self._convolve(*fill)
+
+        poisoning = Poisoning(convolve, first, self._moved, self._wrong)
         regions = self._problem.regions()
         poisons = {"NaN": math.nan, "Inf": math.inf, "0": 0.0}
         for name, value in poisons.items():
-            moved = self._leak(first, value, tuple(regions), bitwise=bitwise)
-            if isinstance(moved, Broken):
-                return moved
-            if moved is None:
-                continue
-            sources = [region for region in regions if self._leak(first, value, (region,), bitwise=bitwise)]
-            return Broken(f"{name} in {', '.join(sources) or 'several places together'} reaches {moved}")
-        notes = () if bitwise else ("compared within the budget: the function does not repeat itself on equal input",)
-        figures = {"rows": len(self._truth.y), "poisonings": len(poisons), "bitwise": int(bitwise)}
-        return Holds(figures, notes)
+            moved = poisoning.reached((value, tuple(regions)))
+            if bool(moved.any()):
+                sources = [region for region in regions if bool(poisoning.reached((value, (region,))).any())]
+                where = ", ".join(sources) or "several places together"
+                return Broken(f"{name} in {where} reaches {self._name_of(moved)}")
+        figures = {"rows": len(self._truth.y), "poisonings": len(poisons), "bitwise": int(poisoning.bitwise)}
+        return Holds(figures, poisoning.notes)
 
     @cached_property
-    def _first(self) -> _Convolved | Broken:
+    def _first(self) -> _Convolved:
         return self._convolve()
 
-    def _convolve(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> _Convolved | Broken:
+    def _convolve(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> _Convolved:
+        """One call; FormError where no tensor like ``x`` comes back."""
         arguments = self._problem.arguments(self._device, poison, regions)
         options = {"activation": self._problem.options.activation, "pad_id": PAD_ID}
         returned, changed = call(NAME, self._function, arguments, options, "conv_states")
         x, states = arguments["x"], arguments["conv_states"]
         if x is None or states is None:
             raise TypeError("rows and states are tensors")
-        wrong = misfit("y", returned, x, dtypes_from(self._problem.dtype))
-        if wrong is not None or not isinstance(returned, Tensor):
-            return Broken(f"of the answer, {wrong}")
-        return _Convolved(returned.double(), flat_bytes(states).clone(), changed)
+        y = as_tensor("the answer", returned, x, self._problem.dtype)
+        return _Convolved(y, flat_bytes(states).clone(), changed)
 
     def _shares(self, seen: _Convolved) -> Tensor:
         """Errors in budgets, ``[T, 1]``."""
         return share_of_budget(seen.y[: len(self._truth.y), None] - self._truth.y, self._truth.budget)
 
     def _moved(self, one: _Convolved, other: _Convolved) -> Tensor:
-        """Bool ``[T]``: real rows that are not equal bit for bit."""
+        """Bool ``[T + R]``: real rows, and states of requests, that are not equal bit for bit."""
         a, b = (seen.y[: len(self._truth.y)] for seen in (one, other))
-        return ((a != b) & ~(torch.isnan(a) & torch.isnan(b))).any(dim=1)
+        rows = ((a != b) & ~(torch.isnan(a) & torch.isnan(b))).any(dim=1)
+        before, after = (self._remembered(seen.states) for seen in (one, other))
+        return torch.cat([rows, (before != after).flatten(1).any(dim=1)])
 
-    def _leak(self, first: _Convolved, value: float, regions: tuple[str, ...], *, bitwise: bool) -> str | Broken | None:
-        """What ``value`` in ``regions`` reaches, in words; None: nothing."""
-        seen = self._convolve(value, regions)
-        if isinstance(seen, Broken):
-            return seen
-        moved = self._moved(first, seen) if bitwise else (self._shares(seen) > 1).any(dim=1)
-        if bool(moved.any()):
-            row = int(moved.nonzero()[0])
-            return f"{int(moved.sum())} of {len(moved)} rows, first: row {row} ({self._problem.row_name(row)})"
-        before, after = (self._remembered(states) for states in (first.states, seen.states))
-        lines = (before != after).flatten(1).any(dim=1).nonzero().flatten().tolist()
-        return f"the state of request {lines[0]}" if lines else None
+    def _wrong(self, seen: _Convolved) -> Tensor:
+        """Bool ``[T + R]``: real rows outside of the budget, and states that are not right."""
+        right = self._remembered(flat_bytes(self._truth.states))
+        states = (self._remembered(seen.states) != right).flatten(1).any(dim=1)
+        return torch.cat([(self._shares(seen) > 1).any(dim=1), states])
+
+    def _name_of(self, moved: Tensor) -> str:
+        """What of rows and states moved, in words."""
+        rows = moved[: len(self._truth.y)].nonzero().flatten()
+        if not len(rows):
+            return f"the state of request {int(moved.nonzero()[0]) - len(self._truth.y)}"
+        first = int(rows[0])
+        return f"{len(rows)} of {len(self._truth.y)} rows, first: row {first} ({self._problem.row_name(first)})"
 
     def _remembered(self, memory: Tensor) -> Tensor:
         """The bits that the requests' lines hold of a state, ``[R, C, K - 1]``."""

@@ -16,12 +16,15 @@ from attncheck.harness.checks.claims import broken_promise
 from attncheck.harness.dump import dump_tensors
 from attncheck.harness.findings import Finding, Holds, NotExamined
 from attncheck.harness.functions import convolution, merging
-from attncheck.harness.functions.calls import Function
+from attncheck.harness.functions.calls import FormError, Function
 from attncheck.harness.stages import StageError, stage
 
 
 class Examination(Protocol):
-    """One function on one problem; each method is a check, and may raise StageError where the function raises."""
+    """One function on one problem; most methods are checks.
+
+    They may raise StageError where the function raises, FormError where its answer has no right form.
+    """
 
     def run(self) -> None:
         """The first call."""
@@ -71,29 +74,37 @@ class FunctionDesk:
         """The finding of one check; StageError where the function raises."""
         if self._examination is None:
             return NotExamined(self._reasons)
-        match check:
-            case "claims":
-                return self._claims(self._examination)
-            case "numerics":
-                return self._examination.numerics()
-            case "lse":
-                return self._examination.lse()
-            case "cache_write":
-                return self._examination.cache_write()
-            case "containment":
-                return self._examination.containment()
-            case _:
-                return NotExamined((f"the path examines {self._name}, of which {check} asks nothing",), "attncheck")
+        if check == "claims":
+            return self._claims(self._examination)
+        try:
+            return self._checked(self._examination, check)
+        except FormError as failure:
+            return failure.finding
 
     def dump(self, folder: Path, backend: str) -> None:
         """Arguments, truth and budget as one file."""
         if self._examination is not None:
             dump_tensors(folder, self._case, self._seed, backend, self._examination.tensors())
 
+    def _checked(self, examination: Examination, check: str) -> Finding:
+        match check:
+            case "numerics":
+                return examination.numerics()
+            case "lse":
+                return examination.lse()
+            case "cache_write":
+                return examination.cache_write()
+            case "containment":
+                return examination.containment()
+            case _:
+                return NotExamined((f"the path examines {self._name}, of which {check} asks nothing",), "attncheck")
+
     def _claims(self, examination: Examination) -> Finding:
-        """What is offered can be called as documented."""
+        """What is offered can be called as documented; whether its answer is one is the business of other checks."""
         try:
             examination.run()
         except StageError as failure:
             return broken_promise(failure.raised)
+        except FormError:
+            pass
         return Holds()

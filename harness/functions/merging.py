@@ -7,7 +7,6 @@ into one of the arguments, which the signature does not offer, and those inside 
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,8 +18,9 @@ from attncheck.cases.model import Case
 from attncheck.harness.checks.lse import lse_shares
 from attncheck.harness.checks.numerics import summarize
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.functions.calls import Function, call, dtypes_from, is_answer, misfit
-from attncheck.harness.functions.merge_problem import build_merge, merge_truth
+from attncheck.harness.functions.calls import FormError, Function, as_tensor, call, is_answer
+from attncheck.harness.functions.merge_problem import RUBBISH, build_merge, merge_truth
+from attncheck.harness.functions.poisoning import Poisoning
 from attncheck.harness.tolerance import share_of_budget
 from attncheck.reference import merge_attn_states
 
@@ -61,26 +61,22 @@ class Merging:
         """Judge the output, and that of the states in the other order."""
         for swapped in (False, True):
             merged = self._merge(swapped=True) if swapped else self._first
-            if isinstance(merged, Broken):
-                return merged
             prefix = "with the two states swapped: " if swapped else ""
             shares = share_of_budget(merged.out - self._truth.out, self._truth.budget)
             if bool((shares > 1).any()):
                 summary = prefix + summarize(self._problem, shares)
-                return Broken(summary, self._figures(shares), self._meaning(merged, swapped), merged.changed)
+                return Broken(summary, _figures(shares), self._meaning(merged, swapped), merged.changed)
             if merged.changed:
-                return Broken(f"{prefix}arguments were changed: {', '.join(merged.changed)}", self._figures(shares))
-        return Holds(self._figures(shares))
+                return Broken(f"{prefix}arguments were changed: {', '.join(merged.changed)}", _figures(shares))
+        return Holds(_figures(shares))
 
     def lse(self) -> Finding:
         """Judge the log-sum-exp."""
         merged = self._first
-        if isinstance(merged, Broken):
-            return merged
         shares = lse_shares(merged.lse, self._truth.lse, self._truth.budget.lse)
         if not bool((shares > 1).any()):
-            return Holds(self._figures(shares))
-        return Broken(summarize(self._problem, shares), self._figures(shares), self._meaning_of_lse(merged.lse))
+            return Holds(_figures(shares))
+        return Broken(summarize(self._problem, shares), _figures(shares), self._meaning_of_lse(merged.lse))
 
     def cache_write(self) -> Finding:
         """There is no cache; that arguments stay as they are is judged with the output."""
@@ -90,64 +86,47 @@ class Merging:
         """Judge calls with other rubbish in the outputs of empty states."""
         if not self._problem.has_empty:
             return NotExamined(("no state is empty: all of every output counts",), "attncheck")
-        first, again = self._first, self._merge()
-        if isinstance(first, Broken):
-            return first
-        if isinstance(again, Broken):
-            return again
-        bitwise = not bool(_differs(first, again).any())
-        fills = list(self._fills())
-        for name, value in fills:
-            littered = self._merge(rubbish=value)
-            if isinstance(littered, Broken):
-                return littered
-            moved = _differs(first, littered).any(dim=1) if bitwise else self._wrong(littered)
-            if bool(moved.any()):
-                row = int(moved.nonzero()[0])
+
+        def merge(rubbish: float | None) -> _Merged:
+            return self._merge(rubbish=RUBBISH if rubbish is None else rubbish)
+
+        poisoning = Poisoning(merge, self._first, _moved, self._wrong)
+        fills = self._fills()
+        for name, value in fills.items():
+            rows = poisoning.reached(value).nonzero().flatten()
+            if len(rows):
                 return Broken(
-                    f"{name} in the output of an empty state reaches {int(moved.sum())} of {len(moved)} rows, "
-                    f"first: row {row} ({self._problem.row_name(row)})",
+                    f"{name} in the output of an empty state reaches {len(rows)} of {len(self._truth.out)} rows, "
+                    f"first: row {rows[0]} ({self._problem.row_name(int(rows[0]))})",
                     meaning=None if math.isfinite(value) else "a weight of 0 is multiplied by what stands there",
                 )
-        notes = () if bitwise else ("compared within the budget: the function does not repeat itself on equal input",)
-        return Holds({"rows": len(self._truth.out), "poisonings": len(fills), "bitwise": int(bitwise)}, notes)
+        figures = {"rows": len(self._truth.out), "poisonings": len(fills), "bitwise": int(poisoning.bitwise)}
+        return Holds(figures, poisoning.notes)
 
     @cached_property
-    def _first(self) -> _Merged | Broken:
+    def _first(self) -> _Merged:
         return self._merge()
 
-    def _merge(self, *, swapped: bool = False, rubbish: float | None = None) -> _Merged | Broken:
-        options = {} if rubbish is None else {"rubbish": rubbish}
-        arguments = self._problem.arguments(self._device, swapped=swapped, **options)
+    def _merge(self, *, swapped: bool = False, rubbish: float = RUBBISH) -> _Merged:
+        """One call; FormError where no pair of tensors comes back."""
+        arguments = self._problem.arguments(self._device, rubbish, swapped=swapped)
         returned, changed = call(NAME, self._function, arguments, {})
         if not isinstance(returned, tuple | list) or len(returned) != 2:
-            return Broken(f"{NAME} returned a {type(returned).__name__}; the contract says a pair (out, lse)")
-        for name, value, like, dtypes in (
-            ("out", returned[0], self._truth.out, dtypes_from(self._problem.dtype)),
-            ("lse", returned[1], self._truth.lse, dtypes_from(torch.float32)),
-        ):
-            wrong = misfit(name, value, like, dtypes)
-            if wrong is not None:
-                return Broken(f"of the answer, {wrong}")
-        return _Merged(returned[0].double(), returned[1].double(), changed)
+            kind = type(returned).__name__
+            raise FormError(Broken(f"{NAME} returned a {kind}; the contract says a pair (out, lse)"))
+        out = as_tensor("the output", returned[0], self._truth.out, self._problem.dtype)
+        return _Merged(out, as_tensor("the LSE", returned[1], self._truth.lse, torch.float32), changed)
 
-    def _fills(self) -> Iterator[tuple[str, float]]:
+    def _fills(self) -> dict[str, float]:
         huge = torch.finfo(self._problem.dtype).max / 4
-        yield "0", 0.0
-        yield f"{huge:.2g}", huge
-        if "merge_nan" in self._backend.features:
-            yield "NaN", math.nan
-            yield "Inf", math.inf
+        fills = {"0": 0.0, f"{huge:.2g}": huge}
+        return fills | {"NaN": math.nan, "Inf": math.inf} if "merge_nan" in self._backend.features else fills
 
     def _wrong(self, merged: _Merged) -> Tensor:
         """Rows outside of the budget."""
         shares = share_of_budget(merged.out - self._truth.out, self._truth.budget)
         lse = lse_shares(merged.lse, self._truth.lse, self._truth.budget.lse)
         return ((shares > 1) | (lse > 1)).any(dim=1)
-
-    def _figures(self, shares: Tensor) -> dict[str, float | int]:
-        worst = float(shares.max()) if shares.numel() else 0.0
-        return {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
 
     def _meaning(self, merged: _Merged, swapped: bool) -> str | None:
         """The usual mistake whose answer this is, if there is one."""
@@ -177,9 +156,14 @@ class Merging:
         return None
 
 
-def _differs(one: _Merged, other: _Merged) -> Tensor:
-    """Bool ``[T, H]``: what is not equal bit for bit; NaN equals NaN."""
-    differs = torch.zeros_like(one.lse, dtype=torch.bool)
-    for a, b in ((one.out, other.out), (one.lse[..., None], other.lse[..., None])):
-        differs |= ((a != b) & ~(torch.isnan(a) & torch.isnan(b))).any(dim=-1)
-    return differs
+def _moved(one: _Merged, other: _Merged) -> Tensor:
+    """Bool ``[T]``: rows that are not equal bit for bit; NaN equals NaN."""
+    moved = torch.zeros(len(one.out), dtype=torch.bool, device=one.out.device)
+    for a, b in ((one.out, other.out), (one.lse, other.lse)):
+        moved |= ((a != b) & ~(torch.isnan(a) & torch.isnan(b))).flatten(1).any(dim=1)
+    return moved
+
+
+def _figures(shares: Tensor) -> dict[str, float | int]:
+    worst = float(shares.max()) if shares.numel() else 0.0
+    return {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
