@@ -48,10 +48,16 @@ class FlexBackend(PagedBackend):
             "head_size_v",
             "lse",
             "kv_sharing",
+            "fp8_kv",
+            "fp8_per_head",
+            "output_quant",
             "short_keys",
+            "local",
+            "tree",
         }
     )
     conventions = Conventions(padded_rows="untouched")
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 
     @staticmethod
@@ -91,7 +97,9 @@ class _Call:
     """Requests packed for one call of the kernel.
 
     rows: the rows of query and output, in order. key, value: ``[keys, num_kv_heads, head size]``. own, low, high: per
-    row, int64: the packed index of the row's own position, and the interval ``low <= k < high`` of keys it sees.
+    row, int64: the packed index of the row's own position, and the interval ``low <= k < high`` of keys it sees. In a
+    tree of drafts, node: which of its rows each row is; it then sees of the interval's new keys only those in ``tree``
+    (bool ``[Q, Q]``).
     """
 
     rows: list[slice]
@@ -100,10 +108,13 @@ class _Call:
     own: Tensor
     low: Tensor
     high: Tensor
+    node: Tensor | None = None
+    tree: Tensor | None = None
 
     def cut(self, cut: slice) -> "_Call":
         """The same keys for some of the rows only."""
-        return replace(self, own=self.own[cut], low=self.low[cut], high=self.high[cut])
+        node = None if self.node is None else self.node[cut]
+        return replace(self, own=self.own[cut], low=self.low[cut], high=self.high[cut], node=node)
 
 
 class FlexImpl(PagedImpl):
@@ -121,7 +132,7 @@ class FlexImpl(PagedImpl):
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        write_pages(key, value, key_cache, value_cache, slot_mapping)
+        write_pages(layer, key, value, key_cache, value_cache, slot_mapping)
 
     def attend(
         self,
@@ -135,7 +146,7 @@ class FlexImpl(PagedImpl):
         output_lse: Tensor | None,
     ) -> None:
         params = self.params(metadata)
-        found = pieces(params, metadata, key, value, caches)
+        found = pieces(params, metadata, layer, key, value, caches, query.dtype)
         limit = None if query.is_cuda else _EAGER_SCORES // self.num_heads
         for call in (_pack(params, pack) for pack in _groups(found, limit)):
             out_qHD, lse_qH = self._attend_call(torch.cat([query[rows] for rows in call.rows]), call, limit)
@@ -204,12 +215,13 @@ class FlexImpl(PagedImpl):
 
 
 def _groups(found: Iterable[Piece], limit: int | None) -> Iterator[list[Piece]]:
-    """Consecutive requests, as many together as keep rows x keys within ``limit``; None: all of them."""
+    """Consecutive requests, as many together as keep rows x keys within ``limit`` (None: all); trees apart."""
     group: list[Piece] = []
     for piece in found:
         together = [*group, piece]
         scores = sum(one.num_rows for one in together) * sum(len(one.key) for one in together)
-        if group and limit is not None and scores > limit:
+        is_other = bool(group) and (group[0].tree is None) != (piece.tree is None)
+        if is_other or (group and limit is not None and scores > limit):
             yield group
             together = [piece]
         group = together
@@ -221,11 +233,16 @@ def _pack(params: AttentionParams, pack: list[Piece]) -> _Call:
     """Key index = position - first key + the keys packed before; a row's interval is cut to its own request's keys."""
     own, low, high = [], [], []
     packed = 0
+    tree = pack[0].tree
     for piece in pack:
         index = piece.query_positions() - piece.first_key + packed
         left, right = params.window
         end = packed + len(piece.key)
-        low.append((index - left if left >= 0 else torch.zeros_like(index)).clamp(packed, end))
+        least = index - left if left >= 0 else torch.zeros_like(index)
+        if params.attn_chunk_size is not None:
+            position, chunk = piece.query_positions(), params.attn_chunk_size
+            least = torch.maximum(least, index - (position - position // chunk * chunk))
+        low.append(least.clamp(packed, end))
         reach = 0 if params.causal else right
         high.append((index + reach + 1 if reach >= 0 else torch.full_like(index, end)).clamp(packed, end))
         own.append(index)
@@ -237,6 +254,8 @@ def _pack(params: AttentionParams, pack: list[Piece]) -> _Call:
         own=torch.cat(own),
         low=torch.cat(low),
         high=torch.cat(high),
+        node=None if tree is None else torch.cat([torch.arange(piece.num_rows, device=tree.device) for piece in pack]),
+        tree=tree,
     )
 
 
@@ -244,7 +263,11 @@ def _block_mask(call: _Call, num_rows: int, num_keys: int) -> object:
     low, high = call.low, call.high
 
     def sees(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return (key >= low[row]) & (key < high[row])
+        inside = (key >= low[row]) & (key < high[row])
+        if call.node is None or call.tree is None:
+            return inside
+        other = key - (call.own[row] - call.node[row])  # which row of the tree the key belongs to; below 0: context
+        return inside & ((other < 0) | call.tree[call.node[row], other.clamp(0, len(call.tree) - 1)])
 
     make = torch.compile(create_block_mask, dynamic=True) if low.is_cuda else create_block_mask
     return make(sees, None, None, num_rows, num_keys, device=low.device)

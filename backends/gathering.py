@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attncheck.backends.fp8 import decode, encode
+from attncheck.backends.impl import AttentionLayer
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.params import AttentionParams
 
@@ -20,7 +22,8 @@ class Piece:
     """One request of a step, unpaged: its rows, and the keys at positions ``first_key`` and following.
 
     rows: where the request's rows lie in query and output. first_position: the position of the first row; negative
-    where the request has more rows than keys. key, value: ``[n, num_kv_heads, head size]``, n may be 0.
+    where the request has more rows than keys. key, value: ``[n, num_kv_heads, head size]``, n may be 0. tree: bool
+    ``[rows, rows]``, which of the last keys each row may see; None: no tree.
     """
 
     rows: slice
@@ -28,6 +31,7 @@ class Piece:
     first_key: int
     key: Tensor
     value: Tensor
+    tree: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -43,37 +47,58 @@ class Piece:
         return torch.arange(self.first_key, self.first_key + len(self.key), device=self.key.device)
 
 
-def write_pages(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_pages(
+    layer: AttentionLayer, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
     """Row ``t`` of key and value to slot ``slot_mapping[t]``; negative slots are skipped, and so are longer rows.
 
-    The caches are logical views ``[blocks, block size, num_kv_heads, head size]`` of any strides.
+    The caches are logical views ``[blocks, block size, num_kv_heads, head size]`` of any strides; only float8 ones hold
+    codes, which the layer's scales make.
     """
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[rows]
-    for new, cache in ((key, key_cache), (value, value_cache)):
-        block_size = cache.shape[1]
-        cache[slots // block_size, slots % block_size] = new[rows].to(cache.dtype)
+    for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
+        block, offset = slots // cache.shape[1], slots % cache.shape[1]
+        if cache.itemsize == 1:
+            cache.view(torch.uint8)[block, offset] = encode(new[rows], scale, cache.dtype).view(torch.uint8)
+        else:
+            cache[block, offset] = new[rows].to(cache.dtype)
 
 
 def pieces(
     params: AttentionParams,
     metadata: PagedMetadata,
+    layer: AttentionLayer,
     key: Tensor | None,
     value: Tensor | None,
     caches: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
 ) -> Iterator[Piece]:
-    """Every request that has rows. Keys come from ``caches`` through the block table, else from ``key``, ``value``."""
+    """Every request that has rows. Keys come from ``caches`` through the block table, else from ``key``, ``value``.
+
+    What the caches hold is handed over in ``dtype``.
+    """
+    scales = layer._k_scale, layer._v_scale
     for request, start, end, seq_len in metadata.requests():
         first_position = seq_len - (end - start)
         lo, hi = key_range(params, first_position, seq_len)
         if caches is not None:
             row = metadata.common.block_table_tensor[request]
-            found_key, found_value = (_gather(cache, row, lo, hi) for cache in caches)
+            found_key, found_value = (
+                _read(gather_tokens(cache, row, lo, hi), scale, dtype)
+                for cache, scale in zip(caches, scales, strict=True)
+            )
         elif key is not None and value is not None:
             found_key, found_value = key[start + lo : start + hi], value[start + lo : start + hi]
         else:
             raise RuntimeError("neither a cache nor keys and values to attend to")
-        yield Piece(slice(start, end), first_position, lo, found_key, found_value)
+        tree = metadata.tree if metadata.tree is not None and len(metadata.tree) == end - start else None
+        yield Piece(slice(start, end), first_position, lo, found_key, found_value, tree)
+
+
+def _read(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales belong to codes; other caches hold the numbers themselves."""
+    return decode(stored, scale, dtype) if stored.itemsize == 1 else stored.to(dtype)
 
 
 def key_range(params: AttentionParams, first_position: int, seq_len: int) -> tuple[int, int]:
@@ -84,10 +109,13 @@ def key_range(params: AttentionParams, first_position: int, seq_len: int) -> tup
     """
     left, _ = params.window
     lo = max(0, first_position - left) if left >= 0 else 0
+    if params.attn_chunk_size is not None:
+        lo = max(lo, first_position // params.attn_chunk_size * params.attn_chunk_size)
     return min(lo, seq_len), seq_len
 
 
-def _gather(cache: Tensor, table_row: Tensor, lo: int, hi: int) -> Tensor:
+def gather_tokens(cache: Tensor, table_row: Tensor, lo: int, hi: int) -> Tensor:
+    """What a request's positions ``lo <= j < hi`` hold: ``[hi - lo, ...]`` of a cache ``[blocks, size, ...]``."""
     positions = torch.arange(lo, hi, device=cache.device)
     blocks = table_row[positions // cache.shape[1]].to(device=cache.device, dtype=torch.int64)
     return cache[blocks, positions % cache.shape[1]]

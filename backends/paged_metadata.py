@@ -11,17 +11,24 @@ from typing import Any, ClassVar
 import torch
 
 from attncheck.backends.contract import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
-from attncheck.backends.refusals import refuse_cache
+from attncheck.backends.refusals import refuse_cache, refuse_tree
+from attncheck.backends.trees import tree_of
 
 
-@dataclass(frozen=True)
+@dataclass
 class PagedMetadata:
-    """One step for one group of layers: the common metadata, and its lengths as numbers on the host."""
+    """One step for one group of layers: the common metadata, and its lengths as numbers on the host.
+
+    ``tree``: bool ``[Q, Q]``, which new key each row of a request of Q rows may see; None: no tree. Not frozen, since
+    vLLM's wrapper for fast prefill takes its fields over into an object of a derived class.
+    """
 
     common: CommonAttentionMetadata
     query_start_loc: tuple[int, ...]
     seq_lens: tuple[int, ...]
     attention_chunk_size: int | None
+    tree: torch.Tensor | None = None
+    common_prefix_len: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -50,14 +57,18 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         refuse_cache(self.backend, kv_cache_spec)
+        self._tree = tree_of(vllm_config, device)
+        refuse_tree(self.backend, self._tree)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
-        """A shared prefix needs no treatment of its own: its pages are read through every request's table."""
+        """A shared prefix may be treated on its own; it need not, since every request's table names its pages."""
         return self.metadata_cls(
             common=common_attn_metadata,
             query_start_loc=tuple(common_attn_metadata.query_start_loc_cpu.tolist()),
             seq_lens=tuple(common_attn_metadata.seq_lens_cpu.tolist()),
             attention_chunk_size=self.kv_cache_spec.attention_chunk_size,
+            tree=self._tree,
+            common_prefix_len=common_prefix_len,
         )

@@ -5,6 +5,7 @@ know: the formulas, which live in :mod:`attncheck.reference`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,10 @@ from attncheck.reference.merge import merge_attn_states
 from attncheck.reference.paged import paged_attention
 from attncheck.reference.short_convolution import causal_conv1d
 from attncheck.reference.varlen import varlen_attention
+
+
+_ENDLESS = 2**62
+"""Beyond every position."""
 
 
 class ReferenceBackend(PagedBackend):
@@ -39,6 +44,7 @@ class ReferenceBackend(PagedBackend):
             "output_quant",
             "short_keys",
             "tree",
+            "cascade",
             "merge_nan",
         }
     )
@@ -117,7 +123,8 @@ class ReferenceImpl(PagedImpl):
         params = self.params(metadata)
         starts = common.query_start_loc
         if caches is not None:
-            out, lse = paged_attention(
+            attend = partial(
+                paged_attention,
                 query[:rows],
                 *caches,
                 common.block_table_tensor,
@@ -128,6 +135,7 @@ class ReferenceImpl(PagedImpl):
                 v_scale=layer._v_scale,
                 tree_mask=self._tree_of_step(metadata),
             )
+            out, lse = _cascade(attend, metadata.common_prefix_len) if metadata.common_prefix_len else attend()
         elif key is not None and value is not None:
             out, lse = varlen_attention(query[:rows], key[:rows], value[:rows], starts, starts, params)
         output[:rows] = out.to(output.dtype)
@@ -144,3 +152,10 @@ class ReferenceImpl(PagedImpl):
                 f"REFERENCE: a tree of {len(metadata.tree)} rows beside requests of other lengths"
             )
         return metadata.tree if fits == {True} else None
+
+
+def _cascade(attend: Callable[..., tuple[Tensor, Tensor]], prefix: int) -> tuple[Tensor, Tensor]:
+    """The first ``prefix`` positions apart from the rest; sinks are counted once."""
+    head, head_lse = attend(kv_range=(0, prefix))
+    tail, tail_lse = attend(kv_range=(prefix, _ENDLESS), include_sinks=False)
+    return merge_attn_states(head, head_lse, tail, tail_lse)

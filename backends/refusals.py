@@ -85,6 +85,12 @@ def refuse_cache(backend: "type[AttentionBackend]", spec: "KVCacheSpec") -> None
         _raise(backend, NotImplementedError, [f"attention_chunk_size {spec.attention_chunk_size} is not supported"])
 
 
+def refuse_tree(backend: "type[AttentionBackend]", tree: Tensor | None) -> None:
+    """Called by a builder's constructor with the tree its steps verify."""
+    if tree is not None and "tree" not in backend.features:
+        _raise(backend, NotImplementedError, [f"a tree of {len(tree) - 1} draft tokens is not supported"])
+
+
 def refuse_undeclared_call(
     backend: "type[AttentionBackend]",
     *,
@@ -94,7 +100,8 @@ def refuse_undeclared_call(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     has_per_head_scales: bool,
-    has_output_scales: bool,
+    has_output_scale: bool,
+    has_output_block_scale: bool,
     has_output_lse: bool,
 ) -> None:
     """Called by ``forward``: what only the step can tell."""
@@ -108,10 +115,11 @@ def refuse_undeclared_call(
         "alibi_non_causal": (has_alibi and not causal, "ALiBi without a causal mask"),
         "short_keys": (bool(short), f"(query_len, seq_len) {short[:1]}: more rows than keys"),
         "fp8_per_head": (has_per_head_scales, "k_scale or v_scale per head"),
-        "output_quant": (has_output_scales, "output_scale or output_block_scale"),
+        "output_quant": (has_output_scale, "output_scale"),
         "lse": (has_output_lse, "output_lse"),
     }
     missing = [text for name, (is_asked, text) in asked.items() if is_asked and name not in backend.features]
+    missing += ["output_block_scale"] if has_output_block_scale else []
     _raise(backend, NotImplementedError, [f"{text} is not supported" for text in missing])
 
 

@@ -20,9 +20,22 @@ class SDPABackend(PagedBackend):
 
     packing = "split_second"
     features = frozenset(
-        {"sliding_window", "alibi", "alibi_non_causal", "non_causal", "head_size_v", "kv_sharing", "short_keys"}
+        {
+            "sliding_window",
+            "alibi",
+            "alibi_non_causal",
+            "non_causal",
+            "head_size_v",
+            "kv_sharing",
+            "fp8_kv",
+            "fp8_per_head",
+            "output_quant",
+            "short_keys",
+            "tree",
+        }
     )
     conventions = Conventions(padded_rows="untouched")
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 
     @staticmethod
@@ -72,7 +85,7 @@ class SDPAImpl(PagedImpl):
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        write_pages(key, value, key_cache, value_cache, slot_mapping)
+        write_pages(layer, key, value, key_cache, value_cache, slot_mapping)
 
     def attend(
         self,
@@ -86,7 +99,7 @@ class SDPAImpl(PagedImpl):
         output_lse: Tensor | None,
     ) -> None:
         params = self.params(metadata)
-        for piece in pieces(params, metadata, key, value, caches):
+        for piece in pieces(params, metadata, layer, key, value, caches, query.dtype):
             output[piece.rows] = self._attend_piece(params, query[piece.rows], piece)
 
     def _attend_piece(self, params: AttentionParams, query: Tensor, piece: Piece) -> Tensor:
@@ -94,7 +107,8 @@ class SDPAImpl(PagedImpl):
         if len(piece.key) == 0:
             return query.new_zeros(piece.num_rows, self.num_heads, self.head_size_v)
         # One prompt from its start: SDPA's own causal mask is the same (top left and bottom right coincide).
-        is_prompt = params.causal and params.window[0] < 0 and piece.first_position == 0 and self.alibi_slopes is None
+        is_plain = params.causal and params.window[0] < 0 and self.alibi_slopes is None and piece.tree is None
+        is_prompt = is_plain and piece.first_position == 0
         seen = None if is_prompt else _seen(params, piece)
         mask = None if seen is None or bool(seen.all()) else seen
         # SDPA's CPU kernel masks before it scales: a scale of 0 or below would turn its -inf into NaN or +inf.
@@ -136,4 +150,6 @@ def _seen(params: AttentionParams, piece: Piece) -> Tensor:
         seen &= ahead >= -left
     if right >= 0:
         seen &= ahead <= right
+    if piece.tree is not None:
+        seen[:, -piece.num_rows :] &= piece.tree
     return seen

@@ -74,8 +74,11 @@ def unprobed(problem: Problem, features: frozenset[str]) -> NotExamined | None:
     """Undeclared cases that are not tried at all, and why."""
     case = problem.case
     needs = required_features(case.layer, case.cache, case.batch, features) - features
-    if is_merged(case.batch, features) and "lse" in needs:
-        return NotExamined((f"path {case.batch.path.name} merges by the LSE: played only where lse is declared",))
+    if is_merged(case.batch, features) and needs & {"lse", "cascade"}:
+        name = case.batch.path.name
+        return NotExamined(
+            (f"path {name}: the backend is not asked itself, and the path cannot be played over forward",)
+        )
     missing = needs & NOT_REFUSABLE
     if not missing:
         return None
