@@ -97,9 +97,11 @@ def test_a_prefix_hit_takes_the_whole_table_even_under_a_window(builder, group, 
 
 
 def test_a_prompts_window_masks_its_first_slots(builder, group, seq):
-    metadata = build(builder(group(True, seq(3, 10, 0, [7, 2, 7])), window=8), [10], [10], -1, 1)
+    metadata = build(builder(group(True, seq(3, 10, 0, [7, 2, 7], windowed=8)), window=8), [8], [10], -1, 1)
     assert metadata.slot_mapping.tolist() == [-1, -1, 30, 31, 8, 9, 10, 11, 28, 29]
     assert metadata.block_tables.shape == (1, 0)
+    assert metadata.max_prefill_seq_len == 10
+    assert metadata.seq_lens_tensor.tolist() == [8]
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -82,6 +82,7 @@ def test_a_window_of_nothing_is_refused(is_prompt):
         pytest.param(12, 2, 7, TABLE, [-1, -1, -1, -1, -1, 11, 20, 21, 22, 23], id="start-above-the-context"),
         pytest.param(4, 0, 4, TABLE, [-1, -1, -1, -1], id="all-outside"),
         pytest.param(2, 0, 0, [7, -1, -5], [28, 29], id="nonsense-behind-what-is-needed"),
+        pytest.param(10, 6, 0, [-1, 2, 5], [10, 11, 20, 21], id="nonsense-before-what-is-needed"),
     ],
 )
 def test_appended_slots(seq_len, context_len, start_idx, table, appended):
