@@ -6,7 +6,6 @@ Runner, engine, command line and plugin all go through here. Must not know: how 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from attncheck.cases.model import Case
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.observation import Raised
 from attncheck.reports.records import Errored, Failed, Passed, Record, Unavailable, Unsupported
@@ -37,8 +36,24 @@ class Named(Protocol):
         """Its version, empty where unknown."""
 
 
+class Asked(Protocol):
+    """What was asked, as records name it: a case, or a function of a provider."""
+
+    @property
+    def suite(self) -> str:
+        """Name of the suite."""
+
+    @property
+    def id(self) -> str:
+        """Id within the suite."""
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits that stand for the question."""
+
+
 def record_of(
-    circumstances: Circumstances, case: Case, backend: Named, check: str, finding: Finding, duration_s: float
+    circumstances: Circumstances, case: Asked, backend: Named, check: str, finding: Finding, duration_s: float
 ) -> Record:
     """The record of one finding. A backend that raised has ``errored``, whatever it raised: it declared the case."""
     common = _identity(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
@@ -60,13 +75,13 @@ def record_of(
 
 
 def unavailable(
-    circumstances: Circumstances, case: Case, backend: Named, check: str, reasons: tuple[str, ...]
+    circumstances: Circumstances, case: Asked, backend: Named, check: str, reasons: tuple[str, ...]
 ) -> Record:
     """The record of a case that cannot run on this machine."""
     return Unavailable(**_identity(circumstances, case, backend, check), reasons=reasons)
 
 
-def _identity(circumstances: Circumstances, case: Case, backend: Named, check: str) -> dict[str, Any]:
+def _identity(circumstances: Circumstances, case: Asked, backend: Named, check: str) -> dict[str, Any]:
     return {
         "suite": case.suite,
         "case_id": case.id,

@@ -12,6 +12,7 @@ from attncheck.reports.records import Errored, Failed, Record, RunHeader, XFaile
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
+from attncheck.reports.utilities import HEADINGS, LEGEND, function_rows, provider_title
 
 
 def render_run(run: Run) -> str:
@@ -21,16 +22,12 @@ def render_run(run: Run) -> str:
         "# attncheck report",
         _circumstances(run),
         f"**{phrases.closing(summary, run.errors, complete=run.complete)}**",
-        "## Backends and suites",
-        "Good records of examined ones, over all checks; `-` where nothing was examined.",
-        _suite_table(summary, run.header),
-        "## Backends and checks",
-        _check_table(summary),
-        *_features(run.header, summary),
+        *_backends(run, summary),
+        *(section for provider in summary.providers for section in _functions(run, provider)),
         *_run_errors(run.errors),
         *_failures(summary, run.header),
         *_expected(summary.expected),
-        *_gaps(summary),
+        *(_gaps(summary) if summary.backends or not summary.providers else ()),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -57,6 +54,32 @@ def _circumstances(run: Run) -> str:
     if warning := phrases.incomplete(run):
         lines.insert(0, f"- **{_text(warning)}**")
     return "\n".join(lines)
+
+
+def _backends(run: Run, summary: Summary) -> list[str]:
+    """The tables of backends; none in a run that examined providers only."""
+    if summary.providers and not summary.backends:
+        return []
+    return [
+        "## Backends and suites",
+        "Good records of examined ones, over all checks; `-` where nothing was examined.",
+        _suite_table(summary, run.header),
+        "## Backends and checks",
+        _check_table(summary),
+        *_features(run.header, summary),
+    ]
+
+
+def _functions(run: Run, provider: str) -> list[str]:
+    """The functions of one provider, and what is known of those that depart."""
+    rows = function_rows(run.records, provider)
+    notes = [f"- `{row.name}`: {_text(note)}" for row in rows for note in row.notes]
+    return [
+        f"## {_text(provider_title(run.header, provider))}",
+        f"{_text(LEGEND)}.",
+        _table(HEADINGS, [[f"`{row.name}`", *row.cells[1:]] for row in rows]),
+        "\n".join(notes),
+    ]
 
 
 def _suite_table(summary: Summary, header: RunHeader) -> str:

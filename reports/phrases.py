@@ -7,7 +7,17 @@ import math
 import unicodedata
 from collections.abc import Sequence
 
-from attncheck.reports.records import OUTCOMES, BackendInfo, Errored, Failed, Record, RunHeader, XPassed
+from attncheck.reports.records import (
+    OUTCOMES,
+    UTILITIES,
+    BackendInfo,
+    Errored,
+    Failed,
+    Record,
+    RunHeader,
+    SuiteInfo,
+    XPassed,
+)
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Gap, Summary
 
@@ -38,9 +48,13 @@ def title(header: RunHeader) -> str:
     """One line: versions, machine, what was asked."""
     env = header.environment
     machine = plural(env.cores, "core") if env.driver is None else env.device_name
-    suites = ", ".join(f"{suite.name}: {plural(suite.cases, 'case')}" for suite in header.suites)
+    suites = ", ".join(f"{suite.name}: {plural(suite.cases, _noun(suite))}" for suite in header.suites)
     noun = "suite" if len(header.suites) == 1 else "suites"
     return f"attncheck {env.attncheck}, torch {env.torch}, {machine}, {noun} {suites}, seed {header.seed}"
+
+
+def _noun(suite: SuiteInfo) -> str:
+    return "function" if suite.name == UTILITIES else "case"
 
 
 def conventions(backend: BackendInfo) -> str:
@@ -101,8 +115,12 @@ def closing(summary: Summary, errors: Sequence[str] = (), *, complete: bool = Tr
         verdict = "unfinished"
     counts = [f"{summary.total[outcome]} {outcome}" for outcome in OUTCOMES if summary.total[outcome]]
     counts += [plural(len(errors), "error")] if errors else []
-    size = f"{plural(len(summary.backends), 'backend')}, {plural(summary.cases, 'case')}"
-    return f"{verdict}: {size}: {', '.join(counts) or 'no records'}"
+    sizes = []
+    if summary.backends or not summary.providers:
+        sizes += [plural(len(summary.backends), "backend"), plural(summary.cases, "case")]
+    if summary.providers:
+        sizes += [plural(len(summary.providers), "provider"), plural(summary.functions, "function")]
+    return f"{verdict}: {', '.join(sizes)}: {', '.join(counts) or 'no records'}"
 
 
 def incomplete(run: Run) -> str | None:

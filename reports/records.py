@@ -30,6 +30,9 @@ EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "xfaile
 """Outcomes of a case that was really put to the backend; the others say why it was not."""
 
 
+UTILITIES = "utilities"
+"""The check, and the suite, of records about a provider: one a function, whose name is the case's id."""
+
 BUDGET_SHARE = "budget_share"
 """The figure that says which share of the error budget the worst row used; above 1.0 the answer is wrong."""
 

@@ -7,7 +7,7 @@ Must not know: anything but the record's fields and the run's header.
 
 import shlex
 
-from attncheck.reports.records import Record, RunHeader
+from attncheck.reports.records import UTILITIES, Record, RunHeader
 
 
 def python_ref(name: str) -> str:
@@ -21,6 +21,8 @@ def repro_command(record: Record, header: RunHeader | None = None) -> str:
     The header adds what a record does not say: the file of a suite that is not built in, and the device. A seed of 0
     is the default and left out.
     """
+    if record.check == UTILITIES:
+        return _repro_function(record, header)
     suite = record.suite if header is None else header.suite_ref(record.suite)
     if record.backend_ref.startswith("<"):
         return _repro_call(record, suite, header)
@@ -31,6 +33,17 @@ def repro_command(record: Record, header: RunHeader | None = None) -> str:
     if header is not None:
         words += ["--device", header.device]
     return shlex.join([*words, "--in-process"])
+
+
+def _repro_function(record: Record, header: RunHeader | None) -> str:
+    """The same for a function of a provider; the suites are those whose batches it was asked about."""
+    words = ["attncheck", "run", "--provider", record.backend_ref, "--function", record.case_id]
+    if header is not None:
+        words += [word for suite in header.suites if suite.name != UTILITIES for word in ("--suite", suite.ref)]
+        words += ["--device", header.device]
+    if record.seed:
+        words += ["--seed", str(record.seed)]
+    return shlex.join(words)
 
 
 def _repro_call(record: Record, suite: str, header: RunHeader | None) -> str:

@@ -14,6 +14,7 @@ from attncheck.reports.records import (
     BUDGET_SHARE,
     EXAMINED,
     FALLEN_SHORT,
+    UTILITIES,
     Failed,
     Outcome,
     Passed,
@@ -73,13 +74,16 @@ class Gap:
 class Summary:
     """What the records of a run come to. Rows and columns keep the order in which records first name them.
 
-    ``short`` are the records that fell short, ``expected`` those that did so as expected.
+    ``short`` are the records that fell short, ``expected`` those that did so as expected. Providers and their functions
+    are counted in all figures, and apart from ``backends``, ``suites``, ``checks``, ``cases`` and ``gaps``.
     """
 
     backends: tuple[str, ...]
     suites: tuple[str, ...]
     checks: tuple[str, ...]
     cases: int
+    providers: tuple[str, ...]
+    functions: int
     total: Tally
     by_backend: dict[str, Tally]
     by_check: dict[tuple[str, str], Tally]
@@ -116,11 +120,11 @@ def tally(records: Iterable[Record]) -> Tally:
 
 def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> Summary:
     """Summarise the records of one run. ``checks`` gives the order of the columns; unnamed ones follow."""
-    named = {record.check for record in records}
+    of_backends = [record for record in records if record.check != UTILITIES]
+    of_providers = [record for record in records if record.check == UTILITIES]
+    named = {record.check for record in of_backends}
     ordered = [check for check in checks if check in named]
-    ordered += [check for check in _in_order(record.check for record in records) if check not in ordered]
-    backends = _in_order(record.backend for record in records)
-    suites = _in_order(record.suite for record in records)
+    ordered += [check for check in _in_order(record.check for record in of_backends) if check not in ordered]
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
         groups.setdefault(("check", record.backend, record.check), []).append(record)
@@ -128,15 +132,17 @@ def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> Summa
         groups.setdefault(("backend", record.backend, ""), []).append(record)
     tallies = {group: tally(members) for group, members in groups.items()}
     return Summary(
-        backends=backends,
-        suites=suites,
+        backends=_in_order(record.backend for record in of_backends),
+        suites=_in_order(record.suite for record in of_backends),
         checks=tuple(ordered),
-        cases=len({(record.suite, record.case_id) for record in records}),
+        cases=len({(record.suite, record.case_id) for record in of_backends}),
+        providers=_in_order(record.backend for record in of_providers),
+        functions=len({record.case_id for record in of_providers}),
         total=tally(records),
-        by_backend={b: tallies["backend", b, ""] for b in backends},
+        by_backend={b: t for (kind, b, _), t in tallies.items() if kind == "backend"},
         by_check={(b, c): t for (kind, b, c), t in tallies.items() if kind == "check"},
         by_suite={(b, s): t for (kind, b, s), t in tallies.items() if kind == "suite"},
-        gaps=_gaps(records, tuple(ordered)),
+        gaps=_gaps(of_backends, tuple(ordered)),
         short=tuple(record for record in records if record.outcome in FALLEN_SHORT),
         expected=tuple(record for record in records if isinstance(record, XFailed)),
     )

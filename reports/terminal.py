@@ -15,6 +15,7 @@ from attncheck.reports.records import Errored, Failed, Record, RunHeader
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
+from attncheck.reports.utilities import HEADINGS, LEGEND, FunctionRow, function_rows, provider_title
 
 WIDTH = 100
 SHOWN_FAILURES = 3
@@ -50,6 +51,7 @@ def render(
     sections = [
         _check_table(summary, color),
         _suite_table(summary, color) if len(summary.suites) > 1 else "",
+        *(_functions(header, records, provider, color) for provider in summary.providers),
         *_failures(summary, header, color),
         _gaps(summary),
         _expected(summary),
@@ -88,6 +90,20 @@ def _suite_table(summary: Summary, color: bool) -> str:
         for suite in summary.suites
     ]
     return _table([["suite", *summary.backends], *rows])
+
+
+def _functions(header: RunHeader, records: Sequence[Record], provider: str, color: bool) -> str:
+    """The functions of one provider with their verdicts, then what is known of those that depart."""
+    rows = function_rows(records, provider)
+    table = [HEADINGS, *([row.name, _paint_word(row, color), *row.counts] for row in rows)]
+    notes = [wrap(f"{row.name}: {phrases.printable(note)}", "  ") for row in rows for note in row.notes]
+    known = "\n".join(["known departures", *notes]) if notes else ""
+    return "\n\n".join(part for part in (provider_title(header, provider), _table(table), wrap(LEGEND), known) if part)
+
+
+def _paint_word(row: FunctionRow, color: bool) -> str:
+    code = {"equal": "32", "drifted": "32", "judged": "32", "missing": "0"}.get(row.word, "31")
+    return _paint(row.word, code, color)
 
 
 def _cell(tally: Tally | None, color: bool) -> str:

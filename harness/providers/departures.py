@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from attncheck.harness.providers.answers import Difference
 from attncheck.harness.providers.questions import Question
+from attncheck.harness.providers.signatures import PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Departure:
     places: tuple[str, ...] = ()
     tags: frozenset[str] = frozenset()
     shows: Callable[[Any], bool] | None = None
+
+    @property
+    def is_form(self) -> bool:
+        """Whether it is a matter of how the function is called, and no answer shows it."""
+        return not any(place for place in self.places if not place.startswith(PARAMETERS))
 
     def explains(self, question: Question | None, difference: Difference) -> bool:
         """Whether this difference is this departure. The parameters of a function belong to no question."""

@@ -19,9 +19,6 @@ from attncheck.harness.providers.signatures import signature_differences
 
 Word = Literal["equal", "drifted", "judged", "differs"]
 
-PARAMETERS = "its parameters"
-"""What the comparison of two functions' parameters is called, beside the texts of questions."""
-
 
 class UnfitQuestionError(Exception):
     """The reference answered a question it should refuse, or refused one it should answer: a fault of attncheck."""
@@ -122,15 +119,16 @@ def _judge(
     unexplained = []
     for difference in found:
         explanation = next((each for each in known if each.explains(question, difference)), None)
-        examined.bounds += difference.tolerated and question is not None
         if explanation is not None:
             showing.add(explanation)
             kinds |= set() if difference.tolerated else {explanation.kind}
         elif not difference.tolerated:
             unexplained.append(difference)
+        elif question is not None:
+            examined.bounds += 1
     examined.shown.update(showing)
     if unexplained:
         if examined.first is None:
-            examined.first = Disagreement(PARAMETERS if question is None else question.text, tuple(unexplained))
+            examined.first = Disagreement("its parameters" if question is None else question.text, tuple(unexplained))
         return "differs"
     return "judged" if "judgement" in kinds else "drifted" if "drift" in kinds else "equal"

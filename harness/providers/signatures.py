@@ -9,6 +9,9 @@ from typing import Any
 
 from attncheck.harness.providers.answers import ABSENT, Difference
 
+PARAMETERS = "parameters"
+"""What the places of these differences begin with."""
+
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -33,14 +36,14 @@ def _changed(known: Any, seen: Any) -> list[Difference]:
         told = _told(place, parameter)
         other = _told(list(seen).index(name), seen[name]) if name in seen else ABSENT
         if told != other:
-            found.append(Difference(f"parameters.{name}", told, other))
+            found.append(Difference(f"{PARAMETERS}.{name}", told, other))
     return found
 
 
 def _further(known: Any, seen: Any) -> list[Difference]:
     return [
         Difference(
-            f"parameters.{name}",
+            f"{PARAMETERS}.{name}",
             ABSENT,
             _told(place, parameter),
             tolerated=parameter.default is not inspect.Parameter.empty,

@@ -1,0 +1,83 @@
+"""From names and patterns to what is asked of which provider. Must not know: how anything is examined or shown."""
+
+import importlib.metadata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+import torch
+
+from attncheck.cases.model import Case
+from attncheck.errors import SelectionError
+from attncheck.harness.providers.batches import ALWAYS, batches_of
+from attncheck.harness.providers.catalogue import SUBJECTS
+from attncheck.harness.providers.generated import drawn_batches, has_hypothesis
+from attncheck.harness.providers.provider import Provider, load_provider
+from attncheck.harness.providers.questions import Setting, Subject
+from attncheck.reports.phrases import plural
+
+
+@dataclass(frozen=True)
+class ProviderPlan:
+    """What is asked: every subject of every provider, in one setting. ``notes``: where its batches come from."""
+
+    providers: tuple[Provider, ...] = ()
+    subjects: tuple[Subject, ...] = ()
+    setting: Setting = field(default_factory=lambda: Setting((), torch.device("cpu")))
+    notes: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many records there will be."""
+        return len(self.providers) * len(self.subjects)
+
+
+def plan_providers(
+    refs: Sequence[str], patterns: Sequence[str], cases: Iterable[Case], device: str, seed: int
+) -> ProviderPlan:
+    """The plan for providers ``refs`` and the functions that match one of ``patterns`` (none: every function).
+
+    Without providers there is nothing to plan: an empty plan.
+
+    Raises:
+        QuestionError: a provider that cannot be imported, two of one name, a pattern that matches nothing.
+    """
+    if not refs:
+        return ProviderPlan()
+    providers = tuple(load_provider(ref) for ref in dict.fromkeys(refs))
+    names = [provider.name for provider in providers]
+    for name in names:
+        if names.count(name) > 1:
+            raise SelectionError(f"two of the providers are called {name!r}; examine them in two runs")
+    written = batches_of(cases)
+    drawn = drawn_batches(seed) if has_hypothesis() else []
+    setting = Setting((*ALWAYS, *written, *drawn), torch.device(device))
+    sources = [f"{len(ALWAYS)} always asked", f"{len(written)} of the suites"]
+    if drawn:
+        sources.append(f"{len(drawn)} drawn by hypothesis {importlib.metadata.version('hypothesis')}")
+    notes = [f"utilities are asked about {len(setting.batches)} batches: {', '.join(sources)}"]
+    if not drawn:
+        notes.append("hypothesis is not installed (pip install 'attncheck[fuzz]'): no batch was drawn")
+    return ProviderPlan(
+        providers, _matching(patterns), setting, (*notes, *(note for each in providers for note in _age(each)))
+    )
+
+
+def _matching(patterns: Sequence[str]) -> tuple[Subject, ...]:
+    keys = [subject.key for subject in SUBJECTS]
+    for pattern in patterns:
+        if not any(fnmatchcase(key, pattern) for key in keys):
+            near = get_close_matches(pattern, keys, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise SelectionError(f"no function matches {pattern!r}{hint}")
+    return tuple(s for s in SUBJECTS if not patterns or any(fnmatchcase(s.key, pattern) for pattern in patterns))
+
+
+def _age(provider: Provider) -> list[str]:
+    """What to know of the table of departures where it was made from another version."""
+    made_from = provider.departures.version
+    if not made_from or made_from == provider.version:
+        return []
+    known = plural(len(provider.departures.known), "known departure")
+    return [f"the {known} of {provider.name} were found in {made_from}, and this is {provider.version}"]

@@ -1,0 +1,148 @@
+"""From what came of a subject to a record, and how a run with providers announces itself.
+
+Must not know: how a subject is examined.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from time import perf_counter
+
+from attncheck.errors import SelectionError
+from attncheck.harness.engine import OURSELVES
+from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.observation import capture
+from attncheck.harness.outcomes import Circumstances, record_of
+from attncheck.harness.providers.catalogue import SUBJECTS
+from attncheck.harness.providers.departures import Departure
+from attncheck.harness.providers.examination import Examined, examine_subject
+from attncheck.harness.providers.plan import ProviderPlan
+from attncheck.harness.providers.provider import Provider
+from attncheck.harness.providers.questions import Subject
+from attncheck.reports.phrases import plural
+from attncheck.reports.records import UTILITIES, BackendInfo, Passed, Record, RunHeader, SuiteInfo, XPassed
+
+SHOWN_DIFFERENCES = 5
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A subject as records name it; its hash covers the name alone, since its questions come from many places."""
+
+    id: str
+    suite: str = UTILITIES
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits."""
+        return sha256(self.id.encode()).hexdigest()[:12]
+
+
+def asked_names(plan: ProviderPlan) -> tuple[Asked, ...]:
+    """The subjects of a plan as records name them."""
+    return tuple(Asked(subject.key) for subject in plan.subjects)
+
+
+def every_name(plan: ProviderPlan) -> tuple[Asked, ...]:
+    """Every subject there is, whether or not the plan chose it; none where no provider is examined."""
+    return tuple(Asked(subject.key) for subject in SUBJECTS) if plan.providers else ()
+
+
+def announced(header: RunHeader, plan: ProviderPlan) -> RunHeader:
+    """The header of a run that examines providers, too; without backends, of one that examines nothing else.
+
+    Raises:
+        SelectionError: a provider and a backend, or a suite and the functions, have one name.
+    """
+    if not plan.providers:
+        return header
+    for taken in header.backends:
+        if taken.name in {provider.name for provider in plan.providers}:
+            raise SelectionError(f"a backend and a provider are both called {taken.name!r}; examine them in two runs")
+    if any(suite.name == UTILITIES for suite in header.suites):
+        raise SelectionError(
+            f"a suite may not be called {UTILITIES!r} where providers are examined: their functions are"
+        )
+    providers = tuple(BackendInfo(name=p.name, ref=p.ref, version=p.version) for p in plan.providers)
+    suite = SuiteInfo(name=UTILITIES, ref=UTILITIES, cases=len(plan.subjects))
+    return header.model_copy(
+        update={
+            "suites": (*header.suites, suite),
+            "checks": (*(header.checks if header.backends else ()), UTILITIES),
+            "backends": (*header.backends, *providers),
+            "notes": (*header.notes, *plan.notes),
+        }
+    )
+
+
+def examine_providers(plan: ProviderPlan, circumstances: Circumstances) -> Iterator[Record]:
+    """One record a subject and provider. Whatever a provider does is a record."""
+    for provider in plan.providers:
+        for subject in plan.subjects:
+            yield _record(provider, subject, plan, circumstances)
+
+
+def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstances: Circumstances) -> Record:
+    began = perf_counter()
+    examined: Examined | None = None
+    finding: Finding
+    try:
+        examined = examine_subject(provider, subject, plan.setting)
+        finding = _finding(provider, subject, examined)
+    except Exception as error:  # noqa: BLE001 (ours: one function is lost and told, the rest of the run is not)
+        finding = capture(OURSELVES, error)
+    record = record_of(circumstances, Asked(subject.key), provider, UTILITIES, finding, perf_counter() - began)
+    if examined is not None and isinstance(record, Passed) and _is_stale(provider, examined):
+        who = record.key._asdict() | {"backend_ref": record.backend_ref, "duration_s": record.duration_s}
+        told = "; ".join(departure.what for departure in examined.stale)
+        return XPassed(**who, reason=f"known in {provider.departures.version}, and no longer there: {told}")
+    return record
+
+
+def _is_stale(provider: Provider, examined: Examined) -> bool:
+    """Whether the table is wrong about the very version it was made from; of others it is told in a note."""
+    return bool(examined.stale) and provider.version == provider.departures.version
+
+
+def _finding(provider: Provider, subject: Subject, examined: Examined | None) -> Finding:
+    if examined is None:
+        why = provider.departures.why_gone(subject.key)
+        return NotExamined((f"offers nothing of that name{f': {why}' if why else ''}",))
+    figures = {
+        "questions": examined.questions,
+        **{word: examined.counts[word] for word in ("equal", "drifted", "judged", "differs")},
+        "upper_bounds": examined.bounds,
+        "drifts": sum(departure.kind == "drift" for departure in examined.shown),
+        "judgements": sum(departure.kind == "judgement" for departure in examined.shown),
+    }
+    if examined.first is None:
+        return Holds(figures, _notes(provider, examined))
+    first = examined.first
+    wrong = examined.counts["differs"]
+    count = f"{wrong} of {plural(examined.questions, 'question')} answered otherwise, first: " if wrong else ""
+    return Broken(
+        f"{count}{first.question}: {first.differences[0]}",
+        figures,
+        details=tuple(map(str, first.differences[1:SHOWN_DIFFERENCES])),
+    )
+
+
+def _notes(provider: Provider, examined: Examined) -> tuple[str, ...]:
+    """Every departure that showed, with how often; the upper bounds; what no longer shows."""
+    notes = [
+        f"{departure.kind}: {departure.what}{_how_often(departure, count, examined)}"
+        for departure, count in examined.shown.items()
+    ]
+    if examined.bounds and not any("upper bound" in note for note in notes):
+        notes.append(f"upper bound: {plural(examined.bounds, 'maximum')} above the truth, which is no wrong answer")
+    notes += [
+        f"stale: known in {provider.departures.version}, and no longer there: {departure.what}"
+        for departure in examined.stale
+    ]
+    return tuple(notes)
+
+
+def _how_often(departure: Departure, count: int, examined: Examined) -> str:
+    if departure.is_form:
+        return ""
+    return f" ({count} of {plural(examined.questions, 'question')})"
