@@ -7,7 +7,7 @@ import torch
 
 from attncheck.cases.model import Case
 from attncheck.harness.latent import naive_layer, stored_sizes
-from attncheck.reference.spec import AttentionType
+from attncheck.reference.spec import AttentionType, CausalConv1dOptions
 
 _ROW_COPIES = 12
 """Float64 tensors of the output's size alive at once: truth, low-precision run, weights, errors, altered truths."""
@@ -19,6 +19,11 @@ _POOL_COPIES = 8
 def needed_bytes(case: Case) -> int:
     """An upper estimate of what examining ``case`` holds at once, in bytes, on the host or the device."""
     layer, cache, batch = case.layer, case.cache, case.batch
+    if isinstance(batch.path.options, CausalConv1dOptions):
+        columns = batch.num_tokens + 2 * batch.num_requests * (batch.path.options.width + 3)
+        return _ROW_COPIES * columns * batch.path.options.channels * 8
+    if batch.path.name == "merge":
+        return 2 * _ROW_COPIES * batch.num_tokens * layer.num_heads * layer.value_head_size * 8
     cross = layer.attn_type == AttentionType.ENCODER_DECODER
     keys = sum(r.count * ((r.encoder_len or 0) if cross else r.total_len) for r in batch.requests)
     itemsize = 4 if layer.dtype == "float32" else 2

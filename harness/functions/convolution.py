@@ -16,7 +16,6 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.model import Case
-from attncheck.harness.checks.numerics import summarize
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.functions.calls import Function, as_tensor, call, is_answer
 from attncheck.harness.functions.conv_problem import PAD_ID, build_conv, conv_truth, convolve
@@ -65,7 +64,10 @@ class Convolution:
         shares = self._shares(seen)
         figures = {"rows": len(shares), "budget_share": float(shares.max()) if shares.numel() else 0.0}
         if bool((shares > 1).any()):
-            return Broken(summarize(self._problem, shares), figures, self._meaning(seen), seen.changed)
+            worst = float(shares.max())
+            amount = "not a number" if math.isinf(worst) else f"{worst:.3g} budgets"
+            where = self._name_of((shares > 1).flatten())
+            return Broken(f"{where}; worst {amount}", figures, self._meaning(seen), seen.changed)
         if seen.changed:
             return Broken(f"arguments were changed: {', '.join(seen.changed)}", figures)
         return Holds(figures)
@@ -80,11 +82,7 @@ class Convolution:
         figures = {"lines_written": len(self._problem.lines), "state_bytes": seen.states.numel()}
         if torch.equal(flat_bytes(self._truth.states), seen.states):
             return Holds(figures)
-        after = torch.empty_strided(
-            self._truth.states.shape, self._truth.states.stride(), dtype=self._problem.dtype, device=self._device
-        )
-        flat_bytes(after).copy_(seen.states)
-        wrong = _bits(after) != _bits(self._truth.states)
+        wrong = self._bits_of(seen.states) != self._bits_of(flat_bytes(self._truth.states))
         lines = wrong.flatten(1).any(dim=1).nonzero().flatten().tolist()
         figures["lines_wrong"] = len(lines)
         line = lines[0]
@@ -155,12 +153,16 @@ class Convolution:
         first = int(rows[0])
         return f"{len(rows)} of {len(self._truth.y)} rows, first: row {first} ({self._problem.row_name(first)})"
 
-    def _remembered(self, memory: Tensor) -> Tensor:
-        """The bits that the requests' lines hold of a state, ``[R, C, K - 1]``."""
+    def _bits_of(self, memory: Tensor) -> Tensor:
+        """The states' memory as integers ``[lines, C, columns]``."""
         like = self._truth.states
         states = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         flat_bytes(states).copy_(memory)
-        return _bits(states)[self._problem.lines, :, : self._problem.past]
+        return states.contiguous().view(torch.int16 if states.element_size() == 2 else torch.int32)
+
+    def _remembered(self, memory: Tensor) -> Tensor:
+        """The bits that the requests' lines hold of a state, ``[R, C, K - 1]``."""
+        return self._bits_of(memory)[self._problem.lines, :, : self._problem.past]
 
     def _meaning(self, seen: _Convolved) -> str | None:
         """The usual mistake whose answer this is, if there is one."""
@@ -198,7 +200,3 @@ class Convolution:
         if all(lengths[problem.lines.index(line)] < problem.past for line in lines):
             return "where a sequence is shorter than the state, what it remembers must move up, not be dropped"
         return None
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)

@@ -95,9 +95,10 @@ class Merging:
         for name, value in fills.items():
             rows = poisoning.reached(value).nonzero().flatten()
             if len(rows):
+                first = int(rows[0])
                 return Broken(
-                    f"{name} in the output of an empty state reaches {len(rows)} of {len(self._truth.out)} rows, "
-                    f"first: row {rows[0]} ({self._problem.row_name(int(rows[0]))})",
+                    f"{name} in place of {RUBBISH:g} behind an LSE of -inf reaches {len(rows)} of "
+                    f"{len(self._truth.out)} rows, first: row {first} ({self._problem.row_name(first)})",
                     meaning=None if math.isfinite(value) else "a weight of 0 is multiplied by what stands there",
                 )
         figures = {"rows": len(self._truth.out), "poisonings": len(fills), "bitwise": int(poisoning.bitwise)}

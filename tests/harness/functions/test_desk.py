@@ -10,6 +10,7 @@ import torch
 from attncheck.backends.reference_backend import ReferenceBackend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.harness.engine import Examiner, Plan
+from attncheck.harness.memory import needed_bytes
 from attncheck.reference import causal_conv1d, merge_attn_states
 from attncheck.reports.records import Record
 
@@ -128,7 +129,8 @@ def test_rubbish_is_only_nan_where_nan_is_declared_to_be_safe(merge_case: Any) -
     assert examine(careful, merge_case())["containment"].outcome == "passed"
     careless = offering(merge_attn_states=multiply)
     records = examine(careless, merge_case())
-    assert said(records["containment"]).startswith("NaN in the output of an empty state reaches 40 of 40 rows, first: ")
+    where = "reaches 40 of 40 rows, first: row 0 (request 0, position 36)"
+    assert said(records["containment"]) == f"NaN in place of 3072 behind an LSE of -inf {where}"
 
 
 def test_a_merge_that_does_not_repeat_itself_is_held_to_the_budget(merge_case: Any) -> None:
@@ -142,6 +144,28 @@ def test_a_merge_that_does_not_repeat_itself_is_held_to_the_budget(merge_case: A
     record = examine(offering(merge_attn_states=merge), merge_case())["containment"]
     assert record.outcome == "passed"
     assert record.notes == ("compared within the budget: the function does not repeat itself on equal input",)
+
+
+def test_what_does_not_fit_is_unavailable_before_anything_is_made(conv_case: Any, merge_case: Any) -> None:
+    for case, function in (
+        (conv_case((10**6, 10**6), options={"channels": 10**6}), causal_conv1d),
+        (merge_case((10**6, 10**6), num_heads=1024), merge_attn_states),
+    ):
+        records = examine(offering(**{function.__name__: function}), case)
+        assert set(outcomes(records).values()) == {"unavailable"}
+    assert needed_bytes(merge_case((1, 10**6))) < 2**20  # context is only a number
+
+
+def test_a_wrong_convolution_is_told_in_rows(conv_case: Any) -> None:
+    def convolve(x: Any, *rest: Any, **options: Any) -> Any:
+        y = causal_conv1d(x, *rest, **options)
+        y[7] *= 1.05
+        y[9] = torch.nan
+        return y
+
+    records = examine(offering(causal_conv1d=convolve), conv_case((6, 9), (6, 20)))
+    assert said(records["numerics"]) == "2 of 12 rows, first: row 7 (request 1, position 15); worst not a number"
+    assert outcomes(records)["cache_write"] == "passed"
 
 
 def test_rows_of_padding_must_be_finite(conv_case: Any) -> None:
