@@ -89,8 +89,8 @@ class _Share:
     interleave: int
 
     def count(self, positions: int) -> int:
-        """How many of the first ``positions`` the rank holds."""
-        rounds, rest = divmod(max(positions, 0), self.size * self.interleave)
+        """How many of the first ``positions`` the rank holds; below 1 for positions below 1."""
+        rounds, rest = divmod(positions, self.size * self.interleave)
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
     def positions(self, local: Tensor) -> Tensor:

@@ -136,6 +136,19 @@ def test_a_kernel_rounds_what_it_keeps():
         assert math.isclose(lowered.item(), want, rel_tol=1e-6)
 
 
+def test_projected_values_are_rounded():
+    """Of three of equal weight, two are lifted from 1 + 2.5/512 to 1 + 4/512: the mean crosses 1 + 2/512."""
+    layer = MLAParams(1, kv_lora_rank=1, qk_nope_head_dim=0, qk_rope_head_dim=1, v_head_dim=1)
+    cache = torch.tensor([[[1 + 2.5 / 512, 0.0], [1 + 2.5 / 512, 0.0], [1.0, 0.0]]])
+    weights = (torch.zeros(1, 1, 0), torch.ones(1, 1, 1))
+    place = (torch.tensor([[0]]), torch.tensor([3]), torch.tensor([0, 1]))
+    query = (torch.zeros(1, 1, 0), torch.zeros(1, 1, 1))
+    out, _ = mla_attention_naive(*query, cache, *weights, *place, layer, precision=Precision.kernel(BF16))
+    assert out.item() == 1 + 4 / 512
+    out, _ = mla_attention_absorbed(*query, cache, *weights, *place, layer, precision=Precision.kernel(BF16))
+    assert out.item() == 1.0
+
+
 def test_the_latent_query_is_rounded():
     layer = MLAParams(1, kv_lora_rank=1, qk_nope_head_dim=2, qk_rope_head_dim=0, v_head_dim=1, scale=1.0)
     q_nope, nothing = torch.tensor([[[1.0, 2.0**-9]]]), torch.zeros(1, 1, 0)
