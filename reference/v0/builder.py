@@ -195,6 +195,8 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
             tables = write_graph_block_tables(array, self.block_tables, cuda_graph_pad_size, batch_size)
         else:
             tables = padded_block_tables(self.block_tables)
+        # The tables are copied, on every device: a step's metadata must not change when the next step fills the array.
+        block_tables = torch.tensor(tables, device=self.runner.device)
         make: Callable[..., TAttentionMetadata] = self._metadata_cls
         return make(
             num_prefills=self.num_prefills,
@@ -204,7 +206,7 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
             max_query_len=max(query_lens),
             max_prefill_seq_len=max(self.prefill_seq_lens, default=0),
             max_decode_seq_len=max(self.curr_seq_lens, default=0),
-            block_tables=torch.tensor(tables, device=self.runner.device),
+            block_tables=block_tables,
             multi_modal_placeholder_index_maps=index_maps,
             enable_kv_scales_calculation=True,
             use_cuda_graph=use_cuda_graph,
