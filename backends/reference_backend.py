@@ -19,7 +19,6 @@ from attncheck.reference.paged import paged_attention
 from attncheck.reference.short_convolution import causal_conv1d
 from attncheck.reference.varlen import varlen_attention
 
-
 _ENDLESS = 2**62
 """Beyond every position."""
 
