@@ -4,7 +4,7 @@ Metadata is made of Python lists, prompts stand before decodes in a batch, a dec
 object owns what CUDA graphs read. A package of its own: several names (``compute_slot_mapping``,
 ``AttentionMetadataBuilder``, ``AttentionMetadata``) mean something else in today's generation.
 
-Everything public is importable from here and loaded on first use (PEP 562).
+Everything public is importable from here and loaded on first use (PEP 562). Must not know: backends, the harness.
 
 >>> from attncheck.reference.v0 import CommonMetadataBuilder, compute_slot_mapping
 """
