@@ -115,13 +115,12 @@ def test_sizes_padded_with_zeros_are_neutral(data, layers, batches, tiles, agree
     batch = data.draw(batches(params, fitting=False))
     more, more_v = data.draw(st.tuples(st.integers(0, 5), st.integers(0, 5)))
     pad, size_v = torch.nn.functional.pad, params.value_head_size
-    padded = replace(
-        batch,
-        query=pad(batch.query, (0, more)),
-        key_cache=pad(batch.key_cache, (0, more)),
-        value_cache=pad(batch.value_cache, (0, more_v)),
-    )
-    sizes = {"head_size": params.head_size + more, "head_size_v": size_v + more_v}
-    out, lse = padded.attend(replace(params, scale=params.softmax_scale, **sizes), **data.draw(tiles))
-    agree((out[..., :size_v], lse), batch.attend(params))
-    assert (out[..., size_v:] == 0).all()
+    expected, sizes = batch.attend(params), data.draw(tiles)
+    wide_v = replace(batch, value_cache=pad(batch.value_cache, (0, more_v)))
+    layer = replace(params, head_size_v=size_v + more_v)
+    wide = replace(wide_v, query=pad(batch.query, (0, more)), key_cache=pad(batch.key_cache, (0, more)))
+    scale = params.head_size**-0.5 if params.scale is None else params.scale
+    wider = replace(layer, head_size=params.head_size + more, scale=scale)
+    for out, lse in (wide_v.attend(layer, **sizes), wide.attend(wider, **sizes)):
+        agree((out[..., :size_v], lse), expected)
+        assert (out[..., size_v:] == 0).all()
