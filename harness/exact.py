@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.latent import naive_layer
-from attncheck.harness.latent_forms import absorbed_rows, latent_answers, naive_rows
+from attncheck.harness.latent_forms import LATENT_ROUNDINGS, absorbed_rows, latent_answers, naive_rows
 from attncheck.harness.problem import Problem
 from attncheck.harness.rows import Rows
+from attncheck.harness.tolerance import ROUNDINGS
 from attncheck.harness.storage import key_storage, value_storage
 from attncheck.reference import AttentionParams, Precision, layer_params, merge_many, mla_params
 
@@ -49,6 +50,11 @@ def other_forms(problem: Problem, rows: Rows) -> tuple[tuple[Rows, AttentionPara
     return ((absorbed_rows(problem, problem.up_projections, rows), mla_params(problem.layer).latent),)
 
 
+def roundings_of(problem: Problem) -> int:
+    """How many roundings of the output are allowed in any case."""
+    return ROUNDINGS if problem.up_projections is None else LATENT_ROUNDINGS
+
+
 def honest_answers(problem: Problem, rows: Rows, params: AttentionParams) -> Iterator[Answer]:
     """What low-precision runs answer, one for each way in which a good kernel may go about it."""
     precision = Precision.kernel(problem.dtype)
@@ -59,9 +65,18 @@ def honest_answers(problem: Problem, rows: Rows, params: AttentionParams) -> Ite
         return _merged(problem, asked, how, precision)
 
     if problem.up_projections is None:
-        yield attend(rows, params)
+        for read in _readings(problem, rows):
+            yield attend(read, params)
     else:
         yield from latent_answers(problem, problem.up_projections, rows, params, attend)
+
+
+def _readings(problem: Problem, rows: Rows) -> Iterator[Rows]:
+    """The rows as kernels may take them out of the cache: exactly, or where codes are held, rounded to the dtype."""
+    yield rows
+    if key_storage(problem.layer, problem.cache).is_fp8:
+        device = rows.keys.device
+        yield replace(rows, keys=problem.keys.to(device), values=problem.values.to(device))
 
 
 def _merged(problem: Problem, rows: Rows, params: AttentionParams, precision: Precision) -> Answer:
