@@ -1,7 +1,17 @@
 """All subjects, in the order they are reported. Must not know: what is asked about them."""
 
 from attncheck.harness.providers.questions import Subject
-from attncheck.harness.providers.subjects import contract, kernels, layers, layout, order, paths, ubatches
+from attncheck.harness.providers.subjects import (
+    contract,
+    kernels,
+    layers,
+    layout,
+    order,
+    paths,
+    ubatches,
+    v0_sequences,
+    v0_steps,
+)
 
 SUBJECTS: tuple[Subject, ...] = (
     *contract.SUBJECTS,
@@ -11,4 +21,6 @@ SUBJECTS: tuple[Subject, ...] = (
     *kernels.SUBJECTS,
     *layout.SUBJECTS,
     *layers.SUBJECTS,
+    *v0_sequences.SUBJECTS,
+    *v0_steps.SUBJECTS,
 )

@@ -8,6 +8,7 @@ no longer shows is stale. Must not know: any provider.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from attncheck.harness.providers.answers import Difference
@@ -51,7 +52,7 @@ def _without_indices(place: str) -> str:
 class Departures:
     """The table of one provider, empty for one without known departures.
 
-    It was made from ``version``; ``gone`` says why a name of the reference is no longer there.
+    It was made from ``version``; ``gone`` says of names (shell patterns) of the reference why they are not there.
     """
 
     version: str = ""
@@ -64,4 +65,4 @@ class Departures:
 
     def why_gone(self, subject: str) -> str | None:
         """Why a name is gone, if the table says so."""
-        return dict(self.gone).get(subject)
+        return next((why for pattern, why in self.gone if fnmatchcase(subject, pattern)), None)

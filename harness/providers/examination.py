@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 import attncheck.reference
+import attncheck.reference.v0
 from attncheck.harness.providers.answers import Answer, Difference, answer_of, differences
 from attncheck.harness.providers.departures import Departure
 from attncheck.harness.providers.provider import Provider

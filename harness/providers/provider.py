@@ -5,6 +5,7 @@ in the reference's own objects. A package that needs more (objects of its own, s
 described in this package. Must not know: questions, verdicts.
 """
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -77,7 +78,7 @@ def load_provider(ref: str) -> Provider:
         return provider
     module_of = _file if ref.endswith(".py") else _module
     found = module_of(ref)
-    v0 = getattr(found, "v0", None)
+    v0 = _v0_of(found)
     return Provider(
         name=Path(ref).stem if ref.endswith(".py") else ref,
         ref=ref,
@@ -85,6 +86,13 @@ def load_provider(ref: str) -> Provider:
         modules=[found],
         v0=[v0] if v0 is not None else [],
     )
+
+
+def _v0_of(found: ModuleType) -> Any:
+    """What a module offers under ``v0``: a submodule, or any object with attributes."""
+    if hasattr(found, "__path__") and importlib.util.find_spec(f"{found.__name__}.v0") is not None:
+        return _module(f"{found.__name__}.v0")
+    return getattr(found, "v0", None)
 
 
 def _file(ref: str) -> ModuleType:

@@ -272,6 +272,7 @@ DEPARTURES = Departures(
         ),
     ),
     gone=(
+        ("v0.*", "the first generation was removed"),
         *(
             (name, "layouts are resolved once in the engine, over six of them, and recorded in the cache config")
             for name in (

@@ -1,0 +1,178 @@
+"""Questions about the first generation, a step at a time: the metadata builder, the state of captured graphs.
+
+Must not know: providers, how answers are compared.
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from attncheck.harness.providers.questions import Question, Setting, Subject, question
+
+Row = tuple[int, int, int, Sequence[int]]
+"""A sequence: id, length, length of its context, block table."""
+
+PROMPT: Row = (10, 6, 0, [3, 8])
+CACHED: Row = (11, 11, 8, [1, 4, 9])
+DECODES: tuple[Row, ...] = ((20, 9, 8, [2, 0, 5]), (21, 14, 13, [6, 7, 11, 12]))
+
+
+def _group(*rows: Row, prompt: bool = False, hit: bool = False, window: int = 0, **more: Any) -> SimpleNamespace:
+    """The scheduler's data of one group; under a window, lengths and tables are cut to so many blocks of 4."""
+    lens = [length for _, length, _, _ in rows]
+    new = [length - context for _, length, context, _ in rows]
+    return SimpleNamespace(
+        is_prompt=prompt,
+        prefix_cache_hit=hit,
+        block_tables=more.get("tables", {name: table for name, _, _, table in rows}),
+        multi_modal_placeholder_maps=more.get("maps"),
+        seq_ids=[name for name, _, _, _ in rows],
+        input_tokens=[[7] * count for count in new],
+        orig_seq_lens=lens,
+        seq_lens=[min(length, 4 * window) for length in lens] if window else lens,
+        query_lens=new,
+        context_lens=[context for _, _, context, _ in rows],
+        curr_sliding_window_blocks=[window] * len(rows),
+    )
+
+
+def _build(target: Any, *, input_builder: SimpleNamespace, arguments: tuple[Any, ...]) -> Any:
+    """Two steps of one builder, since nothing of the first may survive in the second."""
+
+    class Builder(target):  # type: ignore[misc]
+        _metadata_cls = SimpleNamespace
+
+    builder = Builder(input_builder)
+    for _ in range(2):
+        builder.prepare()
+        metadata = builder.build(*arguments)
+    return metadata
+
+
+def _builds(setting: Setting) -> Iterator[Question]:
+    def ask(
+        text: str, groups: Sequence[Any], arguments: tuple[Any, ...], *, chunked: bool = False, **options: Any
+    ) -> Question:
+        runner = SimpleNamespace(
+            device=setting.device,
+            pin_memory=False,
+            graph_block_tables=np.arange(90, 110, dtype=np.int32).reshape(4, 5),
+        )
+        input_builder = SimpleNamespace(
+            runner=runner,
+            sliding_window=options.get("window"),
+            block_size=4,
+            inter_data_list=list(groups),
+            chunked_prefill_enabled=chunked,
+        )
+        refused = options.get("refused", False)
+        return question(text, refused=refused, input_builder=input_builder, arguments=arguments)
+
+    image = SimpleNamespace(src_ranges=[range(2)], src_len=2, dest_ranges=[range(1, 3)], dest_len=3)
+    prompts = [_group(PROMPT, prompt=True), _group(CACHED, prompt=True, hit=True, maps={"image": image})]
+    mixed = ([6, 11, 9, 14], [6, 3, 1, 1], -1, 4)
+    yield ask("two prompts and two decodes", [*prompts, _group(*DECODES)], mixed)
+    yield ask("the same, prefill in chunks", [*prompts, _group(*DECODES)], mixed, chunked=True)
+    yield ask("two decodes under a window", [_group(*DECODES, window=2)], ([8, 8], [1, 1], -1, 2), window=8)
+    yield ask("a prompt under a window", [_group((10, 10, 0, [3, 8, 1]), prompt=True)], ([10], [10], -1, 1), window=4)
+    yield ask("two decodes in a graph of four", [_group(*DECODES)], ([9, 14, 1, 1], [1, 1], 2, 4))
+    yield ask("two decodes in a graph of two", [_group(*DECODES)], ([9, 14], [1, 1], 0, 2))
+    for tables in (None, {10: None}):
+        told = f"a prompt whose tables are {tables}"
+        yield ask(told, [_group((10, 5, 0, []), prompt=True, tables=tables)], ([5], [5], -1, 1))
+    yield ask("a decode of two tokens", [_group((20, 9, 7, [2, 0, 5]))], ([9], [2], -1, 1), refused=True)
+
+
+class Backend:
+    """A backend as the graph state sees it: metadata of decodes only is its own decode part."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_name(self) -> str:
+        """What the state asks for where a model has an encoder."""
+        return self.name
+
+    def make_metadata(self, **keywords: Any) -> SimpleNamespace:
+        """Nothing but the keywords."""
+        return SimpleNamespace(**keywords)
+
+
+def _capture(target: Any, *, runner: SimpleNamespace, sizes: list[int], step: Any, encoder: bool) -> dict[str, Any]:
+    """Captures every size, the largest first, then refills the buffers of the largest as a replay would."""
+    state = target(runner)
+    captured = []
+    with state.graph_capture(max(sizes)):
+        for size in sizes:
+            metadata = state.graph_capture_get_metadata_for_batch(size, is_encoder_decoder_model=encoder)
+            seen = SimpleNamespace(**vars(metadata), decode_metadata=metadata)
+            buffers = state.get_graph_input_buffers(seen, is_encoder_decoder_model=encoder)
+            captured.append((metadata, buffers))
+        clone = state.graph_clone(sizes[-1])
+    before = deepcopy([[vars(metadata), buffers] for metadata, buffers in captured])
+    (_, largest), (smallest, _) = captured[0], captured[-1]
+    state.prepare_graph_input_buffers(largest, step, is_encoder_decoder_model=encoder)
+    return {
+        "captured": before,
+        "clone": [type(clone) is type(state), clone._is_graph_capturing],
+        "after the refill": largest,
+        "the smallest size sees it": [smallest.seq_lens_tensor, smallest.block_tables],
+        "is capturing": state._is_graph_capturing,
+        "does nothing": state.begin_forward(None),
+    }
+
+
+def _step(size: int, device: torch.device) -> SimpleNamespace:
+    """A step's metadata of ``size`` decodes; its decode part is itself."""
+    ints = partial(torch.tensor, dtype=torch.int32, device=device)
+    step = SimpleNamespace(
+        seq_lens_tensor=ints([9, 14, 3, 1][:size]),
+        block_tables=ints(np.arange(20).reshape(4, 5)[:size]),
+        encoder_seq_lens_tensor=ints([5, 6, 7, 8][:size]),
+        cross_slot_mapping=ints([]),
+        cross_block_tables=ints(np.arange(12).reshape(4, 3)[:size]),
+    )
+    step.decode_metadata = SimpleNamespace(**vars(step))
+    return step
+
+
+def _captures(setting: Setting) -> Iterator[Question]:
+    def ask(name: str, sizes: list[int], *, encoder: bool = False, refused: bool = False) -> Question:
+        runner = SimpleNamespace(
+            device=setting.device,
+            graph_block_tables=np.arange(90, 110, dtype=np.int32).reshape(4, 5),
+            max_seq_len_to_capture=2048,
+            attn_backend=Backend(name),
+            get_max_block_per_batch=_three,
+        )
+        return question(
+            f"sizes {sizes} of {name}{' with an encoder' if encoder else ''}",
+            refused=refused,
+            runner=runner,
+            sizes=sizes,
+            step=_step(sizes[0], setting.device),
+            encoder=encoder,
+        )
+
+    yield ask("XFORMERS", [4, 2, 1])
+    yield ask("OTHER", [3])
+    yield ask("FLASH_ATTN", [4, 2], encoder=True)
+    yield ask("ROCM_FLASH", [4, 2], encoder=True, refused=True)
+    yield ask("OTHER", [2], encoder=True, refused=True)
+
+
+def _three() -> int:
+    return 3
+
+
+v0 = partial(Subject, generation="v0", is_function=False)
+
+SUBJECTS = (
+    v0("CommonMetadataBuilder", _builds, _build),
+    v0("CommonAttentionState", _captures, _capture),
+)
