@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,8 @@ from attncheck.errors import QuestionError, SelectionError
 if TYPE_CHECKING:
     from attncheck.harness.engine import Examiner, Plan
     from attncheck.harness.expectations import Expectations
+    from attncheck.harness.progress import Watcher
+    from attncheck.harness.providers.plan import ProviderPlan
     from attncheck.harness.selection import Selection
     from attncheck.reports.records import Record, RunHeader
 
@@ -33,9 +36,21 @@ def run(
             "Default: all built-in ones.",
         ),
     ] = None,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REF",
+            help="A provider of metadata utilities: vllm, a module, or file.py. May be repeated. Without --backend, "
+            "no backend is examined.",
+        ),
+    ] = None,
     suite: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME|FILE", help="A built-in suite, or a YAML file. May be repeated. Default: smoke."),
+        typer.Option(
+            metavar="NAME|FILE",
+            help="A built-in suite, or a YAML file. May be repeated. Default: smoke; for providers alone also "
+            "named_batches and padding.",
+        ),
     ] = None,
     case: Annotated[
         list[str] | None,
@@ -46,6 +61,13 @@ def run(
     ] = None,
     check: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only this check. May be repeated. Default: all.")
+    ] = None,
+    function: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Only functions of providers whose name matches this shell pattern. May be repeated.",
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N. Default: cuda where a GPU is.")
@@ -63,25 +85,33 @@ def run(
         bool,
         typer.Option(
             "--in-process",
-            help="One case of one backend, without a progress display: for debuggers, profilers, sanitizers.",
+            help="One case of one backend, or one function of one provider, without a progress display: for debuggers, "
+            "profilers, sanitizers.",
         ),
     ] = False,
 ) -> int:
-    """Examine backends and print what they are worth.
+    """Examine backends, or providers of metadata utilities, and print what they are worth.
 
     Without options: suite smoke, every built-in backend, the best device. Every record goes into a run file, which
     `attncheck report` reads.
     """
     from attncheck.harness.engine import OURSELVES, Examiner
     from attncheck.harness.header import make_header
+    from attncheck.harness.outcomes import Circumstances
+    from attncheck.harness.progress import watching
+    from attncheck.harness.providers.plan import plan_providers
+    from attncheck.harness.providers.records import announced, examine_providers
+    from attncheck.harness.providers.request import ProviderRequest
     from attncheck.harness.selection import select_cases
     from attncheck.reports import phrases, terminal
     from attncheck.reports.records import FALLEN_SHORT
 
     began = time.monotonic()
-    selection = select_cases(suite or (), case or (), check or ())
-    plan, notes = _plan(selection, backend or [], device, seed, dump)
-    if in_process and (len(plan.cases), len(plan.backends)) != (1, 1):
+    request = ProviderRequest(tuple(provider or ()), tuple(function or ()), tuple(check or ()), bool(backend))
+    selection = select_cases(request.suites(suite or ()), case or (), request.backend_checks)
+    plan, notes = _plan(selection, backend or [], device, seed, dump, no_backends=request.are_alone)
+    functions = plan_providers(request.refs, request.patterns, plan.cases, plan.device, seed)
+    if in_process and len(plan.cases) * len(plan.backends) + functions.count != 1:
         raise SelectionError(
             f"--in-process takes one case of one backend, and this is {phrases.plural(len(plan.cases), 'case')} "
             f"of {phrases.plural(len(plan.backends), 'backend')}; add --case and --backend"
@@ -89,13 +119,19 @@ def run(
     _make_folder(dump)
     examiner = Examiner(plan)
     header = make_header(selection, plan, examiner.environment, command=context.obj or (), notes=notes)
-    expectations = _expectations(expect, selection, header)
+    header = announced(header, functions)
+    circumstances = Circumstances(seed, examiner.environment.digest, header.environment.attncheck)
+    found = itertools.chain(examiner.run(), examine_providers(functions, circumstances))
+    expectations = _expectations(expect, selection, functions, header)
     path = output or _free_path()
     typer.echo(terminal.opening(header))
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
         faulthandler.enable()  # a kernel that kills the process says at least where
     try:
-        records, unmet, stopped = _examine(examiner, header, path, expectations, exitfirst=exitfirst, silent=in_process)
+        with watching(len(plan.cases) * bool(plan.backends) + functions.count, silent=in_process) as watcher:
+            records, unmet, stopped = _examine(
+                found, examiner, header, path, expectations, watcher, exitfirst=exitfirst
+            )
     except KeyboardInterrupt:
         typer.echo(f"what was found so far is in {path}", err=True)
         raise
@@ -113,7 +149,7 @@ def run(
         return 1
     if examiner.blind:
         raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
-    _refuse_the_unexamined(records, header, by_name=bool(backend))
+    _refuse_the_unexamined(records, header, by_name=bool(backend or provider))
     return 0
 
 
@@ -123,13 +159,15 @@ def use_color() -> bool:
 
 
 def _plan(
-    selection: "Selection", refs: list[str], device: str | None, seed: int, dump: Path | None
+    selection: "Selection", refs: list[str], device: str | None, seed: int, dump: Path | None, *, no_backends: bool
 ) -> "tuple[Plan, tuple[str, ...]]":
     """The plan, and what to tell about how it was chosen."""
     from attncheck.harness.candidates import choose_backends, refuse_unavailable, suite_device
     from attncheck.harness.engine import Plan
 
     chosen, notes = suite_device(selection.suites, device)
+    if no_backends:
+        return Plan(cases=selection.cases, backends=(), device=chosen, seed=seed), notes
     backends, more = choose_backends(refs, selection.suites, chosen)
     if refs:
         refuse_unavailable(backends, chosen)
@@ -137,15 +175,18 @@ def _plan(
     return plan, (*notes, *more)
 
 
-def _expectations(file: Path | None, selection: "Selection", header: "RunHeader") -> "Expectations | None":
+def _expectations(
+    file: Path | None, selection: "Selection", functions: "ProviderPlan", header: "RunHeader"
+) -> "Expectations | None":
     if file is None:
         return None
     from attncheck.harness.expectations import Expectations, load_expectations
+    from attncheck.harness.providers.records import asked_names, every_name
 
     return Expectations(
         load_expectations(file),
-        cases=selection.all_cases,
-        selected=selection.cases,
+        cases=(*selection.all_cases, *every_name(functions)),
+        selected=(*selection.cases, *asked_names(functions)),
         backends=[backend.name for backend in header.backends],
         checks=header.checks,
     )
@@ -169,31 +210,30 @@ def _free_path() -> Path:
 
 
 def _examine(
+    found: "Iterator[Record]",
     examiner: "Examiner",
     header: "RunHeader",
     path: Path,
     expectations: "Expectations | None",
+    watcher: "Watcher",
     *,
     exitfirst: bool,
-    silent: bool,
 ) -> "tuple[list[Record], list[str], bool]":
     """Every record, written as it comes; the expectations that nothing bore out; whether it stopped early."""
-    from attncheck.harness.progress import watching
     from attncheck.reports.records import FALLEN_SHORT
     from attncheck.reports.store import RunWriter
 
     records: list[Record] = []
     stopped = False
     with RunWriter(path, header) as writer:
-        with watching(len(examiner.plan.cases), silent=silent) as watcher:
-            for found in examiner.run():
-                record = found if expectations is None else expectations.apply(found)
-                writer.add(record)
-                records.append(record)
-                watcher.see(record)
-                if exitfirst and record.outcome in FALLEN_SHORT:
-                    stopped = True
-                    break
+        for each in found:
+            record = each if expectations is None else expectations.apply(each)
+            writer.add(record)
+            records.append(record)
+            watcher.see(record)
+            if exitfirst and record.outcome in FALLEN_SHORT:
+                stopped = True
+                break
         unmet = expectations.unmet(stopped_early=stopped) if expectations else []
         for error in (*map(str, examiner.blind), *unmet):
             writer.fail(error)
@@ -215,6 +255,8 @@ def _refuse_the_unexamined(records: "list[Record]", header: "RunHeader", *, by_n
         if tally is None or not tally.examined:
             gap = next((gap for gap in summary.gaps if gap.backend == backend.name), None)
             why = f": {phrases.gap_reasons(gap)}" if gap else ""
+            if backend.name in summary.providers:
+                raise SelectionError(f"provider {backend.name!r} offers none of these functions")
             raise SelectionError(f"not one case of backend {backend.name!r} was examined{why}")
     if not summary.total.examined:
         raise SelectionError("nothing was examined; the table says why")
