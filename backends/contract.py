@@ -155,6 +155,11 @@ class AttentionBackend(ABC):
         return cls.get_metadata_cls()(*args, **kwargs)
 
     @classmethod
+    def is_mla(cls) -> bool:
+        """Whether the backend serves layers with a latent cache, and no others; its impl is an MLAAttentionImpl."""
+        return False
+
+    @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
         """(module, qualified name): the identity by which layers are grouped."""
         return (cls.__module__, cls.__qualname__)

@@ -67,6 +67,8 @@ def is_merged(batch: BatchSpec, declared: frozenset[str]) -> bool:
 
 def undeclared(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
     """Every reason why ``backend``'s declarations leave the case out; empty: it must answer right."""
+    if backend.is_mla() and layer.mla is None:
+        return ["the layer has no latent cache"]  # nothing else said of such a layer would be about this backend
     reasons = [
         _not_among("dtype", layer.dtype, [str(d).removeprefix("torch.") for d in backend.get_supported_dtypes()]),
         _not_among("attn_type", str(layer.attn_type), [str(t) for t in backend.supported_attn_types]),

@@ -25,7 +25,6 @@ from attncheck.backends.packings import FP8_DTYPES, packed_shape
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.backends.refusals import refuse_layer, refuse_undeclared_call
 from attncheck.reference.mla_layer import MLAParams
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 
 class LatentBackend(AttentionBackend):
@@ -35,6 +34,10 @@ class LatentBackend(AttentionBackend):
     features = frozenset({"mla", "lse", "non_causal", "short_keys"})
     conventions = Conventions(padded_rows="untouched")
     supported_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
 
     @classmethod
     def get_supported_dtypes(cls) -> list[torch.dtype]:
@@ -47,13 +50,6 @@ class LatentBackend(AttentionBackend):
         if num_kv_heads != 1:
             raise ValueError(f"{cls.get_name()}: num_kv_heads {num_kv_heads}: a latent cache has one")
         return packed_shape("latent", num_blocks, block_size, num_kv_heads, head_size, head_size)
-
-    @classmethod
-    def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        """Of a layer without a latent cache nothing else is worth saying."""
-        if layer.mla is None:
-            return ["the layer has no latent cache"]
-        return super().unsupported_reasons(layer, cache, batch)
 
 
 @dataclass
@@ -187,7 +183,8 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
             query_lens=attn_metadata.query_lens,
             seq_lens=attn_metadata.seq_lens,
             has_per_head_scales=False,
-            has_output_scales=output_scale is not None or output_block_scale is not None,
+            has_output_scale=output_scale is not None,
+            has_output_block_scale=output_block_scale is not None,
             has_output_lse=output_lse is not None,
         )
         codes = FP8_DTYPES.get(self.kv_cache_dtype)

@@ -2,7 +2,7 @@
 
 The command line, the pytest plugin and ``attncheck.examine`` all choose here, so that they refuse the same things with
 the same words. Nothing is left out silently: a backend that cannot run here stays in the run with its reasons, or, if
-it was asked for by name, is refused with them. Must not know: cases, how anything is examined or shown.
+it was asked for by name, is refused with them. Must not know: how anything is examined or shown.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 
 from attncheck.backends import registry
 from attncheck.backends.registry import LoadedBackend
-from attncheck.cases.model import Suite
+from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
 from attncheck.harness.engine import Missing
 from attncheck.harness.stages import StageError, declared_reasons
@@ -95,12 +95,13 @@ def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
 
 
 def choose_backends(
-    refs: Sequence[str], suites: Sequence[Suite], device: str
+    refs: Sequence[str], suites: Sequence[Suite], device: str, cases: Sequence[Case] = ()
 ) -> tuple[tuple[LoadedBackend | Missing, ...], tuple[str, ...]]:
     """The backends of a run, and what to tell about the choice.
 
     Those of ``refs``. Without any, those the suites wish for, if one of them can run here; else the built-in ones
-    too. Nothing is left out: what cannot run here stays in the run, with its reasons.
+    too, where ``cases`` (default: any) has layers of the kind they serve. What cannot run here stays in the run, with
+    its reasons.
 
     Raises:
         QuestionError: as :func:`load_backends` does.
@@ -112,9 +113,30 @@ def choose_backends(
     ]
     if any(isinstance(backend, LoadedBackend) and not unavailable_reasons(backend, device) for backend in wished):
         return tuple(wished), ()
-    defaults = load_backends(registry.builtin_names())
+    defaults, left_out = _serving(load_backends(registry.builtin_names()), cases)
     notes = ("none of the backends the suite asks for can run here: the built-in ones run as well",) if wished else ()
-    return (*wished, *defaults), notes
+    return (*wished, *defaults), (*notes, *left_out)
+
+
+def _serving(
+    backends: Sequence[LoadedBackend | Missing], cases: Sequence[Case]
+) -> tuple[list[LoadedBackend | Missing], list[str]]:
+    """The backends that serve the kind of layers ``cases`` have, and what to tell about the others."""
+    kinds = {case.layer.mla is not None for case in cases} or {True, False}
+    kept: list[LoadedBackend | Missing] = []
+    others: dict[bool, list[str]] = {True: [], False: []}
+    for backend in backends:
+        is_mla = isinstance(backend, LoadedBackend) and backend.backend.is_mla()
+        if is_mla in kinds:
+            kept.append(backend)
+        else:
+            others[is_mla].append(backend.name)
+    notes = []
+    for is_mla, names in others.items():
+        if names:
+            what = "no case has" if is_mla else "every case has"
+            notes.append(f"not examined, since {what} a latent cache: {', '.join(names)}")
+    return kept, notes
 
 
 def _load_or_miss(name: str) -> LoadedBackend | Missing:

@@ -15,8 +15,8 @@ from attncheck.harness.latent import naive_layer
 from attncheck.harness.latent_forms import LATENT_ROUNDINGS, absorbed_rows, latent_answers, naive_rows
 from attncheck.harness.problem import Problem
 from attncheck.harness.rows import Rows
-from attncheck.harness.tolerance import ROUNDINGS
 from attncheck.harness.storage import key_storage, value_storage
+from attncheck.harness.tolerance import ROUNDINGS
 from attncheck.reference import AttentionParams, Precision, layer_params, merge_many, mla_params
 
 Answer = tuple[Tensor, Tensor]

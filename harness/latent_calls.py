@@ -21,8 +21,11 @@ class KVBProj:
         self.weight = weight
 
     def __call__(self, latent: Tensor) -> tuple[Tensor, None]:
-        """``[n, kv_lora_rank]`` projected to ``[n, num_heads * (qk_nope_head_dim + v_head_dim)]``; there is no bias."""
-        return torch.nn.functional.linear(latent, self.weight), None
+        """``[n, kv_lora_rank]`` projected to ``[n, num_heads * (qk_nope_head_dim + v_head_dim)]``; there is no bias.
+
+        Summed in float32 and rounded once, so that nothing but its own arithmetic is laid to a backend.
+        """
+        return torch.nn.functional.linear(latent.float(), self.weight.float()).to(latent.dtype), None
 
 
 def latent_keywords(mla: MLASpec, weights: UpProjections, device: torch.device) -> dict[str, Any]:

@@ -42,7 +42,9 @@ class Collection:
             )
             device, _ = suite_device(self.selection.suites, option("attncheck_device"))
             seed = check_seed(option("attncheck_seed"))
-            backends, _ = choose_backends(option("attncheck_backend"), self.selection.suites, device)
+            backends, _ = choose_backends(
+                option("attncheck_backend"), self.selection.suites, device, self.selection.cases
+            )
         except QuestionError as error:
             raise pytest.UsageError(f"attncheck: {error}") from error
         self.plan = Plan(

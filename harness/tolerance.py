@@ -29,6 +29,9 @@ from attncheck.reference import AttentionParams, Precision
 K = 3.0
 """How many times the loss of an honest low-precision run is allowed."""
 
+ROUNDINGS = 2
+"""How many roundings of the output are allowed in any case; of latent attention more, since more is rounded."""
+
 _FLOAT32 = 2.0**-24
 
 _VANISHING = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-120, torch.float32: 2.0**-120}
@@ -57,12 +60,14 @@ def budget_of(
     lse: Tensor,
     honest: Iterable[tuple[Tensor, Tensor]] = (),
     forms: Iterable[tuple[Rows, AttentionParams]] = (),
+    roundings: int = ROUNDINGS,
 ) -> Budget:
     """The budget of a kernel in ``dtype`` around a truth (float64 ``out [T, H, Dv]``, ``lse [T, H]``).
 
     ``honest``: what low-precision runs of the question answer (output, LSE), where kernels may go about it in more than
     one way: the largest loss counts. By default one plain run. ``forms``: other questions with the same scores, which
-    kernels may ask instead: the largest bound on the scores and the longest products count.
+    kernels may ask instead: the largest bound on the scores and the longest products count. ``roundings``: how many of
+    the output are allowed in any case.
     """
     runs = list(honest) or [rows.attend(params, Precision.kernel(dtype))]
     losses = [low_out.double() - out for low_out, _ in runs]
@@ -70,14 +75,19 @@ def budget_of(
     bracket = torch.stack(
         [float32_bracket(score_bound(*form), form[1].head_size) for form in ((rows, params), *forms)]
     ).amax(0)
-    norm, peak = allowed_errors(losses, out, bracket, weighted, dtype)
+    norm, peak = allowed_errors(losses, out, bracket, weighted, dtype, roundings)
     lse_loss = torch.stack([_lse_loss(lse, low_lse.double()) for _, low_lse in runs]).amax(0)
     u = torch.finfo(dtype).eps / 2
     return Budget(norm, peak, bracket + u + _sum_rounding(rows, lse) + lse_loss)
 
 
 def allowed_errors(
-    losses: Sequence[Tensor], truth: Tensor, bracket: Tensor, weighted: Tensor, dtype: torch.dtype
+    losses: Sequence[Tensor],
+    truth: Tensor,
+    bracket: Tensor,
+    weighted: Tensor,
+    dtype: torch.dtype,
+    roundings: int = ROUNDINGS,
 ) -> tuple[Tensor, Tensor]:
     """The module's formula: allowed 2-norm and max norm of the error of each row and head, float64 ``[T, H]``.
 
@@ -86,7 +96,7 @@ def allowed_errors(
     u = torch.finfo(dtype).eps / 2
     vanishing = torch.full_like(truth[:, :, :1], _VANISHING[dtype]).expand_as(truth)
     norm, peak = (
-        torch.maximum(K * torch.stack([size(loss) for loss in losses]).amax(0), 2 * u * size(truth))
+        torch.maximum(K * torch.stack([size(loss) for loss in losses]).amax(0), roundings * u * size(truth))
         + bracket * size(weighted)
         + size(vanishing)
         for size in (_norm, _peak)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attncheck.errors import BlindCaseError
-from attncheck.harness.exact import honest_answers, other_forms, params_of, rows_of
+from attncheck.harness.exact import honest_answers, other_forms, params_of, roundings_of, rows_of
 from attncheck.harness.hypotheses import toggles
 from attncheck.harness.output_codes import OutputCodes, output_codes, output_error
 from attncheck.harness.problem import Problem
@@ -45,9 +45,8 @@ def truth_of(problem: Problem, device: torch.device) -> Truth:
     """
     params, rows = params_of(problem), rows_of(problem, device)
     out, lse = rows.attend(params)
-    budget = budget_of(
-        rows, params, problem.dtype, out, lse, honest_answers(problem, rows, params), other_forms(problem, rows)
-    )
+    honest, forms = honest_answers(problem, rows, params), other_forms(problem, rows)
+    budget = budget_of(rows, params, problem.dtype, out, lse, honest, forms, roundings_of(problem))
     if problem.case.tolerance is not None:
         budget = budget.scaled(problem.case.tolerance.factor)
     truth = Truth(params, rows, out, lse, budget, output_codes(problem.layer))

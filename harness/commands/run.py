@@ -168,7 +168,7 @@ def _plan(
     chosen, notes = suite_device(selection.suites, device)
     if no_backends:
         return Plan(cases=selection.cases, backends=(), device=chosen, seed=seed), notes
-    backends, more = choose_backends(refs, selection.suites, chosen)
+    backends, more = choose_backends(refs, selection.suites, chosen, selection.cases)
     if refs:
         refuse_unavailable(backends, chosen)
     plan = Plan(cases=selection.cases, backends=backends, checks=selection.checks, device=chosen, seed=seed, dump=dump)
