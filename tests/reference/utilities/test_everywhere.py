@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.reference import (
@@ -30,6 +30,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@settings(max_examples=25)
 @given(requests=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=5))
 def test_asked_twice_and_in_either_width(name, requests, common, unchanged, plain):
     query_lens, seq_lens = [q for q, _ in requests], [q + c for q, c in requests]
