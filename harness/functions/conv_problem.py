@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from attncheck.cases.model import Case
 from attncheck.harness.problem import DEFAULT_INPUTS, TORCH_DTYPES
@@ -161,7 +162,8 @@ def conv_truth(problem: ConvProblem, device: torch.device) -> ConvTruth:
     """The right answer, and how far from it a right kernel may be.
 
     Honest runs compute in float32 and round once; or they round every product to the dtype, as kernels do that multiply
-    what they loaded. ``exp`` inside of the activation inherits the rounding of its argument.
+    what they loaded; or the sums, as two functions in a row do. ``exp`` inside of the activation inherits the rounding
+    of its argument.
     """
     activation, real = problem.options.activation, len(problem.positions)
     y, states = convolve(problem, device)
@@ -171,7 +173,9 @@ def conv_truth(problem: ConvProblem, device: torch.device) -> ConvTruth:
     slope = 1.0 if activation is None else _SILU_SLOPE
     products = slope * torch.finfo(problem.dtype).eps / 2 * squares.sqrt()
     reach = torch.zeros_like(y[:, :1]) if activation is None else sums.abs().amax(dim=1, keepdim=True)
-    losses = [(low - y)[:, None], products[:, None]]
+    rounded = sums.to(problem.dtype).double()
+    twice = (rounded if activation is None else silu(rounded)).to(problem.dtype).double()
+    losses = [(low - y)[:, None], products[:, None], (twice - y)[:, None]]
     bracket = float32_bracket(reach, problem.options.width)
     norm, peak = allowed_errors(losses, y[:, None], bracket, slope * weighted[:, None], problem.dtype)
     budget = Budget(norm, peak, torch.zeros_like(norm))

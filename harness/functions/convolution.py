@@ -3,7 +3,8 @@
 ``numerics``: the rows of all sequences lie within the budget, no argument but the states changed. ``cache_write``:
 exactly the lines of the sequences remember exactly their last inputs, everything else is what it was, byte for byte.
 ``containment``: lines of nobody, columns no state uses and states of sequences that have none reach neither rows nor
-states. Cannot see: how a kernel cuts sequences into pieces; rows of padding but whether they are finite.
+states. Cannot see: how a kernel cuts sequences into pieces; rows of padding, which a function that returns a tensor of
+its own may leave as it found them.
 """
 
 import math
@@ -94,14 +95,11 @@ class Convolution:
 
     def containment(self) -> Finding:
         """Judge calls with poison where no answer may look."""
-        first = self._first
-        if not bool(torch.isfinite(first.y[len(self._problem.positions) :]).all()):
-            return Broken("rows of padding hold NaN or Inf")
 
         def convolve(fill: _Fill | None) -> _Convolved:
             return self._convolve() if fill is None else self._convolve(*fill)
 
-        poisoning = Poisoning(convolve, first, self._moved, self._wrong)
+        poisoning = Poisoning(convolve, self._first, self._moved, self._wrong)
         regions = self._problem.regions()
         poisons = {"NaN": math.nan, "Inf": math.inf, "0": 0.0}
         for name, value in poisons.items():

@@ -79,7 +79,8 @@ def test_another_seed_is_another_problem_and_the_same_is_the_same(conv_case: Any
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_kernel_that_rounds_its_products_is_within_the_budget(conv_case: Any, dtype: str) -> None:
+@pytest.mark.parametrize("rounds", ["products", "sums"])
+def test_a_kernel_that_rounds_on_its_way_is_within_the_budget(conv_case: Any, dtype: str, rounds: str) -> None:
     problem = build_conv(conv_case((60, 60), (7, 30), (1, 9), dtype=dtype, options={"width": 4}), 0)
     truth = conv_truth(problem, CPU)
     starts = problem.query_start_loc.tolist()
@@ -88,9 +89,10 @@ def test_a_kernel_that_rounds_its_products_is_within_the_budget(conv_case: Any, 
         first, last = starts[request], starts[request + 1]
         past = problem.states[line, :, :3].T * problem.has_initial_state[request]
         tape = torch.cat([past, problem.x[first:last]])
-        z = problem.bias.float() + sum(
-            (tape[k : k + last - first] * problem.weight[:, k]).float() for k in range(4)
-        )  # each product in the dtype
+        carried = problem.dtype if rounds == "products" else torch.float32
+        terms = [tape[k : k + last - first].to(carried) * problem.weight[:, k].to(carried) for k in range(4)]
+        z = problem.bias.float() + sum(term.float() for term in terms)
+        z = z.to(problem.dtype).float() if rounds == "sums" else z
         y[first:last, 0] = torch.nn.functional.silu(z).to(problem.dtype).double()
     assert float(share_of_budget(y - truth.y, truth.budget).max()) < 0.8
 

@@ -168,15 +168,14 @@ def test_a_wrong_convolution_is_told_in_rows(conv_case: Any) -> None:
     assert outcomes(records)["cache_write"] == "passed"
 
 
-def test_rows_of_padding_must_be_finite(conv_case: Any) -> None:
+def test_rows_of_padding_are_the_functions_own(conv_case: Any) -> None:
     def convolve(x: Any, weight: Any, bias: Any, states: Any, starts: Any, *rest: Any, **options: Any) -> Any:
         y = causal_conv1d(x, weight, bias, states, starts, *rest, **options)
         y[10:] = torch.nan
         return y
 
     records = examine(offering(causal_conv1d=convolve), conv_case((10, 12), padding=(1, 3)))
-    assert records["numerics"].outcome == "passed"
-    assert said(records["containment"]) == "rows of padding hold NaN or Inf"
+    assert outcomes(records) == dict.fromkeys(ALL, "passed") | {"lse": "unsupported"}
 
 
 def test_a_failure_is_dumped_with_the_tensors_of_its_question(merge_case: Any, tmp_path: Path) -> None:
