@@ -9,7 +9,7 @@ What ``features`` leaves out the wrapper refuses before the function is called. 
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ def kernel_backend(
     supported_kv_cache_dtypes: Sequence[str] = ("auto",),
     supported_devices: Sequence[str] = ("cpu", "cuda"),
     writer: Writer | None = None,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
     conventions: Conventions | None = None,
     version: str = "",
 ) -> type[PagedBackend]:
@@ -64,14 +65,15 @@ def kernel_backend(
     ``output_scale`` with the feature ``output_quant`` (float32, None where ``out`` takes no codes): what gives a code
     its value.
     ``writer(key, value, key_cache, value_cache, slot_mapping)``, likewise with the scales, stores the new rows; without
-    one the harness does, and the cache is not examined. The function reads a paged cache: no encoder layers.
+    one the harness does, and the cache is not examined. ``functions`` is what the class's ``functions()`` offers besides
+    attention. The function reads a paged cache: no encoder layers.
 
     Raises ``ValueError`` for declarations that contradict each other or a signature that cannot be called so.
     """
     declared, options = frozenset(features), _options(fn, _KERNEL_ARGUMENTS, _KERNEL_OPTIONS)
     _check_declarations(name, declared, options, supported_attn_types)
     writer_options = () if writer is None else _options(writer, _WRITER_ARGUMENTS, _WRITER_OPTIONS)
-    label = name.upper()
+    label, offered = name.upper(), dict(functions or {})
 
     class Backend(PagedBackend):
         @staticmethod
@@ -101,6 +103,10 @@ def kernel_backend(
         @classmethod
         def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
             return list(supported_block_sizes)
+
+        @classmethod
+        def functions(cls) -> dict[str, Callable[..., Any]]:
+            return dict(offered)
 
         @classmethod
         def version(cls) -> str:

@@ -50,6 +50,16 @@ def test_a_right_kernel_is_right(layout, make_step):
     run(backend, PLAIN, make_step, cache=CacheSpec(block_size=4, layout=layout), padding=(2, 5))
 
 
+def test_functions_besides_attention_are_offered_as_they_are():
+    functions = {"reshape_and_cache": reshape_and_cache}
+    backend = kernel_backend(right, name="loops", functions=functions)
+    functions.clear()
+    assert backend.functions() == {"reshape_and_cache": reshape_and_cache}
+    assert kernel_backend(right, name="loops").functions() == {}
+    wrong = kernel_backend(right, name="loops", functions={"reshape": reshape_and_cache})
+    assert any("functions() names 'reshape'" in problem for problem in contract_problems(wrong))
+
+
 def test_without_a_writer_the_cache_is_left_alone(make_step):
     backend = kernel_backend(right, name="loops")
     step = make_step(backend, PLAIN, STEP)
