@@ -65,8 +65,8 @@ def kernel_backend(
     ``output_scale`` with the feature ``output_quant`` (float32, None where ``out`` takes no codes): what gives a code
     its value.
     ``writer(key, value, key_cache, value_cache, slot_mapping)``, likewise with the scales, stores the new rows; without
-    one the harness does, and the cache is not examined. ``functions`` is what the class's ``functions()`` offers besides
-    attention. The function reads a paged cache: no encoder layers.
+    one the harness does, and the cache is not examined. ``functions`` is what the class's ``functions()`` offers. The
+    function reads a paged cache: no encoder layers.
 
     Raises ``ValueError`` for declarations that contradict each other or a signature that cannot be called so.
     """
