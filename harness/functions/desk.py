@@ -4,6 +4,7 @@ Must not know: how a function is examined.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.claims import broken_promise
 from attncheck.harness.dump import dump_tensors
-from attncheck.harness.findings import Finding, Holds, NotExamined
+from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.functions import convolution, merging
 from attncheck.harness.functions.calls import FormError, Function
 from attncheck.harness.stages import StageError, stage
@@ -66,9 +67,10 @@ class FunctionDesk:
         function = stage("functions", lambda: backend.functions().get(self._name))
         absent = () if function is not None else (f"functions() offers no {self._name}",)
         self._reasons = (*absent, *reasons)
-        self._examination = None
+        self._examination = self._later = None
         if function is not None and not reasons:
             self._examination = examination(backend, function, case, seed, device)
+            self._later = partial(examination, backend, function, case, seed + 1, device)
 
     def examine(self, check: str) -> Finding:
         """The finding of one check; StageError where the function raises."""
@@ -89,7 +91,7 @@ class FunctionDesk:
     def _checked(self, examination: Examination, check: str) -> Finding:
         match check:
             case "numerics":
-                return examination.numerics()
+                return self._twice(examination.numerics())
             case "lse":
                 return examination.lse()
             case "cache_write":
@@ -98,6 +100,20 @@ class FunctionDesk:
                 return examination.containment()
             case _:
                 return NotExamined((f"the path examines {self._name}, of which {check} asks nothing",), "attncheck")
+
+    def _twice(self, first: Finding) -> Finding:
+        """``first`` of ``numerics``, if a call with other numbers in tensors of the same shapes is right as well."""
+        if self._later is None or not isinstance(first, Holds):
+            return first
+        second = self._later().numerics()
+        if not isinstance(second, Broken):
+            return first
+        return Broken(
+            f"right as the first question, wrong as the second: {second.summary}",
+            second.figures,
+            "something is kept from an earlier call, or the function is not deterministic",
+            second.details,
+        )
 
     def _claims(self, examination: Examination) -> Finding:
         """What is offered can be called as documented; whether its answer is one is the business of other checks."""
