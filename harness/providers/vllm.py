@@ -72,11 +72,15 @@ def _module(name: str) -> ModuleType | None:
         raise
 
 
+class _Nowhere:
+    """Stands for a class that this version does not have: nothing is an instance of it."""
+
+
 @cache
 def _their(name: str) -> Any:
     """The class of this name, from wherever this version has it."""
     modules = [module for place in MODULES if (module := _module(place)) is not None]
-    return next(getattr(module, name) for module in modules if hasattr(module, name))
+    return next((getattr(module, name) for module in modules if hasattr(module, name)), _Nowhere)
 
 
 class _Translation:

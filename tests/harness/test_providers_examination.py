@@ -1,0 +1,177 @@
+"""Verdicts on fakes: right, wrong, raising, missing, mutating; with and without known departures."""
+
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from attncheck import reference
+from attncheck.harness.providers.batches import ALWAYS
+from attncheck.harness.providers.catalogue import SUBJECTS
+from attncheck.harness.providers.departures import Departure, Departures
+from attncheck.harness.providers.examination import UnfitQuestionError, examine_subject
+from attncheck.harness.providers.provider import Provider
+from attncheck.harness.providers.questions import Setting, Subject, question
+from attncheck.reference import split_attn_metadata, split_decodes_and_prefills, v0
+
+SETTING = Setting(ALWAYS, torch.device("cpu"))
+BY_KEY = {subject.key: subject for subject in SUBJECTS}
+SPLIT = BY_KEY["split_decodes_and_prefills"]
+
+
+def provider(departures=(), adapters=None, **functions):
+    module = ModuleType("fake")
+    vars(module).update(functions)
+    table = Departures("1", tuple(departures))
+    return Provider("fake", "fake", "1", [module], adapters=adapters or {}, departures=table)
+
+
+def examine(subject=SPLIT, departures=(), **functions):
+    return examine_subject(provider(departures, **functions), subject, SETTING)
+
+
+@pytest.mark.parametrize("key", [subject.key for subject in SUBJECTS])
+def test_the_reference_itself_is_equal_in_every_question(key):
+    subject = BY_KEY[key]
+    ours = Provider("reference", "reference", "1", [reference], v0=[v0])
+    seen = examine_subject(ours, subject, SETTING)
+    assert seen is not None
+    assert seen.verdict == "equal"
+    assert seen.counts == {"equal": seen.questions}
+    assert seen.questions > 0
+
+
+@pytest.mark.parametrize("key", [subject.key for subject in SUBJECTS])
+def test_a_subject_that_is_not_there_is_missing(key):
+    assert examine(BY_KEY[key]) is None
+
+
+def test_a_wrong_answer_is_told_with_both_values():
+    def split(common_attn_metadata, decode_threshold=1, require_uniform=False):
+        answer = split_decodes_and_prefills(common_attn_metadata, decode_threshold, require_uniform)
+        return (*answer[:3], answer[3] + 1) if answer[1] else answer
+
+    seen = examine(split_decodes_and_prefills=split)
+    assert seen.verdict == "differs"
+    assert 0 < seen.counts["differs"] < seen.questions
+    assert seen.first.question == "one prompt (q 9 / s 9): threshold 1"
+    (difference,) = seen.first.differences
+    assert (difference.place, difference.expected, difference.seen) == ("returned[3]", "9", "10")
+
+
+def test_raising_where_an_answer_was_due_is_told():
+    def split(common_attn_metadata, decode_threshold=1, require_uniform=False):
+        if require_uniform:
+            raise NotImplementedError("uniform batches")
+        return split_decodes_and_prefills(common_attn_metadata, decode_threshold, require_uniform)
+
+    seen = examine(split_decodes_and_prefills=split)
+    assert seen.verdict == "differs"
+    assert seen.first.differences[0].seen == "a refusal (NotImplementedError: uniform batches)"
+
+
+def test_answering_what_must_be_refused_differs():
+    def split(common_attn_metadata, decode_threshold=1, require_uniform=False):
+        return split_decodes_and_prefills(common_attn_metadata, max(decode_threshold, 0), require_uniform)
+
+    seen = examine(split_decodes_and_prefills=split)
+    assert seen.counts["differs"] == 1
+    assert seen.first.question.endswith("threshold -1")
+
+
+def test_writing_into_an_argument_differs():
+    def split(common_attn_metadata, decode_threshold=1, require_uniform=False):
+        answer = split_decodes_and_prefills(common_attn_metadata, decode_threshold, require_uniform)
+        common_attn_metadata.query_start_loc_cpu += 1
+        return answer
+
+    seen = examine(split_decodes_and_prefills=split)
+    assert seen.verdict == "differs"
+    assert {d.place for d in seen.first.differences} == {"arguments.common_attn_metadata.query_start_loc_cpu[0]"}
+
+
+def test_a_renamed_parameter_differs_and_a_further_optional_one_does_not():
+    def renamed(common_attn_metadata, threshold=1, require_uniform=False):
+        return split_decodes_and_prefills(common_attn_metadata, threshold, require_uniform)
+
+    def further(common_attn_metadata, decode_threshold=1, require_uniform=False, hint=None):
+        return split_decodes_and_prefills(common_attn_metadata, decode_threshold, require_uniform)
+
+    seen = examine(split_decodes_and_prefills=renamed)
+    assert seen.verdict == "differs"
+    assert seen.first.question == "its parameters"
+    assert "parameters.decode_threshold" in {difference.place for difference in seen.first.differences}
+    assert examine(split_decodes_and_prefills=further).verdict == "equal"
+
+
+def test_a_function_that_takes_anything_is_judged_by_its_answers():
+    def split(*arguments, **keywords):
+        return split_decodes_and_prefills(*arguments, **keywords)
+
+    assert examine(split_decodes_and_prefills=split).verdict == "equal"
+
+
+def causal(ubatch_slices, common_attn_metadata):
+    """As vLLM does: the micro-batches forget that the batch was not causal."""
+    return [replace(made, causal=True) for made in split_attn_metadata(ubatch_slices, common_attn_metadata)]
+
+
+CAUSAL = Departure(
+    "split_attn_metadata", "judgement", "forgets", places=("returned[].causal",), tags=frozenset({"not causal"})
+)
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [("judgement", "judged"), ("drift", "drifted")])
+def test_a_known_departure_is_no_failure_and_is_counted(kind, verdict):
+    known = replace(CAUSAL, kind=kind)
+    seen = examine(BY_KEY["split_attn_metadata"], [known], split_attn_metadata=causal)
+    assert seen.verdict == verdict
+    assert seen.counts[verdict] == seen.shown[known] > 0
+    assert seen.counts["equal"] == seen.questions - seen.counts[verdict]
+    assert seen.stale == ()
+
+
+def test_a_departure_explains_nothing_but_what_it_is_about():
+    def wrong(ubatch_slices, common_attn_metadata):
+        made = causal(ubatch_slices, common_attn_metadata)
+        return [replace(each, num_reqs=each.num_reqs + (not common_attn_metadata.causal)) for each in made]
+
+    seen = examine(BY_KEY["split_attn_metadata"], [CAUSAL], split_attn_metadata=wrong)
+    assert seen.verdict == "differs"
+    assert [difference.place for difference in seen.first.differences] == ["returned[0].num_reqs"]
+
+
+def test_a_departure_that_no_longer_shows_is_stale():
+    seen = examine(BY_KEY["split_attn_metadata"], [CAUSAL], split_attn_metadata=split_attn_metadata)
+    assert seen.verdict == "equal"
+    assert seen.stale == (CAUSAL,)
+
+
+def test_a_departure_of_form_is_shown_by_the_object_itself():
+    known = Departure("split_attn_metadata", "drift", "is ours", shows=lambda target: target is split_attn_metadata)
+    subject = BY_KEY["split_attn_metadata"]
+    assert examine(subject, [known], split_attn_metadata=split_attn_metadata).verdict == "drifted"
+    assert known.is_form
+    assert not CAUSAL.is_form
+
+    def copy(ubatch_slices, common_attn_metadata):
+        return split_attn_metadata(ubatch_slices, common_attn_metadata)
+
+    assert examine(subject, [known], split_attn_metadata=copy).stale == (known,)
+
+
+def test_an_upper_bound_is_counted_and_no_failure():
+    def loose(ubatch_slices, common_attn_metadata):
+        made = split_attn_metadata(ubatch_slices, common_attn_metadata)
+        return [replace(each, max_seq_len=each.max_seq_len + 3) for each in made]
+
+    seen = examine(BY_KEY["split_attn_metadata"], split_attn_metadata=loose)
+    assert seen.verdict == "equal"
+    assert seen.bounds > 0
+
+
+def test_a_question_that_does_not_fit_the_reference_is_a_fault_of_ours():
+    wrong = Subject("PAD_SLOT_ID", lambda _: [question("its value", refused=True)], lambda target: target)
+    with pytest.raises(UnfitQuestionError, match="which it should refuse"):
+        examine_subject(provider(PAD_SLOT_ID=-1), wrong, SETTING)
