@@ -54,7 +54,7 @@ def entry_point(monkeypatch):
 
 
 def test_built_in_backends_load_by_name():
-    assert builtin_names() == ("reference", "torch_sdpa", "flex_attention")
+    assert builtin_names() == ("reference", "torch_sdpa", "flex_attention", "reference_mla", "torch_mla")
     for name in builtin_names():
         loaded = load(name)
         assert (loaded.name, loaded.ref, loaded.origin) == (name, name, "built in")
@@ -66,7 +66,8 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
     with pytest.raises(UnknownNameError) as caught:
         load("torch_spda")
     assert str(caught.value) == (
-        "unknown backend 'torch_spda'; did you mean 'torch_sdpa'? (known: reference, torch_sdpa, flex_attention)"
+        "unknown backend 'torch_spda'; did you mean 'torch_sdpa'? (known: reference, torch_sdpa, flex_attention, "
+        "reference_mla, torch_mla)"
     )
 
 
@@ -198,7 +199,7 @@ def test_features_that_are_no_set_break_the_contract(file):
 
 def test_an_entry_point_is_a_name(entry_point, file):
     entry_point(theirs="attncheck.backends.torch_sdpa:SDPABackend", reference="no.such:Thing")
-    assert known_names() == ("reference", "torch_sdpa", "flex_attention", "theirs")
+    assert known_names() == (*builtin_names(), "theirs")
     loaded = load("theirs")
     assert (loaded.name, loaded.origin) == ("theirs", "entry point of an unknown distribution")
     assert loaded.backend is SDPABackend

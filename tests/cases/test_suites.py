@@ -21,6 +21,7 @@ SUITES = [
     "head_sizes",
     "merge",
     "mixed",
+    "mla",
     "named_batches",
     "padding",
     "prefill",

@@ -152,7 +152,10 @@ def test_every_miniature_is_expected_somewhere(file):
 
 @pytest.mark.parametrize("suite", suite_names())
 def test_answers_that_ignore_the_scores_fail_every_case(suite):
-    backends = tuple(load(f"{HERE / 'constants.py'}:{name}") for name in CAUGHT_BY["constants.py"])
+    blind = [f"constants.py:{name}" for name in CAUGHT_BY["constants.py"]]
+    if suite == "mla":
+        blind = ["mla.py:LatentZeros", "mla.py:LatentConstant", "mla.py:LatentMean"]
+    backends = tuple(load(f"{HERE / name}") for name in blind)
     plan = Plan(cases=load_suite(suite).cases, backends=backends, checks=("numerics",))
     examined = [r for r in Examiner(plan).run() if r.outcome != "unsupported"]
     assert examined
