@@ -227,6 +227,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         name, heads = self.backend.get_name(), self.num_heads
         if not isinstance(metadata, LatentMetadata):
             raise TypeError(f"{name}: attn_metadata is a {type(metadata).__qualname__}, not a LatentMetadata")
+        w_uk, _ = self.projections
         tokens, slots = metadata.common.num_actual_tokens, len(metadata.common.slot_mapping)
         size, cached = self.qk_nope_head_dim + self.qk_rope_head_dim, self.kv_lora_rank + self.qk_rope_head_dim
         wanted: tuple[tuple[str, Tensor | None, int, tuple[int, ...]], ...] = (
@@ -247,6 +248,8 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
             wrong.append(f"query_start_loc ends at {metadata.num_rows}, beyond num_actual_tokens {tokens}")
         if query.dtype not in self.backend.get_supported_dtypes():
             wrong.append(f"query has dtype {query.dtype}")
+        if query.dtype != w_uk.dtype:
+            wrong.append(f"query has dtype {query.dtype}, the weights {w_uk.dtype}")
         if kv_cache.dim() != 3 or kv_cache.shape[-1] != cached:
             wrong.append(f"kv_cache has shape {tuple(kv_cache.shape)}, not (blocks, block size, {cached})")
         if wrong:

@@ -7,6 +7,7 @@ import torch
 
 from attncheck.backends import registry
 from attncheck.backends.registry import LoadedBackend
+from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, SelectionError, UnknownNameError
 from attncheck.harness.candidates import (
@@ -126,3 +127,15 @@ def test_a_declaration_that_raises_is_not_judged_here(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(loaded.backend, "unavailable_reasons", broken)
     assert unavailable_reasons(loaded, "cpu") == ()
+
+
+def test_by_default_backends_of_the_other_kind_are_left_out_and_named() -> None:
+    plain, latent = (load_suite(name).cases[:2] for name in ("decode", "mla"))
+    backends, notes = choose_backends([], [suite()], "cpu", plain)
+    assert [backend.name for backend in backends] == ["reference", "torch_sdpa", "flex_attention"]
+    assert notes == ("not examined, since no case has a latent cache: reference_mla, torch_mla",)
+    backends, notes = choose_backends([], [suite()], "cpu", latent)
+    assert [backend.name for backend in backends] == ["reference_mla", "torch_mla"]
+    assert notes == ("not examined, since every case has a latent cache: reference, torch_sdpa, flex_attention",)
+    assert len(choose_backends([], [suite()], "cpu", [*plain, *latent])[0]) == len(registry.builtin_names())
+    assert len(choose_backends(["torch_mla"], [suite()], "cpu", plain)[0]) == 1
