@@ -73,7 +73,7 @@ def test_write_then_read_is_the_identity_and_nothing_else_changes(write, packing
     assert torch.equal(raw(memory), raw(around))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(write=writes(), scale=st.floats(0.01, 4), dtype=st.sampled_from((E4M3, E5M2)))
 def test_write_then_read_is_the_code(write, scale, dtype):
     """P22: a float8 pool gets the codes of the rows, whatever its packing."""
@@ -87,7 +87,7 @@ def test_write_then_read_is_the_code(write, scale, dtype):
             assert torch.equal(got, quantize_fp8(rows[: len(slots)][live], factor, dtype).view(torch.uint8))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data(), write=writes(), packing=st.sampled_from(PACKINGS))
 def test_layouts_orders_and_repetitions_agree(data, write, packing):
     """P22: any packing, any order of the rows, in two calls or one, written twice: the same logical pool."""
@@ -126,7 +126,7 @@ def written():
     return write
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data(), packing=st.sampled_from(PACKINGS))
 def test_attention_reads_what_was_written_in_any_packing(data, packing, layers, batches, written, same_bits):
     """P22 layouts agree: the same tokens through strides of any kind give the same bits."""
@@ -135,7 +135,7 @@ def test_attention_reads_what_was_written_in_any_packing(data, packing, layers, 
     same_bits(written(batch, packing).attend(params), batch.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data(), packing=st.sampled_from(PACKINGS))
 def test_copied_blocks_serve_as_well(data, packing, layers, batches, written, same_bits):
     """P22 copy_blocks: copy some blocks to free ones, in K and V, and point the tables there: no bit changes.
@@ -158,7 +158,7 @@ def test_copied_blocks_serve_as_well(data, packing, layers, batches, written, sa
     same_bits([batch.key_cache[rest], batch.value_cache[rest]], [x[rest] for x in before])
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data(), packing=st.sampled_from(PACKINGS))
 def test_swapped_out_and_in_again_is_unchanged(data, packing, layers, batches, written, same_bits):
     """P22 swap_blocks: blocks moved to another pool and back to other places serve as before; the source is kept."""

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_placement_permuted_blocks_give_the_same_bits(data, layers, batches, tiles, same_bits):
     """P1 placement: any injective renaming of the physical blocks, in a pool of any size, applied to the table too."""
@@ -30,7 +30,7 @@ def test_placement_permuted_blocks_give_the_same_bits(data, layers, batches, til
     same_bits(moved.attend(params, **sizes), batch.attend(params, **sizes))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_composition_any_requests_in_any_order_give_their_rows(data, layers, batches, tiles, same_bits, requests_rows):
     """P1 composition: alone, permuted, without some of the others, or twice in the batch (all blocks shared)."""
@@ -42,7 +42,7 @@ def test_composition_any_requests_in_any_order_give_their_rows(data, layers, bat
     same_bits(batch.only(chosen).attend(params, **sizes), (out[rows], lse[rows]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_prefix_sharing_shared_blocks_are_as_good_as_private_ones(data, layers, batches, repage, same_bits):
     """P1 prefix sharing: first pages that several tables name, against a copy of their tokens for every request."""
@@ -54,7 +54,7 @@ def test_prefix_sharing_shared_blocks_are_as_good_as_private_ones(data, layers, 
     same_bits(batch.attend(params), private.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_prefix_sharing_equal_rows_over_the_same_blocks_agree(data, layers, batches, same_bits):
     """P1 prefix sharing: two requests with one table row and one query get one answer."""
@@ -66,7 +66,7 @@ def test_prefix_sharing_equal_rows_over_the_same_blocks_agree(data, layers, batc
     same_bits((out[first], lse[first]), (out[second], lse[second]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_empty_requests_and_rows_of_nobody_leave_the_others_alone(data, layers, batches, same_bits):
     """P10 padding: requests of no rows, whatever their length and table row hold, anywhere in the batch."""

@@ -36,7 +36,7 @@ def encoded():
 lengths = st.lists(st.integers(0, 12), min_size=1, max_size=4)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data(), lens=lengths)
 def test_encoder_permuting_tokens_permutes_rows(data, lens, layers, encoded, tiles, agree):
     """P13: without window and bias the tokens of a sequence have no order."""
@@ -50,7 +50,7 @@ def test_encoder_permuting_tokens_permutes_rows(data, lens, layers, encoded, til
     agree(moved, (out[order], lse[order]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data(), lens=lengths)
 def test_encoder_any_sequences_in_any_order_give_their_rows(data, lens, layers, encoded, tiles, same_bits):
     """P13: each sequence alone equals itself in the batch; nothing leaks between neighbours."""
@@ -64,7 +64,7 @@ def test_encoder_any_sequences_in_any_order_give_their_rows(data, lens, layers, 
     same_bits(part, (out[rows], lse[rows]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data(), lens=lengths)
 def test_encoder_reversed_in_time_under_a_mirrored_window(data, lens, layers, encoded, tiles, agree):
     """P13, P4: ``(W-1, W-1)`` looks both ways alike: reversing every sequence reverses its rows. W over all is none."""
@@ -79,7 +79,7 @@ def test_encoder_reversed_in_time_under_a_mirrored_window(data, lens, layers, en
     agree(varlen_attention(*tokens, ends, ends, over_all), varlen_attention(*tokens, ends, ends, full))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_unequal_lengths_align_at_the_end(data, layers, batches, encoded, tiles, agree):
     """P13: the last Lq query rows over Lk keys equal those rows of a call with all Lk query rows."""
@@ -93,7 +93,7 @@ def test_unequal_lengths_align_at_the_end(data, layers, batches, encoded, tiles,
     agree(fewer, (out[rows], lse[rows]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_cross_rows_do_not_know_how_many_they_are(data, layers, batches, tiles, agree):
     """P13 cross: decoding equals the rows of a longer decoder prefill; decoder lengths and order do not matter."""
@@ -109,7 +109,7 @@ def test_cross_rows_do_not_know_how_many_they_are(data, layers, batches, tiles, 
     agree(other.attend(params, **data.draw(tiles)), (out[rows], lse[rows]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_cross_without_encoder_rows_gives_zeros(data, layers, batches, same_bits, requests_rows):
     """P13 cross: ``encoder_len = 0`` gives 0 (and the sink as lse), and nothing to the neighbours."""

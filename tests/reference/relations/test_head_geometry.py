@@ -30,7 +30,7 @@ def of_heads():
     return choose
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_heads_grouped_equal_keys_and_values_repeated_per_head(data, layers, batches, tiles, agree, of_heads):
     """P8: query head h reads KV head ``h // G``: MHA over K/V repeated G times per head; MQA and MHA included."""
@@ -41,7 +41,7 @@ def test_heads_grouped_equal_keys_and_values_repeated_per_head(data, layers, bat
     agree(repeated.attend(mha, **data.draw(tiles)), batch.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_heads_permuting_groups_and_heads_within_them_permutes_outputs(data, layers, batches, tiles, agree, of_heads):
     """P8: groups in another order, and heads within each group too; slopes and sinks go with their query head."""
@@ -55,7 +55,7 @@ def test_heads_permuting_groups_and_heads_within_them_permutes_outputs(data, lay
     agree(moved.attend(layer, **data.draw(tiles)), (out[:, heads], lse[:, heads]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_heads_one_at_a_time_are_the_layer(data, layers, batches, agree, of_heads):
     """P8: a layer of one query head and its KV head gives that head's column of the whole."""
@@ -67,7 +67,7 @@ def test_heads_one_at_a_time_are_the_layer(data, layers, batches, agree, of_head
     agree(alone.attend(layer), (out[:, head : head + 1], lse[:, head : head + 1]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_heads_of_a_group_with_equal_queries_give_equal_outputs(data, layers, batches, tiles, agree):
     """P8: equal Q inside a group, no slope and no sink of its own: equal rows."""
@@ -79,7 +79,7 @@ def test_heads_of_a_group_with_equal_queries_give_equal_outputs(data, layers, ba
     agree((out, lse), (out[:, first], lse[:, first]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_scale_moves_between_query_and_factor(data, layers, batches, tiles, agree):
     """P9: Q times a and scale times 1/a is neutral; so is K times a."""
@@ -92,7 +92,7 @@ def test_scale_moves_between_query_and_factor(data, layers, batches, tiles, agre
     agree(replace(batch, key_cache=batch.key_cache * a).attend(layer, **sizes), expected)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_scale_zero_is_the_mean_of_what_is_seen(data, layers, batches, tiles, agree, seen, row_places):
     """P9: with scale 0 all keys weigh the same, capped or not: the mean of V, and ``ln n``."""
@@ -107,7 +107,7 @@ def test_scale_zero_is_the_mean_of_what_is_seen(data, layers, batches, tiles, ag
     agree((out, lse), (want_out, want_lse))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_sizes_padded_with_zeros_are_neutral(data, layers, batches, tiles, agree):
     """P9: zeros behind D and Dv, sliced off again; the scale is that of the real D, not of the padded one or of Dv."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attncheck.reference import make_kv_sharing_fast_prefill_common_attn_metadata, reshape_and_cache
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_sharing_layer_leaves_the_cache_and_reads_the_targets(data, layers, batches, tiles, same_bits):
     """P17: Q of its own (other heads, window, cap), the target's cache, table and lengths; every byte stays.
@@ -70,7 +70,7 @@ def test_fast_rows_are_those_rows_of_the_full_call(data, layers, batches, armed,
     same_bits([batch.key_cache, batch.value_cache], before)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_fast_prefill_changes_neither_keys_nor_a_pure_decode(data, layers, batches, armed):
     """P17: lengths and tables are the batch's own; where every request has one row at most, so is the whole batch."""

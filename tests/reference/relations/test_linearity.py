@@ -13,7 +13,7 @@ def draw_values(batch, size, seed):
     return torch.randn(*batch.value_cache.shape[:3], size, dtype=torch.float64, generator=generator)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_linearity_in_the_values(data, layers, batches, tiles, agree, same_bits):
     """P1 linearity: ``out(a V + b V') = a out(V) + b out(V')``, and the lse does not know V."""
@@ -27,7 +27,7 @@ def test_linearity_in_the_values(data, layers, batches, tiles, agree, same_bits)
     agree(replace(batch, value_cache=a * v + b * w).attend(params, **sizes), (a * out_v + b * out_w, lse))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_linearity_values_of_one_give_the_share_of_the_keys(data, layers, batches, tiles, agree):
     """P1: V = 1 gives ``Z_keys / Z``: ``exp(lse without the sink - lse)``; 1 without sinks, 0 where nothing is seen."""
@@ -40,7 +40,7 @@ def test_linearity_values_of_one_give_the_share_of_the_keys(data, layers, batche
     agree((out, lse), (share.unsqueeze(-1).expand_as(out), lse))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_linearity_one_hot_values_are_the_influence_map(data, layers, batches, tiles, seen, agree, row_places):
     """P1: unit vectors as V read out the softmax row: 0 exactly where not seen, above where seen; it times V is out."""
@@ -66,7 +66,7 @@ def test_linearity_one_hot_values_are_the_influence_map(data, layers, batches, t
     agree((product, lse), (out, lse))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_shift_of_all_scores_of_a_row_moves_only_the_lse(data, layers, batches, tiles, agree):
     """P1 shift: one more dimension, 1 in every key, adds a constant of the row and head; no sinks, no cap."""

@@ -24,7 +24,7 @@ def test_local_attention_is_causal_attention_on_the_virtual_batch(
     agree(attend_as(virtual, batch.query, *caches, plain, **data.draw(tiles)), batch.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_chunk_over_everything_keeps_the_batch(data, layers, batches, metadata_of, attend_as, same_bits):
     """P11: C >= max seq_len: one virtual request each, of the same lengths."""

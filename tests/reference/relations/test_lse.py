@@ -19,7 +19,7 @@ def one_key_each():
     return states
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_lse_of_disjoint_key_sets_adds_up(data, layers, batches, tiles, agree):
     """P10: any partition of the keys, by any rule: lse of the union is ``logaddexp`` of the parts' (no sinks)."""
@@ -37,7 +37,7 @@ def test_lse_of_disjoint_key_sets_adds_up(data, layers, batches, tiles, agree):
     agree((out, total), (out, lse))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_lse_is_at_least_every_score_and_the_sum_of_all(data, layers, batches, tiles, agree, one_key_each):
     """P10: above the greatest score, at most ``ln n`` above it; single keys merged are the whole (P12)."""
@@ -53,7 +53,7 @@ def test_lse_is_at_least_every_score_and_the_sum_of_all(data, layers, batches, t
     agree(merge_many([out for out, _ in states], [lse for _, lse in states]), state)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_lse_falls_when_a_key_is_removed(data, layers, batches, tiles, one_key_each):
     """P10: strictly where the row saw it, by ``ln(1 - weight)``; not by a bit where it did not."""
@@ -75,7 +75,7 @@ def test_lse_falls_when_a_key_is_removed(data, layers, batches, tiles, one_key_e
     assert torch.allclose((after - before)[saw & after.isfinite()], left, rtol=1e-9, atol=1e-10)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_rows_that_see_nothing_are_zero_and_minus_infinity(data, layers, batches, tiles, seen, row_places):
     """P10: no keys, more rows than keys, an empty window or range: 0 and -inf, with sinks 0 and the sink; never NaN."""
@@ -98,7 +98,7 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity(data, layers, batches
     assert (lse[nobody] == -torch.inf).all()
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_lse_is_natural(data, layers, batches, tiles, agree, with_tokens):
     """P10: every key of one request twice, at scale and bias as they are, adds ``ln 2`` and leaves the output."""

@@ -30,7 +30,7 @@ def base(layers):
     return lambda **fixed: layers(**{"causal": True, "attn_chunk_size": None, **fixed})
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_no_ranges_are_the_base_predicate(data, layers, batches, tiles, agree):
     """P19: a mask function without ranges equals no mask function, for every layer."""
@@ -39,7 +39,7 @@ def test_no_ranges_are_the_base_predicate(data, layers, batches, tiles, agree):
     agree(batch.attend(params, mask_fn=prefix_lm(params, []), **data.draw(tiles)), batch.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_one_range_over_everything_is_non_causal(data, base, batches, tiles, agree):
     """P19: the range is ORed after the window, so that it admits what the window hides."""
@@ -50,7 +50,7 @@ def test_one_range_over_everything_is_non_causal(data, base, batches, tiles, agr
     agree(state, batch.attend(replace(params, causal=False, window=(-1, -1))))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_clamped_range_over_everything_is_a_window_open_ahead(data, base, batches, tiles, agree):
     """P19 clamped: ``q - j < W`` holds within the range too: the non-causal layer with ``(W - 1, unlimited)``."""
@@ -61,7 +61,7 @@ def test_a_clamped_range_over_everything_is_a_window_open_ahead(data, base, batc
     agree(state, batch.attend(replace(params, causal=False, window=(width - 1, -1))))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_range_out_of_reach_changes_nothing(data, base, batches, tiles, agree):
     """P19: wholly before the new rows, or past the end; of one token; or past the end in part, as if cut there."""
@@ -77,7 +77,7 @@ def test_a_range_out_of_reach_changes_nothing(data, base, batches, tiles, agree)
     agree(batch.attend(params, mask_fn=beyond, **sizes), batch.attend(params, mask_fn=cut))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_rows_of_one_range_see_one_set(data, base, batches, tiles, agree):
     """P19, both ends inclusive: a row in the range equals the unmasked layer over the keys up to the range's end."""
@@ -94,7 +94,7 @@ def test_rows_of_one_range_see_one_set(data, base, batches, tiles, agree):
         agree((out[row : row + 1], lse[row : row + 1]), tuple(x[row : row + 1] for x in want))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_ranges_are_per_request(data, base, batches, tiles, same_bits, requests_rows):
     """P19: each request under its own ranges equals it under those ranges alone."""
@@ -110,7 +110,7 @@ def test_ranges_are_per_request(data, base, batches, tiles, same_bits, requests_
         same_bits(alone, [x[rows] for x in state])
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_reference_window_between_window_and_causal(data, base, batches, tiles, agree):
     """P19: ``causal and (j < prefix_len or q - j < W)``: prefix 0 is the window, prefix or W over all is causal."""
@@ -133,7 +133,7 @@ def test_reference_window_between_window_and_causal(data, base, batches, tiles, 
     agree(batch.attend(params, mask_fn=reference_window(prefix, width), **sizes), union)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_mask_is_asked_about_real_keys_only_and_each_pair_once(data, layers, batches, tiles):
     """P19: no key at ``j >= seq_len``, no row of nobody, absolute positions, every (row, key) pair exactly once."""

@@ -64,7 +64,7 @@ def test_rows_of_the_parts_are_the_rows_of_the_whole(
     agree([torch.cat(x) for x in zip(*states, strict=True)], batch.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_without_the_causal_rule_requests_stay_whole(data, layers, batches, cut_up, attend_as, same_bits):
     """P21: cuts between requests keep any layer's rows to the bit, and the flag of the batch."""
@@ -81,7 +81,7 @@ def test_without_the_causal_rule_requests_stay_whole(data, layers, batches, cut_
     same_bits([torch.cat(x) for x in zip(*states, strict=True)], batch.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_each_pair_of_query_and_key_exactly_once(data, layers, batches, cut_up, row_places):
     """P21: counted from the parts' own numbers, tables included; lengths, bounds and computed counts fit each other."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from attncheck.reference import varlen_attention
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_paging_any_block_size_is_block_size_one(data, layers, batches, repage, tiles, agree):
     """P1 paging: pages of any size, whole or partly filled, against pages of one token."""
@@ -21,7 +21,7 @@ def test_paging_any_block_size_is_block_size_one(data, layers, batches, repage, 
     agree(large.attend(params, **sizes), single.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_paging_is_ragged_attention_on_the_gathered_keys(data, layers, batches, tiles, agree):
     """P1 paging, P13: unpaged attention over the same tokens in order; key rows of no sequence behind are ignored."""
@@ -42,7 +42,7 @@ def test_paging_is_ragged_attention_on_the_gathered_keys(data, layers, batches, 
     agree(batch.attend(params), flat)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_slack_a_wider_table_and_a_larger_pool_change_no_bit(data, layers, batches, tiles, same_bits):
     """P1 slack: columns past the length hold valid ids, negative ones or nonsense; blocks behind hold garbage."""
@@ -59,7 +59,7 @@ def test_slack_a_wider_table_and_a_larger_pool_change_no_bit(data, layers, batch
     same_bits(slack.attend(params, **sizes), expected)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_slack_columns_past_the_length_of_a_row_are_anything(data, layers, batches, same_bits):
     """P1 slack: each row's own tail of the table, down to its last page, renamed at will."""

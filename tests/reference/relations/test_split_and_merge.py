@@ -44,7 +44,7 @@ def test_split_anywhere_and_merged_is_the_whole(data, layers, batches, parts_of,
     agree(merged(parts_of(data, batch, params, data.draw(cuts))), batch.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_merge_in_any_order_and_grouping(data, layers, batches, parts_of, agree):
     """P12 associative, commutative: states taken two at a time, at random, until one is left; a part split again."""
@@ -59,7 +59,7 @@ def test_merge_in_any_order_and_grouping(data, layers, batches, parts_of, agree)
     agree(states[0], batch.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_merge_with_an_empty_state_is_the_identity(data, layers, batches, agree):
     """P12: empty is -inf or +inf, whatever its out holds; both empty is 0 and -inf."""
@@ -73,7 +73,7 @@ def test_merge_with_an_empty_state_is_the_identity(data, layers, batches, agree)
     agree(merge_attn_states(*empty, *empty), (torch.zeros_like(out), torch.full_like(lse, -torch.inf)))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_state_merged_with_itself_gains_ln_2(data, layers, batches, agree):
     """P12: two equal states: the same output, an lse larger by ``ln 2`` (equal weights, natural base)."""
@@ -83,7 +83,7 @@ def test_a_state_merged_with_itself_gains_ln_2(data, layers, batches, agree):
     agree(merge_attn_states(out, lse, out, lse), (out, lse + torch.tensor(2.0, dtype=torch.float64).log()))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_cascade_one_block_row_for_all_then_the_rest(data, layers, batches, tiles, agree):
     """P12 cascade: part 1 over the shared prefix as ONE request, not causal; part 2 causal over the rest; merged.
@@ -108,7 +108,7 @@ def test_cascade_one_block_row_for_all_then_the_rest(data, layers, batches, tile
     agree(merge_attn_states(*one, *two), batch.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_cascade_with_a_window_keeps_absolute_positions(data, layers, batches, tiles, agree):
     """P12, P4, P6: with any modifiers the prefix part sees by absolute position, up to all of one row's context."""
@@ -120,7 +120,7 @@ def test_cascade_with_a_window_keeps_absolute_positions(data, layers, batches, t
     agree(merge_attn_states(*one, *two), batch.attend(params))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_needle_is_found_in_whichever_part_it_lies(data, layers, batches, parts_of, agree):
     """P12: one key that outweighs all others, in each position in turn; the merged output is its value."""

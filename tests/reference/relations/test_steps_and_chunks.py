@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from attncheck.reference import compute_slot_mapping, reshape_and_cache
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_steps_each_decode_step_is_a_row_of_the_prefill(data, layers, batches, rows_of, agree):
     """P1 steps (and P6): decode at length n equals row n-1 of a longer prefill; later tokens need not exist yet."""
@@ -41,7 +41,7 @@ def test_steps_a_served_batch_equals_prefill_at_once(data, layers, batches, rows
     done = [0] * len(batch.keys)
     while any(begin < len(k) for begin, k in zip(done, batch.keys, strict=True)):
         ends = [data.draw(st.integers(begin, len(k))) for begin, k in zip(done, batch.keys, strict=True)]
-        if ends == done:
+        if ends == done:  # a step of no rows would leave the loop where it is
             ends = [len(k) for k in batch.keys]
         spans = list(zip(done, ends, strict=True))
         tokens = torch.tensor([(r, p) for r, (a, b) in enumerate(spans) for p in range(a, b)])

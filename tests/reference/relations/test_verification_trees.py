@@ -43,7 +43,7 @@ def verified(batches):
     return draw
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_chain_is_causal(data, layers, batches, tiles, agree):
     """P18: the lower-triangular tree, also a larger one cut to the rows there are, equals causal attention."""
@@ -55,7 +55,7 @@ def test_a_chain_is_causal(data, layers, batches, tiles, agree):
     agree(batch.attend(params, tree_mask=torch.ones(9, 9, dtype=torch.bool)), state)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_row_of_a_tree_is_the_chain_of_its_ancestors(data, layers, verified, tiles, agree, with_tokens):
     """P18: row i equals a decode step over the context and its ancestors' keys, gathered (no window, chunk, bias)."""
@@ -74,7 +74,7 @@ def test_a_row_of_a_tree_is_the_chain_of_its_ancestors(data, layers, verified, t
     agree(with_tokens(steps, keys, values).attend(params), (out[rows], lse[rows]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_node_reaches_itself_and_its_descendants_alone(data, layers, verified, tiles):
     """P18: K and V of a leaf do not influence its siblings; of a node, none but its own branch; no other request."""
@@ -94,7 +94,7 @@ def test_a_node_reaches_itself_and_its_descendants_alone(data, layers, verified,
         assert row in branch or torch.equal(after[1][row], before[1][row])
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_tree_is_anded_with_the_layer(data, layers, verified, tiles, agree):
     """P18: under windows, chunks and biases of flat positions a node sees what both admit, the context unrestricted."""
@@ -115,7 +115,7 @@ def test_a_tree_is_anded_with_the_layer(data, layers, verified, tiles, agree):
         agree((out[rows], lse[rows]), (one[0][rows], one[1][rows]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_verification_rows_are_successive_decode_steps(data, layers, batches, rows_of, tiles, agree):
     """P18: a uniform batch of 1 + K rows each equals K + 1 decode steps of the whole batch, any layer."""
@@ -128,7 +128,7 @@ def test_verification_rows_are_successive_decode_steps(data, layers, batches, ro
         agree(step.attend(params), (out[rows], lse[rows]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_decode_or_prefill_is_a_label(data, layers, batches, tiles, agree, requests_rows):
     """P18: prompts of exactly 1 + K tokens, one-token prompt tails: in one call, or in two split at a threshold."""
