@@ -4,6 +4,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.harness import engine
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.memory import needed_bytes, shortage
+from attncheck.reference.spec import OutputQuantSpec, PathSpec, SplitKVOptions
 from attncheck.reports.records import Record
 
 
@@ -181,21 +183,13 @@ def test_other_machines_and_missing_libraries_are_unavailable(make_case: Any) ->
     assert {record.outcome for record in examiner.run()} == {"unavailable"}
 
 
-@pytest.mark.parametrize(
-    ("layer", "cache", "reason"),
-    [
-        ({"kv_sharing": True}, {}, "kv_sharing"),
-        ({"attn_chunk_size": 32}, {}, "attn_chunk_size 32"),
-        ({}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
-    ],
-)
-def test_what_this_version_cannot_ask_is_said_to_be_its_own_limit(
-    make_case: Any, layer: Any, cache: Any, reason: str
-) -> None:
-    record = examine(ReferenceBackend, make_case(cache=cache, **layer))["claims"]
+def test_what_this_version_cannot_ask_is_said_to_be_its_own_limit(make_case: Any) -> None:
+    case = make_case((1, 70), output_quant=OutputQuantSpec(scale=0.02))
+    split = PathSpec(name="split_kv", options=SplitKVOptions())
+    record = examine(ReferenceBackend, replace(case, batch=replace(case.batch, path=split)))["claims"]
     assert record.outcome == "unsupported"
     assert record.by == "attncheck"
-    assert reason in record.reasons[0]
+    assert record.reasons == ("output_quant by the path 'split_kv': codes of parts of the keys cannot be merged",)
 
 
 def test_a_blind_case_is_set_aside_and_the_run_goes_on(make_case: Any) -> None:

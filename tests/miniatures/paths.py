@@ -5,6 +5,7 @@ catch it.
 """
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -269,7 +270,7 @@ class BuildsOncePerShape(Miniature):
     """Metadata are kept by the number of requests, for all builders of the process."""
 
     class Builder(ReferenceBuilder):
-        kept: dict = {}
+        kept: ClassVar[dict] = {}
 
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
