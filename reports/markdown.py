@@ -12,7 +12,7 @@ from attncheck.reports.records import Errored, Failed, Record, RunHeader, XFaile
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
-from attncheck.reports.utilities import HEADINGS, LEGEND, function_rows, provider_title
+from attncheck.reports.utilities import HEADINGS, LEGEND, function_rows, known_departures, provider_title
 
 
 def render_run(run: Run) -> str:
@@ -73,7 +73,7 @@ def _backends(run: Run, summary: Summary) -> list[str]:
 def _functions(run: Run, provider: str) -> list[str]:
     """The functions of one provider, and what is known of those that depart."""
     rows = function_rows(run.records, provider)
-    notes = [f"- `{row.name}`: {_text(note)}" for row in rows for note in row.notes]
+    notes = [f"- {_text(names)}: {_text(note)}" for names, note in known_departures(rows)]
     return [
         f"## {_text(provider_title(run.header, provider))}",
         f"{_text(LEGEND)}.",

@@ -15,7 +15,14 @@ from attncheck.reports.records import Errored, Failed, Record, RunHeader
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
-from attncheck.reports.utilities import HEADINGS, LEGEND, FunctionRow, function_rows, provider_title
+from attncheck.reports.utilities import (
+    HEADINGS,
+    LEGEND,
+    FunctionRow,
+    function_rows,
+    known_departures,
+    provider_title,
+)
 
 WIDTH = 100
 SHOWN_FAILURES = 3
@@ -96,7 +103,7 @@ def _functions(header: RunHeader, records: Sequence[Record], provider: str, colo
     """The functions of one provider with their verdicts, then what is known of those that depart."""
     rows = function_rows(records, provider)
     table = [HEADINGS, *([row.name, _paint_word(row, color), *row.counts] for row in rows)]
-    notes = [wrap(f"{row.name}: {phrases.printable(note)}", "  ") for row in rows for note in row.notes]
+    notes = [wrap(f"{names}: {phrases.printable(note)}", "  ") for names, note in known_departures(rows)]
     known = "\n".join(["known departures", *notes]) if notes else ""
     return "\n\n".join(part for part in (provider_title(header, provider), _table(table), wrap(LEGEND), known) if part)
 

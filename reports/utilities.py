@@ -39,6 +39,15 @@ def function_rows(records: Sequence[Record], provider: str) -> tuple[FunctionRow
     return tuple(_row(record) for record in records if record.check == UTILITIES and record.backend == provider)
 
 
+def known_departures(rows: Sequence[FunctionRow]) -> tuple[tuple[str, str], ...]:
+    """What is known of the functions: names and a sentence; functions of which the same is known stand together."""
+    owners: dict[str, list[str]] = {}
+    for row in rows:
+        for note in row.notes:
+            owners.setdefault(note, []).append(row.name)
+    return tuple((", ".join(names), note) for note, names in owners.items())
+
+
 def provider_title(header: RunHeader, provider: str) -> str:
     """The provider's name and version."""
     version = next((info.version for info in header.backends if info.name == provider), "")

@@ -92,7 +92,8 @@ def examine_subject(provider: Provider, subject: Subject, setting: Setting) -> E
         if departure.shows is not None and departure.shows(raw):
             examined.shown[departure] += 1
     examined.stale = tuple(departure for departure in known if not examined.shown[departure])
-    examined.shown = +examined.shown
+    # In the order of the table: which departure of a question is seen first is a matter of chance.
+    examined.shown = Counter({each: examined.shown[each] for each in known if examined.shown[each]})
     return examined
 
 

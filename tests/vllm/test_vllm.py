@@ -1,0 +1,75 @@
+"""The real vLLM: every known departure shows, nothing else differs, and docs/ say so. Run by `tox run -e vllm`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck.harness.providers.batches import ALWAYS
+from attncheck.harness.providers.catalogue import SUBJECTS
+from attncheck.harness.providers.examination import examine_subject
+from attncheck.harness.providers.generated import drawn_batches
+from attncheck.harness.providers.provider import load_provider
+from attncheck.harness.providers.questions import Setting
+from attncheck.harness.providers.vllm_departures import DEPARTURES
+from attncheck.reports.store import read_run
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+@pytest.fixture(scope="session")
+def vllm():
+    return load_provider("vllm")
+
+
+@pytest.fixture(scope="session")
+def setting():
+    return Setting((*ALWAYS, *drawn_batches(1)), torch.device("cpu"))
+
+
+def test_it_is_the_version_the_table_was_made_from(vllm):
+    assert vllm.version == DEPARTURES.version
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.key)
+def test_nothing_differs_but_what_is_known_and_all_of_that_shows(vllm, setting, subject):
+    seen = examine_subject(vllm, subject, setting)
+    if seen is None:
+        assert DEPARTURES.why_gone(subject.key)
+        return
+    assert seen.first is None
+    assert seen.stale == ()
+    assert seen.counts["equal"] > 0 or subject.key in ("CommonAttentionMetadata", "subclass_attention_backend")
+
+
+def test_names_that_are_said_to_be_gone_are_gone(vllm):
+    for subject in SUBJECTS:
+        if DEPARTURES.why_gone(subject.key):
+            assert vllm.find(subject.name, subject.generation) is None
+
+
+def test_every_departure_is_of_a_subject():
+    assert {departure.subject for departure in DEPARTURES.known} <= {subject.key for subject in SUBJECTS}
+
+
+def test_the_command_line_examines_it(tmp_path):
+    path = tmp_path / "run.jsonl"
+    words = ["run", "--provider", "vllm", "--output", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "attncheck", *words], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "differs " not in done.stdout.partition("equal: every question")[0]
+    assert {record.outcome for record in read_run(path).records} == {"passed", "unsupported"}
+
+
+def test_the_document_is_up_to_date():
+    words = [str(ROOT / "scripts" / "vllm_utilities.py"), "--check", str(ROOT / "docs" / "vllm-utilities.md")]
+    done = subprocess.run([sys.executable, *words], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
