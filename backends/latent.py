@@ -31,9 +31,10 @@ class LatentBackend(AttentionBackend):
     """A cache row a token: the latent part, then the rotated part. It has no heads, so both layouts are the same."""
 
     accept_output_buffer = True
-    features = frozenset({"mla", "lse", "non_causal", "short_keys"})
+    features = frozenset({"mla", "lse", "non_causal", "short_keys", "fp8_kv"})
     conventions = Conventions(padded_rows="untouched")
     supported_layouts: ClassVar[tuple[str, ...]] = ("NHD", "HND")
+    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16", "float32", *FP8_DTYPES)
 
     @classmethod
     def is_mla(cls) -> bool:

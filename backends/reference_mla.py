@@ -16,8 +16,6 @@ from attncheck.reference.mla_naive import mla_attention_chunked
 class ReferenceMLABackend(LatentBackend):
     """Any sizes, any block size."""
 
-    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32")
-
     @staticmethod
     def get_name() -> str:
         return "REFERENCE_MLA"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionLayer
+from attncheck.backends.fp8 import decode, encode
 from attncheck.backends.gathering import gather_tokens
 from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
 
@@ -59,7 +60,9 @@ class TorchMLAImpl(LatentImpl):
     def write(self, layer: AttentionLayer, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         rows = (slot_mapping >= 0).nonzero().squeeze(1)
         slots, size = slot_mapping[rows], kv_cache.shape[1]
-        kv_cache[slots // size, slots % size] = torch.cat([kv_c[rows], k_pe[rows]], dim=-1).to(kv_cache.dtype)
+        new = torch.cat([kv_c[rows], k_pe[rows]], dim=-1)
+        stored = encode(new, layer._k_scale, kv_cache.dtype) if kv_cache.itemsize == 1 else new.to(kv_cache.dtype)
+        kv_cache[slots // size, slots % size] = stored
 
     def attend(
         self,
@@ -73,8 +76,9 @@ class TorchMLAImpl(LatentImpl):
         for request, start, end, seq_len in metadata.requests():
             tokens = gather_tokens(kv_cache, metadata.common.block_table_tensor[request], 0, seq_len)
             first = seq_len - (end - start)
+            tokens = decode(tokens, layer._k_scale, query.dtype) if tokens.itemsize == 1 else tokens.to(query.dtype)
             forward = self._absorbed if end - start <= DECODE_ROWS else self._up_projected
-            out, lse = forward(query[start:end], tokens.to(query.dtype), first, metadata)
+            out, lse = forward(query[start:end], tokens, first, metadata)
             output[start:end] = out.to(output.dtype)
             if output_lse is not None:
                 output_lse[start:end] = lse

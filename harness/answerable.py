@@ -30,14 +30,12 @@ LATENT_PATHS = frozenset({"mla", "spec_decode", "cascade", "split_kv", "dcp", "m
 
 def unanswered_reasons(case: Case) -> tuple[str, ...]:
     """Why no code of this version can examine ``case``; empty: it can."""
-    layer, cache, path = case.layer, case.cache, case.batch.path.name
+    layer, path = case.layer, case.batch.path.name
     reasons = []
     if path not in ANSWERED_PATHS:
         reasons.append(f"path {path!r} is not examined by this version of attncheck")
     if layer.mla is not None and path not in LATENT_PATHS:
         reasons.append(f"latent attention by the path {path!r} is not examined by this version of attncheck")
-    if layer.mla is not None and cache.kv_cache_dtype not in ("auto", layer.dtype):
-        reasons.append(f"kv_cache_dtype {cache.kv_cache_dtype} of a latent cache is not examined by this version")
     if layer.mla is not None and layer.output_quant is not None:
         reasons.append("output_quant of latent attention is not examined by this version of attncheck")
     if layer.output_quant is not None and path in MERGED_PATHS:

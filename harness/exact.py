@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.latent import naive_layer
-from attncheck.harness.latent_forms import LATENT_ROUNDINGS, absorbed_rows, latent_answers, naive_rows
+from attncheck.harness.latent_forms import (
+    LATENT_ROUNDINGS,
+    CacheRows,
+    absorbed_rows,
+    cache_rows,
+    latent_answers,
+    naive_rows,
+)
 from attncheck.harness.problem import Problem
 from attncheck.harness.rows import Rows
 from attncheck.harness.storage import key_storage, value_storage
@@ -31,7 +38,7 @@ def params_of(problem: Problem) -> AttentionParams:
 def rows_of(problem: Problem, device: torch.device) -> Rows:
     """The question in exact numbers."""
     if problem.up_projections is not None:
-        return naive_rows(problem, problem.up_projections, device)
+        return naive_rows(problem, problem.up_projections, cache_rows(problem, device))
     layer, cache = problem.layer, problem.cache
     return Rows(
         problem.query.to(device),
@@ -47,7 +54,8 @@ def other_forms(problem: Problem, rows: Rows) -> tuple[tuple[Rows, AttentionPara
     """The question as kernels may put it to themselves besides :func:`rows_of`: the scores are the same."""
     if problem.up_projections is None:
         return ()
-    return ((absorbed_rows(problem, problem.up_projections, rows), mla_params(problem.layer).latent),)
+    absorbed = absorbed_rows(problem, problem.up_projections, cache_rows(problem, rows.query.device))
+    return ((absorbed, mla_params(problem.layer).latent),)
 
 
 def roundings_of(problem: Problem) -> int:
@@ -68,7 +76,15 @@ def honest_answers(problem: Problem, rows: Rows, params: AttentionParams) -> Ite
         for read in _readings(problem, rows):
             yield attend(read, params)
     else:
-        yield from latent_answers(problem, problem.up_projections, rows, params, attend)
+        for cached in _cache_readings(problem, rows.query.device):
+            yield from latent_answers(problem, problem.up_projections, cached, params, attend)
+
+
+def _cache_readings(problem: Problem, device: torch.device) -> Iterator[CacheRows]:
+    """A latent cache's rows as kernels may take them out of it: see :func:`_readings`."""
+    yield cache_rows(problem, device)
+    if key_storage(problem.layer, problem.cache).is_fp8:
+        yield CacheRows(problem.keys.to(device).double(), problem.values.to(device).double())
 
 
 def _readings(problem: Problem, rows: Rows) -> Iterator[Rows]:

@@ -6,7 +6,7 @@ what is rounded on the way differs. Must not know: backends, observations.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from attncheck.harness.hypotheses import Hypothesis
 from attncheck.harness.latent import UpProjections
 from attncheck.harness.problem import Problem
 from attncheck.harness.rows import Rows
+from attncheck.harness.storage import key_storage, value_storage
 from attncheck.reference import AttentionParams, Precision, merge_attn_states, mla_params
 
 LATENT_ROUNDINGS = 4
@@ -28,43 +29,60 @@ Answer = tuple[Tensor, Tensor]
 Attend = Callable[[Rows, AttentionParams], Answer]
 
 
-def naive_rows(problem: Problem, weights: UpProjections, device: torch.device) -> Rows:
+@dataclass(frozen=True)
+class CacheRows:
+    """What stands in the cache, float64: latent rows ``[N, 1, L]`` and rotated parts ``[N, 1, E]``."""
+
+    latent: Tensor
+    rotary: Tensor
+
+
+def cache_rows(problem: Problem, device: torch.device) -> CacheRows:
+    """The cache's rows in exact numbers."""
+    layer, cache = problem.layer, problem.cache
+    latent = key_storage(layer, cache).exact(problem.keys.to(device))
+    return CacheRows(latent.double(), value_storage(layer, cache).exact(problem.values.to(device)).double())
+
+
+def naive_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> Rows:
     """The question as ordinary attention over float64 keys and values: exact."""
-    weights, latent, rotary = weights.to(device), problem.keys.to(device), problem.values.to(device)
+    device = cached.latent.device
+    weights = weights.to(device)
     return Rows(
         problem.query.double().to(device),
-        weights.keys(latent, rotary),
-        weights.values(latent),
+        weights.keys(cached.latent, cached.rotary),
+        weights.values(cached.latent),
         problem.cu_seqlens_q.to(device),
         problem.cu_seqlens_k.to(device),
         None if problem.tree is None else problem.tree.to(device),
     )
 
 
-def absorbed_rows(problem: Problem, weights: UpProjections, rows: Rows) -> Rows:
+def absorbed_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> Rows:
     """The same over cache rows: float64 queries ``[T, H, L + E]``, one KV head whose values are the latent part."""
-    device = rows.query.device
-    weights, latent, rotary = weights.to(device), problem.keys.to(device).double(), problem.values.to(device).double()
-    nope, rope = rows.query.split([weights.w_uk.shape[2], rotary.shape[2]], dim=-1)
-    query = torch.cat([torch.einsum("thp,lhp->thl", nope, weights.w_uk.double()), rope], dim=-1)
-    return replace(rows, query=query, keys=torch.cat([latent, rotary], dim=-1), values=latent)
+    rows = naive_rows(problem, weights, cached)
+    w_uk = weights.w_uk.to(rows.query)
+    nope, rope = rows.query.split([w_uk.shape[2], cached.rotary.shape[2]], dim=-1)
+    query = torch.cat([torch.einsum("thp,lhp->thl", nope, w_uk), rope], dim=-1)
+    return replace(rows, query=query, keys=torch.cat([cached.latent, cached.rotary], dim=-1), values=cached.latent)
 
 
 def latent_answers(
-    problem: Problem, weights: UpProjections, rows: Rows, params: AttentionParams, attend: Attend
+    problem: Problem, weights: UpProjections, cached: CacheRows, params: AttentionParams, attend: Attend
 ) -> Iterator[Answer]:
     """What low-precision runs of both forms answer; all that a kernel keeps is rounded to the dtype.
 
-    ``attend``: a low-precision run of an ordinary question. ``rows`` and ``params`` are those of the naive form, which
-    is answered a second time with the context apart, as engines do with prompts that have one, and with roundings of
-    its own, since what these cost a row is a matter of luck.
+    ``attend``: a low-precision run of an ordinary question. ``cached``: the cache's rows as a kernel reads them.
+    ``params`` are those of the naive form, which is answered a second time with the context apart, as engines do with
+    prompts that have one, and with roundings of its own, since what these cost a row is a matter of luck.
     """
     dtype, nope = problem.dtype, weights.w_uk.shape[2]
+    rows = naive_rows(problem, weights, cached)
     yield attend(_kept(rows, nope, dtype), params)
     if not problem.parts and problem.layer.mla is not None:
         other = _kept(rows, nope, dtype, _OTHER_GRID)
         yield _in_pieces(other, params, problem.layer.mla.workspace, Precision.kernel(dtype))
-    absorbed = absorbed_rows(problem, weights, rows)
+    absorbed = absorbed_rows(problem, weights, cached)
     absorbed = replace(absorbed, query=_through(absorbed.query, dtype))
     latent_out, lse = attend(absorbed, mla_params(problem.layer).latent)
     w_uv = weights.w_uv.to(latent_out)
@@ -118,7 +136,7 @@ def latent_guesses(problem: Problem, params: AttentionParams, rows: Rows) -> Ite
         keys[..., part] = 0.0
         lost = replace(rows, keys=keys)
         yield Hypothesis(f"the {name} part of the keys is missing", partial(lost.attend, params))
-    cut = naive_rows(problem, _cut_in_halves(weights), rows.keys.device)
+    cut = naive_rows(problem, _cut_in_halves(weights), cache_rows(problem, rows.keys.device))
     meaning = "the rows of kv_b_proj are taken for all keys, then all values; they alternate by head"
     yield Hypothesis(meaning, partial(cut.attend, params))
 

@@ -23,6 +23,11 @@ def scale_toggles(problem: Problem, params: AttentionParams, rows: Rows) -> Iter
     if not key.is_fp8:
         return
     seen = keys_seen(rows, params)
+    if problem.layer.mla is not None:  # keys and values are made of the same codes
+        if bool((key.scale != 1).any()):
+            unscaled = 1 / key.scale.double()
+            yield Toggle("k_scale", _both("k_scale is left out", params, rows, unscaled, unscaled), seen > 0, True)
+        return
     rivals = seen > (0 if params.sinks is not None else 1)
     parts = (("k_scale", key.scale.double(), rivals), ("v_scale", value.scale.double(), seen > 0))
     for name, scale, acts in parts:
@@ -36,9 +41,15 @@ def scale_guesses(problem: Problem, params: AttentionParams, rows: Rows) -> Iter
     """Faults of scales, for explaining a wrong output."""
     storages = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
     key, value = (storage.scale.double() for storage in storages)
-    if storages[0].is_fp8:
+    if storages[0].is_fp8 and problem.layer.mla is not None:
+        yield from (toggle.hypothesis for toggle in scale_toggles(problem, params, rows))
+        yield _both("k_scale is applied twice", params, rows, key, key)
+        other = torch.tensor(problem.cache.v_scale, dtype=torch.float64).reshape(-1, 1) / key
+        yield _both("v_scale is used for the latent cache", params, rows, other, other)
+    elif storages[0].is_fp8:
         yield from (toggle.hypothesis for toggle in scale_toggles(problem, params, rows))
         yield _both("k_scale and v_scale are left out", params, rows, 1 / key, 1 / value)
+        yield _both("the scales of KV head 0 are used for all heads", params, rows, key[:1] / key, value[:1] / value)
         yield _scaled("k_scale is applied twice", params, rows, "k_scale", key)
         yield _scaled("v_scale is applied twice", params, rows, "v_scale", value)
         yield _both("k_scale and v_scale are applied twice", params, rows, key, value)

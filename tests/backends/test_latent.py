@@ -176,7 +176,7 @@ def test_the_cache_has_one_layout(backend):
         (1, 20, ValueError, "num_kv_heads 1, head_size 20: a latent cache has 1 and 16"),
         (4, [0.5] * 3, NotImplementedError, "alibi is not supported"),
         (5, 9, NotImplementedError, "sliding_window is not supported"),
-        (6, "fp8", NotImplementedError, "kv_cache_dtype fp8 is not supported"),
+        (6, "int8", ValueError, "kv_cache_dtype 'int8' is unknown"),
         (7, 5.0, NotImplementedError, "logits_soft_cap is not supported"),
         (8, "encoder_decoder", NotImplementedError, "attn_type encoder_decoder is not supported"),
         (9, "layer.7", NotImplementedError, "kv_sharing is not supported"),

@@ -5,6 +5,7 @@ catch it.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
@@ -111,6 +112,14 @@ class RotatedPartPerHead(Miniature):
             q_nope, q_pe = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
             turned = [q_pe[:, head].roll(head, dims=-1) for head in range(self.num_heads)]
             return super().answer(layer, torch.cat([q_nope, torch.stack(turned, 1)], -1), kv_cache, metadata)
+
+
+class ReadsByVScale(Miniature):
+    """Reads the latent part of an FP8 row by v_scale, as if it were values; the row has one scale."""
+
+    class Impl(ReferenceMLAImpl):
+        def answer(self, layer, query, kv_cache, metadata):
+            return super().answer(SimpleNamespace(_k_scale=layer._v_scale), query, kv_cache, metadata)
 
 
 # New rows and pieces of the context.

@@ -1,4 +1,4 @@
-"""Faults of latent attention are caught on smoke alone; honest kernels of it are not accused."""
+"""Faults of latent attention are caught on smoke and one case more; honest kernels of it are not accused."""
 
 import ast
 from collections import defaultdict
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.backends.registry import load
-from attncheck.cases.loader import load_suite
+from attncheck.cases.loader import load_suite, select
 from attncheck.harness.engine import Examiner, Plan
 from attncheck.reference.spec import BACKEND_CHECKS
 
@@ -25,6 +25,7 @@ CAUGHT_BY = {
     "CutsAllKeysFirst": ("numerics", ANSWERS),
     "RotatedPartFirst": ("cache_write", {"cache_write"} | ANSWERS),
     "RotatedPartPerHead": ("numerics", ANSWERS),
+    "ReadsByVScale": ("numerics", ANSWERS),
     "DraftsSeeEachOther": ("numerics", ANSWERS),
     "DropsTheLastPiece": ("numerics", ANSWERS),
     "MasksContextByLocalIndex": ("numerics", ANSWERS),
@@ -34,14 +35,16 @@ CAUGHT_BY = {
 NAMED = {
     "ScaleOfTheCacheRow": "the scale is made of the size of a cache row",
     "CutsAllKeysFirst": "the rows of kv_b_proj are taken for all keys, then all values",
+    "ReadsByVScale": "v_scale is used for the latent cache",
     "DraftsSeeEachOther": "the causal mask is missing: its truth fits the 3 wrong rows, all of request 1",
 }
 
 
 @cache
 def records():
-    """Of every miniature over the latent cases of smoke, by name."""
+    """Of every miniature over the latent cases of smoke, and one with a cache of codes, by name."""
     cases = tuple(case for case in load_suite("smoke").cases if case.layer.mla is not None)
+    cases += select(load_suite("mla").cases, ["codes.fp8_e4m3"])
     backends = tuple(load(f"{MINIATURES}:{name}") for name in (*BASES, *CAUGHT_BY))
     examiner = Examiner(Plan(cases=cases, backends=backends))
     found = defaultdict(list)
