@@ -61,7 +61,7 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
             apart = share_of_budget(truth.out - out, truth.budget)
             yield _Misfit(meaning, against, apart, _slack(out, truth))
 
-    asked = chain(_requantised(truth), ((h.meaning, h.ask()[0]) for h in _explanations(problem, truth)))
+    asked = chain(_requantised(truth, output), ((h.meaning, h.ask()[0]) for h in _explanations(problem, truth)))
     factor = _common_factor(truth, values, shares)
     scaled = (f"the output is the right one times {factor:.3g}", truth.out * factor)
     return (
@@ -188,11 +188,16 @@ def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     yield from latent_guesses(problem, truth.params, truth.rows)
 
 
-def _requantised(truth: Truth) -> Iterator[tuple[str, Tensor]]:
-    """(meaning, output) of what goes wrong with the scale of a quantised output."""
-    if truth.codes is not None:
-        yield "output_scale is ignored", truth.out * truth.codes.scale
-        yield "output_scale multiplies the output in place of dividing it", truth.out * truth.codes.scale**2
+def _requantised(truth: Truth, output: Tensor) -> list[tuple[str, Tensor]]:
+    """(meaning, output) of what goes wrong with the scale of a quantised output, the likelier first."""
+    codes = truth.codes
+    if codes is None:
+        return []
+    guesses = {
+        "output_scale is ignored": truth.out * codes.scale,
+        "output_scale multiplies the output in place of dividing it": truth.out * codes.scale**2,
+    }
+    return sorted(guesses.items(), key=lambda guess: float(codes.error(output, guess[1]).norm()))
 
 
 def _too_much_work(truth: Truth) -> bool:

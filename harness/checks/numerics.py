@@ -6,6 +6,7 @@ problem, truth and observation.
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from attncheck.harness.explain import explain
@@ -37,7 +38,8 @@ def examine(problem: Problem, truth: Truth, seen: Observation) -> Finding:
             f"{len(unwritten)} of {shares.shape[0]} rows {what}, first: row {unwritten[0]} "
             f"({problem.row_name(unwritten[0])})",
             figures,
-            details=seen.protocol,
+            _unsaturated(truth, seen),
+            seen.protocol,
         )
     if not bool((shares > 1).any()):
         broken = seen.protocol
@@ -48,6 +50,16 @@ def examine(problem: Problem, truth: Truth, seen: Observation) -> Finding:
         explain(problem, truth, seen.output[: len(shares)], shares),
         seen.protocol,
     )
+
+
+def _unsaturated(truth: Truth, seen: Observation) -> str | None:
+    """Whether just the outputs beyond the range of their codes are NaN."""
+    if truth.codes is None:
+        return None
+    missing = torch.isnan(seen.output[: len(truth.out)].double())
+    beyond = truth.out.abs() > float(torch.finfo(truth.codes.dtype).max) * truth.codes.scale
+    explained = bool(missing.any()) and bool(beyond[missing].all())
+    return "outputs beyond the range of the format become NaN; they have to saturate" if explained else None
 
 
 def output_shares(truth: Truth, seen: Observation) -> Tensor:
