@@ -62,7 +62,7 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     seq_lens_cpu = batch.seq_lens.to("cpu", copy=True)
     computed = seq_lens_cpu - torch.from_numpy(wanted)
     return CommonAttentionMetadata(
-        query_start_loc=query_start_loc.to(batch.query_start_loc.device, batch.query_start_loc.dtype, copy=True),
+        query_start_loc=query_start_loc.to(batch.query_start_loc.device, batch.query_start_loc.dtype),
         query_start_loc_cpu=query_start_loc.to(batch.query_start_loc_cpu.dtype, copy=True),
         seq_lens=batch.seq_lens,
         seq_lens_cpu=seq_lens_cpu,

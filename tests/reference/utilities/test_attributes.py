@@ -1,4 +1,4 @@
-"""The constants, types and enums beside the functions (sections 2, 3, 4.1, 4.3 and 4.4)."""
+"""The constants, types and enums beside the functions."""
 
 import inspect
 from types import SimpleNamespace

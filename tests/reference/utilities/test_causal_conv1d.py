@@ -1,4 +1,4 @@
-"""Programs of the causal conv1d kernel (section 11)."""
+"""Programs of the causal conv1d kernel."""
 
 import pytest
 import torch

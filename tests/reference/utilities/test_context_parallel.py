@@ -1,4 +1,4 @@
-"""Context a rank holds under decode context parallelism (section 14.4)."""
+"""Context a rank holds under decode context parallelism."""
 
 import pytest
 import torch

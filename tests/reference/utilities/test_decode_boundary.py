@@ -1,4 +1,4 @@
-"""Where the prefills of an ordered batch begin (section 7)."""
+"""Where the prefills of an ordered batch begin."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What holds of every function of a batch: nothing given changes, and the same question has the same answer (17)."""
+"""What holds of every function of a batch: nothing given changes, and the same question has the same answer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""KV-sharing fast prefill: the batch reduced to the rows that want logits, and backends that see it (section 10)."""
+"""KV-sharing fast prefill: the batch reduced to the rows that want logits, and backends that see it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,15 @@ def test_reduction(q, s, indices, count, starts, longest, computed, dtype, index
     assert got.causal is True
     dropped = ("logits_indices_padded", "num_logits_indices", "encoder_seq_lens", "dcp_local_seq_lens")
     assert [getattr(got, name) for name in dropped] == [None] * 4
+
+
+def test_every_field_keeps_its_own_dtype(common):
+    batch = wanting(common, [6, 4], [6, 9], [9], 1)
+    batch.query_start_loc_cpu, batch.seq_lens = batch.query_start_loc_cpu.long(), batch.seq_lens.long()
+    got = make_kv_sharing_fast_prefill_common_attn_metadata(batch)
+    found = [getattr(got, name).dtype for name in ("query_start_loc", "query_start_loc_cpu", "num_computed_tokens_cpu")]
+    assert found == [torch.int32, torch.int64, torch.int32]
+    assert got.seq_lens_cpu.dtype == torch.int64
 
 
 @pytest.mark.parametrize(("indices", "count"), [(None, None), ([0, 1], 2), ([7], 9)])

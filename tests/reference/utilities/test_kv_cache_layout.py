@@ -1,4 +1,4 @@
-"""The layout of the KV cache: override, environment, default, settled once (section 13)."""
+"""The layout of the KV cache: override, environment, default, settled once."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a plan step needs of each layer, and whether layers agree (sections 14.1 and 14.2)."""
+"""What a plan step needs of each layer, and whether layers agree."""
 
 import copy
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Chunked local attention by virtual requests (section 9)."""
+"""Chunked local attention by virtual requests."""
 
 from itertools import pairwise
 

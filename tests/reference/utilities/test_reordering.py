@@ -1,4 +1,4 @@
-"""Short requests to the front of a batch (section 8)."""
+"""Short requests to the front of a batch."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Views for the verification of speculated tokens (section 12)."""
+"""Views for the verification of speculated tokens."""
 
 import pytest
 import torch

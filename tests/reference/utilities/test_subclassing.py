@@ -1,4 +1,4 @@
-"""Classes made from a backend and from its metadata (section 14.3)."""
+"""Classes made from a backend and from its metadata."""
 
 from dataclasses import dataclass, fields, is_dataclass
 

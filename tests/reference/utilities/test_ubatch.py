@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches (section 6)."""
+"""Cutting a batch into micro-batches."""
 
 from itertools import pairwise
 
@@ -117,6 +117,14 @@ def test_a_padded_tail_belongs_to_the_last_piece(batch_p, plain):
         "encoder_seq_lens": None,
         "dcp_local_seq_lens": None,
     }
+
+
+def test_every_field_keeps_its_own_dtype(common):
+    batch = common([3, 4, 5], [8, 4, 15], dtype=torch.int32)
+    batch.query_start_loc_cpu = batch.query_start_loc_cpu.long()
+    got = _make_metadata_with_slice(piece((0, 2), (0, 5)), batch)
+    names = ("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "num_computed_tokens_cpu")
+    assert [getattr(got, name).dtype for name in names] == [getattr(batch, name).dtype for name in names]
 
 
 def test_causal_is_kept_and_the_optional_fields_are_not(common):
