@@ -51,7 +51,12 @@ def rows_of(problem: Problem, device: torch.device) -> Rows:
 
 
 def other_forms(problem: Problem, rows: Rows) -> tuple[tuple[Rows, AttentionParams], ...]:
-    """The question as kernels may put it to themselves besides :func:`rows_of`: the scores are the same."""
+    """The question as kernels may put it to themselves besides :func:`rows_of`: the scores are the same.
+
+    What float32 may lose of a score of products ``a_i b_i`` is bounded by roundings of ``sum |a_i b_i| <= |a| |b|``. A
+    latent query and a cache row are longer than query and key, by about ``sqrt(L / P)``, though their product is the
+    same: the bound of the absorbed form is the larger one.
+    """
     if problem.up_projections is None:
         return ()
     absorbed = absorbed_rows(problem, problem.up_projections, cache_rows(problem, rows.query.device))
