@@ -12,6 +12,9 @@ drives candidates by this and by nothing else. A step, in order, under ``torch.n
     impl.do_kv_cache_update(attn_layer, key, value, kv_cache, slot_mapping)   # only where forward does not include it
     impl.forward(attn_layer, query, key, value, kv_cache, metadata, output=output)   # [, output_lse=]
 
+Of a layer with a latent cache the impl is an ``MLAAttentionImpl``: its constructor takes more keywords, key and value
+are ``kv_c_normed`` and ``k_pe``, and the output is flat.
+
 Errors a candidate raises: ``ValueError`` for a value (size, shape, dtype), ``NotImplementedError`` for a feature or a
 combination, ``TypeError`` for an object of the wrong kind, ``RuntimeError`` for calls in the wrong order. What it
 cannot do it refuses before the output or the cache changes; a feature quietly ignored is the worst bug of all.
