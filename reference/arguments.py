@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +60,17 @@ def require_positive_int(name: str, value: object) -> None:
     """Refuses a count that is no integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ReferenceArgumentError(name, value, "an integer >= 1")
+
+
+def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """The value as a Python integer; refuses what is none, and one outside ``low <= value <= high``."""
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        number = int(value)
+        if low <= number and (high is None or number <= high):
+            return number
+    raise ReferenceArgumentError(
+        name, value, f"an integer of at least {low}" + ("" if high is None else f", at most {high}")
+    )
 
 
 def require_shard(block_size: int, dcp_size: int, dcp_rank: int, interleave: int) -> None:

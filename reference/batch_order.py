@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from attncheck.errors import ReferenceArgumentError
-from attncheck.reference.host_batch import query_bounds, require_int
+from attncheck.reference.arguments import require_int
+from attncheck.reference.host_batch import query_bounds
 from attncheck.reference.metadata import CommonAttentionMetadata
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
-from attncheck.reference.arguments import require_index, require_positive_int
-from attncheck.reference.host_batch import require_int
+from attncheck.reference.arguments import require_index, require_int, require_positive_int
 
 
 def get_dcp_local_seq_lens(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
-from attncheck.reference.host_batch import Integers, query_bounds, require_int
+from attncheck.reference.arguments import require_int, require_shape
+from attncheck.reference.host_batch import Integers, query_bounds
 from attncheck.reference.metadata import CommonAttentionMetadata
 from attncheck.reference.subclassing import subclass_attention_backend
 
@@ -52,6 +53,7 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
         return batch
     indices_padded, count = _armed(batch)
     starts, query_lens = query_bounds(batch)
+    require_shape("seq_lens", batch.seq_lens, len(query_lens))
     indices = _logits_indices(indices_padded, count, starts)
     # The indices ascend, so the number below a request's first token is where its own begin.
     new_starts = np.searchsorted(indices, starts)
@@ -126,8 +128,7 @@ def _logits_indices(indices_padded: Tensor, count: int, starts: Integers) -> Int
     """The real indices, on the host: ascending tokens of the batch."""
     if indices_padded.is_floating_point() or indices_padded.is_complex() or indices_padded.dtype == torch.bool:
         raise ReferenceArgumentError("logits_indices_padded.dtype", indices_padded.dtype, "of integers")
-    if indices_padded.dim() != 1:
-        raise ReferenceArgumentError("logits_indices_padded.shape", tuple(indices_padded.shape), "one axis")
+    require_shape("logits_indices_padded", indices_padded, None)
     count = require_int("num_logits_indices", count, 0, len(indices_padded))
     indices: Integers = indices_padded[:count].to("cpu", torch.int64).numpy()
     outside = (indices < starts[0]) | (indices >= starts[-1])

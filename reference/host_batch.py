@@ -12,20 +12,10 @@ import torch
 from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
+from attncheck.reference.arguments import require_int
 from attncheck.reference.metadata import CommonAttentionMetadata
 
 Integers: TypeAlias = npt.NDArray[np.signedinteger[Any]]
-
-
-def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
-    """The value as a Python integer; refuses what is none, and one outside ``low <= value <= high``."""
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        number = int(value)
-        if low <= number and (high is None or number <= high):
-            return number
-    raise ReferenceArgumentError(
-        name, value, f"an integer of at least {low}" + ("" if high is None else f", at most {high}")
-    )
 
 
 def host_array(name: str, tensor: Tensor, size: int | None = None) -> Integers:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
-from attncheck.reference.arguments import require_index
-from attncheck.reference.host_batch import Integers, host_array, query_bounds, require_int
+from attncheck.reference.arguments import require_index, require_int
+from attncheck.reference.host_batch import Integers, host_array, query_bounds
 from attncheck.reference.metadata import CommonAttentionMetadata
 
 

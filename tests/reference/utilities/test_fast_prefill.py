@@ -86,7 +86,7 @@ def test_a_pure_decode_is_the_same_object(indices, count, common):
         ([8], 1, "logits_indices_padded", "last tokens of request 1"),
         ([5, 7, 9], 3, "logits_indices_padded", "last tokens of request 1"),
         ([0, 9], 2, "logits_indices_padded", "last tokens of request 0"),
-        ([[9]], 1, "logits_indices_padded.shape", "one axis"),
+        ([[9]], 1, "logits_indices_padded.shape", "any"),
     ],
 )
 def test_refusals_name_the_argument(indices, count, name, why, common, unchanged):
@@ -94,6 +94,13 @@ def test_refusals_name_the_argument(indices, count, name, why, common, unchanged
     with unchanged(batch), pytest.raises(ReferenceArgumentError, match=why) as refusal:
         make_kv_sharing_fast_prefill_common_attn_metadata(batch)
     assert refusal.value.argument == name
+
+
+def test_lengths_of_another_number_of_requests_are_refused(common):
+    batch = wanting(common, [6, 4], [6, 9], [9], 1)
+    batch.seq_lens = batch.seq_lens[:1]
+    with pytest.raises(ReferenceArgumentError, match="seq_lens"):
+        make_kv_sharing_fast_prefill_common_attn_metadata(batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
