@@ -15,7 +15,7 @@ from attncheck.harness.engine import Examiner, Plan
 from attncheck.reference.spec import BACKEND_CHECKS
 
 HERE = Path(__file__).resolve().parent
-BASES = {"Miniature", "MaskedImpl", "ChangesLse", "ChangesMetadata"}
+BASES = {"CodingImpl", "Miniature", "MaskedImpl", "ChangesLse", "ChangesMetadata"}
 
 ANSWERS = {"numerics", "lse"}
 EVERY = set(BACKEND_CHECKS)
@@ -72,6 +72,19 @@ CAUGHT_BY = {
         "ScalesAnyCache": ("cache_write", {"cache_write"} | ANSWERS),
         "MutatesQuery": ("cache_write", {"cache_write"}),
         "MutatesMetadata": ("cache_write", {"cache_write"}),
+    },
+    "quantised.py": {
+        "MultipliesByTheScale": ("cache_write", {"cache_write"} | ANSWERS),
+        "DoesNotSaturate": ("cache_write", {"cache_write"}),
+        "TruncatesCodes": ("cache_write", {"cache_write"} | ANSWERS),
+        "SwapsScales": ("cache_write", {"cache_write"} | ANSWERS),
+        "TakesFirstHeadsScale": ("numerics", ANSWERS),
+        "ForgetsValueScale": ("numerics", {"numerics"}),
+        "ScalesFloatCache": ("numerics", ANSWERS),
+        "ScalesQuery": ("numerics", ANSWERS),
+        "MultipliesTheOutput": ("numerics", {"numerics"}),
+        "IgnoresOutputScale": ("numerics", {"numerics"}),
+        "OutputDoesNotSaturate": ("numerics", {"numerics"}),
     },
     "outside.py": {
         "FollowsTheTableToItsEnd": ("containment", {"containment"}),
