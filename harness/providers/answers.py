@@ -57,6 +57,10 @@ class Values:
         return tuple(unequal[0].tolist()) if len(unequal) else None
 
 
+class NumpyInt(int):
+    """An integer that came as numpy's: as good as Python's in arithmetic, and no Python integer all the same."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """``returned``: the result in plain values, or a :class:`Refusal`; ``arguments``: what they were afterwards."""
@@ -102,7 +106,9 @@ def plain(value: Any) -> Any:
             return str(value)
         case bool() | np.bool_():
             return bool(value)
-        case int() | np.integer():
+        case np.integer():
+            return NumpyInt(value)
+        case int():
             return int(value)
         case float() | np.floating():
             return float(value)
@@ -143,18 +149,20 @@ def _differences(place: str, expected: Any, seen: Any) -> Iterator[Difference]:
         case dict(), dict():
             for key, value in expected.items():
                 yield from _differences(f"{place}.{key}", value, seen.get(key, ABSENT))
+        case int(), NumpyInt() if type(expected) is int and expected == seen:
+            yield Difference(f"{place}.type", "int", "an integer of numpy's", tolerated=True)
         case list(), list() if len(expected) == len(seen):
             for index, (ours, theirs) in enumerate(zip(expected, seen, strict=True)):
                 yield from _differences(f"{place}[{index}]", ours, theirs)
         case _:
             if type(expected) is not type(seen) or expected != seen:
-                bound = (
-                    place.rpartition(".")[2] in UPPER_BOUNDS
-                    and isinstance(expected, int)
-                    and isinstance(seen, int)
-                    and seen > expected
-                )
+                bound = is_bound(place) and isinstance(expected, int) and isinstance(seen, int) and seen > expected
                 yield Difference(place, _told(expected), _told(seen), tolerated=bound)
+
+
+def is_bound(place: str) -> bool:
+    """Whether what stands there may be larger than the truth."""
+    return place.rpartition(".")[2] in UPPER_BOUNDS
 
 
 def _in_values(place: str, expected: Values, seen: Values) -> Iterator[Difference]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import attncheck.reference
 import attncheck.reference.v0
-from attncheck.harness.providers.answers import Answer, Difference, answer_of, differences
+from attncheck.harness.providers.answers import Answer, Difference, answer_of, differences, is_bound
 from attncheck.harness.providers.departures import Departure
 from attncheck.harness.providers.provider import Provider
 from attncheck.harness.providers.questions import Generation, Question, Setting, Subject
@@ -126,8 +126,8 @@ def _judge(
             kinds |= set() if difference.tolerated else {explanation.kind}
         elif not difference.tolerated:
             unexplained.append(difference)
-        elif question is not None:
-            examined.bounds += 1
+        else:
+            examined.bounds += is_bound(difference.place)
     examined.shown.update(showing)
     if unexplained:
         if examined.first is None:

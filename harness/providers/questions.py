@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from attncheck.harness.providers.batches import Batch
 
@@ -64,6 +65,11 @@ class Subject:
     def key(self) -> str:
         """The name, with its generation where that is not today's: several names mean something else in v0."""
         return self.name if self.generation == "v1" else f"{self.generation}.{self.name}"
+
+
+def are_apart(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share no storage, so that writing into one leaves the other alone."""
+    return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
 def question(text: str, *tags: str, refused: bool = False, **arguments: Any) -> Question:

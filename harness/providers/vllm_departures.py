@@ -46,6 +46,9 @@ def _skips_plain_layers(function: Any) -> bool:
     return not function(config, ["layer"], SimpleNamespace)
 
 
+_ONE_STORAGE = "host and device tensors share storage where the device is the host; the reference keeps them apart"
+
+
 def _of_micro_batches(subject: str, one: str) -> tuple[Departure, ...]:
     """What holds for one micro-batch and for many alike; ``one``: where the metadata of one stands in the answer."""
     return (
@@ -140,7 +143,7 @@ DEPARTURES = Departures(
             places=(REFUSAL,),
             tags=frozenset({"beyond the batch"}),
         ),
-        *_of_micro_batches("_make_metadata_with_slice", "returned"),
+        *_of_micro_batches("_make_metadata_with_slice", "returned.metadata"),
         *_of_micro_batches("split_attn_metadata", "returned[]"),
         Departure(
             "split_decodes_and_prefills",
@@ -192,6 +195,19 @@ DEPARTURES = Departures(
         Departure(
             "make_local_attention_virtual_batches",
             "judgement",
+            "max_query_len is an integer of numpy's",
+            places=("returned.metadata.max_query_len.type",),
+        ),
+        Departure(
+            "make_local_attention_virtual_batches",
+            "judgement",
+            _ONE_STORAGE,
+            places=("returned",),
+            tags=frozenset({"storage"}),
+        ),
+        Departure(
+            "make_local_attention_virtual_batches",
+            "judgement",
             _NO_CHECK + "more new tokens than tokens",
             places=(REFUSAL,),
             tags=frozenset({"malformed"}),
@@ -216,6 +232,13 @@ DEPARTURES = Departures(
             "request; the reference refuses them",
             places=(REFUSAL,),
             tags=frozenset({"indices that are no tail"}),
+        ),
+        Departure(
+            "make_kv_sharing_fast_prefill_common_attn_metadata",
+            "judgement",
+            _ONE_STORAGE,
+            places=("returned",),
+            tags=frozenset({"storage"}),
         ),
         Departure(
             "create_fast_prefill_custom_backend",

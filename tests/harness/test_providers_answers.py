@@ -28,10 +28,9 @@ class Pair:
     ("one", "other"),
     [
         ((1, 2), [1, 2]),
-        (3, np.int32(3)),
         (True, np.bool_(True)),
         (torch.tensor([1, 2], dtype=torch.int32), np.array([1, 2], dtype=np.int32)),
-        (Pair(1, None), Pair(np.int64(1), None)),
+        (Pair(1, None), SimpleNamespace(a=1, b=None)),
         ({"a": 1}, {"a": 1, "further": 2}),
         (Pair(1, 2), SimpleNamespace(a=1, b=2, further=3)),
     ],
@@ -73,6 +72,15 @@ def test_a_maximum_above_the_truth_is_an_upper_bound_and_one_below_is_wrong(name
     assert not wrong.tolerated
     (other,) = differences(returned({"num_reqs": 5}), returned({"num_reqs": 6}))
     assert not other.tolerated
+
+
+def test_an_integer_of_numpys_is_told_and_no_wrong_answer():
+    (found,) = differences(returned({"count": 3}), returned({"count": np.int32(3)}))
+    assert (found.place, found.tolerated) == ("returned.count.type", True)
+    (wrong,) = differences(returned({"count": 3}), returned({"count": np.int32(4)}))
+    assert (wrong.place, wrong.tolerated) == ("returned.count", False)
+    (bound,) = differences(returned({"max_seq_len": 3}), returned({"max_seq_len": np.int32(4)}))
+    assert bound.tolerated
 
 
 def test_both_refusing_is_equal_whatever_they_raise():

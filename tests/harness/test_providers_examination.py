@@ -13,6 +13,7 @@ from attncheck.harness.providers.departures import Departure, Departures
 from attncheck.harness.providers.examination import UnfitQuestionError, examine_subject
 from attncheck.harness.providers.provider import Provider
 from attncheck.harness.providers.questions import Setting, Subject, question
+from attncheck.harness.providers.vllm_departures import DEPARTURES
 from attncheck.reference import split_attn_metadata, split_decodes_and_prefills, v0
 
 SETTING = Setting(ALWAYS, torch.device("cpu"))
@@ -89,6 +90,48 @@ def test_writing_into_an_argument_differs():
     seen = examine(split_decodes_and_prefills=split)
     assert seen.verdict == "differs"
     assert {d.place for d in seen.first.differences} == {"arguments.common_attn_metadata.query_start_loc_cpu[0]"}
+
+
+def test_a_view_where_a_new_tensor_is_due_differs():
+    def slice_query_start_locs(query_start_loc, request_slice):
+        made = reference.slice_query_start_locs(query_start_loc, request_slice)
+        start, stop = request_slice.start, request_slice.stop
+        return query_start_loc[: stop + 1] if start == 0 else made
+
+    seen = examine(BY_KEY["slice_query_start_locs"], slice_query_start_locs=slice_query_start_locs)
+    assert 0 < seen.counts["differs"] < seen.questions
+    assert seen.first.differences[0].place == "returned.are new"
+
+
+def test_a_copy_where_a_view_is_due_differs():
+    def reshape_attn_output_for_spec_decode(attn_output):
+        return reference.reshape_attn_output_for_spec_decode(attn_output).clone()
+
+    subject = BY_KEY["reshape_attn_output_for_spec_decode"]
+    seen = examine(subject, reshape_attn_output_for_spec_decode=reshape_attn_output_for_spec_decode)
+    assert {difference.place for difference in seen.first.differences} == {"returned.is a view"}
+
+
+def test_host_and_device_tensors_that_share_storage_differ():
+    def make_local_attention_virtual_batches(attn_chunk_size, common_attn_metadata, block_size=0):
+        made = reference.make_local_attention_virtual_batches(attn_chunk_size, common_attn_metadata, block_size)
+        return replace(made, seq_lens=made.seq_lens_cpu)
+
+    subject = BY_KEY["make_local_attention_virtual_batches"]
+    seen = examine(subject, make_local_attention_virtual_batches=make_local_attention_virtual_batches)
+    assert seen.counts["differs"] == 1
+    assert seen.first.differences[0].place == "returned.seq_lens"
+
+
+def test_a_padding_request_explains_nothing_about_the_others():
+    def make_local_attention_virtual_batches(attn_chunk_size, common_attn_metadata, block_size=0):
+        made = reference.make_local_attention_virtual_batches(attn_chunk_size, common_attn_metadata, block_size)
+        padded = int(common_attn_metadata.seq_lens_cpu[-1]) == 0
+        return replace(made, seq_lens=made.seq_lens - int(padded))
+
+    subject, known = BY_KEY["make_local_attention_virtual_batches"], DEPARTURES.known
+    seen = examine(subject, known, make_local_attention_virtual_batches=make_local_attention_virtual_batches)
+    assert {difference.place for difference in seen.first.differences} == {"returned.with queries.seq_lens[0]"}
 
 
 def test_a_renamed_parameter_differs_and_a_further_optional_one_does_not():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.harness.providers.questions import Question, Setting, Subject, question
+from attncheck.harness.providers.questions import Question, Setting, Subject, are_apart, question
 
 
 def _programs(target: Any, *, query_start_loc_p: Tensor) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _viewed(target: Any, **arguments: Any) -> dict[str, Any]:
     return {
         "result": made,
         "strides": list(made.stride()),
-        "is a view": made.untyped_storage().data_ptr() == given.untyped_storage().data_ptr(),
+        "is a view": not are_apart(made, given),
     }
 
 

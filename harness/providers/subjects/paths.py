@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from attncheck.harness.providers.batches import ALWAYS, Batch
-from attncheck.harness.providers.questions import Question, Setting, Subject, question
+from attncheck.harness.providers.questions import Question, Setting, Subject, are_apart, question
 from attncheck.reference import CommonAttentionMetadata
 
 TWO = Batch("two prompts", (6, 4), (6, 9), block_size=4)
+HOST = torch.device("cpu")
 DECODES = Batch("two decodes", (1, 1), (6, 9), block_size=4)
 
 
@@ -34,6 +35,14 @@ def _chunks(setting: Setting) -> Iterator[Question]:
         beyond = -(-(max(batch.seq_lens) + 1) // page) * page
         for chunk in dict.fromkeys((page, 2 * page, 4 * page, beyond)):
             yield ask(batch, chunk, page)
+    yield question(
+        f"{TWO}: whose storage, where the device is the host",
+        "storage",
+        attn_chunk_size=4,
+        common_attn_metadata=TWO.metadata(HOST),
+        block_size=4,
+        storage=True,
+    )
     yield ask(TWO, 4, 3, refused=True)
     yield ask(TWO, 4, 0, refused=True)
     yield question(
@@ -46,9 +55,11 @@ def _chunks(setting: Setting) -> Iterator[Question]:
     )
 
 
-def _virtual(target: Any, **arguments: Any) -> dict[str, Any]:
+def _virtual(target: Any, *, storage: bool = False, **arguments: Any) -> dict[str, Any]:
     """The virtual batch, and once more the rows of it that have queries: no padding request concerns them."""
     metadata = target(**arguments)
+    if storage:
+        return _twins_are_apart(metadata)
     real = metadata.query_start_loc_cpu.diff() > 0
     return {
         "metadata": metadata,
@@ -57,6 +68,14 @@ def _virtual(target: Any, **arguments: Any) -> dict[str, Any]:
             "num_computed_tokens_cpu": metadata.num_computed_tokens_cpu[real],
             "block_table_tensor": metadata.block_table_tensor.cpu()[real],
         },
+    }
+
+
+def _twins_are_apart(metadata: CommonAttentionMetadata) -> dict[str, bool]:
+    """Whether a tensor on the host is another than its namesake on the device, also where the device is the host."""
+    return {
+        name: are_apart(getattr(metadata, name), getattr(metadata, f"{name}_cpu"))
+        for name in ("query_start_loc", "seq_lens")
     }
 
 
@@ -81,8 +100,10 @@ def _last_tokens(batch: Batch, count: int) -> list[int]:
     return [token for start, stop in spans for token in range(max(start, stop - count), stop)]
 
 
-def _reduce(target: Any, *, common_attn_metadata: CommonAttentionMetadata) -> dict[str, Any]:
+def _reduce(target: Any, *, common_attn_metadata: CommonAttentionMetadata, storage: bool = False) -> dict[str, Any]:
     reduced = target(common_attn_metadata)
+    if storage:
+        return _twins_are_apart(reduced)
     return {"the same object": reduced is common_attn_metadata, "metadata": reduced}
 
 
@@ -97,6 +118,12 @@ def _reductions(setting: Setting) -> Iterator[Question]:
         yield ask(batch, "the last two tokens of each request", _last_tokens(batch, 2))
         yield ask(batch, "every token", list(range(batch.num_tokens)))
         yield ask(batch, "no token", [], spare=1)
+    yield question(
+        f"{TWO}: whose storage, where the device is the host",
+        "storage",
+        common_attn_metadata=_armed(TWO, HOST, [5, 9], 0),
+        storage=True,
+    )
     yield ask(DECODES, "not armed, all decodes", None)
     yield ask(TWO, "not armed", None, "not armed", refused=True)
     yield ask(TWO, "token 10 of 10", [10], refused=True)

@@ -12,13 +12,18 @@ from typing import Any
 import torch
 
 from attncheck.harness.providers.batches import ALWAYS, Batch
-from attncheck.harness.providers.questions import Question, Setting, Subject, question
-from attncheck.reference import UBatchSlice
+from attncheck.harness.providers.questions import Question, Setting, Subject, are_apart, question
+from attncheck.reference import CommonAttentionMetadata, UBatchSlice
 
 MIXED = next(batch for batch in ALWAYS if batch.name == "mixed")
 
 Cut = tuple[int, int, int, int]
 """First request, behind the last one, first token, behind the last one."""
+
+
+def _slice(target: Any, *, query_start_loc: torch.Tensor, request_slice: slice) -> dict[str, Any]:
+    made = target(query_start_loc, request_slice)
+    return {"start locations": made, "are new": are_apart(made, query_start_loc)}
 
 
 def _slices(setting: Setting) -> Iterator[Question]:
@@ -96,6 +101,16 @@ MEANINGLESS: tuple[tuple[Cut, str], ...] = (
 """Cuts of the batch ``mixed``: empty, from behind request 0, into request 1, ending before request 1."""
 
 
+def _piece(target: Any, *, ubatch_slice: UBatchSlice, attn_metadata: CommonAttentionMetadata) -> dict[str, Any]:
+    made = target(ubatch_slice, attn_metadata)
+    names = ("query_start_loc", "query_start_loc_cpu")
+    return {"metadata": made, "new": {name: _is_new(name, made, attn_metadata) for name in names}}
+
+
+def _is_new(name: str, made: CommonAttentionMetadata, given: CommonAttentionMetadata) -> bool:
+    return are_apart(getattr(made, name), getattr(given, name))
+
+
 def _one_piece(setting: Setting) -> Iterator[Question]:
     for batch in setting.batches:
         metadata = batch.metadata(setting.device)
@@ -139,8 +154,8 @@ def _many_pieces(setting: Setting) -> Iterator[Question]:
 
 
 SUBJECTS = (
-    Subject("slice_query_start_locs", _slices),
+    Subject("slice_query_start_locs", _slices, _slice),
     Subject("UBatchSlice", _slice_questions, _ask_slice, is_function=False),
-    Subject("_make_metadata_with_slice", _one_piece),
+    Subject("_make_metadata_with_slice", _one_piece, _piece),
     Subject("split_attn_metadata", _many_pieces),
 )
