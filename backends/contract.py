@@ -10,7 +10,7 @@ drives candidates by this and by nothing else. A step, in order, under ``torch.n
     builder  = backend.get_builder_cls()(kv_cache_spec, layer_names, vllm_config, device)
     metadata = builder.build(common_prefix_len=0, common_attn_metadata=common)
     impl.do_kv_cache_update(attn_layer, key, value, kv_cache, slot_mapping)   # only where forward does not include it
-    impl.forward(attn_layer, query, key, value, kv_cache, metadata, output=output)   # [, output_lse=]
+    impl.forward(attn_layer, query, key, value, kv_cache, metadata, output=output)   # [, output_lse=][, output_scale=]
 
 Of a layer with a latent cache the impl is an ``MLAAttentionImpl``: its constructor takes more keywords, key and value
 are ``kv_c_normed`` and ``k_pe``, and the output is flat.

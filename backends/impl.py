@@ -18,8 +18,9 @@ M = TypeVar("M")
 class AttentionLayer(Protocol):
     """What ``forward`` may read of the layer it serves.
 
-    Scales are float32 tensors of one element, or of one per KV head; each dequantises (``value = code * scale``) and is
-    1.0 where nothing is quantised. The ``_float`` twins are host copies, since reading a tensor would synchronise.
+    Scales are float32 tensors of one element, or of one per KV head; each dequantises (``value = code * scale``), and
+    means nothing where there are no codes. The ``_float`` twins are host copies, since reading a tensor would
+    synchronise.
     """
 
     _q_scale: Tensor
@@ -87,7 +88,8 @@ class AttentionImpl(ABC, Generic[M]):
         kv_cache: one layer's cache in the backend's logical shape; empty for layers without one and in profiling.
         attn_metadata: None in the profiling run: read nothing, return finite values.
         output: where the backend has ``accept_output_buffer``: written in place and returned.
-        output_scale, output_block_scale: fused output quantisation, for a backend that declares ``output_quant``.
+        output_scale: float32, one element, for an impl whose :meth:`fused_output_quant_supported` said yes to the static
+            key: ``output`` takes the codes of ``x / output_scale``. output_block_scale: likewise, of dynamic keys.
 
         A backend that declares ``lse`` is also given ``output_lse=`` (float32 ``[padded tokens, num_heads]``), which
         it writes in place.
