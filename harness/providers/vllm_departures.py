@@ -46,6 +46,8 @@ def _skips_plain_layers(function: Any) -> bool:
     return not function(config, ["layer"], SimpleNamespace)
 
 
+_LAYOUTS = "layouts are resolved once in the engine, over six of them, and recorded in the cache config"
+_BY_HAND = "fast prefill makes its metadata class by hand"
 _ONE_STORAGE = "host and device tensors share storage where the device is the host; the reference keeps them apart"
 
 
@@ -82,15 +84,9 @@ DEPARTURES = Departures(
             "CommonAttentionMetadata",
             "drift",
             "has no seq_lens_cpu and no num_computed_tokens_cpu: an optional seq_lens_cpu_upper_bound and a method "
-            "that derives the computed tokens stand in their place, and the fields behind them move up",
-            places=("returned.required",),
-        ),
-        Departure(
-            "CommonAttentionMetadata",
-            "drift",
-            "cannot be made by position as before, for the same reason",
-            places=(REFUSAL,),
-            tags=frozenset({"by position"}),
+            "that derives the computed tokens stand in their place, and the fields behind them move up, so that it cannot "
+            "be made by position as before",
+            places=("returned.required", REFUSAL),
         ),
         Departure(
             "AttentionMetadataBuilder",
@@ -296,18 +292,9 @@ DEPARTURES = Departures(
     ),
     gone=(
         ("v0.*", "the first generation was removed"),
-        *(
-            (name, "layouts are resolved once in the engine, over six of them, and recorded in the cache config")
-            for name in (
-                "KVCacheLayoutType",
-                "is_valid_kv_cache_layout",
-                "get_kv_cache_layout",
-                "set_kv_cache_layout",
-            )
-        ),
-        *(
-            (name, "fast prefill makes its metadata class by hand")
-            for name in ("KV_SHARING_FAST_PREFILL_METADATA_FIELDS", "subclass_attention_metadata")
-        ),
+        ("KVCacheLayoutType", _LAYOUTS),
+        ("*_kv_cache_layout", _LAYOUTS),
+        ("subclass_attention_metadata", _BY_HAND),
+        ("KV_SHARING_FAST_PREFILL_METADATA_FIELDS", _BY_HAND),
     ),
 )

@@ -72,7 +72,6 @@ def _metadata(_: Setting) -> Iterator[Question]:
     yield question("its fields")
     yield question(
         "made by position, causal included",
-        "by position",
         names=list(FIRST_FIELDS),
         values=[*range(11), False],
     )

@@ -1,0 +1,74 @@
+"""The section about providers: words, counts, who shares a sentence, and the line that repeats a record."""
+
+from collections.abc import Callable
+
+import pytest
+
+from attncheck.reports import phrases, terminal
+from attncheck.reports.records import BackendInfo, Passed, Record, RunHeader, SuiteInfo
+from attncheck.reports.repro import repro_command
+from attncheck.reports.summary import summarise
+from attncheck.reports.utilities import function_rows, known_departures, provider_title
+
+Make = Callable[..., Record]
+
+
+@pytest.fixture
+def function(make: Make) -> Make:
+    def record(name: str, outcome: str = "passed", **fields: object) -> Record:
+        return make(outcome, suite="utilities", case_id=name, check="utilities", backend="mine", **fields)
+
+    return record
+
+
+@pytest.fixture
+def mine(header: RunHeader) -> RunHeader:
+    return header.model_copy(
+        update={
+            "suites": (*header.suites, SuiteInfo(name="utilities", ref="utilities", cases=3)),
+            "checks": (*header.checks, "utilities"),
+            "backends": (*header.backends, BackendInfo(name="mine", ref="./mine.py", version="7")),
+        }
+    )
+
+
+def test_rows_show_counts_and_a_dash_for_none(function: Make) -> None:
+    figures = {"questions": 9, "equal": 7, "drifted": 2, "judged": 0, "differs": 0, "drifts": 1, "judgements": 0}
+    (row,) = function_rows([function("f", figures=figures)], "mine")
+    assert row.cells == ("f", "drifted", "9", "7", "2", "-", "-")
+    assert function_rows([function("f")], "another") == ()
+
+
+def test_functions_of_which_the_same_is_known_share_a_sentence(function: Make) -> None:
+    gone = {"reasons": ["went away"]}
+    records = [
+        function("f", "unsupported", **gone),
+        function("g", notes=("drift: x",)),
+        function("h", "unsupported", **gone),
+    ]
+    assert known_departures(function_rows(records, "mine")) == (("f, h", "went away"), ("g", "drift: x"))
+
+
+def test_providers_are_counted_apart_from_backends(function: Make, make: Make, mine: RunHeader) -> None:
+    records = [make("passed"), function("f"), function("g", "unsupported", reasons=["went"])]
+    summary = summarise(records, checks=mine.checks)
+    assert "mine" not in summary.backends
+    assert summary.providers == ("mine",)
+    assert "utilities" not in {*summary.checks, *summary.suites}
+    assert (summary.cases, summary.functions) == (1, 2)
+    assert not summary.gaps
+    assert phrases.closing(summary) == "passed: 1 backend, 1 case, 1 provider, 2 functions: 2 passed, 1 unsupported"
+
+
+def test_the_terminal_shows_both(function: Make, make: Make, mine: RunHeader) -> None:
+    text = terminal.render(mine, [make("passed"), function("f")])
+    assert provider_title(mine, "mine") == "utilities of mine 7"
+    assert text.index("backend ") < text.index("utilities of mine 7") < text.index("passed: 1 backend")
+
+
+def test_the_line_that_repeats_it_names_provider_function_and_suites(function: Make, mine: RunHeader) -> None:
+    record = function("v0.f")
+    assert isinstance(record, Passed)
+    record = record.model_copy(update={"backend_ref": "./mine.py", "seed": 3})
+    line = "attncheck run --provider ./mine.py --function v0.f --suite smoke --suite './my suite.yaml'"
+    assert repro_command(record, mine) == f"{line} --device cpu --seed 3"
