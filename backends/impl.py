@@ -88,8 +88,8 @@ class AttentionImpl(ABC, Generic[M]):
         kv_cache: one layer's cache in the backend's logical shape; empty for layers without one and in profiling.
         attn_metadata: None in the profiling run: read nothing, return finite values.
         output: where the backend has ``accept_output_buffer``: written in place and returned.
-        output_scale: float32, one element, for an impl whose :meth:`fused_output_quant_supported` said yes to the static
-            key: ``output`` takes the codes of ``x / output_scale``. output_block_scale: likewise, of dynamic keys.
+        output_scale: float32, one element, where :meth:`fused_output_quant_supported` said yes to the static key:
+            ``output`` takes the codes of ``x / output_scale``. output_block_scale: likewise, of dynamic keys.
 
         A backend that declares ``lse`` is also given ``output_lse=`` (float32 ``[padded tokens, num_heads]``), which
         it writes in place.
