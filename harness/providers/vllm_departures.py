@@ -84,8 +84,8 @@ DEPARTURES = Departures(
             "CommonAttentionMetadata",
             "drift",
             "has no seq_lens_cpu and no num_computed_tokens_cpu: an optional seq_lens_cpu_upper_bound and a method "
-            "that derives the computed tokens stand in their place, and the fields behind them move up, so that it cannot "
-            "be made by position as before",
+            "that derives the computed tokens stand in their place, and the fields behind them move up, so that it "
+            "cannot be made by position as before",
             places=("returned.required", REFUSAL),
         ),
         Departure(
