@@ -64,6 +64,7 @@ def construct_builder(backend: type[AttentionBackend], problem: Problem, device:
     layer, cache, batch = problem.layer, problem.cache, problem.case.batch
     width = max([problem.block_table.shape[1], *(part.table.shape[1] for part in problem.parts)]) * cache.block_size
     has_chunks = batch.path.name != "local" or "local" in backend.features
+    num_seqs = batch.num_requests if has_chunks else _num_virtual_requests(problem)
     spec = KVCacheSpec(
         block_size=cache.block_size,
         num_kv_heads=layer.num_kv_heads,
@@ -79,7 +80,7 @@ def construct_builder(backend: type[AttentionBackend], problem: Problem, device:
         cache,
         problem.dtype,
         max_model_len=max(width, batch.max_seq_len),
-        max_num_seqs=batch.num_requests + batch.padding.requests,
+        max_num_seqs=num_seqs + batch.padding.requests,
         max_tokens=batch.num_tokens + batch.padding.tokens,
         path=batch.path,
     )
@@ -87,3 +88,9 @@ def construct_builder(backend: type[AttentionBackend], problem: Problem, device:
     if isinstance(batch.path.options, FastPrefillOptions):
         builder = create_fast_prefill_custom_backend("FastPrefill", backend).get_builder_cls()
     return builder(spec, [LAYER], config, device)
+
+
+def _num_virtual_requests(problem: Problem) -> int:
+    """Chunks that the requests' rows touch: each is a request to a builder that knows no chunks."""
+    chunk = problem.layer.attn_chunk_size or 1
+    return sum((r.num_keys - 1) // chunk - r.first_position // chunk + 1 for r in problem.requests)
