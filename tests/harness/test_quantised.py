@@ -7,9 +7,11 @@ import torch
 
 from attncheck.backends.codecs import PackedCodec
 from attncheck.backends.reference_backend import ReferenceBackend, ReferenceImpl
+from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BlindCaseError
 from attncheck.harness.checks import cache_write, fp8_write, numerics
 from attncheck.harness.codec_proof import CodecError, prove_codec
+from attncheck.harness.engine import Examiner, Plan
 from attncheck.harness.findings import Broken, Finding, Holds
 from attncheck.harness.float8 import numbers_of
 from attncheck.harness.observation import Observation, Raised
@@ -140,18 +142,24 @@ def test_the_output_scale_is_what_the_backend_is_told() -> None:
     assert codes.scale == float(torch.tensor(0.1, dtype=torch.float32)) != 0.1
 
 
-def test_an_impl_that_says_no_refuses_at_construction(make_case: Any) -> None:
-    class Impl(ReferenceImpl):
-        def fused_output_quant_supported(self, quant_key: Any) -> bool:
-            return False
+class SaysNo(ReferenceImpl):
+    """Would quantise its output, but says it does not."""
 
-    refuses = type("Refuses", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
-    problem = build_problem(make_case(output_quant=OutputQuantSpec(scale=0.1)), 0)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 (what it carries is looked at)
-        Session(refuses, problem, CPU)
-    raised = caught.value.raised  # type: ignore[attr-defined]
-    assert isinstance(raised, Raised)
-    assert (raised.stage, raised.is_refusal) == ("construct", True)
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("features", "claims"),
+    [(ReferenceBackend.features - {"output_quant"}, "passed"), (ReferenceBackend.features, "failed")],
+)
+def test_an_impl_that_says_no_refuses(make_case: Any, features: frozenset[str], claims: str) -> None:
+    members = {"get_impl_cls": staticmethod(lambda: SaysNo), "features": features}
+    candidate = LoadedBackend("no", "no", type("No", (ReferenceBackend,), members), "", "test")
+    case = make_case(output_quant=OutputQuantSpec(scale=0.1))
+    records = {record.check: record for record in Examiner(Plan(cases=(case,), backends=(candidate,))).run()}
+    assert records["claims"].outcome == claims
+    assert "construct" in str(records["claims"])
 
 
 def test_padding_rows_of_codes_stay_and_a_profiling_call_is_finite(make_case: Any) -> None:
