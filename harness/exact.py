@@ -59,7 +59,7 @@ def other_forms(problem: Problem, rows: Rows) -> tuple[tuple[Rows, AttentionPara
     """
     if problem.up_projections is None:
         return ()
-    absorbed = absorbed_rows(problem, problem.up_projections, cache_rows(problem, rows.query.device))
+    absorbed = absorbed_rows(problem.up_projections, cache_rows(problem, rows.query.device), rows)
     return ((absorbed, mla_params(problem.layer).latent),)
 
 
@@ -81,15 +81,12 @@ def honest_answers(problem: Problem, rows: Rows, params: AttentionParams) -> Ite
         for read in _readings(problem, rows):
             yield attend(read, params)
     else:
-        for cached in _cache_readings(problem, rows.query.device):
-            yield from latent_answers(problem, problem.up_projections, cached, params, attend)
-
-
-def _cache_readings(problem: Problem, device: torch.device) -> Iterator[CacheRows]:
-    """A latent cache's rows as kernels may take them out of it: see :func:`_readings`."""
-    yield cache_rows(problem, device)
-    if key_storage(problem.layer, problem.cache).is_fp8:
-        yield CacheRows(problem.keys.to(device).double(), problem.values.to(device).double())
+        weights, device = problem.up_projections, rows.query.device
+        yield from latent_answers(problem, weights, cache_rows(problem, device), rows, params, attend)
+        if key_storage(problem.layer, problem.cache).is_fp8:  # read rounded to the dtype
+            cached = CacheRows(problem.keys.to(device).double(), problem.values.to(device).double())
+            read = naive_rows(problem, weights, cached)
+            yield from latent_answers(problem, weights, cached, read, params, attend)
 
 
 def _readings(problem: Problem, rows: Rows) -> Iterator[Rows]:

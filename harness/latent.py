@@ -6,7 +6,8 @@ as ``values`` (``[N, 1, E]``). The up-projections turn them into the keys (``[N,
 sizes alone, not on batch or seed, and heads differ. Must not know: problems, pages, backends.
 
 The products are exact in float64, in whatever order they are summed, and so the same on every machine: cache rows are
-multiples of 2**-30 below 2, weights multiples of 2**-16, and a sum that stays below 2**7 fits 53 bits.
+multiples of 2**-30 below 2, weights multiples of 2**-16, and a sum that stays below 2**7 fits 53 bits. Only where the
+cache holds codes may the last of these bits differ; queries made of such keys are rounded to far fewer.
 """
 
 from dataclasses import dataclass

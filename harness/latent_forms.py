@@ -58,9 +58,8 @@ def naive_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> R
     )
 
 
-def absorbed_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> Rows:
+def absorbed_rows(weights: UpProjections, cached: CacheRows, rows: Rows) -> Rows:
     """The same over cache rows: float64 queries ``[T, H, L + E]``, one KV head whose values are the latent part."""
-    rows = naive_rows(problem, weights, cached)
     w_uk = weights.w_uk.to(rows.query)
     nope, rope = rows.query.split([w_uk.shape[2], cached.rotary.shape[2]], dim=-1)
     query = torch.cat([torch.einsum("thp,lhp->thl", nope, w_uk), rope], dim=-1)
@@ -68,21 +67,21 @@ def absorbed_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -
 
 
 def latent_answers(
-    problem: Problem, weights: UpProjections, cached: CacheRows, params: AttentionParams, attend: Attend
+    problem: Problem, weights: UpProjections, cached: CacheRows, rows: Rows, params: AttentionParams, attend: Attend
 ) -> Iterator[Answer]:
     """What low-precision runs of both forms answer; all that a kernel keeps is rounded to the dtype.
 
     ``attend``: a low-precision run of an ordinary question. ``cached``: the cache's rows as a kernel reads them.
-    ``params`` are those of the naive form, which is answered a second time with the context apart, as engines do with
-    prompts that have one, and with roundings of its own, since what these cost a row is a matter of luck.
+    ``rows`` and ``params`` are those of the naive form, which is answered a second time with the context apart, as
+    engines do with prompts that have one, and with roundings of its own, since what these cost a row is a matter of
+    luck.
     """
     dtype, nope = problem.dtype, weights.w_uk.shape[2]
-    rows = naive_rows(problem, weights, cached)
     yield attend(_kept(rows, nope, dtype), params)
     if not problem.parts and problem.layer.mla is not None:
         other = _kept(rows, nope, dtype, _OTHER_GRID)
         yield _in_pieces(other, params, problem.layer.mla.workspace, Precision.kernel(dtype))
-    absorbed = absorbed_rows(problem, weights, cached)
+    absorbed = absorbed_rows(weights, cached, rows)
     absorbed = replace(absorbed, query=_through(absorbed.query, dtype))
     latent_out, lse = attend(absorbed, mla_params(problem.layer).latent)
     w_uv = weights.w_uv.to(latent_out)
