@@ -107,6 +107,9 @@ ALWAYS = (
     Batch("padded", (2, 3, 0, 0), (5, 9, 0, 0), block_size=4, padding_tokens=3),
     Batch("padded drafts", (2, 2, 0, 0), (12, 7, 0, 0), block_size=4, padding_tokens=4),
     Batch("padded decodes", (1, 1, 0), (12, 7, 0), block_size=4, padding_tokens=1),
+    Batch("padding requests alone", (3, 1, 0), (5, 9, 0), block_size=4),
+    Batch("padding tokens alone", (2, 3), (5, 9), block_size=4, padding_tokens=3),
+    Batch("pages of one token", (1, 1, 3), (1, 4, 5), block_size=1),
     Batch("long cut request", (2, 8, 2), (4, 10, 2), block_size=4),
     Batch("wide indices", (1, 5, 2), (7, 9, 2), block_size=4, index_dtype=torch.int64),
 )

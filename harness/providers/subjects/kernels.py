@@ -81,6 +81,7 @@ def _local_lens(setting: Setting) -> Iterator[Question]:
     for length, size, rank, stripe in IMPOSSIBLE:
         lens = torch.tensor([length], dtype=torch.int32, device=setting.device)
         yield ask(lens, f"length {length}", size, rank, stripe, "malformed")
+    yield ask(lens.abs(), "length 5", 1, one, 1, "malformed")
 
 
 def _numbered(*shape: int) -> Tensor:

@@ -48,6 +48,7 @@ IMPLS: dict[str, Any] = {
     "d": Impl(sliding_window=(0, 0), logits_soft_cap=0.0, scale=1.0),
     "without a scale": Impl(sliding_window=(3, 0)),
     "of another class": SimpleNamespace(scale=0.5),
+    "with a window that is no pair": Impl(sliding_window=127, scale=0.5),
 }
 
 
@@ -70,6 +71,7 @@ def _layers(_: Setting) -> Iterator[Question]:
     yield ask("a", "nobody", tag="an unknown layer", refused=True)
     yield ask("without a scale", refused=True)
     yield ask("of another class", refused=True)
+    yield ask("with a window that is no pair", refused=True)
 
 
 def _groups(_: Setting) -> Iterator[Question]:
@@ -141,17 +143,20 @@ def _ask_metadata(
 
 
 def _fields_of(kind: Any) -> list[str]:
-    return [field.name for field in fields(kind)]
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
 def _metadata(_: Setting) -> Iterator[Question]:
     two = make_dataclass("Meta", [("a", int), ("b", int, 3)])
     one = make_dataclass("Meta", [("a", int, 1)])
 
-    def ask(prefix: str, base: type, added: list[tuple[str, Any, Any]], values: tuple[Any, ...]) -> Question:
+    def ask(
+        prefix: str, base: type, added: list[tuple[str, Any, Any]], values: tuple[Any, ...], *, refused: bool = False
+    ) -> Question:
         further = ", ".join(name for name, _, _ in added) or "nothing"
         return question(
             f"{prefix!r} before {base.__name__}({', '.join(_fields_of(base))}), adding {further}",
+            refused=refused,
             name_prefix=prefix,
             metadata_cls=base,
             fields=added,
@@ -161,6 +166,7 @@ def _metadata(_: Setting) -> Iterator[Question]:
     yield ask("Fast", two, FAST, (1,))
     yield ask("", two, [], (5,))
     yield ask("Fast", one, [("a", int, 7)], ())
+    yield ask("Fast", int, FAST, (), refused=True)
 
 
 SUBJECTS = (

@@ -4,7 +4,7 @@ Must not know: providers, how answers are compared.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -137,14 +137,17 @@ class Built:
 
     query_start_loc: torch.Tensor
     num_actual_tokens: int
+    common_prefix_len: int
+    fast_build: bool
 
 
 class Builder:
     """An underlying builder, as small as one can be."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Built:
-        """Start locations and token count of what it is given."""
-        return Built(common_attn_metadata.query_start_loc, common_attn_metadata.num_actual_tokens)
+        """Start locations and token count of what it is given, and the other arguments."""
+        starts, tokens = common_attn_metadata.query_start_loc, common_attn_metadata.num_actual_tokens
+        return Built(starts, tokens, common_prefix_len, fast_build)
 
 
 class Backend:
@@ -160,15 +163,16 @@ def _build(
     target: Any, *, prefix: str, underlying_attn_backend: type[Backend], metadata: CommonAttentionMetadata
 ) -> dict[str, Any]:
     backend = target(prefix, underlying_attn_backend)
-    built = backend.get_builder_cls()().build(0, metadata)
+    builder = backend.get_builder_cls()()
+    built, fast = builder.build(0, metadata), builder.build(5, metadata, True)
     return {
         "name": backend.__name__,
         "derives from the backend": issubclass(backend, underlying_attn_backend),
         "builder derives from the builder": issubclass(backend.get_builder_cls(), Builder),
         "builder of the underlying backend": underlying_attn_backend.get_builder_cls(),
         "derives from the metadata": isinstance(built, Built),
-        "query_start_loc": built.query_start_loc,
-        "num_actual_tokens": built.num_actual_tokens,
+        "fields": {field.name: getattr(built, field.name) for field in fields(Built)},
+        "other arguments": [fast.common_prefix_len, fast.fast_build],
         "logits_indices_padded": built.logits_indices_padded,
         "indices are the same tensor": built.logits_indices_padded is metadata.logits_indices_padded,
         "num_logits_indices": built.num_logits_indices,
