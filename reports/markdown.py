@@ -35,7 +35,7 @@ def render_run(run: Run) -> str:
 def _circumstances(run: Run) -> str:
     header, env = run.header, run.header.environment
     facts = {
-        "Asked": ", ".join(f"{suite.name} ({phrases.plural(suite.cases, 'case')})" for suite in header.suites),
+        "Asked": ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in header.suites),
         "Checks": ", ".join(header.checks),
         "Seed": str(header.seed),
         "Device": f"{header.device}: {env.device_name}"

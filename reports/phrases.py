@@ -48,13 +48,14 @@ def title(header: RunHeader) -> str:
     """One line: versions, machine, what was asked."""
     env = header.environment
     machine = plural(env.cores, "core") if env.driver is None else env.device_name
-    suites = ", ".join(f"{suite.name}: {plural(suite.cases, _noun(suite))}" for suite in header.suites)
+    suites = ", ".join(f"{suite.name}: {suite_size(suite)}" for suite in header.suites)
     noun = "suite" if len(header.suites) == 1 else "suites"
     return f"attncheck {env.attncheck}, torch {env.torch}, {machine}, {noun} {suites}, seed {header.seed}"
 
 
-def _noun(suite: SuiteInfo) -> str:
-    return "function" if suite.name == UTILITIES else "case"
+def suite_size(suite: SuiteInfo) -> str:
+    """``57 cases``; what is asked of a provider are functions."""
+    return plural(suite.cases, "function" if suite.name == UTILITIES else "case")
 
 
 def conventions(backend: BackendInfo) -> str:
