@@ -15,8 +15,8 @@ HEADINGS = ("function", "verdict", "questions", "equal", "drifted", "judged", "d
 
 LEGEND = (
     "equal: every question is answered as the reference does; drifted: a known change of signature or meaning; judged: "
-    "a known defect, or an input taken without a check, where the reference deliberately answers otherwise; differs: no "
-    "known reason; missing: no failure"
+    "a known defect, or an input taken without a check, where the reference deliberately answers otherwise; differs: "
+    "no known reason; missing: no failure"
 )
 
 
