@@ -232,3 +232,10 @@ def test_the_profiling_call_needs_no_cache(backend):
     query, latent, rotary = torch.zeros(4, 3, 10), torch.zeros(4, 12), torch.zeros(4, 1, 4)
     assert impl_of(backend).forward(SCALES, query, latent, rotary, torch.zeros(0), None, output=output) is output
     assert not output.any()
+
+
+def test_a_backend_that_declares_mla_must_take_its_keywords():
+    careless = type("Careless", (SDPABackend,), {"features": SDPABackend.features | {"mla"}})
+    (problem,) = contract_problems(careless)
+    assert "SDPAImpl.__init__" in problem
+    assert "v_head_dim=, kv_b_proj=): got an unexpected keyword argument 'q_lora_rank'" in problem
