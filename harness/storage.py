@@ -56,11 +56,10 @@ class Storage:
         return (numbers_of(codes, self.held) * self.scale.to(codes.device).double()).to(self.dtype)
 
     def holds(self, codes: Tensor) -> Tensor:
-        """Whether :meth:`rows_of` leads back to the codes: not where the layer's dtype rounds more than the cache."""
-        again = nearest_code(self.rows_of(codes).double() / self.scale.to(codes.device).double(), self.held)
-        return torch.isnan(numbers_of(codes, self.held)) | (
-            numbers_of(again, self.held) == numbers_of(codes, self.held)
-        )
+        """Whether :meth:`rows_of` leads back to the codes: not where the layer's dtype rounds more, or ends earlier."""
+        rows, numbers = self.rows_of(codes).double(), numbers_of(codes, self.held)
+        again = numbers_of(nearest_code(rows / self.scale.to(codes.device).double(), self.held), self.held)
+        return torch.isnan(numbers) | ((again == numbers) & torch.isfinite(rows))
 
     def usable_rows(self, codes: Tensor) -> Tensor:
         """Rows whose codes (uint8) these are; 0 in place of infinities, NaN, and what the layer's dtype cannot say."""

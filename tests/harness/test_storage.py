@@ -71,3 +71,13 @@ def test_a_float_cache_of_another_dtype_holds_what_it_is_given(make_case: Any) -
 def test_an_encoder_has_no_cache_to_round_for() -> None:
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, attn_type=AttentionType.ENCODER_ONLY)
     assert not key_storage(layer, CacheSpec(kv_cache_dtype="fp8")).is_fp8
+
+
+def test_codes_beyond_what_the_dtype_can_say_are_not_used() -> None:
+    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=1, dtype="float16")
+    storage = key_storage(layer, CacheSpec(kv_cache_dtype="fp8_e5m2", k_scale=2.0))
+    codes = torch.tensor([0x7B, 0x78, 0x01, 0x7C, 0x7F, 0x00], dtype=torch.uint8).view(-1, 1, 1)  # 57344 * 2 > 65504
+    assert storage.holds(codes).flatten().tolist() == [False, False, True, False, True, True]
+    assert storage.usable_rows(codes).flatten().tolist() == [0.0, 0.0, 2.0**-15, 0.0, 0.0, 0.0]
+    tiny = key_storage(layer, CacheSpec(kv_cache_dtype="fp8_e5m2", k_scale=2.0**-9))  # 2**-25 is none in float16
+    assert tiny.holds(codes).flatten().tolist() == [True, True, False, False, True, True]
