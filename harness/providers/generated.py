@@ -1,16 +1,19 @@
-"""Batches drawn by hypothesis: the same for the same seed and the same hypothesis, nothing kept between runs.
+"""Batches drawn by hypothesis: the same for the same seed and the same hypothesis, and no file is left behind.
 
 Must not know: functions, providers.
 """
 
 import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from attncheck.harness.providers.batches import Batch
 
-COUNT = 100
-"""How many batches are drawn."""
+COUNT = 150
+"""How many batches are drawn; some come twice."""
 
 
 def has_hypothesis() -> bool:
@@ -27,25 +30,31 @@ def drawn_batches(seed: int, count: int = COUNT) -> list[Batch]:
     import hypothesis
     from hypothesis import strategies as st
 
+    T = TypeVar("T")
+
+    def one_of(values: Sequence[T]) -> "st.SearchStrategy[T]":
+        """One of few values, drawn as bits: among integers hypothesis mixes numbers it finds in local source files."""
+        bits = st.tuples(*[st.booleans()] * 12)
+        return bits.map(lambda drawn: values[sum(bit << place for place, bit in enumerate(drawn)) % len(values)])
+
     @st.composite
     def batches(draw: st.DrawFn) -> Batch:
-        block_size = draw(st.sampled_from((1, 2, 4, 16)))
-        lengths = st.one_of(
-            st.integers(1, 3),
-            st.builds(lambda n, edge: max(1, n * block_size + edge), st.integers(1, 6), st.integers(-1, 1)),
-        )
-        requests = draw(st.lists(st.tuples(lengths, st.one_of(st.just(0), lengths)), min_size=1, max_size=8))
+        block_size = draw(one_of((1, 2, 4, 16)))
+        near_edges = [max(1, pages * block_size + step) for pages in range(1, 7) for step in (-1, 0, 1)]
+        lengths = one_of([*near_edges, *(1, 2, 3) * 6])
+        contexts = one_of([*near_edges, *[0] * 12, 1, 2, 3])
+        requests = [(draw(lengths), draw(contexts)) for _ in range(draw(one_of(range(1, 9))))]
         if draw(st.booleans()):
             requests.sort()
-        spare = draw(st.sampled_from((0, 0, 1, 3)))
+        spare = draw(one_of((0, 0, 1, 3)))
         return Batch(
             "",
             tuple(new for new, _ in requests) + (0,) * spare,
             tuple(new + context for new, context in requests) + (0,) * spare,
             block_size,
-            draw(st.sampled_from((0, 0, 1, 8))),
-            causal=draw(st.sampled_from((True, True, True, False))),
-            index_dtype=draw(st.sampled_from((torch.int32, torch.int32, torch.int32, torch.int64))),
+            draw(one_of((0, 0, 1, 8))),
+            causal=draw(one_of((True, True, True, False))),
+            index_dtype=draw(one_of((torch.int32, torch.int32, torch.int32, torch.int64))),
         )
 
     drawn: list[Batch] = []
@@ -64,10 +73,4 @@ def drawn_batches(seed: int, count: int = COUNT) -> list[Batch]:
 
     collect()
     distinct = sorted(dict.fromkeys(drawn), key=lambda batch: batch.size)
-    return [_named(batch, f"drawn {number}") for number, batch in enumerate(distinct, start=1)]
-
-
-def _named(batch: Batch, name: str) -> Batch:
-    from dataclasses import replace
-
-    return replace(batch, name=name)
+    return [replace(batch, name=f"drawn {number}") for number, batch in enumerate(distinct, start=1)]
