@@ -31,9 +31,9 @@ class Step:
     query: Tensor
     key: Tensor | None
     value: Tensor | None
-    key_order: Tensor
-    """int64, on the host: the problem's key that stands at each row of key and value, -1 for none (padding too)."""
     slot_mapping: Tensor
+    slot_keys: Tensor
+    """int64, on the host: the problem's key that each slot is of, -1 for none (padding too)."""
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
@@ -94,7 +94,7 @@ class Step:
         lens = torch.tensor([*(own.lengths[i] for i in self.order), *[self.pad_seq_len] * padding]).int()
         table = torch.zeros(len(lens), own.table.shape[1], dtype=torch.int32)
         table[: len(self.order)] = own.table[list(self.order)]
-        mine = (self.key_order >= 0) & (part_of_key[self.key_order.clamp(min=0)] == part)
+        mine = (self.slot_keys >= 0) & (part_of_key[self.slot_keys.clamp(min=0)] == part)
         slots = torch.where(mine.to(self.slot_mapping.device), self.slot_mapping, -1)
         device = self.query.device
         return lens.to(device), table.to(device), slots
@@ -129,7 +129,7 @@ def make_step(
     requests = [problem.requests[i] for i in order]
     padding = problem.case.batch.padding
     rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
-    new_keys, slots = _writes(problem, order)
+    new_keys, slot_keys = _writes(problem, order)
     # In cross attention the key rows are the encoder's: the decoder's padding tokens do not lengthen them.
     key_padding = 0 if problem.is_cross else padding.tokens
     query = _padded(problem.query[rows], padding.tokens, padding_fill).to(device)
@@ -151,8 +151,8 @@ def make_step(
         query=query,
         key=None if no_keys else key,
         value=None if no_keys else value,
-        key_order=torch.cat([new_keys, torch.full((key_padding,), -1)]),
-        slot_mapping=torch.cat([slots, torch.full((key_padding,), -1)]).to(device),
+        slot_mapping=torch.cat([_slots_of(problem, slot_keys), torch.full((key_padding,), -1)]).to(device),
+        slot_keys=torch.cat([slot_keys, torch.full((key_padding,), -1)]),
         query_start_loc=starts.int().to(device),
         seq_lens=lens.int().to(device),
         block_table=table.to(device),
@@ -162,7 +162,7 @@ def make_step(
 
 
 def _writes(problem: Problem, order: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Indices into the problem's keys of the rows this step brings, and the step's slots (-1: written nowhere).
+    """Indices into the problem's keys: of the rows this step brings, and of its slots (-1: written nowhere).
 
     A layer that shares another's cache brings none; the slots of the step's tokens are in the metadata all the same.
     """
@@ -170,11 +170,11 @@ def _writes(problem: Problem, order: Sequence[int]) -> tuple[Tensor, Tensor]:
     if problem.writes_nothing:
         tokens = [torch.arange(r.num_keys - r.query_len, r.num_keys) for r in requests]
         index = torch.cat([torch.where(t < 0, -1, t + r.base) for t, r in zip(tokens, requests, strict=True)])
-        return index[:0], _slots_of(problem, index)
+        return index[:0], index
     counts = [r.num_keys - r.cached + (0 if problem.is_cross else max(0, -r.first_position)) for r in problem.requests]
     pieces = problem.new_keys.split(counts)
     index = torch.cat([pieces[i] for i in order])
-    return index, _slots_of(problem, index)
+    return index, index
 
 
 def _slots_of(problem: Problem, index: Tensor) -> Tensor:
