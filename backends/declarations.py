@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, DCPOptions, LayerSpec
+from attncheck.reference.spec import (
+    AttentionType,
+    BatchSpec,
+    CacheSpec,
+    DCPOptions,
+    LayerSpec,
+    RequestSpec,
+    SplitKVOptions,
+)
 
 if TYPE_CHECKING:
     from attncheck.backends.contract import AttentionBackend
@@ -49,15 +57,16 @@ def required_features(
     where that can be, and like ``split_kv`` and ``dcp`` need what the playing needs.
     """
     layer_needs = frozenset(_layer_needs(layer))
-    if "local" not in declared and is_local_playable(layer, cache, batch):
+    if is_chunked(layer, cache, batch, declared):
         layer_needs -= {"local"}
-    path_needs = frozenset(_batch_needs(layer, batch)) | _played_needs(layer, batch, declared)
+    path_needs = frozenset(_batch_needs(layer, batch)) | _played_needs(layer, cache, batch, declared)
     return layer_needs | frozenset(_cache_needs(cache)) | path_needs
 
 
-def is_local_playable(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> bool:
-    """Whether chunks can be put as virtual requests: where the path asks it, and a chunk is whole pages."""
-    return batch.path.name == "local" and (layer.attn_chunk_size or 1) % cache.block_size == 0
+def is_chunked(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> bool:
+    """Whether the path is played by virtual requests, one a chunk; else the backend is told of the chunks itself."""
+    are_whole_pages = (layer.attn_chunk_size or 1) % cache.block_size == 0
+    return batch.path.name == "local" and "local" not in declared and are_whole_pages
 
 
 def is_merged(batch: BatchSpec, declared: frozenset[str]) -> bool:
@@ -130,18 +139,32 @@ def _cache_needs(cache: CacheSpec) -> list[str]:
     return ["fp8_kv", "fp8_per_head"] if per_head else ["fp8_kv"]
 
 
-def _played_needs(layer: LayerSpec, batch: BatchSpec, declared: frozenset[str]) -> frozenset[str]:
-    """What a path needs that is played as parts of the keys: an LSE, and parts that see no row's own key."""
+def _played_needs(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> frozenset[str]:
+    """What a path needs that is played as parts of the keys: an LSE, and parts that see no row's own key, or none."""
     if not is_merged(batch, declared):
         return frozenset()
     if batch.path.name == "cascade" and (layer.sliding_window is not None or layer.alibi_slopes is not None):
         return frozenset({"cascade"})  # measured from the query's position, which the prefix's call is not told
-    options = batch.path.options
-    if isinstance(options, DCPOptions) and batch.max_query_len == 1:
-        ends = (options.size - 1) * options.interleave  # up to here the last rank holds nothing
-        is_empty = any(request.total_len <= ends for request in batch.requests)
-        return frozenset({"lse", "short_keys"} if is_empty else {"lse"})
-    return frozenset({"lse", "non_causal"})
+    needs = {"lse"}
+    is_spread_whole = batch.path.name == "dcp" and batch.max_query_len == 1
+    if not is_spread_whole:
+        needs.add("non_causal")
+    if any(_has_empty_part(request, cache, batch, whole=is_spread_whole) for request in batch.requests):
+        needs.add("short_keys")
+    return frozenset(needs)
+
+
+def _has_empty_part(request: RequestSpec, cache: CacheSpec, batch: BatchSpec, *, whole: bool) -> bool:
+    """Whether some part holds no key of the request; ``whole``: the new ones are spread with the context."""
+    context = max(0, request.context_len)
+    match batch.path.options:
+        case SplitKVOptions(parts=parts):
+            return parts > 1 and context // cache.block_size < parts
+        case DCPOptions(size=size, interleave=interleave):
+            ends = (size - 1) * interleave  # up to here the last rank holds nothing
+            return (request.total_len if whole else context) <= ends
+        case _:
+            return False
 
 
 def _batch_needs(layer: LayerSpec, batch: BatchSpec) -> list[str]:
@@ -187,7 +210,7 @@ def _describe(feature: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec
         case "short_keys":
             short = next((request for request in batch.requests if request.context_len < 0), None)
             if short is None:
-                return f"path {batch.path.name} with a rank that holds no key"
+                return f"path {batch.path.name} with a part that holds no key of a request"
             return f"query_len {short.query_len} above seq_len {short.total_len}"
         case _:
             return f"{feature} {getattr(layer, feature)}"

@@ -4,7 +4,8 @@
 path                    calls
 ======================  =====================================================================================
 most                    one
-``local``               one; over virtual requests, one a chunk, unless the backend declares ``local``
+``local``               one; over virtual requests, one a chunk, unless the backend declares ``local`` or a chunk is
+                        no whole number of pages
 ``cascade``             one with ``common_prefix_len`` for a backend that declares ``cascade``, else two to merge
 ``split_kv``, ``dcp``   one a part of the keys, to merge by their LSE
 ``micro_batch``         one a piece of the rows, placed one after another
@@ -14,11 +15,13 @@ Must not know: how a call is made, caches, truths.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from attncheck.backends.declarations import is_merged
+from attncheck.backends.declarations import is_chunked, is_merged
 from attncheck.harness.step import Step
 from attncheck.reference import (
     CommonAttentionMetadata,
@@ -33,20 +36,28 @@ from attncheck.reference.spec import MicroBatchOptions
 class Call:
     """What one ``build`` and one ``forward`` are handed.
 
-    rows: which rows of the step the query is, padding included; its first ``num_rows`` rows are real, and so are the
-    first ``num_key_rows`` of key and value. builder: which of the session's builders makes the metadata.
+    rows: int64 ``[num_rows]``, on the host: the step's row that stands at each real row of the query; padding stands
+    behind these. nth, position: likewise, how many of the rows that the call has of its request stand before it, and
+    where it stands among the keys of the call. The first ``num_key_rows`` rows of key and value are real. builder:
+    which of the session's builders makes the metadata.
     """
 
     common: CommonAttentionMetadata
     query: Tensor
     key: Tensor | None
     value: Tensor | None
-    rows: slice
-    num_rows: int
+    rows: Tensor
+    nth: Tensor
+    position: Tensor
     num_key_rows: int
     common_prefix_len: int = 0
     carries_sinks: bool = True
     builder: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the query that are no padding."""
+        return len(self.rows)
 
 
 def num_builders(step: Step) -> int:
@@ -55,40 +66,44 @@ def num_builders(step: Step) -> int:
     return 1 + len(options.cuts) if isinstance(options, MicroBatchOptions) else 1
 
 
-def calls_of(step: Step, features: frozenset[str]) -> tuple[Call, ...]:
-    """The calls for a backend that declares ``features``, in order; metadata are fresh copies."""
+def calls_of(step: Step, features: frozenset[str], threshold: int | None = None) -> tuple[Call, ...]:
+    """The calls for a backend that declares ``features``, in order; metadata are fresh copies.
+
+    ``threshold``: the builder's ``reorder_batch_threshold``, by which the requests of the step are ordered. A call
+    whose requests are pieces of the step's is ordered by it, too.
+    """
     case = step.problem.case
     if isinstance(case.batch.path.options, MicroBatchOptions):
-        return _micro_batches(step, case.batch.path.options.cuts)
+        return tuple(_ordered(call, threshold) for call in _micro_batches(step, case.batch.path.options.cuts))
     if is_merged(case.batch, features):
         parts = range(len(step.problem.parts))
         return tuple(_whole(step, step.common_metadata(part), carries_sinks=part == 0) for part in parts)
     if case.batch.path.name == "cascade":
         prefix = min(request.shared_prefix for request in case.batch.requests)
         return (_whole(step, step.common_metadata(), common_prefix_len=prefix),)
-    if case.batch.path.name == "local" and "local" not in features:
+    if is_chunked(case.layer, case.cache, case.batch, features):
         chunk = case.layer.attn_chunk_size or 0
         virtual = make_local_attention_virtual_batches(chunk, step.common_metadata(), case.cache.block_size)
-        return (_whole(step, _loosened(virtual, step)),)
+        nth, position = _places(virtual)
+        call = replace(_whole(step, step.loosened(virtual)), nth=nth, position=position)
+        return (_ordered(call, threshold),)
     return (_whole(step, step.common_metadata()),)
-
-
-def _loosened(common: CommonAttentionMetadata, step: Step) -> CommonAttentionMetadata:
-    """Rewritten metadata have exact maxima again."""
-    longer = common.max_query_len + step.looseness, common.max_seq_len + step.looseness
-    return replace(common, max_query_len=longer[0], max_seq_len=longer[1])
 
 
 def _whole(
     step: Step, common: CommonAttentionMetadata, *, common_prefix_len: int = 0, carries_sinks: bool = True
 ) -> Call:
+    requests = [step.problem.requests[i] for i in step.order]
+    nth = torch.cat([torch.arange(request.rows) for request in requests])
+    first = torch.tensor([request.first_position for request in requests])
     return Call(
         common=common,
         query=step.query,
         key=step.key,
         value=step.value,
-        rows=slice(0, len(step.query)),
-        num_rows=step.num_rows,
+        rows=torch.arange(step.num_rows),
+        nth=nth,
+        position=nth + first.repeat_interleave(torch.tensor([request.rows for request in requests])),
         num_key_rows=step.num_key_rows,
         common_prefix_len=common_prefix_len,
         carries_sinks=carries_sinks,
@@ -109,16 +124,65 @@ def _micro_batches(step: Step, cuts: tuple[int, ...]) -> tuple[Call, ...]:
     for index, (piece, metadata) in enumerate(zip(slices, split_attn_metadata(slices, common), strict=True)):
         tokens = piece.token_slice
         real = max(0, min(tokens.stop, step.num_rows) - tokens.start)
+        nth, position = _places(metadata)
         calls.append(
             Call(
-                common=_loosened(metadata, step),
+                common=step.loosened(metadata),
                 query=step.query[tokens],
                 key=None if step.key is None else step.key[tokens],
                 value=None if step.value is None else step.value[tokens],
-                rows=tokens,
-                num_rows=real,
+                rows=torch.arange(tokens.start, tokens.start + real),
+                nth=nth,
+                position=position,
                 num_key_rows=0 if step.key is None else real,
                 builder=index,
             )
         )
     return tuple(calls)
+
+
+def _places(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
+    """Of every row of the requests: how many rows of its request stand before it, and its position."""
+    query_lens = common.query_start_loc_cpu.diff().long()
+    first_rows, computed = common.query_start_loc_cpu[:-1].long(), common.num_computed_tokens_cpu.long()
+    nth = torch.arange(int(query_lens.sum())) - first_rows.repeat_interleave(query_lens)
+    return nth, nth + computed.repeat_interleave(query_lens)
+
+
+def _ordered(call: Call, threshold: int | None) -> Call:
+    """The call with its requests of at most ``threshold`` rows in front, padding requests behind all others."""
+    if threshold is None:
+        return call
+    starts = call.common.query_start_loc_cpu.tolist()
+    query_lens = [end - start for start, end in itertools.pairwise(starts)]
+    order = sorted(range(len(query_lens)), key=lambda i: (query_lens[i] == 0, query_lens[i] > threshold))
+    if order == list(range(len(order))):
+        return call
+    tokens = torch.cat([torch.arange(starts[i], starts[i + 1], dtype=torch.int64) for i in order])
+    common, rows = call.common, torch.cat([tokens, torch.arange(len(tokens), len(call.query))])
+    ordered_starts = (
+        torch.tensor([0, *(query_lens[i] for i in order)]).cumsum(0).to(call.common.query_start_loc_cpu.dtype)
+    )
+    return replace(
+        call,
+        common=replace(
+            common,
+            query_start_loc=ordered_starts.to(common.query_start_loc.device, copy=True),
+            query_start_loc_cpu=ordered_starts,
+            seq_lens=_taken(common.seq_lens, order),
+            seq_lens_cpu=_taken(common.seq_lens_cpu, order),
+            num_computed_tokens_cpu=_taken(common.num_computed_tokens_cpu, order),
+            block_table_tensor=_taken(common.block_table_tensor, order),
+            slot_mapping=_taken(common.slot_mapping, rows),
+        ),
+        query=_taken(call.query, rows),
+        key=None if call.key is None else _taken(call.key, rows),
+        value=None if call.value is None else _taken(call.value, rows),
+        rows=call.rows[tokens],
+        nth=call.nth[tokens],
+        position=call.position[tokens],
+    )
+
+
+def _taken(x: Tensor, index: Tensor | Sequence[int]) -> Tensor:
+    return x[torch.as_tensor(index, device=x.device)]

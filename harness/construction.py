@@ -3,11 +3,13 @@
 Must not know: steps, caches, what is judged.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from attncheck.backends.contract import AttentionBackend, GroupShape, KVCacheSpec, QuantKey, ScaleDesc
+from attncheck.backends.declarations import is_chunked
 from attncheck.backends.packings import cache_dtype
 from attncheck.harness.config import vllm_config
 from attncheck.harness.latent_calls import LatentImplView, latent_keywords
@@ -21,9 +23,17 @@ LAYER, SHARED_LAYER = "layer.1", "layer.0"
 
 
 def construct_impl(
-    backend: type[AttentionBackend], problem: Problem, device: torch.device, *, with_sinks: bool = True
+    backend: type[AttentionBackend],
+    problem: Problem,
+    device: torch.device,
+    *,
+    with_sinks: bool = True,
+    writes: bool = False,
 ) -> Any:
-    """The impl of the problem's layer; for a part of the keys that carries no sinks, ``with_sinks`` is off."""
+    """The impl of the problem's layer; for a part of the keys that carries no sinks, ``with_sinks`` is off.
+
+    ``writes``: of the layer that fills the cache, where the problem's reads another layer's.
+    """
     layer = problem.layer
     keywords: dict[str, Any] = {}
     if layer.sink_logits is not None and with_sinks:
@@ -42,7 +52,7 @@ def construct_impl(
         problem.cache.kv_cache_dtype,
         layer.logits_soft_cap,
         str(layer.attn_type),
-        SHARED_LAYER if problem.writes_nothing else None,
+        SHARED_LAYER if problem.writes_nothing and not writes else None,
         **keywords,
     )
     _require_output_quant(impl, problem)
@@ -59,12 +69,16 @@ def _require_output_quant(impl: Any, problem: Problem) -> None:
         raise NotImplementedError(f"fused_output_quant_supported said no to {key}")
 
 
-def construct_builder(backend: type[AttentionBackend], problem: Problem, device: torch.device) -> Any:
-    """The metadata builder of the problem's layer."""
+def construct_builder(
+    backend: type[AttentionBackend], problems: Sequence[Problem], device: torch.device, *, fills: int = 0
+) -> Any:
+    """The metadata builder of a layer that is asked ``problems``, the first of which says all but the bounds.
+
+    ``fills``: of the layer that fills the cache, by prompts of up to so many tokens.
+    """
+    problem = problems[0]
     layer, cache, batch = problem.layer, problem.cache, problem.case.batch
-    width = max([problem.block_table.shape[1], *(part.table.shape[1] for part in problem.parts)]) * cache.block_size
-    has_chunks = batch.path.name != "local" or "local" in backend.features
-    num_seqs = batch.num_requests if has_chunks else _num_virtual_requests(problem)
+    has_chunks = _has_chunks(backend, problem)
     spec = KVCacheSpec(
         block_size=cache.block_size,
         num_kv_heads=layer.num_kv_heads,
@@ -79,18 +93,39 @@ def construct_builder(backend: type[AttentionBackend], problem: Problem, device:
         layer,
         cache,
         problem.dtype,
-        max_model_len=max(width, batch.max_seq_len),
-        max_num_seqs=num_seqs + batch.padding.requests,
-        max_tokens=batch.num_tokens + batch.padding.tokens,
+        max_model_len=max(fills, *(_longest(backend, one) for one in problems)),
+        max_num_seqs=max(_num_seqs(backend, one) for one in problems),
+        max_tokens=max(fills, *(_num_tokens(one) for one in problems)),
         path=batch.path,
     )
     builder = backend.get_builder_cls()
-    if isinstance(batch.path.options, FastPrefillOptions):
+    if isinstance(batch.path.options, FastPrefillOptions) and not fills:
         builder = create_fast_prefill_custom_backend("FastPrefill", backend).get_builder_cls()
     return builder(spec, [LAYER], config, device)
 
 
-def _num_virtual_requests(problem: Problem) -> int:
-    """Chunks that the requests' rows touch: each is a request to a builder that knows no chunks."""
+def _has_chunks(backend: type[AttentionBackend], problem: Problem) -> bool:
+    """Whether the builder is told of the layer's chunks; else they are played as virtual requests."""
+    return not is_chunked(problem.layer, problem.cache, problem.case.batch, backend.features)
+
+
+def _longest(backend: type[AttentionBackend], problem: Problem) -> int:
+    """Tokens that the widest block table has room for, or that a sequence without one has."""
+    pages = [problem.block_table.shape[1], *(part.table.shape[1] for part in problem.parts)]
+    chunk = 0 if _has_chunks(backend, problem) else problem.layer.attn_chunk_size or 0
+    room = max(pages) * problem.cache.block_size if problem.has_pool else _num_tokens(problem)
+    return max(room, chunk, problem.case.batch.max_seq_len)
+
+
+def _num_tokens(problem: Problem) -> int:
+    return problem.case.batch.num_tokens + problem.case.batch.padding.tokens
+
+
+def _num_seqs(backend: type[AttentionBackend], problem: Problem) -> int:
+    """Requests and padding; to a builder that is not told of chunks, each that a request's rows touch is one."""
+    batch = problem.case.batch
+    if _has_chunks(backend, problem):
+        return batch.num_requests + batch.padding.requests
     chunk = problem.layer.attn_chunk_size or 1
-    return sum((r.num_keys - 1) // chunk - r.first_position // chunk + 1 for r in problem.requests)
+    pieces = ((r.num_keys - 1) // chunk - r.first_position // chunk + 1 for r in problem.requests)
+    return sum(pieces) + batch.padding.requests

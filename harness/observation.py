@@ -31,6 +31,10 @@ class Observation:
     """bool ``[T]``: rows of which some element still holds the pattern put there before the call."""
     lse_unwritten: Tensor | None
     """The same of the LSE."""
+    nth: Tensor
+    """int64 ``[T]``, on the host: how many rows of its request stood before a row in the call that answered it."""
+    position: Tensor
+    """Likewise its position in that call: an engine that cuts requests counts from the cut."""
     pool_before: Tensor | None
     """The cache's bytes before the call (uint8, flat), None without a pool."""
     pool_after: Tensor | None

@@ -49,18 +49,29 @@ class Answer:
     unwritten: Tensor
     """bool, of the real rows; so is ``lse_unwritten``"""
     lse_unwritten: Tensor | None
+    nth: Tensor
+    """int64, of the real rows, as in :class:`Call`; so is ``position``"""
+    position: Tensor
 
 
 def placed(results: Sequence[Result]) -> Answer:
-    """Results for different rows, one after another."""
+    """Results for different rows, each where the step has it."""
+    calls = [result.call for result in results]
+    place = torch.cat([call.rows for call in calls])
     lses = [result.lse for result in results if result.lse is not None]
     lse = None
     if lses:
         pairs = list(zip(results, lses, strict=True))
-        lse = torch.cat([*(r.real(own) for r, own in pairs), *(r.padding(own) for r, own in pairs)])
-    output = torch.cat([*(r.real(r.output) for r in results), *(r.padding(r.output) for r in results)])
-    lse_unwritten = torch.cat(flags) if (flags := _lse_flags(results)) else None
-    return Answer(output, lse, torch.cat([r.real(r.unwritten) for r in results]), lse_unwritten)
+        lse = torch.cat([_at(place, [r.real(own) for r, own in pairs]), *(r.padding(own) for r, own in pairs)])
+    output = [_at(place, [r.real(r.output) for r in results]), *(r.padding(r.output) for r in results)]
+    return Answer(
+        output=torch.cat(output),
+        lse=lse,
+        unwritten=_at(place, [r.real(r.unwritten) for r in results]),
+        lse_unwritten=_at(place, flags) if (flags := _lse_flags(results)) else None,
+        nth=_at(place, [call.nth for call in calls]),
+        position=_at(place, [call.position for call in calls]),
+    )
 
 
 def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
@@ -81,7 +92,17 @@ def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
         lse=torch.cat([lse / unit, *(own for _, own in pads)]),
         unwritten=unwritten,
         lse_unwritten=lse_unwritten,
+        nth=results[0].call.nth,
+        position=results[0].call.position,
     )
+
+
+def _at(place: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """The rows of all pieces, the one at ``i`` put to ``place[i]``."""
+    rows = torch.cat(list(pieces))
+    placed = torch.empty_like(rows)
+    placed[place.to(rows.device)] = rows
+    return placed
 
 
 def _lse_flags(results: Sequence[Result]) -> list[Tensor]:

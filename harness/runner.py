@@ -48,13 +48,22 @@ class Fill:
 class Session:
     """One backend on one problem on one device. Raises StageError where the backend refuses or breaks at set-up."""
 
-    def __init__(self, backend: type[AttentionBackend], problem: Problem, device: torch.device) -> None:
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        problem: Problem,
+        device: torch.device,
+        later: tuple[Problem, ...] = (),
+    ) -> None:
+        """``later``: problems that are to follow ``beside`` this one; what a builder is told bounds them all."""
         self.backend, self.problem, self.device = backend, problem, device
+        self._asked = (problem, *later)
         self.attn_layer = Layer(problem.cache, device)
         self.impl = stage("construct", lambda: construct_impl(backend, problem, device))
         self._builders: list[Any] = []
         self._add_builder()
         self.pool: Pool | None = None
+        self._filler: tuple[Any, Any] | None = None
         self._prepare()
 
     def beside(self, problem: Problem) -> "Session":
@@ -79,7 +88,7 @@ class Session:
         before = None
         try:
             step = self._step(fill)
-            calls = calls_of(step, self.backend.features)
+            calls = self._calls(step)
             kv_cache = self._empty_cache()
             if self.pool is not None:
                 kv_cache = self.pool.filled(fill.poison, fill.regions)
@@ -95,12 +104,14 @@ class Session:
             made = ("the output of an earlier call",) if results and not failure.raised.touched else ()
             return replace(failure.raised, touched=(*failure.raised.touched, *made))
         whole = merged(results, self.backend.conventions) if self._is_merged else placed(results)
-        pristine = calls_of(self._step(fill), self.backend.features)
+        pristine = self._calls(self._step(fill))
         return Observation(
             output=self._in_problem_order(whole.output, step),
             lse=None if whole.lse is None else self._in_problem_order(whole.lse, step),
             unwritten=self._in_problem_order(whole.unwritten, step),
             lse_unwritten=None if whole.lse_unwritten is None else self._in_problem_order(whole.lse_unwritten, step),
+            nth=self._in_problem_order(whole.nth, step),
+            position=self._in_problem_order(whole.position, step),
             pool_before=before,
             pool_after=self._image() if images else None,
             changed=_distinct(name for was, now in zip(pristine, calls, strict=True) for name in changes(was, now)),
@@ -111,7 +122,7 @@ class Session:
     def run_without_metadata(self) -> Tensor | Raised:
         """The profiling call: no metadata, an empty cache. The output, in the step's order."""
         step = self._step(Fill(padding=0.0))
-        call = calls_of(step, self.backend.features)[0]
+        call = self._calls(step)[0]
         out, lse = self._buffers(call)
         try:
             returned = stage(
@@ -132,12 +143,12 @@ class Session:
             self._bare_impl = stage(
                 "construct", lambda: construct_impl(self.backend, self.problem, self.device, with_sinks=False)
             )
-        self.pool = None
+        self.pool, self._filler = None, None
         if self.problem.has_pool:
             self.pool = stage("cache", self._make_pool)
 
     def _add_builder(self) -> None:
-        self._builders.append(stage("builder", lambda: construct_builder(self.backend, self.problem, self.device)))
+        self._builders.append(stage("builder", lambda: construct_builder(self.backend, self._asked, self.device)))
 
     def _make_pool(self) -> Pool:
         pool = Pool(self.backend, self.problem, self.device, self._write_through_backend)
@@ -146,6 +157,9 @@ class Session:
                 f"{self.backend.get_name()} brings neither a writer nor a cache codec: who fills its cache?"
             )
         return pool
+
+    def _calls(self, step: Step) -> tuple[Call, ...]:
+        return calls_of(step, self.backend.features, self._threshold)
 
     def _build(self, call: Call) -> Any:
         builder = self._builders[call.builder]
@@ -199,9 +213,14 @@ class Session:
     def _empty_cache(self) -> Tensor:
         return torch.empty(0, dtype=self.problem.dtype, device=self.device)
 
+    @property
+    def _threshold(self) -> int | None:
+        threshold: int | None = getattr(self.builder, "reorder_batch_threshold", None)
+        return threshold
+
     def _request_order(self) -> list[int]:
         """Requests with at most ``reorder_batch_threshold`` new tokens first, as the runner sorts a batch."""
-        threshold = getattr(self.builder, "reorder_batch_threshold", None)
+        threshold = self._threshold
         requests = range(len(self.problem.requests))
         if threshold is None:
             return list(requests)
@@ -251,17 +270,21 @@ class Session:
             self.impl.do_kv_cache_update(self.attn_layer, key, value, kv_cache, slots)
             return
         capacity = self.problem.num_blocks * self.problem.cache.block_size
+        if self._filler is None:
+            impl = construct_impl(self.backend, self.problem, self.device, writes=True)
+            self._filler = impl, construct_builder(self.backend, (self.problem,), self.device, fills=capacity)
+        impl, builder = self._filler
         for first in range(0, len(slots), capacity):
             piece = slice(first, first + capacity)
             common = _prefill_metadata(slots[piece], self.problem, self.device)
-            metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
+            metadata = builder.build(common_prefix_len=0, common_attn_metadata=common)
             query = key.new_zeros(len(slots[piece]), *self.problem.query.shape[1:])
             output = key.new_zeros(len(query), self.problem.layer.num_heads, self.problem.output_size)
             keywords = {}
             if "lse" in self.backend.features:
                 keywords["output_lse"] = torch.zeros(output.shape[:2], device=self.device)
             with torch.no_grad():
-                self.impl.forward(
+                impl.forward(
                     self.attn_layer, query, key[piece], value[piece], kv_cache, metadata, output=output, **keywords
                 )
 

@@ -5,7 +5,7 @@ slot -1 and rows of NaN. Must not know: backends, truths, checks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from attncheck.reference import CommonAttentionMetadata
 from attncheck.reference.spec import FastPrefillOptions
 
 _LOOSE = 7
-"""How much more than the batch's length a loose bound says."""
+"""How much more than the batch's length a loose bound says, where the step has room for it."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Step:
             num_computed_tokens_cpu=host_lens - query_lens,
             num_reqs=len(seq_lens),
             num_actual_tokens=int(host_starts[-1]) + self.problem.case.batch.padding.tokens,
-            max_query_len=int(query_lens.max()) + self.looseness,
-            max_seq_len=int(host_lens.max()) + self.looseness,
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(host_lens.max()),
             block_table_tensor=table,
             slot_mapping=slots,
             causal=self.problem.layer.is_causal and is_aligned,
@@ -83,7 +83,21 @@ class Step:
         if isinstance(self.problem.case.batch.path.options, FastPrefillOptions):
             metadata.logits_indices_padded = self._logits_indices()
             metadata.num_logits_indices = self.num_rows
-        return metadata
+        return self.loosened(metadata)
+
+    def loosened(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Metadata with exact maxima, made as loose as this step's are.
+
+        Bounds stay true ones: no query is longer than the step has tokens, no request longer than its table.
+        """
+        tokens, room = common.num_actual_tokens, common.num_actual_tokens
+        if self.problem.has_pool:
+            room = common.block_table_tensor.shape[1] * self.problem.cache.block_size
+        return replace(
+            common,
+            max_query_len=max(common.max_query_len, min(common.max_query_len + self.looseness, tokens)),
+            max_seq_len=max(common.max_seq_len, min(common.max_seq_len + self.looseness, room)),
+        )
 
     def _of_part(self, part: int) -> tuple[Tensor, Tensor, Tensor]:
         """``seq_lens``, block table and slots of one part of the keys; what the other parts write has slot -1."""

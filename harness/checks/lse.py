@@ -29,7 +29,7 @@ def examine(problem: Problem, truth: Truth, seen: Observation, conventions: Conv
     raw = seen.lse[: len(truth.lse)]
     got = raw.double() * (math.log(2) if conventions.lse_base == "2" else 1.0)
     if shifted:
-        got = got - _alibi_shift(problem, conventions).to(got.device)
+        got = got - _alibi_shift(problem, conventions, seen).to(got.device)
     shares = lse_shares(got, truth.lse, truth.budget.lse)
     worst = float(shares.max()) if shares.numel() else 0.0
     figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
@@ -56,14 +56,11 @@ def lse_shares(got: Tensor, lse: Tensor, allowed: Tensor) -> Tensor:
     return torch.nan_to_num(shares, nan=math.inf, posinf=math.inf)
 
 
-def _alibi_shift(problem: Problem, conventions: Conventions) -> Tensor:
+def _alibi_shift(problem: Problem, conventions: Conventions, seen: Observation) -> Tensor:
     """How much larger the LSE is when the bias is measured from position 0, or from the request's first new one."""
     slopes = torch.tensor(problem.layer.alibi_slopes, dtype=torch.float64)
-    distance = []
-    for r in problem.requests:
-        rows = torch.arange(r.rows)
-        distance.append(rows if conventions.alibi_reference == "context" else rows + r.first_position)
-    return torch.cat(distance).double()[:, None] * slopes
+    distance = seen.nth if conventions.alibi_reference == "context" else seen.position
+    return distance.double()[:, None] * slopes
 
 
 def _meaning(problem: Problem, truth: Truth, seen: Observation, got: Tensor) -> str | None:

@@ -28,16 +28,20 @@ def examine(problem: Problem, truth: Truth, session: Session, first: Finding) ->
 
     A new impl and builder see other batches first, so that what they keep of them is not what they need.
     """
-    later: Session | None = None
-    for number, other in enumerate(other_batches(problem.case)):
-        if declared_reasons(partial(session.backend.unsupported_reasons, other.layer, other.cache, other.batch)):
-            continue
-        question = build_problem(other, problem.seed + 1 + number)
-        later = Session(session.backend, question, session.device) if later is None else later.beside(question)
+    others = [
+        build_problem(other, problem.seed + 1 + number)
+        for number, other in enumerate(other_batches(problem.case))
+        if not declared_reasons(partial(session.backend.unsupported_reasons, other.layer, other.cache, other.batch))
+    ]
+    later = session
+    if others:
+        later = Session(session.backend, others[0], session.device, later=(*others[1:], problem))
+    for number, other in enumerate(others):
+        later = later.beside(other) if number else later
         moved_on = later.run(images=False)
         if isinstance(moved_on, Raised):
             return replace(moved_on, stage=f"{moved_on.stage} of another batch")
-    later = session if later is None else later.beside(problem)
+    later = later.beside(problem) if others else session
     wrong = _judge_again(problem, truth, later, Fill(loose_bounds=True))
     if wrong is None:
         return first
