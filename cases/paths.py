@@ -72,7 +72,7 @@ def check_path(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
         case DCPOptions(interleave=interleave):
             _check_dcp(cache, batch, interleave)
         case MicroBatchOptions(cuts=cuts):
-            _check_micro_batch(batch, cuts)
+            _check_micro_batch(layer, batch, cuts)
         case _:
             pass
 
@@ -189,7 +189,7 @@ def _check_dcp(cache: CacheSpec, batch: BatchSpec, interleave: int) -> None:
             )
 
 
-def _check_micro_batch(batch: BatchSpec, cuts: tuple[int, ...]) -> None:
+def _check_micro_batch(layer: LayerSpec, batch: BatchSpec, cuts: tuple[int, ...]) -> None:
     edges = (0, *cuts, batch.num_tokens)
     if not cuts or any(low >= high for low, high in itertools.pairwise(edges)):
         raise SpecError(
@@ -197,4 +197,13 @@ def _check_micro_batch(batch: BatchSpec, cuts: tuple[int, ...]) -> None:
             field="path.micro_batch.cuts",
             value=cuts,
             allowed=f"give increasing positions above 0 and below {batch.num_tokens}",
+        )
+    starts = set(itertools.accumulate(request.query_len for request in batch))
+    within = [cut for cut in cuts if cut not in starts]
+    if within and not layer.is_causal:
+        raise SpecError(
+            f"rows before the cut at {within[0]} would see no key behind it, and without causal they do",
+            field="path.micro_batch.cuts",
+            value=cuts,
+            allowed="cut between requests, or leave causal out",
         )

@@ -63,6 +63,7 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
         "in cross attention the positions of queries mean nothing",
     ),
     "custom_tag": (6, 12, "cases[0].batch", "the tag !batch is not allowed"),
+    "cut_in_a_request_without_causal": (7, 32, "cases[0].path.micro_batch.cuts", "cut between requests"),
     "cut_past_the_end": (7, 32, "cases[0].path.micro_batch.cuts", "above 0 and below 9"),
     "deep_nesting": (2, 47, "cases" + "[0]" * 39, "nested more than 40 deep"),
     "defaults_is_a_list": (2, 11, "defaults", "defaults must be a mapping, and this is a list"),
