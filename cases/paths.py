@@ -23,7 +23,7 @@ from attncheck.reference.spec import (
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 """The types of layers without a cache."""
 
-_CAUSAL_ONLY = ("local", "tree", "fast_prefill", "micro_batch")
+_CAUSAL_ONLY = ("local", "tree", "fast_prefill")
 """Paths whose rewriting of the batch, or whose mask, takes a causal layer for granted."""
 
 _MEASURED_FROM_THE_QUERY = ("sliding_window", "alibi", "attn_chunk_size")

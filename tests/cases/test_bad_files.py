@@ -115,7 +115,6 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "matrix_too_large": (7, 5, "cases[0].matrix", "the file describes 205379 cases"),
     "merge_of_a_text": (7, 13, "cases[0].layer.<<", "<< takes a mapping, and this is a text"),
     "micro_batch_cuts_fall": (7, 32, "cases[0].path.micro_batch.cuts", "give increasing positions above 0 and below 4"),
-    "micro_batch_not_causal": (8, 21, "cases[0].layer.causal", "the path micro_batch is defined for causal layers"),
     "micro_batch_without_cuts": (7, 11, "cases[0].path.micro_batch.cuts", "cuts is missing"),
     "missing_num_heads": (5, 12, "cases[0].layer.num_heads", "num_heads is missing"),
     "misspelt_layer_key": (8, 7, "cases[0].layer.num_head", "did you mean 'num_heads'?"),
