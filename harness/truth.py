@@ -41,7 +41,8 @@ def truth_of(problem: Problem, device: torch.device) -> Truth:
     """The truth of ``problem``, computed on ``device``.
 
     Raises BlindCaseError where turning off a modifier of the layer, or moving a window's edge by one, hardly moves the
-    truth: then a pass would say nothing about it.
+    truth: then a pass would say nothing about it. Likewise where a good kernel overflows, so that nothing is expected
+    of any.
     """
     params, rows = params_of(problem), rows_of(problem, device)
     out, lse = rows.attend(params)
@@ -49,6 +50,13 @@ def truth_of(problem: Problem, device: torch.device) -> Truth:
     budget = budget_of(rows, params, problem.dtype, out, lse, honest, forms, roundings_of(problem))
     if problem.case.tolerance is not None:
         budget = budget.scaled(problem.case.tolerance.factor)
+    if not all(bool(torch.isfinite(allowed).all()) for allowed in (budget.norm, budget.peak, budget.lse)):
+        raise BlindCaseError(
+            problem.case.key,
+            "any error",
+            f"what a good kernel keeps in {problem.layer.dtype} overflows; raise layer.scale, which makes the queries "
+            "smaller, or change layer.dtype",
+        )
     truth = Truth(params, rows, out, lse, budget, output_codes(problem.layer))
     _refuse_blindness(problem, truth)
     return truth

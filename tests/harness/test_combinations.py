@@ -7,8 +7,9 @@ import pytest
 
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
+from attncheck.errors import BlindCaseError
 from attncheck.harness.engine import Examiner, Plan
-from attncheck.reference.spec import DCPOptions, PathSpec, RequestSpec, SplitKVOptions
+from attncheck.reference.spec import DCPOptions, MLASpec, PathSpec, RequestSpec, SplitKVOptions
 
 CHECKS = ("numerics", "lse", "cache_write", "claims")
 
@@ -41,3 +42,10 @@ def test_chunks_that_are_no_whole_pages_are_refused_by_whom_they_are_told(make_c
     assert outcomes(case)["numerics"] == "passed"
     seen = outcomes(case, "torch_sdpa")
     assert (seen["numerics"], seen["claims"]) == ("unsupported", "passed")
+
+
+def test_queries_that_overflow_in_the_latent_space_are_no_question(make_case: Any) -> None:
+    mla = MLASpec(kv_lora_rank=3, qk_nope_head_dim=16, qk_rope_head_dim=1, v_head_dim=24)
+    case = by_path(make_case((6, 46), num_kv_heads=1, head_size=4, dtype="float16", scale=0.001, mla=mla), "mla")
+    with pytest.raises(BlindCaseError, match=r"overflows; raise layer\.scale"):
+        outcomes(case, "reference_mla")
