@@ -120,6 +120,13 @@ def _check_tree(batch: BatchSpec, parents: tuple[int, ...]) -> None:
             value=parents,
             allowed="give -1 to row 0 and an earlier row to every other",
         )
+    if parents == tuple(range(-1, len(parents) - 1)):
+        raise SpecError(
+            "a tree of one branch hides nothing that causality does not",
+            field="path.tree.parents",
+            value=parents,
+            allowed="give two rows the same parent, or ask by the path spec_decode",
+        )
     depths = _depths(parents)
     if depths != sorted(depths):
         raise SpecError(
@@ -198,8 +205,7 @@ def _check_micro_batch(layer: LayerSpec, batch: BatchSpec, cuts: tuple[int, ...]
             value=cuts,
             allowed=f"give increasing positions above 0 and below {batch.num_tokens}",
         )
-    starts = set(itertools.accumulate(request.query_len for request in batch))
-    within = [cut for cut in cuts if cut not in starts]
+    within = [cut for cut in cuts if not _is_between_requests(batch, cut)]
     if within and not layer.is_causal:
         raise SpecError(
             f"rows before the cut at {within[0]} would see no key behind it, and without causal they do",
@@ -207,3 +213,13 @@ def _check_micro_batch(layer: LayerSpec, batch: BatchSpec, cuts: tuple[int, ...]
             value=cuts,
             allowed="cut between requests, or leave causal out",
         )
+
+
+def _is_between_requests(batch: BatchSpec, cut: int) -> bool:
+    start = 0
+    for request in batch.requests:
+        end = start + request.count * request.query_len
+        if cut <= end:
+            return (cut - start) % request.query_len == 0
+        start = end
+    return False

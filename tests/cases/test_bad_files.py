@@ -184,6 +184,7 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "tree_not_causal": (8, 21, "cases[0].layer.causal", "the path tree is defined for causal layers"),
     "tree_of_other_lengths": (6, 12, "cases[0].batch", "give query_len 4"),
     "tree_with_a_late_parent": (7, 28, "cases[0].path.tree.parents", "row 1 names parent 2"),
+    "tree_of_one_branch": (7, 28, "cases[0].path.tree.parents", "give two rows the same parent"),
     "tree_with_two_roots": (7, 28, "cases[0].path.tree.parents", "give -1 to row 0 and an earlier row to every other"),
     "two_documents": (7, 1, "", "a second document begins"),
     "two_paths": (7, 11, "cases[0].path", "one path is asked at a time, and here are 2"),
