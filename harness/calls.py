@@ -114,6 +114,10 @@ def _micro_batches(step: Step, cuts: tuple[int, ...]) -> tuple[Call, ...]:
     """One call for the rows between two cuts; the last takes the padding, too."""
     common = step.common_metadata()
     starts, num_tokens = common.query_start_loc_cpu.tolist(), len(step.query)
+    if not step.problem.layer.is_causal:
+        # Such cuts are between requests, and stay so where the step has these in another order.
+        ends = list(itertools.accumulate(request.query_len for request in step.problem.requests))
+        cuts = tuple(starts[1 + ends.index(cut)] for cut in cuts)
     slices = []
     for first, end in itertools.pairwise((0, *cuts, num_tokens)):
         is_last = end == num_tokens

@@ -16,6 +16,7 @@ from torch import Tensor
 from attncheck.harness.hypotheses import Hypothesis, explanations, imprecisions
 from attncheck.harness.latent_forms import latent_guesses
 from attncheck.harness.output_codes import output_error, output_values
+from attncheck.harness.path_hypotheses import path_guesses
 from attncheck.harness.problem import Problem
 from attncheck.harness.scale_hypotheses import scale_guesses
 from attncheck.harness.tolerance import share_of_budget
@@ -186,6 +187,7 @@ def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     yield from explanations(truth.params, truth.rows, problem.cache.block_size)
     yield from scale_guesses(problem, truth.params, truth.rows)
     yield from latent_guesses(problem, truth.params, truth.rows)
+    yield from path_guesses(problem, truth.params, truth.rows)
 
 
 def _requantised(truth: Truth, output: Tensor) -> list[tuple[str, Tensor]]:

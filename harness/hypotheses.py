@@ -102,6 +102,9 @@ def explanations(params: AttentionParams, rows: Rows, block_size: int) -> Iterat
     yield Hypothesis("the output is all zeros", lambda: _zeros(rows))
     for toggle in toggles(params, rows):
         yield toggle.hypothesis
+    if rows.tree is not None:
+        alone = replace(rows, tree=torch.eye(len(rows.tree), dtype=torch.bool, device=rows.tree.device))
+        yield _altered("a row of the tree sees the context and itself, and no ancestor", alone, params)
     if min(params.window) >= 0 and not params.causal:
         yield _altered("the window is ignored on both sides", rows, replace(params, window=(-1, -1)))
     default = params.head_size**-0.5
