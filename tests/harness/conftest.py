@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from attncheck.cases.model import Case
-from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PaddingSpec, RequestSpec
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec
 
 MIXED = ((1, 37), (5, 40), (33, 33), (1, 130))
 """(query_len, seq_len) of a decode, an extend, a prefill and a decode: 40 rows, 240 keys."""
@@ -24,6 +24,8 @@ def make_case() -> CaseMaker:
         padding: tuple[int, int] = (0, 0),
         cache: dict[str, Any] | None = None,
         inputs: tuple[Any, ...] | None = None,
+        path: str = "paged",
+        options: Any = None,
         **layer: Any,
     ) -> Case:
         fields: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"} | layer
@@ -35,7 +37,11 @@ def make_case() -> CaseMaker:
             id=name,
             layer=LayerSpec(**fields),
             cache=CacheSpec(**(cache or {})),
-            batch=BatchSpec(requests=specs, padding=PaddingSpec(requests=padding[0], tokens=padding[1])),
+            batch=BatchSpec(
+                requests=specs,
+                padding=PaddingSpec(requests=padding[0], tokens=padding[1]),
+                path=PathSpec(name=path, options=options),
+            ),
             inputs=inputs,
         )
 
