@@ -10,10 +10,11 @@ in the 2-norm and likewise in the max norm, with ``u`` half the dtype's epsilon 
 sees. ``c`` is 8, or a quarter of the head size if that is more: a float32 sum of D products of equal sign, added one
 by one, was seen to be off by up to D/8 roundings. Under a soft cap c, ``S`` is at most c. ALiBi adds ``|slope| * n``:
 kernels may measure the bias from position 0, so that it is this large, and rounded accordingly, for keys of every
-weight. Beside this stands what vanishes in the dtype altogether. The log-sum-exp may be off by the rounding of one
-score, of the sum of n exponentials, by what the low-precision run loses, and by ``u``: fast kernels sum the softmax
-after rounding it to the dtype. Must not know: backends. A backend owns no tolerance; a case may multiply the budget,
-visibly, with a reason.
+weight. Beside this stands what vanishes in the dtype altogether. Below 8 columns L is a matter of luck, and may be
+none; there ``k L`` is at least what rounding each weight the wrong way would lose. The log-sum-exp may be off by the
+rounding of one score, of the sum of n exponentials, by what the low-precision run loses, and by ``u``: fast kernels sum
+the softmax after rounding it to the dtype. Must not know: backends. A backend owns no tolerance; a case may multiply
+the budget, visibly, with a reason.
 """
 
 import math
@@ -33,6 +34,9 @@ ROUNDINGS = 2
 """How many roundings of the output are allowed in any case; of latent attention more, since more is rounded."""
 
 _FLOAT32 = 2.0**-24
+
+_NARROW = 8
+"""Columns of an output from which on what one run loses tells what another may lose."""
 
 _VANISHING = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-120, torch.float32: 2.0**-120}
 """What may be lost of a number that is almost none: the step between float16's smallest numbers; for the others what
@@ -72,12 +76,14 @@ def budget_of(
     runs = list(honest) or [rows.attend(params, Precision.kernel(dtype))]
     losses = [low_out.double() - out for low_out, _ in runs]
     weighted, _ = replace(rows, values=rows.values.abs()).attend(params)
+    u = torch.finfo(dtype).eps / 2
+    if out.shape[-1] < _NARROW:
+        losses.append(u / K * weighted)
     bracket = torch.stack(
         [float32_bracket(score_bound(*form), form[1].head_size) for form in ((rows, params), *forms)]
     ).amax(0)
     norm, peak = allowed_errors(losses, out, bracket, weighted, dtype, roundings)
     lse_loss = torch.stack([_lse_loss(lse, low_lse.double()) for _, low_lse in runs]).amax(0)
-    u = torch.finfo(dtype).eps / 2
     return Budget(norm, peak, bracket + u + _sum_rounding(rows, lse) + lse_loss)
 
 
