@@ -34,7 +34,7 @@ def path_guesses(problem: Problem, params: AttentionParams, rows: Rows) -> Itera
         yield _placed(meaning, rows, params, lambda r, q, k: (q - context[r], k - context[r]))
     match problem.case.batch.path.options:
         case MicroBatchOptions(cuts=cuts):
-            yield from _piece_guesses(problem, cuts, params, rows)
+            yield _pieces_before(problem, cuts, params, rows)
         case FastPrefillOptions():
             left_out = [request.query_len - request.rows for request in problem.requests]
             meaning = "the rows asked are taken for the first new ones of their requests, not for the last"
@@ -86,28 +86,18 @@ def _merged(
     return merge_many([out for out, _ in states], [lse if wrong is None else wrong(lse) for _, lse in states])
 
 
-def _piece_guesses(
-    problem: Problem, cuts: tuple[int, ...], params: AttentionParams, rows: Rows
-) -> Iterator[Hypothesis]:
-    """Of rows that were cut; with requests in the order of the case."""
-    total = len(problem.query)
-    edges = torch.tensor([0, *cuts, total], device=rows.query.device)
-    piece = torch.bucketize(torch.arange(total, device=edges.device), edges[1:], right=True)
-    first_rows = [request.first_row - request.first_position for request in problem.requests]
-    ends = [request.first_row + request.rows for request in problem.requests]
-
-    def whole(r: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        end_of_piece = edges[1:][piece[q + first_rows[r]]].clamp(max=ends[r])
-        return q + ends[r] - end_of_piece, k
+def _pieces_before(problem: Problem, cuts: tuple[int, ...], params: AttentionParams, rows: Rows) -> Hypothesis:
+    """Of rows that were cut where requests stand in the order of the case."""
+    total, device = len(problem.query), rows.query.device
+    edges = torch.tensor([0, *cuts, total], device=device)
+    start = edges[torch.bucketize(torch.arange(total, device=device), edges[1:], right=True)]
 
     def before(r: int, q: Tensor, k: Tensor) -> Tensor:
-        first = problem.requests[r].first_position
-        start_of_piece = edges[:-1][piece[q + first_rows[r]]] - first_rows[r]
-        return (k >= first) & (k < start_of_piece)
+        request = problem.requests[r]
+        start_of_piece = start[q - request.first_position + request.first_row] - request.first_row
+        return (k >= request.first_position) & (k < request.first_position + start_of_piece)
 
-    yield _placed("a request that is cut keeps the length it has in the whole step", rows, params, whole)
-    meaning = "the keys of the pieces before are missing"
-    yield Hypothesis(meaning, lambda: rows.attend(params, hidden=before))
+    return Hypothesis("the keys of the pieces before are missing", lambda: rows.attend(params, hidden=before))
 
 
 def _placed(meaning: str, rows: Rows, params: AttentionParams, places: Places) -> Hypothesis:
