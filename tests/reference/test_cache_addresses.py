@@ -1,4 +1,4 @@
-"""Slots, packings and strides: what stands where (P22, P20's slot rule)."""
+"""Slots, packings and strides: what stands where."""
 
 from dataclasses import replace
 

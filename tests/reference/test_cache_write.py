@@ -1,4 +1,4 @@
-"""Writing, copying and swapping: exactly the named slots change, byte for byte (P22, P15)."""
+"""Writing, copying and swapping: exactly the named slots change, byte for byte."""
 
 import pytest
 import torch

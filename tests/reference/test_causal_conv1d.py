@@ -1,4 +1,4 @@
-"""The short convolution of state-space layers, its rolling state, and what neither may depend on (P23)."""
+"""The short convolution of state-space layers, its rolling state, and what neither may depend on."""
 
 import math
 

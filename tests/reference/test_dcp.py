@@ -1,4 +1,4 @@
-"""One rank's share of the keys, and all shares together (P20)."""
+"""One rank's share of the keys, and all shares together."""
 
 import math
 from dataclasses import replace

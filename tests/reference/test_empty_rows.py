@@ -1,4 +1,4 @@
-"""Rows that see nothing, rows of no request, and what the lse means (§2, P10)."""
+"""Rows that see nothing, rows of no request, and what the lse means."""
 
 import math
 from dataclasses import replace

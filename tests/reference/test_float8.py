@@ -1,4 +1,4 @@
-"""Float8 codes and what their scales do to attention (P15)."""
+"""Float8 codes and what their scales do to attention."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Codes with a scale for every group, and codes made of an output (P16)."""
+"""Codes with a scale for every group, and codes made of an output."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a scale may and may not change, for any layer, scale and format (P15)."""
+"""What a scale may and may not change, for any layer, scale and format."""
 
 from dataclasses import replace
 

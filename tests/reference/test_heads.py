@@ -1,4 +1,4 @@
-"""Heads, scale and unequal head sizes (P8, P9)."""
+"""Heads, scale and unequal head sizes."""
 
 from dataclasses import replace
 

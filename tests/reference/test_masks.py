@@ -1,4 +1,4 @@
-"""Trees of draft tokens and masks beyond the base predicate (P18, P19)."""
+"""Trees of draft tokens and masks beyond the base predicate."""
 
 from dataclasses import replace
 

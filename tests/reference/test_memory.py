@@ -1,4 +1,4 @@
-"""Long rows in bounded memory: no tensor of a call grows with the number of keys, or with rows times keys (§7)."""
+"""Long rows in bounded memory: no tensor of a call grows with the number of keys, or with rows times keys."""
 
 import pytest
 import torch

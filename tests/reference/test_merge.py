@@ -1,4 +1,4 @@
-"""Split KV, cascade and the merge of their states (P12)."""
+"""Split KV, cascade and the merge of their states."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The common metadata and the builder base behave as vLLM's (utilities-v1, sections 4.1 and 5)."""
+"""The common metadata and the builder base behave as vLLM's."""
 
 from dataclasses import fields
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Soft cap, ALiBi and sinks: their limits, their identities, and the formulas they are mistaken for (P5, P6, P7)."""
+"""Soft cap, ALiBi and sinks: their limits, their identities, and the formulas they are mistaken for."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Where the tokens stand in the cache is nobody's business: the same bits come out (attention-paths P1)."""
+"""Where the tokens stand in the cache is nobody's business: the same bits come out."""
 
 from dataclasses import replace
 

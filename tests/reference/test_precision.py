@@ -1,4 +1,4 @@
-"""The same code path with a kernel's roundings (attention-paths §6)."""
+"""The same code path with a kernel's roundings."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The reference never guesses: what has no meaning is refused by name, before anything is computed (§7)."""
+"""The reference never guesses: what has no meaning is refused by name, before anything is computed."""
 
 from dataclasses import replace
 

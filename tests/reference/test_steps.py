@@ -1,4 +1,4 @@
-"""Time is nobody's business either: decoding, prefilling in chunks and prefilling at once agree (P1, P2, P3)."""
+"""Time is nobody's business either: decoding, prefilling in chunks and prefilling at once agree."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -123,7 +123,7 @@ def test_top_left_alignment_would_differ(make_batch):
 
 @pytest.mark.parametrize("cut", [1, 4, 5, 7, 12])
 def test_micro_batches(make_batch, same_state, cut):
-    """The rows cut at a token: the first part's keys end where its rows do, the second part's stay (P21)."""
+    """The rows cut at a token: the first part's keys end where its rows do, the second part's stay."""
     params = AttentionParams(4, 2, 8, window=(9, 0))
     lens, totals = (5, 1, 8), (12, 20, 8)
     batch = make_batch(lens, totals, params, unowned_rows=0)
@@ -148,7 +148,7 @@ def test_micro_batches(make_batch, same_state, cut):
 
 
 def test_fast_prefill(make_batch, same_state):
-    """Only the last rows of each request are asked for; lengths and table stay (P17)."""
+    """Only the last rows of each request are asked for; lengths and table stay."""
     params = AttentionParams(4, 2, 8, attn_chunk_size=6)
     batch = make_batch((5, 1, 8), (12, 20, 8), params, unowned_rows=0)
     out, lse = batch.attend(params)

@@ -1,4 +1,4 @@
-"""What attention is as a function of its values and scores: linear in V, indifferent to a common shift (P1)."""
+"""What attention is as a function of its values and scores: linear in V, indifferent to a common shift."""
 
 from dataclasses import replace
 

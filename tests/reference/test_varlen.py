@@ -1,4 +1,4 @@
-"""Packed sequences without a cache, and cross attention over cached encoder rows (P13)."""
+"""Packed sequences without a cache, and cross attention over cached encoder rows."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Who sees whom: the predicate, its spans, and the relations of windows and chunks (P2, P4, P11)."""
+"""Who sees whom: the predicate, its spans, and the relations of windows and chunks."""
 
 from dataclasses import replace
 

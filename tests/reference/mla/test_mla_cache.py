@@ -1,4 +1,4 @@
-"""Writing a latent cache: which bytes of the pool change, and to what (P14, P22)."""
+"""Writing a latent cache: which bytes of the pool change, and to what."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What latent attention must keep: two forms, any cutting, any padding, the same function (P14)."""
+"""What latent attention must keep: two forms, any cutting, any padding, the same function."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Latent attention against loops over rows, heads and keys; dtypes, strides, roundings (P14)."""
+"""Latent attention against loops over rows, heads and keys; dtypes, strides, roundings."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Writing, copying and swapping blocks, and the layouts they meet (P22), each judged by the whole pool."""
+"""Writing, copying and swapping blocks, and the layouts they meet, each judged by the whole pool."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def writes(draw):
 @settings(max_examples=80)
 @given(write=writes(), packing=st.sampled_from(PACKINGS), dtype=st.sampled_from((torch.float32, torch.bfloat16)))
 def test_write_then_read_is_the_identity_and_nothing_else_changes(write, packing, dtype):
-    """P22: every live slot holds its row, converted; every other byte of the pool's memory is what it was."""
+    """Every live slot holds its row, converted; every other byte of the pool's memory is what it was."""
     key, value, slots, geometry = write
     memory, *caches = views_of(packing, *geometry, dtype)
     before, live, size = [c.clone() for c in caches], slots >= 0, geometry[1]
@@ -76,7 +76,7 @@ def test_write_then_read_is_the_identity_and_nothing_else_changes(write, packing
 @settings(max_examples=40)
 @given(write=writes(), scale=st.floats(0.01, 4), dtype=st.sampled_from((E4M3, E5M2)))
 def test_write_then_read_is_the_code(write, scale, dtype):
-    """P22: a float8 pool gets the codes of the rows, whatever its packing."""
+    """A float8 pool gets the codes of the rows, whatever its packing."""
     key, value, slots, geometry = write
     live, size = slots >= 0, geometry[1]
     for packing in ("NHD", "content"):
@@ -90,7 +90,7 @@ def test_write_then_read_is_the_code(write, scale, dtype):
 @settings(max_examples=40)
 @given(data=st.data(), write=writes(), packing=st.sampled_from(PACKINGS))
 def test_layouts_orders_and_repetitions_agree(data, write, packing):
-    """P22: any packing, any order of the rows, in two calls or one, written twice: the same logical pool."""
+    """Any packing, any order of the rows, in two calls or one, written twice: the same logical pool."""
     key, value, slots, geometry = write
     order = data.draw(st.permutations(range(len(slots))))
     cut = data.draw(st.integers(0, len(slots)))
@@ -129,7 +129,7 @@ def written():
 @settings(max_examples=40)
 @given(data=st.data(), packing=st.sampled_from(PACKINGS))
 def test_attention_reads_what_was_written_in_any_packing(data, packing, layers, batches, written, same_bits):
-    """P22 layouts agree: the same tokens through strides of any kind give the same bits."""
+    """Layouts agree: the same tokens through strides of any kind give the same bits."""
     params = data.draw(layers(head_size_v=None))
     batch = data.draw(batches(params, fitting=False, shared_pages=st.just(0)))
     same_bits(written(batch, packing).attend(params), batch.attend(params))
@@ -138,7 +138,7 @@ def test_attention_reads_what_was_written_in_any_packing(data, packing, layers, 
 @settings(max_examples=40)
 @given(data=st.data(), packing=st.sampled_from(PACKINGS))
 def test_copied_blocks_serve_as_well(data, packing, layers, batches, written, same_bits):
-    """P22 copy_blocks: copy some blocks to free ones, in K and V, and point the tables there: no bit changes.
+    """copy_blocks: copy some blocks to free ones, in K and V, and point the tables there: no bit changes.
 
     Blocks that are no destination keep every byte.
     """
@@ -161,7 +161,7 @@ def test_copied_blocks_serve_as_well(data, packing, layers, batches, written, sa
 @settings(max_examples=40)
 @given(data=st.data(), packing=st.sampled_from(PACKINGS))
 def test_swapped_out_and_in_again_is_unchanged(data, packing, layers, batches, written, same_bits):
-    """P22 swap_blocks: blocks moved to another pool and back to other places serve as before; the source is kept."""
+    """swap_blocks: blocks moved to another pool and back to other places serve as before; the source is kept."""
     params = data.draw(layers(head_size_v=None))
     batch = written(data.draw(batches(params, shared_pages=st.just(0))), packing)
     blocks = len(batch.key_cache)

@@ -1,4 +1,4 @@
-"""Soft cap, ALiBi and sinks: limits, identities, and the same thing said in other words (P5, P6, P7)."""
+"""Soft cap, ALiBi and sinks: limits, identities, and the same thing said in other words."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def greatest_score(batch, params):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_cap_off_or_far_away(data, layers, batches, tiles, same_bits, same_state):
-    """P5: 0 is none to the bit; a cap of 1e6 differs by O(s^3 / cap^2)."""
+    """0 is none to the bit; a cap of 1e6 differs by O(s^3 / cap^2)."""
     params = data.draw(layers(logits_soft_cap=None))
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     plain = batch.attend(params, **sizes)
@@ -34,7 +34,7 @@ def test_cap_off_or_far_away(data, layers, batches, tiles, same_bits, same_state
 @settings(max_examples=40)
 @given(data=st.data())
 def test_cap_bounds_every_weight(data, layers, batches, row_places, seen):
-    """P5: with a cap of c every key of an n-key row weighs at least ``exp(-2c) / n``, also 1e4 times above the cap."""
+    """With a cap of c every key of an n-key row weighs at least ``exp(-2c) / n``, also 1e4 times above the cap."""
     params = data.draw(
         layers(logits_soft_cap=data.draw(st.floats(0.25, 3)), alibi_slopes=None, sinks=None, head_size_v=24)
     )
@@ -56,7 +56,7 @@ def test_cap_bounds_every_weight(data, layers, batches, row_places, seen):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_cap_moves_what_exceeds_it(data, layers, batches, row_places, seen):
-    """P5: toggling it moves the lse of every row whose scores are of the cap's size or above."""
+    """Toggling it moves the lse of every row whose scores are of the cap's size or above."""
     params = data.draw(layers(scale=data.draw(st.floats(1, 2)), head_size=8, sinks=None, logits_soft_cap=0.5))
     batch = data.draw(batches(params, gain=4.0))
     _, capped = batch.attend(params)
@@ -68,7 +68,7 @@ def test_cap_moves_what_exceeds_it(data, layers, batches, row_places, seen):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_slopes_of_zero_are_none_and_endless_ones_leave_the_own_key(data, layers, batches, tiles, agree, row_places):
-    """P6: slope 0 equals none; a slope towards infinity, causal, gives ``out = V[q]``."""
+    """Slope 0 equals none; a slope towards infinity, causal, gives ``out = V[q]``."""
     params = data.draw(layers(causal=True, alibi_slopes=None, sinks=None))
     batch, sizes = data.draw(batches(params)), data.draw(tiles)
     heads = params.num_heads
@@ -83,7 +83,7 @@ def test_slopes_of_zero_are_none_and_endless_ones_leave_the_own_key(data, layers
 @settings(max_examples=40)
 @given(data=st.data())
 def test_slopes_are_one_more_dimension_that_holds_the_position(data, layers, batches, tiles, agree, row_places):
-    """P6 constant shift: ``slope * (j - 0)``, as a dot product, leaves the output; the lse grows by ``slope * q``."""
+    """Constant shift: ``slope * (j - 0)``, as a dot product, leaves the output; the lse grows by ``slope * q``."""
     heads = data.draw(st.sampled_from(((2, 1), (4, 2), (3, 3))))
     slopes = data.draw(st.tuples(*[st.floats(-1, 1)] * heads[0]))
     fixed = {"logits_soft_cap": None, "sinks": None, "scale": data.draw(st.floats(0.25, 2)), "alibi_sqrt": False}
@@ -112,7 +112,7 @@ def test_slopes_are_one_more_dimension_that_holds_the_position(data, layers, bat
 @settings(max_examples=40)
 @given(data=st.data())
 def test_sinks_are_a_sigmoid_on_the_output(data, layers, batches, tiles, agree, same_bits):
-    """P7: ``out = out0 sigmoid(L - sink)``, ``lse = ln(e^L + e^sink)``; sinks of -inf are none, to the bit."""
+    """``out = out0 sigmoid(L - sink)``, ``lse = ln(e^L + e^sink)``; sinks of -inf are none, to the bit."""
     params = data.draw(layers(sinks=None))
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     out, lse = batch.attend(params, **sizes)
@@ -130,7 +130,7 @@ def test_sinks_are_a_sigmoid_on_the_output(data, layers, batches, tiles, agree, 
 @settings(max_examples=40)
 @given(data=st.data())
 def test_sinks_are_one_more_key_of_no_value(data, layers, batches, tiles, agree):
-    """P7: a key that every row sees, of the head's own score (one more dimension) and value 0; no cap, no bias."""
+    """A key that every row sees, of the head's own score (one more dimension) and value 0; no cap, no bias."""
     heads = data.draw(st.sampled_from(((2, 1), (4, 2), (3, 3))))
     sinks = data.draw(st.tuples(*[st.floats(-5, 5)] * heads[0]))
     fixed = {"causal": False, "window": (-1, -1), "attn_chunk_size": None, "logits_soft_cap": None}
@@ -153,7 +153,7 @@ def test_sinks_are_one_more_key_of_no_value(data, layers, batches, tiles, agree)
 @settings(max_examples=40)
 @given(data=st.data())
 def test_sinks_in_a_split_belong_to_one_part_whichever(data, layers, batches, tiles, agree):
-    """P7: exactly one part carries them, or they are applied after the merge; both give the whole."""
+    """Exactly one part carries them, or they are applied after the merge; both give the whole."""
     params = data.draw(layers())
     params = replace(params, sinks=data.draw(st.tuples(*[st.floats(-5, 5)] * params.num_heads)))
     batch = data.draw(batches(params))

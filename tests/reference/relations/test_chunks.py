@@ -1,4 +1,4 @@
-"""Local attention in chunks aligned to position 0 (P11), under every other modifier."""
+"""Local attention in chunks aligned to position 0, under every other modifier."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from attncheck.reference import visible
 @settings(max_examples=40)
 @given(data=st.data())
 def test_one_chunk_over_everything_is_causal(data, layers, batches, tiles, agree):
-    """P11: C >= max seq_len equals causal attention."""
+    """C >= max seq_len equals causal attention."""
     params = data.draw(layers(causal=True, attn_chunk_size=None))
     batch = data.draw(batches(params))
     size = max(1, *(len(k) for k in batch.keys)) + data.draw(st.integers(0, 2))
@@ -22,7 +22,7 @@ def test_one_chunk_over_everything_is_causal(data, layers, batches, tiles, agree
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_row_sees_from_the_start_of_its_chunk(data, layers, batches, tiles, agree, row_places):
-    """P11: the row at q equals causal attention over the key range from its chunk's start (less the lookback's)."""
+    """The row at q equals causal attention over the key range from its chunk's start (less the lookback's)."""
     size = data.draw(st.integers(1, 9))
     params = data.draw(layers(causal=True, attn_chunk_size=size))
     batch = data.draw(batches(params, requests=(1, 2)))
@@ -37,7 +37,7 @@ def test_a_row_sees_from_the_start_of_its_chunk(data, layers, batches, tiles, ag
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_row_that_opens_a_chunk_sees_one_key(data, layers, batches, tiles, row_places):
-    """P11: at ``q % C == 0`` the output is ``V[q]``; one row further the key before counts too."""
+    """At ``q % C == 0`` the output is ``V[q]``; one row further the key before counts too."""
     size = data.draw(st.integers(2, 6))
     params = data.draw(layers(causal=True, window=(-1, -1), sinks=None, attn_chunk_size=size, attn_chunk_lookback=0))
     batch = data.draw(batches(params, gain=1.0))
@@ -50,7 +50,7 @@ def test_a_row_that_opens_a_chunk_sees_one_key(data, layers, batches, tiles, row
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_lookback_over_every_chunk_is_causal(data, layers, batches, tiles, agree):
-    """P11 with a lookback of b: from ``(b + 1) C >= max seq_len`` on nothing is hidden; each b adds one chunk."""
+    """With a lookback of b: from ``(b + 1) C >= max seq_len`` on nothing is hidden; each b adds one chunk."""
     size = data.draw(st.integers(1, 5))
     params = data.draw(layers(causal=True, attn_chunk_size=size))
     batch = data.draw(batches(params))

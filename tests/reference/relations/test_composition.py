@@ -1,4 +1,4 @@
-"""Placement, composition, prefix sharing: which blocks, which neighbours and which order is nobody's business (P1)."""
+"""Placement, composition, prefix sharing: which blocks, which neighbours and which order is nobody's business."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 @settings(max_examples=40)
 @given(data=st.data())
 def test_placement_permuted_blocks_give_the_same_bits(data, layers, batches, tiles, same_bits):
-    """P1 placement: any injective renaming of the physical blocks, in a pool of any size, applied to the table too."""
+    """Placement: any injective renaming of the physical blocks, in a pool of any size, applied to the table too."""
     params = data.draw(layers())
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     blocks, spare = len(batch.key_cache), data.draw(st.integers(0, 9))
@@ -33,7 +33,7 @@ def test_placement_permuted_blocks_give_the_same_bits(data, layers, batches, til
 @settings(max_examples=40)
 @given(data=st.data())
 def test_composition_any_requests_in_any_order_give_their_rows(data, layers, batches, tiles, same_bits, requests_rows):
-    """P1 composition: alone, permuted, without some of the others, or twice in the batch (all blocks shared)."""
+    """Composition: alone, permuted, without some of the others, or twice in the batch (all blocks shared)."""
     params = data.draw(layers())
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     chosen = data.draw(st.lists(st.integers(0, len(batch.keys) - 1), min_size=1, max_size=5))
@@ -45,7 +45,7 @@ def test_composition_any_requests_in_any_order_give_their_rows(data, layers, bat
 @settings(max_examples=40)
 @given(data=st.data())
 def test_prefix_sharing_shared_blocks_are_as_good_as_private_ones(data, layers, batches, repage, same_bits):
-    """P1 prefix sharing: first pages that several tables name, against a copy of their tokens for every request."""
+    """Prefix sharing: first pages that several tables name, against a copy of their tokens for every request."""
     params = data.draw(layers())
     long = {"context_lens": st.integers(4, 17), "shared_pages": st.integers(1, 2), "block_size": 2}
     batch = data.draw(batches(params, requests=(2, 4), **long))
@@ -57,7 +57,7 @@ def test_prefix_sharing_shared_blocks_are_as_good_as_private_ones(data, layers, 
 @settings(max_examples=40)
 @given(data=st.data())
 def test_prefix_sharing_equal_rows_over_the_same_blocks_agree(data, layers, batches, same_bits):
-    """P1 prefix sharing: two requests with one table row and one query get one answer."""
+    """Prefix sharing: two requests with one table row and one query get one answer."""
     params = data.draw(layers())
     batch = data.draw(batches(params, requests=(1, 1), query_lens=st.integers(1, 6)))
     twice = batch.only([0, 0])
@@ -69,7 +69,7 @@ def test_prefix_sharing_equal_rows_over_the_same_blocks_agree(data, layers, batc
 @settings(max_examples=40)
 @given(data=st.data())
 def test_empty_requests_and_rows_of_nobody_leave_the_others_alone(data, layers, batches, same_bits):
-    """P10 padding: requests of no rows, whatever their length and table row hold, anywhere in the batch."""
+    """Padding: requests of no rows, whatever their length and table row hold, anywhere in the batch."""
     params = data.draw(layers())
     batch = data.draw(batches(params, requests=(1, 3), fitting=False))
     at = data.draw(st.integers(0, len(batch.keys)))

@@ -1,4 +1,4 @@
-"""What a request does not own, and what no row of it can see, may hold anything (P1 containment, P4)."""
+"""What a request does not own, and what no row of it can see, may hold anything."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def unseen(seen, row_places):
 @settings(max_examples=60)
 @given(data=st.data())
 def test_containment_slots_not_owned_change_no_bit(data, layers, batches, tiles, same_bits):
-    """P1 containment: tails of last pages, blocks of nobody, any table tail pointing at them; K, V or both."""
+    """Containment: tails of last pages, blocks of nobody, any table tail pointing at them; K, V or both."""
     params = data.draw(layers())
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     names, poison = data.draw(st.sampled_from(CACHES)), data.draw(st.sampled_from(POISON))
@@ -60,7 +60,7 @@ def test_containment_slots_not_owned_change_no_bit(data, layers, batches, tiles,
 @settings(max_examples=60)
 @given(data=st.data())
 def test_containment_keys_no_row_of_the_request_sees_change_no_bit(data, layers, batches, tiles, same_bits, unseen):
-    """P1, P4, P11: before every window, in earlier chunks, behind every row; slot by slot, even in a block in use."""
+    """Before every window, in earlier chunks, behind every row; slot by slot, even in a block in use."""
     params = data.draw(layers())
     batch, sizes = data.draw(batches(params, shared_pages=st.just(0))), data.draw(tiles)
     size, mask = batch.key_cache.shape[1], torch.zeros(batch.key_cache.shape[:2], dtype=torch.bool)
@@ -74,7 +74,7 @@ def test_containment_keys_no_row_of_the_request_sees_change_no_bit(data, layers,
 @settings(max_examples=40)
 @given(data=st.data())
 def test_containment_keys_a_mask_hides_from_all_rows_change_no_bit(data, layers, batches, tiles, same_bits):
-    """P1, P19: holes that a mask function cuts into the middle of what the layer would see."""
+    """Holes that a mask function cuts into the middle of what the layer would see."""
     params = data.draw(layers())
     batch, sizes = data.draw(batches(params, shared_pages=st.just(0))), data.draw(tiles)
     period, size = data.draw(st.integers(2, 6)), batch.key_cache.shape[1]
@@ -94,7 +94,7 @@ def test_containment_keys_a_mask_hides_from_all_rows_change_no_bit(data, layers,
 @settings(max_examples=60)
 @given(data=st.data())
 def test_containment_freed_blocks_may_belong_to_others(data, layers, batches, tiles, same_bits, unseen):
-    """P4: blocks that lie wholly out of every row's sight are handed to others, one id even twice in one row."""
+    """Blocks that lie wholly out of every row's sight are handed to others, one id even twice in one row."""
     params = data.draw(layers(window=data.draw(st.tuples(st.integers(0, 6), st.integers(-1, 3)))))
     batch = data.draw(batches(params, shared_pages=st.just(0), context_lens=st.integers(5, 20)))
     sizes, blocks = data.draw(tiles), len(batch.key_cache)
@@ -109,7 +109,7 @@ def test_containment_freed_blocks_may_belong_to_others(data, layers, batches, ti
 @settings(max_examples=40)
 @given(data=st.data())
 def test_containment_nothing_is_modified(data, layers, batches, tiles, same_bits):
-    """§7: no argument changes, NaN patterns of the pool included."""
+    """No argument changes, NaN patterns of the pool included."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     tensors = [x for x in vars(batch).values() if isinstance(x, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Encoder layers over packed sequences, and cross attention over cached encoder rows (P13)."""
+"""Encoder layers over packed sequences, and cross attention over cached encoder rows."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ lengths = st.lists(st.integers(0, 12), min_size=1, max_size=4)
 @settings(max_examples=40)
 @given(data=st.data(), lens=lengths)
 def test_encoder_permuting_tokens_permutes_rows(data, lens, layers, encoded, tiles, agree):
-    """P13: without window and bias the tokens of a sequence have no order."""
+    """Without window and bias the tokens of a sequence have no order."""
     params = data.draw(layers(**PLACELESS))
     tokens, ends = encoded(data, params, lens), offsets(lens)
     order = list(range(sum(lens)))
@@ -53,7 +53,7 @@ def test_encoder_permuting_tokens_permutes_rows(data, lens, layers, encoded, til
 @settings(max_examples=40)
 @given(data=st.data(), lens=lengths)
 def test_encoder_any_sequences_in_any_order_give_their_rows(data, lens, layers, encoded, tiles, same_bits):
-    """P13: each sequence alone equals itself in the batch; nothing leaks between neighbours."""
+    """Each sequence alone equals itself in the batch; nothing leaks between neighbours."""
     params = data.draw(layers(causal=False))
     tokens, ends, sizes = encoded(data, params, lens), offsets(lens), data.draw(tiles)
     chosen = data.draw(st.lists(st.integers(0, len(lens) - 1), min_size=1, max_size=4))
@@ -67,7 +67,7 @@ def test_encoder_any_sequences_in_any_order_give_their_rows(data, lens, layers, 
 @settings(max_examples=40)
 @given(data=st.data(), lens=lengths)
 def test_encoder_reversed_in_time_under_a_mirrored_window(data, lens, layers, encoded, tiles, agree):
-    """P13, P4: ``(W-1, W-1)`` looks both ways alike: reversing every sequence reverses its rows. W over all is none."""
+    """``(W-1, W-1)`` looks both ways alike: reversing every sequence reverses its rows. W over all is none."""
     width = data.draw(st.integers(1, 8))
     params = data.draw(layers(**{**PLACELESS, "window": window_pair(width, bidirectional=True)}))
     tokens, ends = encoded(data, params, lens), offsets(lens)
@@ -82,7 +82,7 @@ def test_encoder_reversed_in_time_under_a_mirrored_window(data, lens, layers, en
 @settings(max_examples=40)
 @given(data=st.data())
 def test_unequal_lengths_align_at_the_end(data, layers, batches, encoded, tiles, agree):
-    """P13: the last Lq query rows over Lk keys equal those rows of a call with all Lk query rows."""
+    """The last Lq query rows over Lk keys equal those rows of a call with all Lk query rows."""
     params = data.draw(layers())
     lens = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
     tokens, ends = encoded(data, params, lens), offsets(lens)
@@ -96,7 +96,7 @@ def test_unequal_lengths_align_at_the_end(data, layers, batches, encoded, tiles,
 @settings(max_examples=40)
 @given(data=st.data())
 def test_cross_rows_do_not_know_how_many_they_are(data, layers, batches, tiles, agree):
-    """P13 cross: decoding equals the rows of a longer decoder prefill; decoder lengths and order do not matter."""
+    """Cross: decoding equals the rows of a longer decoder prefill; decoder lengths and order do not matter."""
     params = data.draw(layers(**PLACELESS))
     batch = data.draw(batches(params, fitting=False))
     chosen = [
@@ -112,7 +112,7 @@ def test_cross_rows_do_not_know_how_many_they_are(data, layers, batches, tiles, 
 @settings(max_examples=40)
 @given(data=st.data())
 def test_cross_without_encoder_rows_gives_zeros(data, layers, batches, same_bits, requests_rows):
-    """P13 cross: ``encoder_len = 0`` gives 0 (and the sink as lse), and nothing to the neighbours."""
+    """Cross: ``encoder_len = 0`` gives 0 (and the sink as lse), and nothing to the neighbours."""
     params = data.draw(layers(**PLACELESS))
     batch = data.draw(batches(params, requests=(2, 4), query_lens=st.integers(1, 5)))
     r = data.draw(st.integers(0, len(batch.keys) - 1))
@@ -131,7 +131,7 @@ def test_cross_without_encoder_rows_gives_zeros(data, layers, batches, same_bits
 @settings(max_examples=40)
 @given(data=st.data())
 def test_cross_encoder_rows_are_written_once(data, layers, batches, agree, same_bits, requests_rows):
-    """P13 cross: requests join one after the other; only a first step brings K/V rows, later ones write nothing.
+    """Cross: requests join one after the other; only a first step brings K/V rows, later ones write nothing.
 
     Key rows are fewer or more than query rows, and lengths are the encoder's alone.
     """

@@ -1,4 +1,4 @@
-"""Groups of heads, the scale, and sizes of K and V (P8, P9), under every other modifier."""
+"""Groups of heads, the scale, and sizes of K and V, under every other modifier."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def of_heads():
 @settings(max_examples=40)
 @given(data=st.data())
 def test_heads_grouped_equal_keys_and_values_repeated_per_head(data, layers, batches, tiles, agree, of_heads):
-    """P8: query head h reads KV head ``h // G``: MHA over K/V repeated G times per head; MQA and MHA included."""
+    """Query head h reads KV head ``h // G``: MHA over K/V repeated G times per head; MQA and MHA included."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     kv_heads = [h // params.group_size for h in range(params.num_heads)]
@@ -44,7 +44,7 @@ def test_heads_grouped_equal_keys_and_values_repeated_per_head(data, layers, bat
 @settings(max_examples=40)
 @given(data=st.data())
 def test_heads_permuting_groups_and_heads_within_them_permutes_outputs(data, layers, batches, tiles, agree, of_heads):
-    """P8: groups in another order, and heads within each group too; slopes and sinks go with their query head."""
+    """Groups in another order, and heads within each group too; slopes and sinks go with their query head."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     groups = data.draw(st.permutations(range(params.num_kv_heads)))
@@ -58,7 +58,7 @@ def test_heads_permuting_groups_and_heads_within_them_permutes_outputs(data, lay
 @settings(max_examples=40)
 @given(data=st.data())
 def test_heads_one_at_a_time_are_the_layer(data, layers, batches, agree, of_heads):
-    """P8: a layer of one query head and its KV head gives that head's column of the whole."""
+    """A layer of one query head and its KV head gives that head's column of the whole."""
     params = data.draw(layers())
     batch = data.draw(batches(params))
     head = data.draw(st.integers(0, params.num_heads - 1))
@@ -70,7 +70,7 @@ def test_heads_one_at_a_time_are_the_layer(data, layers, batches, agree, of_head
 @settings(max_examples=40)
 @given(data=st.data())
 def test_heads_of_a_group_with_equal_queries_give_equal_outputs(data, layers, batches, tiles, agree):
-    """P8: equal Q inside a group, no slope and no sink of its own: equal rows."""
+    """Equal Q inside a group, no slope and no sink of its own: equal rows."""
     params = data.draw(layers(alibi_slopes=None, sinks=None))
     batch = data.draw(batches(params))
     query = batch.query[:, :: params.group_size].repeat_interleave(params.group_size, dim=1)
@@ -82,7 +82,7 @@ def test_heads_of_a_group_with_equal_queries_give_equal_outputs(data, layers, ba
 @settings(max_examples=40)
 @given(data=st.data())
 def test_scale_moves_between_query_and_factor(data, layers, batches, tiles, agree):
-    """P9: Q times a and scale times 1/a is neutral; so is K times a."""
+    """Q times a and scale times 1/a is neutral; so is K times a."""
     params = data.draw(layers())
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     a = data.draw(st.floats(0.1, 5) | st.floats(-5, -0.1))
@@ -95,7 +95,7 @@ def test_scale_moves_between_query_and_factor(data, layers, batches, tiles, agre
 @settings(max_examples=40)
 @given(data=st.data())
 def test_scale_zero_is_the_mean_of_what_is_seen(data, layers, batches, tiles, agree, seen, row_places):
-    """P9: with scale 0 all keys weigh the same, capped or not: the mean of V, and ``ln n``."""
+    """With scale 0 all keys weigh the same, capped or not: the mean of V, and ``ln n``."""
     params = data.draw(layers(scale=0.0, alibi_slopes=None, sinks=None))
     batch = data.draw(batches(params, fitting=False))
     out, lse = batch.attend(params, **data.draw(tiles))
@@ -110,7 +110,7 @@ def test_scale_zero_is_the_mean_of_what_is_seen(data, layers, batches, tiles, ag
 @settings(max_examples=40)
 @given(data=st.data())
 def test_sizes_padded_with_zeros_are_neutral(data, layers, batches, tiles, agree):
-    """P9: zeros behind D and Dv, sliced off again; the scale is that of the real D, not of the padded one or of Dv."""
+    """Zeros behind D and Dv, sliced off again; the scale is that of the real D, not of the padded one or of Dv."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     more, more_v = data.draw(st.tuples(st.integers(0, 5), st.integers(0, 5)))

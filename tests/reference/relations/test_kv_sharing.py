@@ -1,4 +1,4 @@
-"""Layers that share another layer's keys and values, and fast prefill over them (P17)."""
+"""Layers that share another layer's keys and values, and fast prefill over them."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from attncheck.reference import make_kv_sharing_fast_prefill_common_attn_metadat
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_sharing_layer_leaves_the_cache_and_reads_the_targets(data, layers, batches, tiles, same_bits):
-    """P17: Q of its own (other heads, window, cap), the target's cache, table and lengths; every byte stays.
+    """Q of its own (other heads, window, cap), the target's cache, table and lengths; every byte stays.
 
     The answer is that of a layer which wrote the same K/V into a cache of its own. Without K/V to write, no slot of
     a mapping may be live.
@@ -53,7 +53,7 @@ def armed(metadata_of):
 @settings(max_examples=60)
 @given(data=st.data())
 def test_fast_rows_are_those_rows_of_the_full_call(data, layers, batches, armed, attend_as, tiles, agree, same_bits):
-    """P17: only rows that yield logits are asked for; positions count from the end; padded indices count for nothing.
+    """Only rows that yield logits are asked for; positions count from the end; padded indices count for nothing.
 
     Requests without such rows get none; the cache stays.
     """
@@ -73,7 +73,7 @@ def test_fast_rows_are_those_rows_of_the_full_call(data, layers, batches, armed,
 @settings(max_examples=40)
 @given(data=st.data())
 def test_fast_prefill_changes_neither_keys_nor_a_pure_decode(data, layers, batches, armed):
-    """P17: lengths and tables are the batch's own; where every request has one row at most, so is the whole batch."""
+    """Lengths and tables are the batch's own; where every request has one row at most, so is the whole batch."""
     params = data.draw(layers(causal=True))
     batch = data.draw(batches(params, query_lens=st.integers(0, data.draw(st.integers(1, 4)))))
     metadata, rows = armed(data, batch)

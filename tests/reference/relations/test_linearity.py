@@ -1,4 +1,4 @@
-"""Attention is linear in the values, and indifferent to a common shift of a row's scores (P1)."""
+"""Attention is linear in the values, and indifferent to a common shift of a row's scores."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def draw_values(batch, size, seed):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_linearity_in_the_values(data, layers, batches, tiles, agree, same_bits):
-    """P1 linearity: ``out(a V + b V') = a out(V) + b out(V')``, and the lse does not know V."""
+    """Linearity: ``out(a V + b V') = a out(V) + b out(V')``, and the lse does not know V."""
     params = data.draw(layers())
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     a, b = data.draw(st.tuples(st.floats(-3, 3), st.floats(-3, 3)))
@@ -30,7 +30,7 @@ def test_linearity_in_the_values(data, layers, batches, tiles, agree, same_bits)
 @settings(max_examples=40)
 @given(data=st.data())
 def test_linearity_values_of_one_give_the_share_of_the_keys(data, layers, batches, tiles, agree):
-    """P1: V = 1 gives ``Z_keys / Z``: ``exp(lse without the sink - lse)``; 1 without sinks, 0 where nothing is seen."""
+    """V = 1 gives ``Z_keys / Z``: ``exp(lse without the sink - lse)``; 1 without sinks, 0 where nothing is seen."""
     params = data.draw(layers(head_size_v=2))
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     ones = replace(batch, value_cache=torch.ones_like(batch.value_cache))
@@ -43,7 +43,7 @@ def test_linearity_values_of_one_give_the_share_of_the_keys(data, layers, batche
 @settings(max_examples=40)
 @given(data=st.data())
 def test_linearity_one_hot_values_are_the_influence_map(data, layers, batches, tiles, seen, agree, row_places):
-    """P1: unit vectors as V read out the softmax row: 0 exactly where not seen, above where seen; it times V is out."""
+    """Unit vectors as V read out the softmax row: 0 exactly where not seen, above where seen; it times V is out."""
     params = data.draw(layers(scale=None))
     batch = data.draw(batches(params, fitting=False, shared_pages=st.just(0), gain=1.0))
     count, size = max(len(k) for k in batch.keys), batch.key_cache.shape[1]
@@ -69,7 +69,7 @@ def test_linearity_one_hot_values_are_the_influence_map(data, layers, batches, t
 @settings(max_examples=40)
 @given(data=st.data())
 def test_shift_of_all_scores_of_a_row_moves_only_the_lse(data, layers, batches, tiles, agree):
-    """P1 shift: one more dimension, 1 in every key, adds a constant of the row and head; no sinks, no cap."""
+    """Shift: one more dimension, 1 in every key, adds a constant of the row and head; no sinks, no cap."""
     params = data.draw(layers(sinks=None, logits_soft_cap=None, scale=data.draw(st.floats(0.1, 2))))
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))

@@ -1,4 +1,4 @@
-"""Local attention as causal attention over virtual requests (P11), as the metadata utility makes them."""
+"""Local attention as causal attention over virtual requests, as the metadata utility makes them."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from attncheck.reference import make_local_attention_virtual_batches
 def test_local_attention_is_causal_attention_on_the_virtual_batch(
     data, layers, batches, tiles, metadata_of, attend_as, agree
 ):
-    """P11: chunks of one page or several, contexts of any residue, padding requests; window, bias, cap, sinks kept."""
+    """Chunks of one page or several, contexts of any residue, padding requests; window, bias, cap, sinks kept."""
     size = data.draw(st.integers(1, 4))
     chunk = size * data.draw(st.integers(1, 3))
     params = data.draw(layers(causal=True, attn_chunk_size=chunk, attn_chunk_lookback=0))
@@ -27,7 +27,7 @@ def test_local_attention_is_causal_attention_on_the_virtual_batch(
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_chunk_over_everything_keeps_the_batch(data, layers, batches, metadata_of, attend_as, same_bits):
-    """P11: C >= max seq_len: one virtual request each, of the same lengths."""
+    """C >= max seq_len: one virtual request each, of the same lengths."""
     params = data.draw(layers(causal=True, attn_chunk_size=None))
     batch = data.draw(batches(params))
     metadata, size = metadata_of(batch), batch.key_cache.shape[1]
@@ -41,7 +41,7 @@ def test_a_chunk_over_everything_keeps_the_batch(data, layers, batches, metadata
 @settings(max_examples=60)
 @given(data=st.data())
 def test_virtual_requests_cover_each_query_once_and_the_mask_exactly(data, layers, batches, metadata_of, row_places):
-    """P11: row by row, the slots its virtual request shows it are those of its chunk up to itself, in order."""
+    """Row by row, the slots its virtual request shows it are those of its chunk up to itself, in order."""
     size = data.draw(st.integers(1, 4))
     chunk = size * data.draw(st.integers(1, 3))
     batch = data.draw(batches(data.draw(layers()), block_size=size))

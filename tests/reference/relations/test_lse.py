@@ -1,4 +1,4 @@
-"""What the log-sum-exp says (P10): ``exp(lse)`` is the total weight of the keys a row sees."""
+"""What the log-sum-exp says: ``exp(lse)`` is the total weight of the keys a row sees."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def one_key_each():
 @settings(max_examples=40)
 @given(data=st.data())
 def test_lse_of_disjoint_key_sets_adds_up(data, layers, batches, tiles, agree):
-    """P10: any partition of the keys, by any rule: lse of the union is ``logaddexp`` of the parts' (no sinks)."""
+    """Any partition of the keys, by any rule: lse of the union is ``logaddexp`` of the parts' (no sinks)."""
     params = data.draw(layers(sinks=None))
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     modulus, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
@@ -40,7 +40,7 @@ def test_lse_of_disjoint_key_sets_adds_up(data, layers, batches, tiles, agree):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_lse_is_at_least_every_score_and_the_sum_of_all(data, layers, batches, tiles, agree, one_key_each):
-    """P10: above the greatest score, at most ``ln n`` above it; single keys merged are the whole (P12)."""
+    """Above the greatest score, at most ``ln n`` above it; single keys merged are the whole."""
     params = data.draw(layers(sinks=None))
     batch = data.draw(batches(params, requests=(1, 3), query_lens=st.integers(1, 5), context_lens=st.integers(0, 9)))
     states = one_key_each(batch, params)
@@ -56,7 +56,7 @@ def test_lse_is_at_least_every_score_and_the_sum_of_all(data, layers, batches, t
 @settings(max_examples=40)
 @given(data=st.data())
 def test_lse_falls_when_a_key_is_removed(data, layers, batches, tiles, one_key_each):
-    """P10: strictly where the row saw it, by ``ln(1 - weight)``; not by a bit where it did not."""
+    """Strictly where the row saw it, by ``ln(1 - weight)``; not by a bit where it did not."""
     params = data.draw(layers(scale=None, alibi_slopes=None))
     batch = data.draw(batches(params, requests=(1, 2), query_lens=st.integers(1, 5), gain=1.0))
     gone = data.draw(st.integers(0, max(len(k) for k in batch.keys) - 1))
@@ -78,7 +78,7 @@ def test_lse_falls_when_a_key_is_removed(data, layers, batches, tiles, one_key_e
 @settings(max_examples=40)
 @given(data=st.data())
 def test_rows_that_see_nothing_are_zero_and_minus_infinity(data, layers, batches, tiles, seen, row_places):
-    """P10: no keys, more rows than keys, an empty window or range: 0 and -inf, with sinks 0 and the sink; never NaN."""
+    """No keys, more rows than keys, an empty window or range: 0 and -inf, with sinks 0 and the sink; never NaN."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False, query_lens=st.integers(0, 9), context_lens=st.integers(0, 4)))
     lo = data.draw(st.integers(0, 9))
@@ -101,7 +101,7 @@ def test_rows_that_see_nothing_are_zero_and_minus_infinity(data, layers, batches
 @settings(max_examples=40)
 @given(data=st.data())
 def test_lse_is_natural(data, layers, batches, tiles, agree, with_tokens):
-    """P10: every key of one request twice, at scale and bias as they are, adds ``ln 2`` and leaves the output."""
+    """Every key of one request twice, at scale and bias as they are, adds ``ln 2`` and leaves the output."""
     params = data.draw(layers(sinks=None, causal=False, window=(-1, -1), attn_chunk_size=None, alibi_slopes=None))
     batch = data.draw(batches(params, fitting=False, shared_pages=st.just(0)))
     keys, values = ([torch.cat([x, x]) for x in tokens] for tokens in (batch.keys, batch.values))

@@ -1,4 +1,4 @@
-"""Masks beyond the base predicate (P19): bidirectional ranges, reference windows, and what a mask is asked about."""
+"""Masks beyond the base predicate: bidirectional ranges, reference windows, and what a mask is asked about."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def base(layers):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_no_ranges_are_the_base_predicate(data, layers, batches, tiles, agree):
-    """P19: a mask function without ranges equals no mask function, for every layer."""
+    """A mask function without ranges equals no mask function, for every layer."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     agree(batch.attend(params, mask_fn=prefix_lm(params, []), **data.draw(tiles)), batch.attend(params))
@@ -42,7 +42,7 @@ def test_no_ranges_are_the_base_predicate(data, layers, batches, tiles, agree):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_one_range_over_everything_is_non_causal(data, base, batches, tiles, agree):
-    """P19: the range is ORed after the window, so that it admits what the window hides."""
+    """The range is ORed after the window, so that it admits what the window hides."""
     params = data.draw(base())
     batch = data.draw(batches(params))
     last = max(len(k) for k in batch.keys) - 1 + data.draw(st.integers(0, 3))
@@ -53,7 +53,7 @@ def test_one_range_over_everything_is_non_causal(data, base, batches, tiles, agr
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_clamped_range_over_everything_is_a_window_open_ahead(data, base, batches, tiles, agree):
-    """P19 clamped: ``q - j < W`` holds within the range too: the non-causal layer with ``(W - 1, unlimited)``."""
+    """Clamped: ``q - j < W`` holds within the range too: the non-causal layer with ``(W - 1, unlimited)``."""
     width = data.draw(st.integers(1, 9))
     params = data.draw(base(window=(width - 1, 0)))
     batch = data.draw(batches(params))
@@ -64,7 +64,7 @@ def test_a_clamped_range_over_everything_is_a_window_open_ahead(data, base, batc
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_range_out_of_reach_changes_nothing(data, base, batches, tiles, agree):
-    """P19: wholly before the new rows, or past the end; of one token; or past the end in part, as if cut there."""
+    """Wholly before the new rows, or past the end; of one token; or past the end in part, as if cut there."""
     params = data.draw(base())
     batch = data.draw(batches(params, requests=(1, 1)))
     length, rows = len(batch.keys[0]), len(batch.query[batch.rows(0)])
@@ -80,7 +80,7 @@ def test_a_range_out_of_reach_changes_nothing(data, base, batches, tiles, agree)
 @settings(max_examples=40)
 @given(data=st.data())
 def test_rows_of_one_range_see_one_set(data, base, batches, tiles, agree):
-    """P19, both ends inclusive: a row in the range equals the unmasked layer over the keys up to the range's end."""
+    """Both ends inclusive: a row in the range equals the unmasked layer over the keys up to the range's end."""
     params = data.draw(base(window=(-1, -1)))
     batch = data.draw(batches(params, requests=(1, 1), query_lens=st.integers(1, 7)))
     length = len(batch.keys[0])
@@ -97,7 +97,7 @@ def test_rows_of_one_range_see_one_set(data, base, batches, tiles, agree):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_ranges_are_per_request(data, base, batches, tiles, same_bits, requests_rows):
-    """P19: each request under its own ranges equals it under those ranges alone."""
+    """Each request under its own ranges equals it under those ranges alone."""
     params = data.draw(base())
     batch = data.draw(batches(params, requests=(2, 3)))
     pair = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda x: (min(x), max(x)))
@@ -113,7 +113,7 @@ def test_ranges_are_per_request(data, base, batches, tiles, same_bits, requests_
 @settings(max_examples=40)
 @given(data=st.data())
 def test_reference_window_between_window_and_causal(data, base, batches, tiles, agree):
-    """P19: ``causal and (j < prefix_len or q - j < W)``: prefix 0 is the window, prefix or W over all is causal."""
+    """``causal and (j < prefix_len or q - j < W)``: prefix 0 is the window, prefix or W over all is causal."""
     params = data.draw(base(window=(-1, -1)))
     batch = data.draw(batches(params))
     width, prefix = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 9))
@@ -136,7 +136,7 @@ def test_reference_window_between_window_and_causal(data, base, batches, tiles, 
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_mask_is_asked_about_real_keys_only_and_each_pair_once(data, layers, batches, tiles):
-    """P19: no key at ``j >= seq_len``, no row of nobody, absolute positions, every (row, key) pair exactly once."""
+    """No key at ``j >= seq_len``, no row of nobody, absolute positions, every (row, key) pair exactly once."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     asked = []

@@ -1,4 +1,4 @@
-"""Cutting a batch between requests or through them (P21), as the metadata utility cuts it."""
+"""Cutting a batch between requests or through them, as the metadata utility cuts it."""
 
 from collections import Counter
 from dataclasses import replace
@@ -39,7 +39,7 @@ def draw_cuts(data, points):
 def test_rows_of_the_parts_are_the_rows_of_the_whole(
     data, layers, batches, cut_up, attend_as, tiles, agree, row_places
 ):
-    """P21: each part writes its own K/V where its slots say, then reads; what later parts write is still NaN.
+    """Each part writes its own K/V where its slots say, then reads; what later parts write is still NaN.
 
     Cuts at requests and inside them, a request cut twice, parts of very unequal size.
     """
@@ -67,7 +67,7 @@ def test_rows_of_the_parts_are_the_rows_of_the_whole(
 @settings(max_examples=40)
 @given(data=st.data())
 def test_without_the_causal_rule_requests_stay_whole(data, layers, batches, cut_up, attend_as, same_bits):
-    """P21: cuts between requests keep any layer's rows to the bit, and the flag of the batch."""
+    """Cuts between requests keep any layer's rows to the bit, and the flag of the batch."""
     params = data.draw(layers())
     batch = data.draw(batches(params))
     starts = batch.query_start_loc.tolist()
@@ -84,7 +84,7 @@ def test_without_the_causal_rule_requests_stay_whole(data, layers, batches, cut_
 @settings(max_examples=40)
 @given(data=st.data())
 def test_each_pair_of_query_and_key_exactly_once(data, layers, batches, cut_up, row_places):
-    """P21: counted from the parts' own numbers, tables included; lengths, bounds and computed counts fit each other."""
+    """Counted from the parts' own numbers, tables included; lengths, bounds and computed counts fit each other."""
     batch = data.draw(batches(data.draw(layers()), query_lens=st.integers(0, 7)))
     rows, size = int(batch.query_start_loc[-1]), batch.key_cache.shape[1]
     assume(rows > 0)

@@ -1,4 +1,4 @@
-"""The page size, the width of the table and the size of the pool are nobody's business (P1 paging, slack)."""
+"""The page size, the width of the table and the size of the pool are nobody's business."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from attncheck.reference import varlen_attention
 @settings(max_examples=40)
 @given(data=st.data())
 def test_paging_any_block_size_is_block_size_one(data, layers, batches, repage, tiles, agree):
-    """P1 paging: pages of any size, whole or partly filled, against pages of one token."""
+    """Paging: pages of any size, whole or partly filled, against pages of one token."""
     params = data.draw(layers())
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     single = repage(batch, 1, seed=data.draw(st.integers(0, 99)))
@@ -24,7 +24,7 @@ def test_paging_any_block_size_is_block_size_one(data, layers, batches, repage, 
 @settings(max_examples=40)
 @given(data=st.data())
 def test_paging_is_ragged_attention_on_the_gathered_keys(data, layers, batches, tiles, agree):
-    """P1 paging, P13: unpaged attention over the same tokens in order; key rows of no sequence behind are ignored."""
+    """Paging: unpaged attention over the same tokens in order; key rows of no sequence behind are ignored."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     ends = torch.tensor([0, *(len(k) for k in batch.keys)]).cumsum(0)
@@ -45,7 +45,7 @@ def test_paging_is_ragged_attention_on_the_gathered_keys(data, layers, batches, 
 @settings(max_examples=40)
 @given(data=st.data())
 def test_slack_a_wider_table_and_a_larger_pool_change_no_bit(data, layers, batches, tiles, same_bits):
-    """P1 slack: columns past the length hold valid ids, negative ones or nonsense; blocks behind hold garbage."""
+    """Slack: columns past the length hold valid ids, negative ones or nonsense; blocks behind hold garbage."""
     params = data.draw(layers())
     batch, sizes = data.draw(batches(params, fitting=False)), data.draw(tiles)
     expected = batch.attend(params, **sizes)
@@ -62,7 +62,7 @@ def test_slack_a_wider_table_and_a_larger_pool_change_no_bit(data, layers, batch
 @settings(max_examples=40)
 @given(data=st.data())
 def test_slack_columns_past_the_length_of_a_row_are_anything(data, layers, batches, same_bits):
-    """P1 slack: each row's own tail of the table, down to its last page, renamed at will."""
+    """Slack: each row's own tail of the table, down to its last page, renamed at will."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     table, size = batch.block_table.clone(), batch.key_cache.shape[1]

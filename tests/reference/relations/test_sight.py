@@ -1,4 +1,4 @@
-"""The causal rule, the flag per request, windows (P2, P3, P4): who sees whom, under every other modifier."""
+"""The causal rule, the flag per request, windows: who sees whom, under every other modifier."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def without_mask(layers, **fixed):
 @settings(max_examples=60)
 @given(data=st.data())
 def test_sight_a_key_reaches_exactly_the_rows_that_see_it(data, layers, batches, tiles, seen, row_places):
-    """P2, P4: another K and V at position j moves the rows that see j (j = q, j = q - W + 1), and no bit elsewhere."""
+    """Another K and V at position j moves the rows that see j (j = q, j = q - W + 1), and no bit elsewhere."""
     params = data.draw(layers(scale=None, sinks=None))
     batch = data.draw(batches(params, shared_pages=st.just(0), gain=1.0, query_lens=st.integers(1, 7)))
     sizes, request = data.draw(tiles), data.draw(st.integers(0, len(batch.keys) - 1))
@@ -38,7 +38,7 @@ def test_sight_a_key_reaches_exactly_the_rows_that_see_it(data, layers, batches,
 @settings(max_examples=40)
 @given(data=st.data())
 def test_causal_is_the_window_without_right_side(data, layers, batches, tiles, agree):
-    """P2: causal equals ``(left, 0)`` with ``left >= max seq_len - 1``."""
+    """Causal equals ``(left, 0)`` with ``left >= max seq_len - 1``."""
     params = data.draw(layers(causal=True, window=(-1, -1)))
     batch = data.draw(batches(params))
     longest = max(len(k) for k in batch.keys)
@@ -50,7 +50,7 @@ def test_causal_is_the_window_without_right_side(data, layers, batches, tiles, a
 @settings(max_examples=40)
 @given(data=st.data())
 def test_causal_or_not_is_the_same_for_one_row(data, layers, batches, tiles, agree):
-    """P3: a single new row stands at the end, so that nothing is ahead of it."""
+    """A single new row stands at the end, so that nothing is ahead of it."""
     params = data.draw(layers(causal=True))
     batch = data.draw(batches(params, query_lens=st.integers(0, 1)))
     mirrored = replace(params, causal=False, window=(params.window[0], params.window[0]))
@@ -60,7 +60,7 @@ def test_causal_or_not_is_the_same_for_one_row(data, layers, batches, tiles, agr
 @settings(max_examples=40)
 @given(data=st.data())
 def test_non_causal_rows_are_interchangeable(data, layers, batches, tiles, agree, requests_rows):
-    """P3: rows of one request see one set, so permuting them permutes the outputs (no bias that knows positions)."""
+    """Rows of one request see one set, so permuting them permutes the outputs (no bias that knows positions)."""
     params = data.draw(without_mask(layers, alibi_slopes=None))
     batch = data.draw(batches(params, fitting=False))
     order = list(range(len(batch.query)))
@@ -75,7 +75,7 @@ def test_non_causal_rows_are_interchangeable(data, layers, batches, tiles, agree
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_causal_flag_per_request(data, layers, batches, tiles, agree, requests_rows):
-    """P3: each request under its own flag equals that request of a batch which is causal, or is not, as a whole."""
+    """Each request under its own flag equals that request of a batch which is causal, or is not, as a whole."""
     params = data.draw(layers())
     batch = data.draw(batches(params, requests=(2, 4)))
     layer = [replace(params, causal=False), replace(params, causal=True)]
@@ -90,7 +90,7 @@ def test_a_causal_flag_per_request(data, layers, batches, tiles, agree, requests
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_window_wider_than_everything_is_none(data, layers, batches, tiles, agree):
-    """P4: W >= max seq_len equals no window, one-sided or mirrored."""
+    """W >= max seq_len equals no window, one-sided or mirrored."""
     params = data.draw(layers(window=(-1, -1)))
     batch = data.draw(batches(params))
     width = max(1, *(len(k) for k in batch.keys)) + data.draw(st.integers(0, 2))
@@ -101,7 +101,7 @@ def test_a_window_wider_than_everything_is_none(data, layers, batches, tiles, ag
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_window_of_one_key_returns_it(data, layers, batches, tiles, agree, row_places):
-    """P4, P11: W = 1, and chunks of one, give ``out = V[q]`` and the row's score with its own key as lse."""
+    """W = 1, and chunks of one, give ``out = V[q]`` and the row's score with its own key as lse."""
     one = data.draw(st.sampled_from(({"window": (0, 0)}, {"attn_chunk_size": 1, "attn_chunk_lookback": 0})))
     params = data.draw(layers(sinks=None, logits_soft_cap=None, alibi_slopes=None, **one))
     batch = data.draw(batches(params))
@@ -116,7 +116,7 @@ def test_a_window_of_one_key_returns_it(data, layers, batches, tiles, agree, row
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_windowed_row_is_attention_over_its_slice(data, layers, batches, tiles, agree, row_places):
-    """P4: the window of W keys ending at q equals no window over the key range ``[q - W + 1, q + 1)``."""
+    """The window of W keys ending at q equals no window over the key range ``[q - W + 1, q + 1)``."""
     width = data.draw(st.integers(1, 9))
     params = data.draw(layers(causal=True, window=window_pair(width)))
     batch = data.draw(batches(params, requests=(1, 2)))
@@ -130,7 +130,7 @@ def test_a_windowed_row_is_attention_over_its_slice(data, layers, batches, tiles
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_mirrored_window_is_both_halves_and_the_own_key(data, layers, batches, agree):
-    """P4, non-causal: rows at distance W - 1 either side matter, so the mirrored pair is the union of its halves."""
+    """Not causal: rows at distance W - 1 either side matter, so the mirrored pair is the union of its halves."""
     width = data.draw(st.integers(1, 6))
     params = data.draw(layers(causal=False, window=window_pair(width, bidirectional=True)))
     batch = data.draw(batches(params))

@@ -1,4 +1,4 @@
-"""Split KV, cascade and merge (P12): any partition of the keys, merged in any order, is the whole."""
+"""Split KV, cascade and merge: any partition of the keys, merged in any order, is the whole."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -38,7 +38,7 @@ cuts = st.lists(st.integers(0, 26), max_size=5)
 @settings(max_examples=60)
 @given(data=st.data())
 def test_split_anywhere_and_merged_is_the_whole(data, layers, batches, parts_of, agree):
-    """P12: any number of parts, empty ones included, out and lse; window, chunk, ALiBi and sinks as in the whole."""
+    """Any number of parts, empty ones included, out and lse; window, chunk, ALiBi and sinks as in the whole."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     agree(merged(parts_of(data, batch, params, data.draw(cuts))), batch.attend(params))
@@ -47,7 +47,7 @@ def test_split_anywhere_and_merged_is_the_whole(data, layers, batches, parts_of,
 @settings(max_examples=40)
 @given(data=st.data())
 def test_merge_in_any_order_and_grouping(data, layers, batches, parts_of, agree):
-    """P12 associative, commutative: states taken two at a time, at random, until one is left; a part split again."""
+    """Associative, commutative: states taken two at a time, at random, until one is left; a part split again."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     states = parts_of(data, batch, params, data.draw(cuts))
@@ -62,7 +62,7 @@ def test_merge_in_any_order_and_grouping(data, layers, batches, parts_of, agree)
 @settings(max_examples=40)
 @given(data=st.data())
 def test_merge_with_an_empty_state_is_the_identity(data, layers, batches, agree):
-    """P12: empty is -inf or +inf, whatever its out holds; both empty is 0 and -inf."""
+    """Empty is -inf or +inf, whatever its out holds; both empty is 0 and -inf."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     out, lse = batch.attend(params)
@@ -76,7 +76,7 @@ def test_merge_with_an_empty_state_is_the_identity(data, layers, batches, agree)
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_state_merged_with_itself_gains_ln_2(data, layers, batches, agree):
-    """P12: two equal states: the same output, an lse larger by ``ln 2`` (equal weights, natural base)."""
+    """Two equal states: the same output, an lse larger by ``ln 2`` (equal weights, natural base)."""
     params = data.draw(layers())
     batch = data.draw(batches(params, fitting=False))
     out, lse = batch.attend(params)
@@ -86,7 +86,7 @@ def test_a_state_merged_with_itself_gains_ln_2(data, layers, batches, agree):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_cascade_one_block_row_for_all_then_the_rest(data, layers, batches, tiles, agree):
-    """P12 cascade: part 1 over the shared prefix as ONE request, not causal; part 2 causal over the rest; merged.
+    """Cascade: part 1 over the shared prefix as ONE request, not causal; part 2 causal over the rest; merged.
 
     The prefix is any number of shared pages, none and the whole of the shortest context included.
     """
@@ -111,7 +111,7 @@ def test_cascade_one_block_row_for_all_then_the_rest(data, layers, batches, tile
 @settings(max_examples=40)
 @given(data=st.data())
 def test_cascade_with_a_window_keeps_absolute_positions(data, layers, batches, tiles, agree):
-    """P12, P4, P6: with any modifiers the prefix part sees by absolute position, up to all of one row's context."""
+    """With any modifiers the prefix part sees by absolute position, up to all of one row's context."""
     params = data.draw(layers(causal=True))
     batch = data.draw(batches(params))
     prefix = data.draw(st.integers(0, max(len(k) for k in batch.keys)))
@@ -123,7 +123,7 @@ def test_cascade_with_a_window_keeps_absolute_positions(data, layers, batches, t
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_needle_is_found_in_whichever_part_it_lies(data, layers, batches, parts_of, agree):
-    """P12: one key that outweighs all others, in each position in turn; the merged output is its value."""
+    """One key that outweighs all others, in each position in turn; the merged output is its value."""
     params = data.draw(
         layers(
             causal=False,

@@ -1,4 +1,4 @@
-"""Decoding, prefilling in any chunks and prefilling at once are one computation (P1 steps), with any modifiers."""
+"""Decoding, prefilling in any chunks and prefilling at once are one computation, with any modifiers."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from attncheck.reference import compute_slot_mapping, reshape_and_cache
 @settings(max_examples=40)
 @given(data=st.data())
 def test_steps_each_decode_step_is_a_row_of_the_prefill(data, layers, batches, rows_of, agree):
-    """P1 steps (and P6): decode at length n equals row n-1 of a longer prefill; later tokens need not exist yet."""
+    """Steps: decode at length n equals row n-1 of a longer prefill; later tokens need not exist yet."""
     params = data.draw(layers(causal=True))
     batch = data.draw(batches(params, requests=(1, 3), query_lens=st.integers(1, 9)))
     lens = [batch.rows(r).stop - batch.rows(r).start for r in range(len(batch.keys))]
@@ -25,7 +25,7 @@ def test_steps_each_decode_step_is_a_row_of_the_prefill(data, layers, batches, r
 @settings(max_examples=40)
 @given(data=st.data())
 def test_steps_a_served_batch_equals_prefill_at_once(data, layers, batches, rows_of, tiles, agree):
-    """P1 steps: an empty cache is written and read step by step, each request in chunks of its own.
+    """Steps: an empty cache is written and read step by step, each request in chunks of its own.
 
     What a step has not written yet is NaN, so a step that reads ahead, or misses its own keys, shows.
     """
@@ -56,7 +56,7 @@ def test_steps_a_served_batch_equals_prefill_at_once(data, layers, batches, rows
 @settings(max_examples=40)
 @given(data=st.data())
 def test_steps_without_a_mask_an_earlier_step_is_shorter_sight(data, layers, batches, rows_of, agree):
-    """P1 steps without the causal rule: a step sees the keys there are, as the whole call does over that key range."""
+    """Steps without the causal rule: a step sees the keys there are, as the whole call does over that key range."""
     params = data.draw(layers(causal=False))
     batch = data.draw(batches(params, requests=(1, 1), query_lens=st.integers(1, 9)))
     rows = len(batch.query[batch.rows(0)])

@@ -1,4 +1,4 @@
-"""Verification of draft tokens, in a chain or a tree (P18)."""
+"""Verification of draft tokens, in a chain or a tree."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def verified(batches):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_chain_is_causal(data, layers, batches, tiles, agree):
-    """P18: the lower-triangular tree, also a larger one cut to the rows there are, equals causal attention."""
+    """The lower-triangular tree, also a larger one cut to the rows there are, equals causal attention."""
     params = data.draw(layers(causal=True))
     batch = data.draw(batches(params, query_lens=st.integers(0, 7)))
     chain = torch.ones(7, 7).tril().bool()
@@ -58,7 +58,7 @@ def test_a_chain_is_causal(data, layers, batches, tiles, agree):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_row_of_a_tree_is_the_chain_of_its_ancestors(data, layers, verified, tiles, agree, with_tokens):
-    """P18: row i equals a decode step over the context and its ancestors' keys, gathered (no window, chunk, bias)."""
+    """Row i equals a decode step over the context and its ancestors' keys, gathered (no window, chunk, bias)."""
     params = data.draw(layers(causal=True, window=(-1, -1), attn_chunk_size=None, alibi_slopes=None))
     tree, batch = verified(data, params)
     out, lse = batch.attend(params, tree_mask=mask_of(tree), **data.draw(tiles))
@@ -77,7 +77,7 @@ def test_a_row_of_a_tree_is_the_chain_of_its_ancestors(data, layers, verified, t
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_node_reaches_itself_and_its_descendants_alone(data, layers, verified, tiles):
-    """P18: K and V of a leaf do not influence its siblings; of a node, none but its own branch; no other request."""
+    """K and V of a leaf do not influence its siblings; of a node, none but its own branch; no other request."""
     params = data.draw(layers(causal=True, window=(-1, -1), attn_chunk_size=None, scale=None, sinks=None))
     tree, batch = verified(data, params, shared_pages=st.just(0), gain=1.0)
     sizes, mask = data.draw(tiles), mask_of(tree)
@@ -97,7 +97,7 @@ def test_a_node_reaches_itself_and_its_descendants_alone(data, layers, verified,
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_tree_is_anded_with_the_layer(data, layers, verified, tiles, agree):
-    """P18: under windows, chunks and biases of flat positions a node sees what both admit, the context unrestricted."""
+    """Under windows, chunks and biases of flat positions a node sees what both admit, the context unrestricted."""
     params = data.draw(layers())
     tree, batch = verified(data, params)
     lines = [set(line_of(tree, node)) for node in range(len(tree))]
@@ -118,7 +118,7 @@ def test_a_tree_is_anded_with_the_layer(data, layers, verified, tiles, agree):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_verification_rows_are_successive_decode_steps(data, layers, batches, rows_of, tiles, agree):
-    """P18: a uniform batch of 1 + K rows each equals K + 1 decode steps of the whole batch, any layer."""
+    """A uniform batch of 1 + K rows each equals K + 1 decode steps of the whole batch, any layer."""
     params = data.draw(layers(causal=True))
     count = data.draw(st.integers(1, 7))
     batch = data.draw(batches(params, query_lens=st.just(count)))
@@ -131,7 +131,7 @@ def test_verification_rows_are_successive_decode_steps(data, layers, batches, ro
 @settings(max_examples=40)
 @given(data=st.data())
 def test_decode_or_prefill_is_a_label(data, layers, batches, tiles, agree, requests_rows):
-    """P18: prompts of exactly 1 + K tokens, one-token prompt tails: in one call, or in two split at a threshold."""
+    """Prompts of exactly 1 + K tokens, one-token prompt tails: in one call, or in two split at a threshold."""
     params = data.draw(layers(causal=True))
     threshold = data.draw(st.integers(1, 4))
     lens = st.sampled_from((1, threshold, threshold + 1))
