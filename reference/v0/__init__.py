@@ -1,8 +1,8 @@
 """The first generation of vLLM's attention utilities and contract classes, known as v0.
 
 Metadata is made of Python lists, prompts stand before decodes in a batch, a decode has one new token, and a state
-object owns what CUDA graphs read. A package of its own: several names (``compute_slot_mapping``,
-``AttentionMetadataBuilder``, ``AttentionMetadata``) mean something else in today's generation.
+object owns what CUDA graphs read. Kept apart, because ``compute_slot_mapping``, ``AttentionMetadataBuilder`` and
+``AttentionMetadata`` are names of other things in the second generation.
 
 Everything public is importable from here and loaded on first use (PEP 562). Must not know: backends, the harness.
 

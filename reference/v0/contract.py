@@ -68,7 +68,7 @@ class AttentionState(ABC):
 
     @abstractmethod
     def get_graph_input_buffers(self, attn_metadata: Any, is_encoder_decoder_model: bool = False) -> dict[str, Tensor]:
-        """The tensors of captured metadata that a replay must refill, by name."""
+        """By name, the tensors of captured metadata into which each replay's values must be copied."""
         raise NotImplementedError
 
     @abstractmethod
@@ -88,7 +88,7 @@ class AttentionBackend(ABC):
     """Facts and factories of one kernel library: static and class members only, never instantiated."""
 
     accept_output_buffer: ClassVar[bool] = False
-    """True: the caller allocates ``output`` and ``forward`` writes into it. False: it may return a new tensor."""
+    """Whether ``forward`` fills an ``output`` made by its caller; without that it may return a tensor of its own."""
 
     @staticmethod
     @abstractmethod
@@ -128,7 +128,7 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-        """Logical shape of one layer's cache; ``ValueError`` for a block size the kernels cannot do."""
+        """Logical shape of the cache of a layer; raises ``ValueError`` where no kernel has that block size."""
         raise NotImplementedError
 
     @staticmethod
@@ -148,7 +148,7 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def copy_blocks(kv_caches: list[Tensor], src_to_dists: Tensor) -> None:
-        """Copies blocks inside each of the per-layer caches, in place.
+        """Copies blocks within every layer's cache, in place.
 
         src_to_dists: int64 ``[pairs, 2]`` on the caches' device, rows (source block, destination block); a source may
             stand in several rows, a destination in one.

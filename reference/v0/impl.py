@@ -14,7 +14,7 @@ from attncheck.reference.v0.metadata import TAttentionMetadata
 
 
 class AttentionLayer(Protocol):
-    """What ``forward`` may read of the layer it serves.
+    """The part of a layer that the ``forward`` of its impl may look at.
 
     Scales are float32 tensors of one element, or of one per KV head; each dequantises (``value = code * scale``) and is
     1.0 where nothing is quantised. The ``_float`` twins are host copies, since reading a tensor would synchronise.
@@ -52,12 +52,13 @@ class AttentionImpl(ABC, Generic[TAttentionMetadata]):
     ) -> None:
         """Called with these ten by position; what the impl cannot do is refused here.
 
-        num_kv_heads: None is num_heads; query head ``h`` uses KV head ``h // (num_heads // num_kv_heads)``.
-        scale: multiplies the scores; any float, not only ``head_size ** -0.5``.
-        alibi_slopes: one a query head; adds ``slope * (key position - query position)`` after scale and cap.
-        sliding_window: ``w``: the query at position ``i`` sees keys ``i - w + 1 .. i``; None: all.
+        num_kv_heads: None is num_heads. Of ``G = num_heads // num_kv_heads`` neighbouring query heads, all read the
+            same KV head: ``h // G``.
+        scale: factor of the scores, whatever the head size.
+        alibi_slopes: for every query head; ``slope * (key position - query position)`` is added after scale and cap.
+        sliding_window: ``w``: a query sees its own key and the ``w - 1`` before it; None: no window.
         logits_soft_cap: ``c``: a score becomes ``c * tanh(score / c)`` before the mask; None or 0: no cap.
-        kv_sharing_target_layer_name: the layer whose cache this one reads, and then does not write.
+        kv_sharing_target_layer_name: another layer, whose cache is read and never written.
 
         ``ValueError`` for a value that means nothing, ``NotImplementedError`` for what the kernels cannot do.
         """
@@ -88,7 +89,7 @@ class AttentionImpl(ABC, Generic[TAttentionMetadata]):
         raise NotImplementedError
 
     def fused_output_quant_supported(self, quant_key: Hashable) -> bool:
-        """Whether a quantisation that follows attention may be folded into ``forward``; False unless overridden.
+        """Whether ``forward`` can write its output quantised to this target; False unless overridden.
 
         quant_key: the target format as a value: dtype, scale (its dtype, whether it is static, what shares one), second
             scale, symmetry. ``QuantKey`` of the backends' contract is one; the default reads nothing of it.

@@ -39,8 +39,8 @@ class AttentionMetadata(ABC):
     def prefill_metadata(self) -> "AttentionMetadata | None":
         """The prompts alone, or None if the batch has none.
 
-        Rows and tokens are cut, lengths and maxima recomputed, start locations begin at 0. Computed on first use and
-        kept on the object, so that the same object comes back; whatever changes the batch in place drops what is kept.
+        Rows and tokens are cut, lengths and maxima recomputed, start locations begin at 0. Made once and kept on this
+        object; whoever changes the batch in place must drop it.
         """
         raise NotImplementedError
 
