@@ -56,10 +56,9 @@ def require_same_device(first: str, tensor: Tensor, **others: Tensor) -> None:
             raise ReferenceArgumentError(f"{name}.device", str(other.device), f"{tensor.device}, where {first} is")
 
 
-def require_positive_int(name: str, value: object) -> None:
-    """Refuses a count that is no integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ReferenceArgumentError(name, value, "an integer >= 1")
+def require_positive_int(name: str, value: object) -> int:
+    """A count as a Python integer; refuses what is no integer of at least 1."""
+    return require_int(name, value, 1)
 
 
 def require_int(name: str, value: object, low: int, high: int | None = None) -> int:
@@ -75,9 +74,8 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
 
 def require_shard(block_size: int, dcp_size: int, dcp_rank: int, interleave: int) -> None:
     """Refuses what is no rank of decode context parallelism over pages of ``block_size``."""
-    require_positive_int("dcp_size", dcp_size)
-    if type(dcp_rank) is not int or not 0 <= dcp_rank < dcp_size:
-        raise ReferenceArgumentError("dcp_rank", dcp_rank, f"a rank, 0 to {dcp_size - 1}")
+    ranks = require_positive_int("dcp_size", dcp_size)
+    require_int("dcp_rank", dcp_rank, 0, ranks - 1)
     require_positive_int("cp_kv_cache_interleave_size", interleave)
     if block_size % interleave:
         raise ReferenceArgumentError("cp_kv_cache_interleave_size", interleave, f"a divisor of block_size {block_size}")
@@ -109,7 +107,7 @@ def host_offsets(name: str, tensor: Tensor, rows_name: str, rows: int) -> list[i
     return offsets
 
 
-def require_scale(name: str, scale: float | Tensor, *shapes: Sequence[int]) -> None:
+def require_scale(name: str, scale: object, *shapes: Sequence[int]) -> None:
     """Refuses a scale that is neither a positive number, nor one element, nor of one of the given shapes."""
     if isinstance(scale, Tensor):
         if not scale.dtype.is_floating_point:
@@ -118,7 +116,7 @@ def require_scale(name: str, scale: float | Tensor, *shapes: Sequence[int]) -> N
             others = ", ".join(str(list(shape)) for shape in shapes)
             allowed = "one element" + (f", or {others}" if others else "")
             raise ReferenceArgumentError(f"{name}.shape", tuple(scale.shape), allowed)
-    elif not (math.isfinite(scale) and scale > 0):
+    elif not (isinstance(scale, (int, float, np.integer, np.floating)) and math.isfinite(scale) and scale > 0):
         raise ReferenceArgumentError(name, scale, "a positive number")
 
 

@@ -59,13 +59,14 @@ def reorder_batch_to_split_decodes_and_prefills(
     side stays. Raises :class:`~attncheck.errors.ReferenceArgumentError` for an id without a count, before any swap.
     """
     req_ids, scheduled = input_batch.req_ids, scheduler_output.num_scheduled_tokens
-    try:
-        counts = np.fromiter(map(scheduled.__getitem__, req_ids), dtype=np.int64, count=len(req_ids))
-    except KeyError as error:
+    # Not by subscript, which writes into a mapping with defaults.
+    counts = list(map(scheduled.get, req_ids))
+    if None in counts:
+        without = req_ids[counts.index(None)]
         raise ReferenceArgumentError(
-            "scheduler_output.num_scheduled_tokens", error.args[0], "a mapping with this id of req_ids"
-        ) from None
-    short = counts <= decode_threshold
+            "scheduler_output.num_scheduled_tokens", without, "a mapping with this id of req_ids"
+        )
+    short = np.array(counts, dtype=np.int64) <= decode_threshold
     front = np.count_nonzero(short)
     (long_in_front,) = (~short[:front]).nonzero()
     (short_behind,) = short[front:].nonzero()

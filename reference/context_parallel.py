@@ -21,9 +21,9 @@ def get_dcp_local_seq_lens(
 
     seq_lens: any shape, int32 or int64, nothing negative.
     dcp_size, cp_kv_cache_interleave_size: ``N`` and ``I``.
-    dcp_rank: an integer, or a one-element int32 tensor on the same device: the result has the shape of ``seq_lens``.
-        ``None``: one more axis at the end, of size ``N``, also for one rank; along it the result adds up to
-        ``seq_lens``.
+    dcp_rank: an integer, or one int32 or int64 element on the device of ``seq_lens``, which the host then reads: the
+        result has the shape of ``seq_lens``. ``None``: all ranks, along an added last axis of ``N`` (of 1 as well)
+        whose sum is ``seq_lens``.
 
     Whole rounds of ``N * I`` tokens give every rank ``I``; of the rest, rank ``r`` holds what reaches past ``r * I``,
     at most ``I``. Raises :class:`~attncheck.errors.ReferenceArgumentError`.
@@ -32,13 +32,12 @@ def get_dcp_local_seq_lens(
     [[6, 4], [3, 0], [0, 0]]
     """
     require_index("seq_lens", seq_lens)
-    require_positive_int("dcp_size", dcp_size)
-    require_positive_int("cp_kv_cache_interleave_size", cp_kv_cache_interleave_size)
+    dcp_size = require_positive_int("dcp_size", dcp_size)
+    stripe = require_positive_int("cp_kv_cache_interleave_size", cp_kv_cache_interleave_size)
     rank = None if dcp_rank is None else _one_rank(dcp_rank, dcp_size, seq_lens.device)
     if seq_lens.numel() and (least := int(seq_lens.min())) < 0:
         raise ReferenceArgumentError("seq_lens", least, "0 or more")
 
-    stripe = cp_kv_cache_interleave_size
     lens = seq_lens.to(torch.int64)
     ranks: int | Tensor
     if rank is None:
@@ -53,7 +52,8 @@ def get_dcp_local_seq_lens(
 def _one_rank(dcp_rank: int | Tensor, dcp_size: int, device: torch.device) -> int:
     if not isinstance(dcp_rank, Tensor):
         return require_int("dcp_rank", dcp_rank, 0, dcp_size - 1)
-    if dcp_rank.numel() != 1 or dcp_rank.dtype != torch.int32 or dcp_rank.device != device:
-        found = f"{tuple(dcp_rank.shape)} {dcp_rank.dtype} on {dcp_rank.device}"
-        raise ReferenceArgumentError("dcp_rank", found, f"an integer, or one int32 element on {device}")
+    require_index("dcp_rank", dcp_rank)
+    if dcp_rank.numel() != 1 or dcp_rank.device != device:
+        found = f"{tuple(dcp_rank.shape)} on {dcp_rank.device}"
+        raise ReferenceArgumentError("dcp_rank", found, f"an integer, or one element on {device}")
     return require_int("dcp_rank", int(dcp_rank), 0, dcp_size - 1)

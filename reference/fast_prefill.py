@@ -1,4 +1,4 @@
-"""KV-sharing fast prefill: layers that reuse another's K/V need queries only for the tokens whose logits are wanted.
+"""KV-sharing fast prefill: where a layer writes no K/V of its own, tokens without wanted logits need no query.
 
 Reduces a batch to those tokens, and wraps a backend so that its builder does. The behaviour is vLLM's, where armed;
 what would compute a wrong answer there is refused here. Must not know: of backends more than their builder.
@@ -94,7 +94,8 @@ def create_fast_prefill_custom_backend(prefix: str, underlying_attn_backend: typ
 
     @cache
     def with_logits_fields(built_cls: type[Any]) -> type[Any]:
-        return type(f"KVSharingFastPrefill{built_cls.__name__}", (built_cls, KVSharingFastPrefillMetadata), {})
+        bases, module = (built_cls, KVSharingFastPrefillMetadata), {"__module__": built_cls.__module__}
+        return type(f"KVSharingFastPrefill{built_cls.__name__}", bases, module)
 
     class FastPrefillAttentionBuilder(underlying_builder):  # type: ignore[misc]  # a class known at run time only
         def build(

@@ -1,9 +1,10 @@
-"""What an attention kernel's plan step must know of each layer, and whether all layers of a group agree on it.
+"""What a kernel that plans ahead must know of each layer, and whether all layers of a group agree on it.
 
 Must not know: backends; an attention layer is what has an ``impl``.
 """
 
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 from attncheck.errors import ReferenceArgumentError
@@ -35,7 +36,7 @@ def get_per_layer_parameters(
     cls_: what every ``impl`` must be an instance of.
 
     Raises :class:`~attncheck.errors.ReferenceArgumentError` for an unknown name (skipped by vLLM), an ``impl`` of
-    another class or without ``scale``, and a window that is no pair.
+    another class or without ``scale``, and a window that is no pair of integers.
     """
     layers = vllm_config.compilation_config.static_forward_context
     for name in layer_names:
@@ -67,8 +68,10 @@ def _parameters(name: str, impl: Any, cls_: type[Any]) -> PerLayerParameters:
     if not hasattr(impl, "scale"):
         raise ReferenceArgumentError(f"{name}.impl", type(impl), "one with a scale")
     window = getattr(impl, "sliding_window", None)
-    if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2):
-        raise ReferenceArgumentError(f"{name}.impl.sliding_window", window, "None or a pair (left, right)")
+    if window is not None and not (
+        isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(end, Integral) for end in window)
+    ):
+        raise ReferenceArgumentError(f"{name}.impl.sliding_window", window, "None or a pair of integers (left, right)")
     return PerLayerParameters(
         window_left=-1 if window is None else int(window[0]),
         logits_soft_cap=getattr(impl, "logits_soft_cap", None),

@@ -1,4 +1,4 @@
-"""Chunked local attention as ordinary causal attention over virtual requests, one per request and touched chunk.
+"""Chunked local attention for kernels without such a mask: requests cut at chunk edges, each cut a request of its own.
 
 With chunks of ``C`` tokens a query at position ``p`` sees the keys of its own chunk, ``p // C * C`` to ``p``. The
 behaviour is vLLM's, padding requests apart. Must not know: attention itself, caches.
@@ -47,8 +47,8 @@ def make_local_attention_virtual_batches(
     >>> virtual.query_start_loc.tolist(), virtual.seq_lens.tolist(), virtual.block_table_tensor.tolist()
     ([0, 2, 5, 6], [4, 3, 1], [[7, 3], [9, 1], [0, 0]])
     """
-    require_positive_int("attn_chunk_size", attn_chunk_size)
-    require_positive_int("block_size", block_size)
+    attn_chunk_size = require_positive_int("attn_chunk_size", attn_chunk_size)
+    block_size = require_positive_int("block_size", block_size)
     if attn_chunk_size % block_size:
         raise ReferenceArgumentError("attn_chunk_size", attn_chunk_size, f"a multiple of block_size {block_size}")
     _, query_lens = query_bounds(common_attn_metadata)

@@ -109,9 +109,14 @@ def per_head(scale: float | Tensor) -> float | Tensor:
     return scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(-1)
 
 
-def require_kv_range(kv_range: Sequence[int] | None) -> None:
+def require_kv_range(kv_range: object) -> None:
     """Refuses what is no pair of positions ``0 <= lo <= hi``."""
     if kv_range is None:
         return
-    if len(kv_range) != 2 or any(type(end) is not int for end in kv_range) or not 0 <= kv_range[0] <= kv_range[1]:
+    if not (
+        isinstance(kv_range, Sequence)
+        and len(kv_range) == 2
+        and all(type(end) is int for end in kv_range)
+        and 0 <= kv_range[0] <= kv_range[1]
+    ):
         raise ReferenceArgumentError("kv_range", kv_range, "two integers 0 <= lo <= hi, or None")

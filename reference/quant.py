@@ -59,7 +59,7 @@ def quantize_fp8_group(x: Tensor, group: int, *, dtype: torch.dtype = torch.floa
 
     Per group, in float32: ``scale = amax / max`` (1 where that is 0: a group of zeros, or of numbers too small for it),
     ``codes = quantize_fp8(x, scale)``. So the largest number of a group gets the largest code, and groups know nothing
-    of each other. A NaN or an infinity makes the scale of its own group one.
+    of each other. A NaN or an infinity becomes the scale of its own group.
 
     x: ``[T, N]``, any float dtype but float8; ``group`` divides ``N``. dtype: a float8 dtype.
 

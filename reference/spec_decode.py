@@ -17,7 +17,7 @@ def reshape_query_for_spec_decode(query: Tensor, batch_size: int) -> Tensor:
     """
     if query.dim() != 3:  # tokens, heads, head size
         raise ReferenceArgumentError("query.shape", tuple(query.shape), "[tokens, heads, head_size]")
-    require_positive_int("batch_size", batch_size)
+    batch_size = require_positive_int("batch_size", batch_size)
     tokens, heads, head_size = query.shape
     if tokens % batch_size:
         raise ReferenceArgumentError("batch_size", batch_size, f"a divisor of the {tokens} tokens")

@@ -18,7 +18,7 @@ from attncheck.reference.metadata import CommonAttentionMetadata
 class UBatchSlice:
     """One micro-batch: requests and tokens of the flattened query, half-open slices with explicit bounds.
 
-    Two neighbours share a request when the cut falls inside it.
+    A request that is cut through belongs to the pieces on both sides.
     """
 
     request_slice: slice

@@ -90,7 +90,7 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
             ``seq_ids``, ``input_tokens`` (of which only the lengths matter), ``orig_seq_lens`` (the true lengths),
             ``seq_lens`` (after the sliding window), ``query_lens``, ``context_lens``, ``curr_sliding_window_blocks``.
 
-        A collected row may be the scheduler's own list. The window shortens rows and the lengths of decodes only: slots
+        Rows are collected as they are, uncopied. The window shortens rows and the lengths of decodes only: slots
         come from the whole table and the true length.
 
         A group is collected whole or not at all: raises :class:`~attncheck.errors.ReferenceArgumentError` for lists of
@@ -203,9 +203,9 @@ class CommonMetadataBuilder(AttentionMetadataBuilder[TAttentionMetadata]):
             num_prefill_tokens=self.num_prefill_tokens,
             num_decode_tokens=batch_size if use_cuda_graph else self.num_decode_tokens,
             seq_lens=seq_lens,
-            max_query_len=max(query_lens),
-            max_prefill_seq_len=max(self.prefill_seq_lens, default=0),
-            max_decode_seq_len=max(self.curr_seq_lens, default=0),
+            max_query_len=int(max(query_lens)),
+            max_prefill_seq_len=int(max(self.prefill_seq_lens, default=0)),
+            max_decode_seq_len=int(max(self.curr_seq_lens, default=0)),
             block_tables=block_tables,
             multi_modal_placeholder_index_maps=index_maps,
             enable_kv_scales_calculation=True,

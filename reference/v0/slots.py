@@ -1,4 +1,4 @@
-"""The cache slots of one sequence's new tokens, from its block table: plain lists of plain integers.
+"""From the block table of a sequence to the cache slots of its new tokens: plain lists of plain integers.
 
 A sequence at one step has ``context_len`` tokens in the cache and ``seq_len - context_len`` new ones. The token at
 position ``p`` lives in slot ``table[p // block_size] * block_size + p % block_size``. The behaviour is vLLM's first
@@ -44,9 +44,9 @@ def compute_slot_mapping_start_idx(
 ) -> int:
     """The position from which a prompt's tokens are worth storing: all but the last window are never read again.
 
-    0 for a decode, and without a window. The result is computed from the length of the chunk but used as a position in
-    the sequence: behind a context it is smaller than the true start of the window, so that too many tokens are stored,
-    never too few. ``context_len`` is not looked at.
+    0 for a decode, and without a window. Callers use the result as a position in the sequence although it counts from
+    the first token of the chunk: behind a context it lies before the window, and tokens that nobody reads are stored.
+    ``context_len`` is not looked at.
 
     Raises :class:`~attncheck.errors.ReferenceArgumentError` for a window below 1.
 
@@ -126,9 +126,8 @@ def _compute_slot_mapping_python(
 ) -> None:
     """Appends the slots of the positions from ``range_start`` up to ``range_end``, one by one."""
     _require_blocks("block_table", block_table, range_start, range_end, block_size)
-    slot_mapping.extend(
-        [int(block_table[p // block_size]) * block_size + p % block_size for p in range(range_start, range_end)]
-    )
+    size = int(block_size)
+    slot_mapping.extend([int(block_table[p // size]) * size + p % size for p in range(range_start, range_end)])
 
 
 def _compute_slot_mapping_numpy(

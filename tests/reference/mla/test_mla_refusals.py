@@ -85,7 +85,7 @@ UNABSORBED = [
     ({"w_uv": torch.zeros(6, 3, 2).to(E4M3)}, "w_uv.dtype"),
     ({"w_uv": torch.zeros(6, 3, 2, device="meta")}, "w_uv.device"),
 ]
-RANGES = [({"kv_range": span}, "kv_range") for span in ((4, 2), (-1, 2), (1, 2, 3), (0, 2.0), (0, True))]
+RANGES = [({"kv_range": span}, "kv_range") for span in ((4, 2), (-1, 2), (1, 2, 3), (0, 2.0), (0, True), 5)]
 
 
 @pytest.mark.parametrize(("change", "argument"), QUERY + SHARED + UNABSORBED + RANGES)
@@ -110,7 +110,7 @@ def test_the_latent_kernel(change, argument):
     assert refused(mla_latent_attention, {**sound, "q_latent": torch.zeros(3, 3, 6)}, change) == argument
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), torch.ones(3), torch.ones(5, 4), torch.tensor(1)])
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), "1", torch.ones(3), torch.ones(5, 4), torch.tensor(1)])
 @pytest.mark.parametrize("function", [mla_attention_naive, mla_attention_absorbed])
 def test_a_scale_of_codes(function, scale):
     sound = question()

@@ -1,5 +1,6 @@
 """Context a rank holds under decode context parallelism."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +21,8 @@ def rank_tensor(rank):
         ([10, 11, 7], 4, 1, None, [[3, 3, 2, 2], [3, 3, 3, 2], [2, 2, 2, 1]]),
         ([10, 11, 7], 4, 1, 2, [2, 3, 2]),
         ([10, 11, 7], 4, 1, rank_tensor(2), [2, 3, 2]),
+        ([10, 11, 7], 4, 1, torch.tensor(2), [2, 3, 2]),
+        ([10, 11, 7], *np.array([4, 1, 2]), [2, 3, 2]),
         ([10, 3, 0], 2, 4, None, [[6, 4], [3, 0], [0, 0]]),
         ([10, 3, 0], 2, 4, 1, [4, 0, 0]),
         ([5, 6], 1, 1, None, [[5], [6]]),
@@ -52,7 +55,7 @@ def test_by_default_one_rank_holds_all_and_the_axis_stays():
         ([5], {"dcp_size": 2, "dcp_rank": 2}, "dcp_rank"),
         ([5], {"dcp_size": 2, "dcp_rank": -1}, "dcp_rank"),
         ([5], {"dcp_size": 2, "dcp_rank": rank_tensor(2)}, "dcp_rank"),
-        ([5], {"dcp_size": 2, "dcp_rank": torch.tensor([1])}, "dcp_rank"),
+        ([5], {"dcp_size": 2, "dcp_rank": torch.tensor([1.0])}, "dcp_rank"),
         ([5], {"dcp_size": 2, "dcp_rank": torch.tensor([0, 1], dtype=torch.int32)}, "dcp_rank"),
         ([5], {"dcp_size": 2, "dcp_rank": torch.zeros(1, dtype=torch.int32, device="meta")}, "dcp_rank"),
     ],

@@ -174,6 +174,7 @@ def test_the_builder_sees_the_reduced_batch_and_returns_both_kinds(common, uncha
         built = builder.build(7, batch, fast_build=True)
     assert isinstance(built, Built)
     assert isinstance(built, KVSharingFastPrefillMetadata)
+    assert type(built).__module__ == __name__
     assert (built.starts, built.tokens, built.arguments) == ([0, 1, 2, 3], 3, (7, True))
     assert built.common is builder.last.common
     assert built.logits_indices_padded is batch.logits_indices_padded

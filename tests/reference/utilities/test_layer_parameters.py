@@ -55,6 +55,8 @@ def test_the_left_window_counts(window, left):
         (Impl(), "a.impl", "scale"),
         (Impl(scale=1.0, sliding_window=128), "a.impl.sliding_window", "pair"),
         (Impl(scale=1.0, sliding_window=(1, 2, 3)), "a.impl.sliding_window", "pair"),
+        (Impl(scale=1.0, sliding_window=(None, 0)), "a.impl.sliding_window", "integers"),
+        (Impl(scale=1.0, sliding_window=(1.5, 0)), "a.impl.sliding_window", "integers"),
     ],
 )
 def test_impls_that_cannot_be_read_are_refused(impl, name, why):

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -68,6 +69,12 @@ def test_device_values_are_not_read(common):
     assert got.query_start_loc.device.type == got.seq_lens.device.type == "meta"
     assert got.seq_lens_cpu.tolist() == [4]
     assert got.block_table_tensor.device.type == "cpu"
+
+
+def test_sizes_may_be_numpys(common):
+    got = make_local_attention_virtual_batches(np.int64(4), common([5, 1], [7, 9]), np.int32(2))
+    assert got.seq_lens.tolist() == [4, 3, 1]
+    assert type(got.max_query_len) is type(got.max_seq_len) is int
 
 
 def test_the_table_may_be_a_view_of_a_wider_one(common):

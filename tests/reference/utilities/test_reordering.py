@@ -1,5 +1,6 @@
 """Short requests to the front of a batch."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -60,10 +61,12 @@ def test_by_default_short_is_one_token():
 
 def test_an_id_without_a_count_is_refused_before_any_swap():
     batch = Batch("abc")
-    scheduled = SimpleNamespace(num_scheduled_tokens={"a": 5, "b": 1})
-    with pytest.raises(ValueError, match="num_scheduled_tokens = 'c'"):
-        reorder_batch_to_split_decodes_and_prefills(batch, scheduled)
-    assert batch.swaps == []
+    for counts in ({"a": 5, "b": 1}, defaultdict(int, {"a": 5, "b": 1})):
+        scheduled = SimpleNamespace(num_scheduled_tokens=counts)
+        with pytest.raises(ValueError, match="num_scheduled_tokens = 'c'"):
+            reorder_batch_to_split_decodes_and_prefills(batch, scheduled)
+        assert batch.swaps == []
+        assert counts == {"a": 5, "b": 1}
 
 
 @given(counts=st.lists(st.integers(0, 4), max_size=12), threshold=st.integers(0, 4))

@@ -1,5 +1,6 @@
 """Views for the verification of speculated tokens."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ def test_any_strides_will_do():
     assert query.stride() == (32, 16, 1)
     cut = reshape_query_for_spec_decode(query, 3)
     assert cut.stride() == (64, 32, 16, 1)
+    assert reshape_query_for_spec_decode(query, np.int64(3)).stride() == cut.stride()
     cut[2, 1] = 5.0
     assert wide[5, :, :8].eq(5.0).all()
     assert reshape_query_for_spec_decode(torch.ones(1, 1, 1).expand(6, 2, 8), 2).shape == (2, 3, 2, 8)

@@ -37,6 +37,7 @@ def test_a_backend_with_another_builder():
     assert local.get_builder_cls() is local().get_builder_cls() is str
     assert Bk.get_builder_cls() is int
     assert local.word == "inherited"
+    assert local.__module__ == __name__
     assert subclass_attention_backend("Local", Bk, str) is not local
 
 
@@ -51,7 +52,7 @@ def test_metadata_with_more_fields():
     given = list(KV_SHARING_FAST_PREFILL_METADATA_FIELDS)
     fast = subclass_attention_metadata("Fast", Meta, KV_SHARING_FAST_PREFILL_METADATA_FIELDS)
     assert given == KV_SHARING_FAST_PREFILL_METADATA_FIELDS
-    assert (fast.__name__, fast.__bases__) == ("FastMeta", (Meta,))
+    assert (fast.__name__, fast.__bases__, fast.__module__) == ("FastMeta", (Meta,), __name__)
     assert [field.name for field in fields(fast)] == ["a", "b", "logits_indices_padded", "num_logits_indices"]
     values = [
         (m.a, m.b, m.logits_indices_padded, m.num_logits_indices)

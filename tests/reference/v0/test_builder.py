@@ -3,6 +3,7 @@
 import copy
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +120,15 @@ def test_decodes_alone_have_no_longest_prompt(builder, decodes):
     metadata = build(builder(decodes), [9, 14], [1, 1], -1, 2)
     assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.max_prefill_seq_len) == (0, 0, 0)
     assert metadata.multi_modal_placeholder_index_maps == {}
+
+
+def test_the_longest_of_numpys_integers_are_plain_ones(builder, group, seq):
+    six, nine, one = np.array([6, 9, 1])
+    groups = [group(True, seq(1, six, 0, [1, 2])), group(False, seq(2, nine, 8, [3, 4, 5]))]
+    metadata = build(builder(*groups), [six, nine], [six, one], -1, 2)
+    longest = (metadata.max_query_len, metadata.max_prefill_seq_len, metadata.max_decode_seq_len)
+    assert longest == (6, 6, 9)
+    assert {type(length) for length in longest} == {int}
 
 
 def test_maps_of_prompts_are_concatenated_by_modality(builder, group, seq, image):

@@ -111,9 +111,10 @@ def test_long_sequences_go_the_same_way(length, context_len):
     assert {type(slot) for slot in found} == {int}
 
 
+@pytest.mark.parametrize("number", [int, np.int64])
 @pytest.mark.parametrize("table", [tuple(TABLE), np.array(TABLE, dtype=np.int32)])
-def test_slots_are_plain_integers_whatever_the_table_is(table):
-    found = slots(10, 8, 0, table)
+def test_slots_are_plain_integers_whatever_is_given(table, number):
+    found = slots(number(10), number(8), number(0), table, number(4))
     assert found == [20, 21]
     assert {type(slot) for slot in found} == {int}
 
