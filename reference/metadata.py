@@ -44,7 +44,7 @@ class CommonAttentionMetadata:
     """
 
     query_start_loc: Tensor
-    """``[R + 1]``, device: first token of each request in the flattened query; the last entry is the end."""
+    """``[R + 1]``, device: where each request begins among the query rows of the step; behind them, where they end."""
     query_start_loc_cpu: Tensor
     """``[R + 1]``, host: the same."""
     seq_lens: Tensor
@@ -62,13 +62,13 @@ class CommonAttentionMetadata:
     max_seq_len: int
     """The longest ``s``, or an upper bound of it."""
     block_table_tensor: Tensor
-    """``[R, W]``, device: physical block of each logical page; entries past ``ceil(s / block_size)`` mean nothing."""
+    """``[R, W]``, device: the blocks of each request, page by page; entries past ``ceil(s / block_size)`` mean nothing."""
     slot_mapping: Tensor
-    """``[T]`` int64, device: the flat cache slot each new token's K/V goes to; negative: nowhere."""
+    """``[T]`` int64, device: the slot, counted over all blocks, that takes a new token's K/V; negative: none."""
     causal: bool = True
     """Whether a token sees no later key. Off, a layer's causal window is mirrored."""
     logits_indices_padded: Tensor | None = None
-    """Token indices whose logits are wanted, possibly padded at the tail; ``None``: no fast prefill."""
+    """The tokens to be given logits, ascending, and padding behind them; ``None``: no fast prefill."""
     num_logits_indices: int | None = None
     """How many of ``logits_indices_padded`` are real."""
     encoder_seq_lens: npt.NDArray[np.int32] | None = None

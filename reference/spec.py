@@ -83,12 +83,18 @@ class AttentionType(str, Enum):
 
 
 class AttentionCGSupport(Enum):
-    """How much of attention a backend can put into a full CUDA graph (vLLM's levels; compare ``.value``)."""
+    """For which batches a CUDA graph that holds all of attention may be replayed (vLLM's levels; compare ``.value``).
+
+    Cascade attention is in no graph.
+    """
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
+    """Every query length is 1."""
     UNIFORM_BATCH = 2
+    """All query lengths are one number, as when drafts are verified."""
     ALWAYS = 3
+    """Any lengths, prefills beside decodes."""
 
 
 DType = Literal["float16", "bfloat16", "float32"]

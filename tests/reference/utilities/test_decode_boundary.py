@@ -78,6 +78,12 @@ def test_refusals_name_the_argument(fields, threshold, name, common):
     assert refusal.value.argument.startswith(name)
 
 
+def test_the_refusal_names_the_entry_that_falls(common):
+    batch = common([1, 0, 3], [1, 0, 3], query_start_loc_cpu=torch.tensor([0, 1, 1, 0]))
+    with pytest.raises(ReferenceArgumentError, match=r"query_start_loc_cpu = \[1, 0\]: .*entry 3"):
+        split_decodes_and_prefills(batch)
+
+
 @given(
     query_lens=st.lists(st.integers(0, 4), min_size=1, max_size=8),
     threshold=st.integers(0, 4),
