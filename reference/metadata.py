@@ -62,7 +62,7 @@ class CommonAttentionMetadata:
     max_seq_len: int
     """The longest ``s``, or an upper bound of it."""
     block_table_tensor: Tensor
-    """``[R, W]``, device: the blocks of each request, page by page; entries past ``ceil(s / block_size)`` mean nothing."""
+    """``[R, W]``, device: a request's blocks, page by page; entries past ``ceil(s / block_size)`` mean nothing."""
     slot_mapping: Tensor
     """``[T]`` int64, device: the slot, counted over all blocks, that takes a new token's K/V; negative: none."""
     causal: bool = True
