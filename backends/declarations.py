@@ -143,7 +143,8 @@ def _played_needs(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared
     """What a path needs that is played as parts of the keys: an LSE, and parts that see no row's own key, or none."""
     if not is_merged(batch, declared):
         return frozenset()
-    if batch.path.name == "cascade" and (layer.sliding_window is not None or layer.alibi_slopes is not None):
+    from_query = (layer.sliding_window, layer.alibi_slopes, layer.attn_chunk_size)
+    if batch.path.name == "cascade" and any(value is not None for value in from_query):
         return frozenset({"cascade"})  # measured from the query's position, which the prefix's call is not told
     needs = {"lse"}
     is_spread_whole = batch.path.name == "dcp" and batch.max_query_len == 1

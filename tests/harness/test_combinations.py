@@ -49,3 +49,11 @@ def test_queries_that_overflow_in_the_latent_space_are_no_question(make_case: An
     case = by_path(make_case((6, 46), num_kv_heads=1, head_size=4, dtype="float16", scale=0.001, mla=mla), "mla")
     with pytest.raises(BlindCaseError, match=r"overflows; raise layer\.scale"):
         outcomes(case, "reference_mla")
+
+
+@pytest.mark.parametrize("modifier", [{"sliding_window": 24}, {"alibi": True}, {"attn_chunk_size": 32}])
+def test_a_prefix_is_not_told_where_the_queries_are(modifier: dict[str, Any], make_case: Any) -> None:
+    batch = RequestSpec(query_len=9, seq_len=73, shared_prefix=32, count=2)
+    case = by_path(make_case(batch, **modifier), "cascade")
+    assert set(outcomes(case).values()) == {"passed"}
+    assert set(outcomes(case, "flex_attention").values()) == {"unsupported"}
