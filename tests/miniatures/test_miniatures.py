@@ -115,11 +115,23 @@ RIGHT_BY_NATURE = {
 """Cases whose right answer is what the miniature always says: with a window of one key the mean is that key's value."""
 
 
+def concerns(file, case):
+    """Whether the faults of a file can show in a case at all; faults of paths have a test of their own."""
+    if file == "mla.py":
+        return case.layer.mla is not None
+    if file == "quantised.py":
+        has_scales = case.cache.k_scale != 1 or case.cache.q_scale != 1
+        return has_scales or case.layer.output_quant is not None
+    is_plain = case.layer.mla is None and case.layer.output_quant is None and case.cache.kv_cache_dtype == "auto"
+    return is_plain and case.batch.path.name in ("paged", "encoder_only", "cross")
+
+
 @cache
 def smoke_records(file, *names):
     """Records of some miniatures over smoke, by name; together, because problem and truth are made once a case."""
     backends = tuple(load(f"{HERE / file}:{name}") for name in names)
-    examiner = Examiner(Plan(cases=load_suite("smoke").cases, backends=backends))
+    cases = tuple(case for case in load_suite("smoke").cases if concerns(file, case))
+    examiner = Examiner(Plan(cases=cases, backends=backends))
     found = defaultdict(list)
     for record in examiner.run():
         found[record.backend].append(record)
@@ -148,8 +160,12 @@ def test_a_fault_is_caught_by_its_check_on_smoke_alone(file, name, group):
 
 @pytest.mark.parametrize("file", CAUGHT_BY)
 def test_the_honest_base_passes_everything(file):
-    records = smoke_records(file, "Miniature")["Miniature"]
-    assert {r.outcome for r in records} == {"passed", "unsupported"}
+    """On some cases: the base is a candidate under another name, and that is examined on all of them."""
+    base = load(f"{HERE / file}:Miniature")
+    cases = tuple(case for case in load_suite("smoke").cases if concerns(file, case))
+    few = cases[:: 1 + len(cases) // 5]
+    records = list(Examiner(Plan(cases=few, backends=(base,))).run())
+    assert {r.outcome for r in records} <= {"passed", "unsupported"}
     assert {r.check for r in records if r.outcome == "passed"} == EVERY
 
 
@@ -181,7 +197,7 @@ def test_answers_that_ignore_the_scores_fail_every_case(suite):
 def test_the_command_line_says_so(name, tmp_path):
     check, _ = CAUGHT_BY["wrong.py"][name]
     (tmp_path / "wrong.py").write_bytes((HERE / "wrong.py").read_bytes())
-    command = [sys.executable, "-m", "attncheck", "run", "--backend", f"./wrong.py:{name}"]
+    command = [sys.executable, "-m", "attncheck", "run", "--backend", f"./wrong.py:{name}", "--check", check]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     complaints = [line for line in done.stdout.splitlines() if line.startswith("failed")]
