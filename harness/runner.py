@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
+from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import is_merged
 from attncheck.harness.buffers import GuardedBuffer, read_result
 from attncheck.harness.calls import Call, calls_of, num_builders
 from attncheck.harness.changes import changes
 from attncheck.harness.config import Layer
 from attncheck.harness.construction import construct_builder, construct_impl
+from attncheck.harness.filling import Filler
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.output_codes import output_codes
 from attncheck.harness.pool import Pool
@@ -63,7 +64,6 @@ class Session:
         self._builders: list[Any] = []
         self._add_builder()
         self.pool: Pool | None = None
-        self._filler: tuple[Any, Any] | None = None
         self._prepare()
 
     def beside(self, problem: Problem) -> "Session":
@@ -143,7 +143,7 @@ class Session:
             self._bare_impl = stage(
                 "construct", lambda: construct_impl(self.backend, self.problem, self.device, with_sinks=False)
             )
-        self.pool, self._filler = None, None
+        self.pool = None
         if self.problem.has_pool:
             self.pool = stage("cache", self._make_pool)
 
@@ -151,7 +151,8 @@ class Session:
         self._builders.append(stage("builder", lambda: construct_builder(self.backend, self._asked, self.device)))
 
     def _make_pool(self) -> Pool:
-        pool = Pool(self.backend, self.problem, self.device, self._write_through_backend)
+        filler = Filler(self.backend, self.problem, self.device, self.attn_layer)
+        pool = Pool(self.backend, self.problem, self.device, filler.write)
         if pool.codec is None and not self.impl.brings_writer:
             raise TypeError(
                 f"{self.backend.get_name()} brings neither a writer nor a cache codec: who fills its cache?"
@@ -264,50 +265,6 @@ class Session:
         ordered[step.row_order.to(rows.device)] = rows[: step.num_rows]
         return ordered
 
-    def _write_through_backend(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Fill the cache by the backend's own writer, where it brings no codec: a prefill whose result is dropped."""
-        if not self.backend.forward_includes_kv_cache_update:
-            self.impl.do_kv_cache_update(self.attn_layer, key, value, kv_cache, slots)
-            return
-        capacity = self.problem.num_blocks * self.problem.cache.block_size
-        if self._filler is None:
-            impl = construct_impl(self.backend, self.problem, self.device, writes=True)
-            self._filler = impl, construct_builder(self.backend, (self.problem,), self.device, fills=capacity)
-        impl, builder = self._filler
-        for first in range(0, len(slots), capacity):
-            piece = slice(first, first + capacity)
-            common = _prefill_metadata(slots[piece], self.problem, self.device)
-            metadata = builder.build(common_prefix_len=0, common_attn_metadata=common)
-            query = key.new_zeros(len(slots[piece]), *self.problem.query.shape[1:])
-            output = key.new_zeros(len(query), self.problem.layer.num_heads, self.problem.output_size)
-            keywords = {}
-            if "lse" in self.backend.features:
-                keywords["output_lse"] = torch.zeros(output.shape[:2], device=self.device)
-            with torch.no_grad():
-                impl.forward(
-                    self.attn_layer, query, key[piece], value[piece], kv_cache, metadata, output=output, **keywords
-                )
-
 
 def _distinct(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
-
-
-def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:
-    """Metadata of one prompt whose K/V go to ``slots``."""
-    count, size = len(slots), problem.cache.block_size
-    starts, lens = torch.tensor([0, count], dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
-    return CommonAttentionMetadata(
-        query_start_loc=starts.to(device, copy=True),
-        query_start_loc_cpu=starts,
-        seq_lens=lens.to(device, copy=True),
-        seq_lens_cpu=lens,
-        num_computed_tokens_cpu=torch.zeros(1, dtype=torch.int32),
-        num_reqs=1,
-        num_actual_tokens=count,
-        max_query_len=count,
-        max_seq_len=count,
-        block_table_tensor=torch.arange(-(-count // size), dtype=torch.int32, device=device)[None],
-        slot_mapping=slots,
-        causal=problem.layer.is_causal,
-    )

@@ -1,0 +1,75 @@
+"""Fills a cache by the backend's own writer, where it brings no codec: prompts whose results are dropped.
+
+Must not know: steps, what is judged.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
+from attncheck.harness.config import Layer
+from attncheck.harness.construction import construct_builder, construct_impl
+from attncheck.harness.problem import Problem
+
+_LONGEST = 1024
+"""Tokens of a prompt: a pool has many times as many slots, and attention over all of them would take too long."""
+
+
+class Filler:
+    """Stores rows in a problem's cache, as the layer would that fills it."""
+
+    def __init__(
+        self, backend: type[AttentionBackend], problem: Problem, device: torch.device, attn_layer: Layer
+    ) -> None:
+        self._backend, self._problem, self._device, self._attn_layer = backend, problem, device, attn_layer
+        self._capacity = min(_LONGEST, problem.num_blocks * problem.cache.block_size)
+
+    @cached_property
+    def _impl(self) -> Any:
+        return construct_impl(self._backend, self._problem, self._device, writes=True)
+
+    @cached_property
+    def _builder(self) -> Any:
+        return construct_builder(self._backend, (self._problem,), self._device, fills=self._capacity)
+
+    def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Rows ``key`` and ``value`` to ``slots``."""
+        if not self._backend.forward_includes_kv_cache_update:
+            self._impl.do_kv_cache_update(self._attn_layer, key, value, kv_cache, slots)
+            return
+        for first in range(0, len(slots), self._capacity):
+            piece = slice(first, first + self._capacity)
+            common = _prefill_metadata(slots[piece], self._problem, self._device)
+            metadata = self._builder.build(common_prefix_len=0, common_attn_metadata=common)
+            query = key.new_zeros(len(slots[piece]), *self._problem.query.shape[1:])
+            output = key.new_zeros(len(query), self._problem.layer.num_heads, self._problem.output_size)
+            keywords = {}
+            if "lse" in self._backend.features:
+                keywords["output_lse"] = torch.zeros(output.shape[:2], device=self._device)
+            with torch.no_grad():
+                self._impl.forward(
+                    self._attn_layer, query, key[piece], value[piece], kv_cache, metadata, output=output, **keywords
+                )
+
+
+def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:
+    """Metadata of one prompt whose K/V go to ``slots``."""
+    count, size = len(slots), problem.cache.block_size
+    starts, lens = torch.tensor([0, count], dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device, copy=True),
+        query_start_loc_cpu=starts,
+        seq_lens=lens.to(device, copy=True),
+        seq_lens_cpu=lens,
+        num_computed_tokens_cpu=torch.zeros(1, dtype=torch.int32),
+        num_reqs=1,
+        num_actual_tokens=count,
+        max_query_len=count,
+        max_seq_len=count,
+        block_table_tensor=torch.arange(-(-count // size), dtype=torch.int32, device=device)[None],
+        slot_mapping=slots,
+        causal=problem.layer.is_causal,
+    )
