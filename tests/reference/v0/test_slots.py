@@ -111,6 +111,10 @@ def test_long_sequences_go_the_same_way(length, context_len):
     assert {type(slot) for slot in found} == {int}
 
 
+def test_blocks_of_one_token():
+    assert slots(3, 1, 0, block_size=1) == [2, 5]
+
+
 @pytest.mark.parametrize("number", [int, np.int64])
 @pytest.mark.parametrize("table", [tuple(TABLE), np.array(TABLE, dtype=np.int32)])
 def test_slots_are_plain_integers_whatever_is_given(table, number):
