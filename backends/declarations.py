@@ -33,6 +33,12 @@ DTYPES: dict[str, torch.dtype] = {
 """The dtypes of specs, by the name they have there."""
 
 
+_FUNCTIONS = ("merge", "causal_conv1d")
+"""Paths that ask a function of the backend, and not its attention."""
+
+_NO_LATENT_CACHE = "the layer has no latent cache"
+
+
 @dataclass(frozen=True)
 class MultipleOf:
     """Among supported block sizes: every multiple of ``base``."""
@@ -76,10 +82,12 @@ def is_merged(batch: BatchSpec, declared: frozenset[str]) -> bool:
 
 def undeclared(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
     """Every reason why ``backend``'s declarations leave the case out; empty: it must answer right."""
+    dtype = _not_among("dtype", layer.dtype, [str(d).removeprefix("torch.") for d in backend.get_supported_dtypes()])
     if backend.is_mla() and layer.mla is None:
-        return ["the layer has no latent cache"]  # nothing else said of such a layer would be about this backend
+        # Nothing else said of such a layer would be about this backend; a function that it offers has no cache at all.
+        return [reason for reason in [dtype] if reason] if batch.path.name in _FUNCTIONS else [_NO_LATENT_CACHE]
     reasons = [
-        _not_among("dtype", layer.dtype, [str(d).removeprefix("torch.") for d in backend.get_supported_dtypes()]),
+        dtype,
         _not_among("attn_type", str(layer.attn_type), [str(t) for t in backend.supported_attn_types]),
         _head_size_reason(backend, layer),
     ]

@@ -7,10 +7,20 @@ import torch
 
 from attncheck.cases.model import Case
 from attncheck.harness.latent import naive_layer, stored_sizes
-from attncheck.reference.spec import AttentionType, CausalConv1dOptions
+from attncheck.reference.spec import (
+    AttentionType,
+    BatchSpec,
+    CausalConv1dOptions,
+    DCPOptions,
+    LayerSpec,
+    SplitKVOptions,
+)
 
 _ROW_COPIES = 12
 """Float64 tensors of the output's size alive at once: truth, low-precision run, weights, errors, altered truths."""
+
+_WEIGHT_COPIES = 3
+"""Float64 tensors of the size of the up-projections alive at once."""
 
 _POOL_COPIES = 8
 """The pool, its clean image, and the images before and after of the three steps that containment holds at once."""
@@ -31,10 +41,30 @@ def needed_bytes(case: Case) -> int:
     exact = asked.num_kv_heads * (asked.head_size + asked.value_head_size)
     # Keys and values made of latent rows stand beside rounded ones, and rows have a twin in the latent space.
     copies, width = (2, layer.head_size + layer.value_head_size) if layer.mla is None else (4, 2 * layer.head_size)
+    pools, parts = _pools_and_parts(batch)
     pages = keys // cache.block_size + 2 * batch.num_requests
-    pool = (cache.num_blocks or (cache.first_block or 0) + 2 * pages) * cache.block_size * stored * itemsize
+    blocks = cache.num_blocks or (cache.first_block or 0) + 2 * pages
+    pool = pools * blocks * cache.block_size * stored * itemsize
     rows = batch.num_tokens * layer.num_heads * max(width, asked.head_size + asked.value_head_size) * 8
-    return _POOL_COPIES * pool + keys * (stored * itemsize + exact * copies * 8) + _ROW_COPIES * rows
+    held = _POOL_COPIES * pool + keys * (stored * itemsize + exact * copies * 8) + (_ROW_COPIES + 2 * parts) * rows
+    return held + _WEIGHT_COPIES * _num_weights(layer) * 8
+
+
+def _pools_and_parts(batch: BatchSpec) -> tuple[int, int]:
+    """How many pools stand in a row, and of how many parts the answers are held until they are merged."""
+    match batch.path.options:
+        case DCPOptions(size=size):
+            return size + 1, size + 1
+        case SplitKVOptions(parts=parts):
+            return 1, parts
+        case _:
+            return 1, 0
+
+
+def _num_weights(layer: LayerSpec) -> int:
+    if layer.mla is None:
+        return 0
+    return layer.mla.kv_lora_rank * layer.num_heads * (layer.mla.qk_nope_head_dim + layer.mla.v_head_dim)
 
 
 def shortage(case: Case, device: torch.device) -> str | None:

@@ -78,7 +78,7 @@ def budget_of(
     weighted, _ = replace(rows, values=rows.values.abs()).attend(params)
     u = torch.finfo(dtype).eps / 2
     if out.shape[-1] < _NARROW:
-        losses.append(u / K * weighted)
+        losses.append(roundings / ROUNDINGS * u / K * weighted)
     bracket = torch.stack(
         [float32_bracket(score_bound(*form), form[1].head_size) for form in ((rows, params), *forms)]
     ).amax(0)

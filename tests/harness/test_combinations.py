@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from attncheck.backends.reference_mla import ReferenceMLABackend
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.errors import BlindCaseError
 from attncheck.harness.engine import Examiner, Plan
+from attncheck.harness.memory import needed_bytes
 from attncheck.reference.spec import DCPOptions, MLASpec, PathSpec, RequestSpec, SplitKVOptions
 
 CHECKS = ("numerics", "lse", "cache_write", "claims")
@@ -57,3 +59,20 @@ def test_a_prefix_is_not_told_where_the_queries_are(modifier: dict[str, Any], ma
     case = by_path(make_case(batch, **modifier), "cascade")
     assert set(outcomes(case).values()) == {"passed"}
     assert set(outcomes(case, "flex_attention").values()) == {"unsupported"}
+
+
+def test_memory_is_asked_for_every_rank_part_and_projection(make_case: Any) -> None:
+    case = make_case((1, 500), cache={"first_block": 1000})
+    alone = needed_bytes(case)
+    assert needed_bytes(by_path(case, "dcp", DCPOptions(size=7))) > 7 * alone
+    rows = make_case((500, 900))
+    assert needed_bytes(by_path(rows, "split_kv", SplitKVOptions(parts=100))) > 10 * needed_bytes(rows)
+    mla = MLASpec(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    latent = make_case((1, 2), num_heads=128, num_kv_heads=1, head_size=576, mla=mla)
+    assert needed_bytes(by_path(latent, "mla")) > 2 * 8 * 512 * 128 * 256
+
+
+def test_functions_of_a_latent_backend_are_not_asked_for_latent_layers(make_case: Any) -> None:
+    layer, cache, batch = (case := by_path(make_case(), "merge")).layer, case.cache, case.batch
+    assert ReferenceMLABackend.unsupported_reasons(layer, cache, batch) == []
+    assert ReferenceMLABackend.unsupported_reasons(layer, cache, make_case().batch) == ["the layer has no latent cache"]
