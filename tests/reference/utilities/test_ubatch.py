@@ -158,6 +158,11 @@ def test_pieces_that_are_none_are_refused(requests, tokens, batch_a, unchanged):
         _make_metadata_with_slice(piece(requests, tokens), batch_a)
 
 
+def test_a_request_without_a_token_is_named_as_the_batch_counts_it(batch_a):
+    with pytest.raises(ReferenceArgumentError, match=r"token_slice.stop = 7: .*above 7, where request 2 "):
+        _make_metadata_with_slice(piece((1, 3), (3, 7)), batch_a)
+
+
 def test_a_dummy_run_of_zero_start_locations_is_refused(common):
     batch = common([3, 2], [3, 2], query_start_loc_cpu=torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ReferenceArgumentError, match="token of request 0"):
