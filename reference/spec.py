@@ -14,7 +14,7 @@ from enum import Enum
 from typing import ClassVar, Literal
 
 from attncheck.errors import SpecError
-from attncheck.reference.spec_fields import STRICT, option, positive
+from attncheck.reference.spec_fields import STRICT, option, positive, refuse_beyond_float32
 from attncheck.reference.spec_paths import (
     PATH_OPTIONS,
     PATHS,
@@ -115,6 +115,15 @@ class MLASpec:
     v_head_dim: int = positive("width of a value head")
     workspace: int | None = option(None, "tokens of context gathered at once in a chunked prefill", gt=0)
 
+    def __post_init__(self) -> None:
+        if not self.qk_nope_head_dim + self.qk_rope_head_dim:
+            raise SpecError(
+                "query and key need a channel",
+                field="qk_rope_head_dim",
+                value=0,
+                allowed="give qk_nope_head_dim or qk_rope_head_dim at least 1",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputQuantSpec:
@@ -124,6 +133,9 @@ class OutputQuantSpec:
 
     dtype: Literal["fp8_e4m3"] = option("fp8_e4m3", "dtype of the output")
     scale: float = field(metadata={"description": "dequantisation factor: code * scale is the value", "gt": 0})
+
+    def __post_init__(self) -> None:
+        refuse_beyond_float32("scale", self.scale, is_factor=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +169,8 @@ class LayerSpec:
                 value=self.num_kv_heads,
                 allowed=f"it must divide num_heads {self.num_heads}",
             )
+        for name in ("scale", "logits_soft_cap", "alibi", "sinks"):
+            refuse_beyond_float32(name, getattr(self, name) or 0.0)
         for name in ("alibi", "sinks"):
             given = getattr(self, name)
             if not isinstance(given, bool) and len(given) != self.num_heads:
@@ -273,6 +287,7 @@ class CacheSpec:
             scale = getattr(self, name)
             if any(s <= 0 for s in (scale if isinstance(scale, tuple) else (scale,))):
                 raise SpecError("a scale must be positive", field=name, value=scale, allowed="give numbers above 0")
+            refuse_beyond_float32(name, scale, is_factor=True)
         if self.first_block is not None and self.num_blocks is not None and self.first_block >= self.num_blocks:
             raise SpecError(
                 f"the pool has only {self.num_blocks} pages",
