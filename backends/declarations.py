@@ -1,8 +1,8 @@
 """What a backend declares, held against a case: which features a case needs, and what speaks against a backend.
 
 Pure functions of class-level data and specs. Every reason is a fragment of a sentence with the offending value and the
-limit, and none is left out because an earlier one would suffice. Must not know: tensors, how a case is run, which paths
-the harness can put.
+limit, and none is left out because an earlier one would suffice. What playing a path over ``forward`` takes is among
+them, since a backend declares whether it is asked for the path itself. Must not know: tensors, how a case is run.
 """
 
 from collections.abc import Sequence
