@@ -41,6 +41,8 @@ def needed_bytes(case: Case) -> int:
     exact = asked.num_kv_heads * (asked.head_size + asked.value_head_size)
     # Keys and values made of latent rows stand beside rounded ones, and rows have a twin in the latent space.
     copies, width = (2, layer.head_size + layer.value_head_size) if layer.mla is None else (4, 2 * layer.head_size)
+    if cache.kv_cache_dtype.startswith("fp8"):
+        copies += 4  # of every number its size, its code as an index, and the ends of what the code stands for
     pools, parts = _pools_and_parts(batch)
     pages = keys // cache.block_size + 2 * batch.num_requests
     blocks = cache.num_blocks or (cache.first_block or 0) + 2 * pages

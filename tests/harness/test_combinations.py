@@ -61,10 +61,12 @@ def test_a_prefix_is_not_told_where_the_queries_are(modifier: dict[str, Any], ma
     assert set(outcomes(case, "flex_attention").values()) == {"unsupported"}
 
 
-def test_memory_is_asked_for_every_rank_part_and_projection(make_case: Any) -> None:
+def test_memory_is_asked_for_every_rank_part_code_and_projection(make_case: Any) -> None:
     case = make_case((1, 500), cache={"first_block": 1000})
     alone = needed_bytes(case)
     assert needed_bytes(by_path(case, "dcp", DCPOptions(size=7))) > 7 * alone
+    codes = make_case((1, 500), cache={"first_block": 1000, "kv_cache_dtype": "fp8"})
+    assert needed_bytes(codes) - alone == 4 * 500 * 2 * 128 * 8
     rows = make_case((500, 900))
     assert needed_bytes(by_path(rows, "split_kv", SplitKVOptions(parts=100))) > 10 * needed_bytes(rows)
     mla = MLASpec(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
