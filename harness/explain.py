@@ -184,8 +184,9 @@ def _heads(problem: Problem, heads: Tensor) -> str:
 
 
 def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
-    yield from explanations(truth.params, truth.rows, problem.cache.block_size)
+    # Of scales first: a k_scale of 1/8 left out is a softmax scale of 1/8 left out.
     yield from scale_guesses(problem, truth.params, truth.rows)
+    yield from explanations(truth.params, truth.rows, problem.cache.block_size)
     yield from latent_guesses(problem, truth.params, truth.rows)
     yield from path_guesses(problem, truth.params, truth.rows)
 

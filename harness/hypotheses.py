@@ -58,6 +58,13 @@ def toggles(params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
         yield Toggle("tree", ignored, keys_seen(flat, params) > seen, mostly=True)
 
 
+def causal_toggle(params: AttentionParams, rows: Rows) -> Toggle:
+    """What a decoder layer without a causal mask must notice: the mask that kernels for decoders have."""
+    causal = replace(params, causal=True)
+    fewer = keys_seen(rows, causal) < keys_seen(rows, params)
+    return Toggle("causal", _altered("a causal mask is applied", rows, causal), fewer, mostly=True)
+
+
 def _chunk_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterator[Toggle]:
     chunk = params.attn_chunk_size
     if chunk is None:

@@ -75,7 +75,10 @@ def placed(results: Sequence[Result]) -> Answer:
 
 
 def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
-    """Results of the same rows over different keys: float64, the LSE to the base the backend has."""
+    """Results of the same rows over different keys: float64, the LSE to the base the backend has.
+
+    NaN or Inf in a part makes the row NaN, even where the part saw nothing.
+    """
     unit = math.log(2) if conventions.lse_base == "2" else 1.0
     outs, lses, pads = [], [], []
     for result in results:
@@ -85,6 +88,8 @@ def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
         lses.append(result.real(result.lse).double() * unit)
         pads.append((result.padding(result.output).double(), result.padding(result.lse).double()))
     output, lse = merge_many(outs, lses)
+    # Merging ignores what stands behind an LSE of -inf; other engines' merges multiply it by 0, and rows are never NaN.
+    output = output + torch.stack([torch.where(torch.isfinite(out), 0.0, torch.nan) for out in outs]).sum(0)
     unwritten = torch.stack([r.real(r.unwritten) for r in results]).any(0)
     lse_unwritten = torch.stack(_lse_flags(results)).any(0)
     return Answer(

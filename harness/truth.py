@@ -12,13 +12,14 @@ from torch import Tensor
 
 from attncheck.errors import BlindCaseError
 from attncheck.harness.exact import honest_answers, other_forms, params_of, roundings_of, rows_of
-from attncheck.harness.hypotheses import toggles
+from attncheck.harness.hypotheses import causal_toggle, toggles
 from attncheck.harness.output_codes import OutputCodes, output_codes, output_error
 from attncheck.harness.problem import Problem
 from attncheck.harness.rows import Rows
 from attncheck.harness.scale_hypotheses import scale_toggles
 from attncheck.harness.tolerance import Budget, budget_of, share_of_budget
 from attncheck.reference import AttentionParams
+from attncheck.reference.spec import AttentionType
 
 BITE = 10.0
 """A change counts as noticed where it moves the truth by this many budgets."""
@@ -65,7 +66,11 @@ def truth_of(problem: Problem, device: torch.device) -> Truth:
 def _refuse_blindness(problem: Problem, truth: Truth) -> None:
     if "needles" not in problem.inputs:
         return  # the case asks for plain inputs, and has to live with what they cannot show
-    asked = (toggles(truth.params, truth.rows), scale_toggles(problem, truth.params, truth.rows))
+    _refuse_equal_codes(problem, truth)
+    layer = problem.layer
+    asked = [toggles(truth.params, truth.rows), scale_toggles(problem, truth.params, truth.rows)]
+    if layer.attn_type == AttentionType.DECODER and not layer.is_causal:
+        asked.append(iter([causal_toggle(truth.params, truth.rows)]))
     for toggle in chain.from_iterable(asked):
         able = int(toggle.acts.sum())
         if not able:
@@ -87,3 +92,16 @@ def _refuse_blindness(problem: Problem, truth: Truth) -> None:
                 f"only {noticed} of {able} rows move by {BITE:g} budgets when it changes (largest: "
                 f"{float(moved.max()):.3g}); use longer requests, larger scores, or a stronger modifier",
             )
+
+
+def _refuse_equal_codes(problem: Problem, truth: Truth) -> None:
+    if truth.codes is None or not bool(truth.out.any()):
+        return
+    twice = output_error(truth.codes.of(2 * truth.out), truth.out, truth.codes)
+    if not bool((share_of_budget(twice, truth.budget) >= BITE).any()):
+        raise BlindCaseError(
+            problem.case.key,
+            "output_quant",
+            "an answer twice as large has the same codes; give a scale that leaves outputs between the smallest code "
+            "and the largest",
+        )

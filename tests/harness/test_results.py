@@ -63,13 +63,21 @@ def test_without_an_lse_rows_are_placed_all_the_same() -> None:
 
 @pytest.mark.parametrize(("base", "unit"), [("e", 1.0), ("2", math.log(2))])
 def test_parts_weigh_as_their_lse_says(base: Any, unit: float) -> None:
-    """Row 0: weights 3 and 1. Row 1: nothing in the second part, whose output is NaN."""
+    """Row 0: weights 3 and 1. Row 1: nothing in the second part, whose output is anything finite."""
     first = result([0, 1], [1.0, 5.0, PADDING], [math.log(3) / unit, 0.25, PADDING])
-    second = result([0, 1], [9.0, math.nan, PADDING + 1], [0.0, -math.inf, PADDING + 1])
+    second = result([0, 1], [9.0, 77.0, PADDING + 1], [0.0, -math.inf, PADDING + 1])
     whole = merged([first, second], Conventions(lse_base=base))
     assert flat(whole.output) == [3.0, 5.0, PADDING, PADDING + 1]
     assert flat(whole.lse) == [round(math.log(4) / unit, 6), 0.25, PADDING, PADDING + 1]
     assert whole.output.dtype == torch.float64
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf])
+def test_rubbish_of_a_part_that_saw_nothing_is_seen(rubbish: float) -> None:
+    parts = [result([0, 1], [1.0, 1.0], [0.0, 0.0]), result([0, 1], [1.0, rubbish], [0.0, -math.inf])]
+    output = merged(parts, Conventions()).output.flatten().tolist()
+    assert output[0] == 1.0
+    assert math.isnan(output[1])
 
 
 def test_a_row_that_one_part_leaves_unwritten_is_unwritten() -> None:

@@ -51,6 +51,12 @@ def test_slopes_near_zero_ask_nothing(make_case: Any) -> None:
         truth(make_case(alibi=(1e-6,) * 8))
 
 
+def test_single_rows_do_not_ask_about_causality(make_case: Any) -> None:
+    with pytest.raises(BlindCaseError, match="blind to causal: no row of the batch has a key it could act on"):
+        truth_of(build_problem(make_case((1, 40), causal=False), 0), CPU)
+    truth_of(build_problem(make_case((1, 40), (2, 33), causal=False), 0), CPU)
+
+
 def test_plain_inputs_take_what_they_get(make_case: Any) -> None:
     truth(make_case(logits_soft_cap=5000.0, inputs=("views",)))
 
