@@ -11,7 +11,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import BlindCaseError
 from attncheck.harness.engine import Examiner, Plan
 from attncheck.harness.memory import needed_bytes
-from attncheck.reference.spec import DCPOptions, MLASpec, PathSpec, RequestSpec, SplitKVOptions
+from attncheck.reference.spec import DCPOptions, MLASpec, OutputQuantSpec, PathSpec, RequestSpec, SplitKVOptions
 
 CHECKS = ("numerics", "lse", "cache_write", "claims")
 
@@ -78,3 +78,9 @@ def test_functions_of_a_latent_backend_are_not_asked_for_latent_layers(make_case
     layer, cache, batch = (case := by_path(make_case(), "merge")).layer, case.cache, case.batch
     assert ReferenceMLABackend.unsupported_reasons(layer, cache, batch) == []
     assert ReferenceMLABackend.unsupported_reasons(layer, cache, make_case().batch) == ["the layer has no latent cache"]
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e9])
+def test_outputs_that_are_all_one_code_are_no_question(scale: float, make_case: Any) -> None:
+    with pytest.raises(BlindCaseError, match="twice as large has the same codes"):
+        outcomes(make_case(output_quant=OutputQuantSpec(scale=scale)))
