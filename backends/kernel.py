@@ -70,8 +70,10 @@ def kernel_backend(
 
     Raises ``ValueError`` for declarations that contradict each other or a signature that cannot be called so.
     """
+    if isinstance(features, str):
+        raise TypeError(f"kernel_backend {name!r}: features is the text {features!r}; give a tuple of names")
     declared, options = frozenset(features), _options(fn, _KERNEL_ARGUMENTS, _KERNEL_OPTIONS)
-    _check_declarations(name, declared, options, supported_attn_types)
+    _check_declarations(name, declared, options, supported_attn_types, supported_kv_cache_dtypes)
     writer_options = () if writer is None else _options(writer, _WRITER_ARGUMENTS, _WRITER_OPTIONS)
     label, offered = name.upper(), dict(functions or {})
 
@@ -221,11 +223,24 @@ def _options(fn: Callable[..., object], arguments: Sequence[str], options: Seque
     return taken
 
 
-def _check_declarations(name: str, features: frozenset[str], options: Sequence[str], attn_types: Sequence[str]) -> None:
+def _check_declarations(
+    name: str,
+    features: frozenset[str],
+    options: Sequence[str],
+    attn_types: Sequence[str],
+    kv_cache_dtypes: Sequence[str],
+) -> None:
     wrong = [f"{feature!r} is no feature" for feature in sorted(features - set(FEATURES))]
     for feature, parameter in (("lse", "output_lse"), ("output_quant", "output_scale")):
         if (parameter in options) != (feature in features):
             wrong.append(f"the feature {feature!r} and a parameter {parameter} go together")
+    codes = [dtype for dtype in kv_cache_dtypes if dtype.startswith("fp8")]
+    if bool(codes) != ("fp8_kv" in features):
+        wrong.append("the feature 'fp8_kv' and an FP8 dtype in supported_kv_cache_dtypes go together")
+    if "tree" in features:
+        wrong.append("a function is not told the tree ('tree'): derive a backend, whose builder is")
+    if "mla" in features:
+        wrong.append("a function over keys and values cannot serve a latent cache ('mla')")
     wrong += [f"attn_type {kind} has no paged cache" for kind in attn_types if kind not in _CACHED_TYPES]
     if wrong:
         raise ValueError(f"kernel_backend {name!r}: {'; '.join(wrong)}; features are {', '.join(FEATURES)}")

@@ -4,10 +4,12 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+from attncheck.backends.conventions import Conventions
+from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import question
 from attncheck.harness.expectations import load_expectations
-from attncheck.reference.spec import CHECKS, CacheSpec, LayerSpec
+from attncheck.reference.spec import CHECKS, FEATURES, CacheSpec, LayerSpec, MLASpec, OutputQuantSpec
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TEXT = (DOCS / "case-files.md").read_text(encoding="utf-8")
@@ -29,8 +31,19 @@ def test_the_expectation_file_is_one(tmp_path: Path) -> None:
     assert entry.expectation.fits_case("smoke", "window-decode")
 
 
+def test_the_backend_is_one_and_every_feature_and_convention_is_told(tmp_path: Path) -> None:
+    text = (DOCS / "backends.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "mine.py"
+    path.write_text(program, encoding="utf-8")
+    assert load(f"{path}:Mine").backend.conventions.lse_base == "2"
+    told = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert sorted(told) == sorted(FEATURES)
+    assert all(f"`{field.name}`" in text for field in fields(Conventions))
+
+
 def test_every_key_and_check_is_named() -> None:
-    for kind in (LayerSpec, CacheSpec):
+    for kind in (LayerSpec, CacheSpec, MLASpec, OutputQuantSpec):
         for name in (field.name for field in fields(kind)):
             assert name in TEXT, f"docs/case-files.md does not name {name}"
     judged = (DOCS / "how-it-judges.md").read_text(encoding="utf-8")

@@ -159,7 +159,7 @@ def test_declarations_reach_the_backend():
     backend = kernel_backend(
         right,
         name="loops",
-        features=["sliding_window"],
+        features=["sliding_window", "fp8_kv"],
         supported_dtypes=[torch.float32],
         supported_head_sizes=[16, 32],
         supported_block_sizes=[MultipleOf(8)],
@@ -170,7 +170,7 @@ def test_declarations_reach_the_backend():
         version="7.1",
     )
     assert (backend.__name__, backend.get_name(), backend.version()) == ("loops", "LOOPS", "7.1")
-    assert backend.features == {"sliding_window"}
+    assert backend.features == {"sliding_window", "fp8_kv"}
     assert backend.get_supported_dtypes() == [torch.float32]
     assert backend.get_supported_head_sizes() == [16, 32]
     assert backend.get_supported_kernel_block_sizes() == [MultipleOf(8)]
@@ -195,6 +195,10 @@ def test_two_kernels_share_nothing():
         (right, {"features": ("windows",)}, "'windows' is no feature"),
         (right, {"features": ("lse",)}, "the feature 'lse' and a parameter output_lse go together"),
         (with_lse, {}, "the feature 'lse' and a parameter output_lse go together"),
+        (right, {"features": ("fp8_kv",)}, "'fp8_kv' and an FP8 dtype in supported_kv_cache_dtypes go together"),
+        (right, {"supported_kv_cache_dtypes": ("fp8",)}, "'fp8_kv' and an FP8 dtype"),
+        (right, {"features": ("tree",)}, "a function is not told the tree"),
+        (right, {"features": ("mla",)}, "cannot serve a latent cache"),
         (right, {"supported_attn_types": ("encoder_only",)}, "attn_type encoder_only has no paged cache"),
         (lambda query, out: None, {}, "cannot be called with (query, key_cache"),
         (right, {"writer": lambda key: None}, "cannot be called with (key, value, key_cache"),
