@@ -116,7 +116,7 @@ def _backend(name: str, header: RunHeader) -> str:
 def _cell(tally: Tally | None) -> str:
     if tally is None or not tally.examined:
         return "-"
-    text = f"{tally.good}/{tally.examined}"
+    text = f"{tally['passed']}/{tally.examined}"
     return f"**{text}**" if tally.short else text
 
 

@@ -48,11 +48,6 @@ class Tally:
         return sum(count for outcome, count in self.counts if outcome in FALLEN_SHORT)
 
     @property
-    def good(self) -> int:
-        """Examined records that are as they should be."""
-        return self.examined - self.short
-
-    @property
     def not_examined(self) -> int:
         """Records that say why nothing was examined."""
         return sum(count for _, count in self.counts) - self.examined

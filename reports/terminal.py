@@ -70,7 +70,7 @@ def render(
 
 
 def _check_table(summary: Summary, color: bool) -> str:
-    """Backends down, checks across: good of examined."""
+    """Backends down, checks across: passed of examined."""
     if not summary.backends:
         return ""
     rows = [
@@ -91,7 +91,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _suite_table(summary: Summary, color: bool) -> str:
-    """Suites down, backends across: good of examined, over all checks."""
+    """Suites down, backends across: passed of examined, over all checks."""
     rows = [
         [suite, *(_cell(summary.by_suite.get((backend, suite)), color) for backend in summary.backends)]
         for suite in summary.suites
@@ -116,7 +116,7 @@ def _paint_word(row: FunctionRow, color: bool) -> str:
 def _cell(tally: Tally | None, color: bool) -> str:
     if tally is None or not tally.examined:
         return "-"
-    return _paint(f"{tally.good}/{tally.examined}", "31" if tally.short else "32", color)
+    return _paint(f"{tally['passed']}/{tally.examined}", "31" if tally.short else "32", color)
 
 
 def _budgets(tally: Tally) -> str:

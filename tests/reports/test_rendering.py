@@ -44,11 +44,11 @@ def row(text: str, first: str) -> list[str]:
     return next(line.split() for line in text.splitlines() if line.startswith(first))
 
 
-def test_terminal_table_counts_good_of_examined(header: RunHeader, records: list[Record]) -> None:
+def test_terminal_table_counts_passed_of_examined(header: RunHeader, records: list[Record]) -> None:
     text = terminal.render(header, records)
     assert row(text, "backend")[:4] == ["backend", "numerics", "lse", "cache_write"]
     assert row(text, "reference") == ["reference", "1/1", "1/1", "-", "0.50", "budgets", "-"]
-    assert row(text, "Wrong") == ["Wrong", "1/2", "-", "0/1", "18.4", "budgets", "3", "unsupported"]
+    assert row(text, "Wrong") == ["Wrong", "0/2", "-", "0/1", "18.4", "budgets", "3", "unsupported"]
     assert text.splitlines()[-1] == (
         "failed: 2 backends, 6 cases: 2 passed, 1 failed, 1 errored, 3 unsupported, 1 xfailed"
     )
@@ -145,7 +145,7 @@ def test_markdown_has_backends_by_suites_with_conventions(write: Write, records:
     text = markdown.render_run(read_run(write(*records, make("passed", suite="mine"))))
     assert "| backend | smoke | mine | worst error (budgets) | not examined |" in text
     assert "| reference 0.1.0<br>lse_base: e | 2/2 | 1/1 | 0.50 | - |" in text
-    assert "| Wrong<br>lse_base: 2, batch_invariant: yes | **1/3** | - | 18.4 | 3 |" in text
+    assert "| Wrong<br>lse_base: 2, batch_invariant: yes | **0/3** | - | 18.4 | 3 |" in text
 
 
 def test_markdown_has_every_failure_with_figures_meaning_and_command(write: Write, make: Make) -> None:
