@@ -37,7 +37,8 @@ examined: one that no longer shows fails the run too, if it is this version that
 
 vLLM is asked in its own objects: lengths on the host are handed over as the upper bound of them that it knows, computed
 tokens are derived, the largest count of logits indices is given. A `max_seq_len` or `max_query_len` above the truth is
-an upper bound, and no wrong answer. Any exception is a refusal.
+an upper bound, and no wrong answer. Any exception is a refusal. What is as good (such a bound, an integer of numpy's)
+is told among the known departures and counts as equal; a function that shows both kinds of them is called judged.
 
 Another module is examined by `--provider package.module` or `--provider path/to/file.py`. It offers functions under the
 reference's names and with its parameters, those of the first generation under `v0`, and is asked in the reference's
