@@ -66,7 +66,8 @@ def compute_slot_mapping(
     require_shard(block_size, dcp_size, dcp_rank, interleave)
 
     position, request = positions.to(torch.int64), req_indices.to(positions.device, torch.int64)
-    _require_range("positions", position, 0, None)
+    capacity = block_table.shape[1] * block_size
+    _require_range("positions", position, 0, capacity if dcp_size == 1 else None)
     _require_range("req_indices", request, 0, len(block_table))
     table = block_table.to(positions.device)
     if dcp_size == 1:
@@ -74,7 +75,9 @@ def compute_slot_mapping(
     mine = position.div(interleave, rounding_mode="floor") % dcp_size == dcp_rank
     slots = torch.full_like(position, -1)
     local = position.div(interleave * dcp_size, rounding_mode="floor") * interleave + position % interleave
-    slots[mine] = _slots(local[mine], request[mine], table, block_size)
+    local, request = local[mine], request[mine]
+    _require_range("positions, as this rank counts them,", local, 0, capacity)
+    slots[mine] = _slots(local, request, table, block_size)
     return slots
 
 
@@ -216,7 +219,6 @@ def _slots(position: Tensor, request: Tensor, table: Tensor, block_size: int) ->
     """``table[request, position // block_size] * block_size + position % block_size``, in few passes."""
     width = table.shape[1]
     page = position.div(block_size, rounding_mode="floor")
-    _require_range("positions // block_size", page, 0, width)
     block = table.flatten().index_select(0, torch.add(page, request, alpha=width)).to(torch.int64)
     _require_range("block_table", block, 0, None)
     return torch.add(position, block - page, alpha=block_size)
