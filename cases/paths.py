@@ -197,8 +197,15 @@ def _check_dcp(cache: CacheSpec, batch: BatchSpec, interleave: int) -> None:
 
 
 def _check_micro_batch(layer: LayerSpec, batch: BatchSpec, cuts: tuple[int, ...]) -> None:
+    if not cuts:
+        raise SpecError(
+            "without a cut there is one piece",
+            field="path.micro_batch.cuts",
+            value=cuts,
+            allowed="give a row to cut at",
+        )
     edges = (0, *cuts, batch.num_tokens)
-    if not cuts or any(low >= high for low, high in itertools.pairwise(edges)):
+    if any(low >= high for low, high in itertools.pairwise(edges)):
         raise SpecError(
             f"the batch has {batch.num_tokens} rows",
             field="path.micro_batch.cuts",

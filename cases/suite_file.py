@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import get_args
@@ -185,12 +185,17 @@ def read_path(tree: Tree) -> PathSpec:
             )
         ((name, options),) = tree.entries.items()
         place = tree.names[name]
+    elif isinstance(tree, Items):
+        raise tree.place.fault("one path is asked at a time", allowed="write a name, or {name: options}")
     else:
         name, place = text_of(tree, "path"), tree.place
         options = Table(replace(place, key=join_key(place.key, name)), {}, {})
     if name not in PATHS:
         raise place.fault("unknown path", value=name, allowed=suggestion(name, PATHS))
     kind = PATH_OPTIONS[name]
+    if kind is not None and not isinstance(options, Table):
+        names = ", ".join(f"{field.name}: ..." for field in fields(kind))
+        raise options.place.fault(f"options of the path {name} have names", allowed=f"write {{{name}: {{{names}}}}}")
     if kind is not None:
         return PathSpec(name=name, options=validate(kind, options, f"the path {name}"))
     if not isinstance(options, Table) or options.entries:
