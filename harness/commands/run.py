@@ -111,6 +111,8 @@ def run(
     selection = select_cases(request.suites(suite or ()), case or (), request.backend_checks)
     plan, notes = _plan(selection, backend or [], device, seed, dump, no_backends=request.are_alone)
     functions = plan_providers(request.refs, request.patterns, plan.cases, plan.device, seed)
+    if in_process and functions.count > 1 and not plan.backends:
+        raise SelectionError(f"--in-process takes one function, and these are {functions.count}; narrow --function")
     if in_process and len(plan.cases) * len(plan.backends) + functions.count != 1:
         raise SelectionError(
             f"--in-process takes one case of one backend, and this is {phrases.plural(len(plan.cases), 'case')} "
