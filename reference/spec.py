@@ -2,19 +2,18 @@
 
 Free of torch, so that listing, validating and reporting stay light. One definition of every field: ``cases`` validates
 YAML onto these classes, backends judge them in ``unsupported_reasons``, and ``reference`` turns them into its
-parameters. Defaults that need arithmetic (scale, slopes, sinks, window pair) are properties of :class:`LayerSpec`, and
-nobody else resolves them. Must not know: tensors, files, backends.
+parameters. The cache stands here, the others in modules of their own; all are imported from here. Must not know:
+tensors, files, backends.
 """
 
-import math
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal
 
 from attncheck.errors import SpecError
-from attncheck.reference.spec_fields import STRICT, option, positive, refuse_beyond_float32
+from attncheck.reference.spec_batch import MAX_TOKENS, BatchSpec, PaddingSpec, RequestSpec
+from attncheck.reference.spec_fields import STRICT, option, refuse_beyond_float32
+from attncheck.reference.spec_layer import AttentionType, DType, LayerSpec, MLASpec, OutputQuantSpec
 from attncheck.reference.spec_paths import (
     PATH_OPTIONS,
     PATHS,
@@ -66,21 +65,6 @@ __all__ = [
 GENERATOR_VERSION = 1
 """Version of the problem generator. Part of a case's hash: raise it when the same case gives other tensors."""
 
-MAX_TOKENS = 2**31
-"""No batch holds more tokens than this: larger numbers are typing errors, not questions."""
-
-
-class AttentionType(str, Enum):
-    """Which keys a layer attends to; strings, as in vLLM, so that compiled graphs can carry them."""
-
-    DECODER = "decoder"
-    ENCODER = "encoder"
-    ENCODER_ONLY = "encoder_only"
-    ENCODER_DECODER = "encoder_decoder"
-
-    def __str__(self) -> str:
-        return self.value
-
 
 class AttentionCGSupport(Enum):
     """For which batches a CUDA graph that holds all of attention may be replayed (vLLM's levels; compare ``.value``).
@@ -97,174 +81,9 @@ class AttentionCGSupport(Enum):
     """Any lengths, prefills beside decodes."""
 
 
-DType = Literal["float16", "bfloat16", "float32"]
 KVCacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"]
 Layout = Literal["NHD", "HND"]
 InputName = Literal["needles", "large_scores", "equal_scores", "coordinates", "views"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MLASpec:
-    """Multi-head latent attention: the sizes of the latent cache row and of the projections."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    kv_lora_rank: int = positive("width of the latent part of a cache row")
-    qk_nope_head_dim: int = field(metadata={"description": "width of q and k without rotary embedding", "ge": 0})
-    qk_rope_head_dim: int = field(metadata={"description": "width of q and k with rotary embedding", "ge": 0})
-    v_head_dim: int = positive("width of a value head")
-    workspace: int | None = option(None, "tokens of context gathered at once in a chunked prefill", gt=0)
-
-    def __post_init__(self) -> None:
-        if not self.qk_nope_head_dim + self.qk_rope_head_dim:
-            raise SpecError(
-                "query and key need a channel",
-                field="qk_rope_head_dim",
-                value=0,
-                allowed="give qk_nope_head_dim or qk_rope_head_dim at least 1",
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputQuantSpec:
-    """Quantisation fused into attention's output (static, per tensor)."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    dtype: Literal["fp8_e4m3"] = option("fp8_e4m3", "dtype of the output")
-    scale: float = field(metadata={"description": "dequantisation factor: code * scale is the value", "gt": 0})
-
-    def __post_init__(self) -> None:
-        refuse_beyond_float32("scale", self.scale, is_factor=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSpec:
-    """One attention layer: what the impl's constructor is told, and what the truth is computed from."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    num_heads: int = positive("query heads")
-    num_kv_heads: int = positive("key/value heads; divides num_heads")
-    head_size: int = positive("head size of query and key")
-    head_size_v: int | None = option(None, "head size of value and output; default: head_size", gt=0)
-    dtype: DType = option("bfloat16", "dtype of query, key, value and output")
-    scale: float | None = option(None, "multiplies the scores; default: head_size ** -0.5")
-    attn_type: AttentionType = option(AttentionType.DECODER, "which keys the layer attends to")
-    causal: bool | None = option(None, "a query sees no later key; default: true for decoder, else false")
-    sliding_window: int | None = option(None, "a query sees at most this many keys, itself included", ge=1)
-    logits_soft_cap: float | None = option(None, "cap: scores become cap * tanh(score / cap); 0 or null: off", ge=0)
-    alibi: bool | tuple[float, ...] = option(False, "ALiBi slopes, one a query head; true: the published slopes")
-    sinks: bool | tuple[float, ...] = option(False, "sink logits, one a query head; true: generated, all distinct")
-    attn_chunk_size: int | None = option(None, "chunk size of local attention, in tokens", ge=1)
-    kv_sharing: bool = option(False, "the layer reads another layer's cache and writes nothing")
-    mla: MLASpec | None = option(None, "multi-head latent attention")
-    output_quant: OutputQuantSpec | None = option(None, "quantisation fused into the output")
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise SpecError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
-                field="num_kv_heads",
-                value=self.num_kv_heads,
-                allowed=f"it must divide num_heads {self.num_heads}",
-            )
-        for name in ("scale", "logits_soft_cap", "alibi", "sinks"):
-            refuse_beyond_float32(name, getattr(self, name) or 0.0)
-        for name in ("alibi", "sinks"):
-            given = getattr(self, name)
-            if not isinstance(given, bool) and len(given) != self.num_heads:
-                raise SpecError(
-                    f"{len(given)} values for {self.num_heads} query heads",
-                    field=name,
-                    value=given,
-                    allowed="give one a query head, or true",
-                )
-        if self.attn_type != AttentionType.DECODER:
-            if self.causal:
-                raise SpecError(
-                    f"attention of type {self.attn_type} is not causal",
-                    field="causal",
-                    value=True,
-                    allowed="leave causal out, or use attn_type: decoder",
-                )
-            if self.attn_chunk_size is not None:
-                raise SpecError(
-                    f"chunks are defined for decoder layers, not for {self.attn_type}",
-                    field="attn_chunk_size",
-                    value=self.attn_chunk_size,
-                    allowed="leave attn_chunk_size out",
-                )
-        if self.attn_type == AttentionType.ENCODER_DECODER:
-            for name in ("sliding_window", "alibi"):
-                if getattr(self, name):
-                    raise SpecError(
-                        "in cross attention the positions of queries mean nothing",
-                        field=name,
-                        value=getattr(self, name),
-                        allowed=f"leave {name} out",
-                    )
-        if self.mla is not None:
-            width = self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
-            if self.num_kv_heads != 1 or self.head_size != width:
-                raise SpecError(
-                    f"a latent cache has one KV head of kv_lora_rank + qk_rope_head_dim = {width}",
-                    field="mla",
-                    value=f"num_kv_heads {self.num_kv_heads}, head_size {self.head_size}",
-                    allowed=f"give num_kv_heads: 1, head_size: {width}",
-                )
-
-    @property
-    def value_head_size(self) -> int:
-        """``Dv``: head size of value and output."""
-        return self.head_size if self.head_size_v is None else self.head_size_v
-
-    @property
-    def softmax_scale(self) -> float:
-        """The factor on the scores: ``scale``, or ``head_size ** -0.5`` (MLA: of the unabsorbed head size)."""
-        if self.scale is not None:
-            return self.scale
-        size = self.head_size if self.mla is None else self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
-        scale: float = float(size) ** -0.5
-        return scale
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether a query sees no later key; only decoder layers can be causal."""
-        return self.attn_type == AttentionType.DECODER if self.causal is None else self.causal
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """Inclusive distances (left, right); -1: unlimited. A window of W keys is (W-1, 0), mirrored if not causal."""
-        if self.sliding_window is None:
-            return (-1, -1)
-        left = self.sliding_window - 1
-        return (left, 0) if self.is_causal else (left, left)
-
-    @property
-    def soft_cap(self) -> float | None:
-        """The cap on the scores, or None; a cap of 0 means none."""
-        return self.logits_soft_cap or None
-
-    @property
-    def alibi_slopes(self) -> tuple[float, ...] | None:
-        """One float32-representable slope a query head, or None."""
-        if isinstance(self.alibi, bool):
-            if not self.alibi:
-                return None
-            slopes = _published_alibi_slopes(self.num_heads)
-            return tuple(_as_float32(slopes[i]) for i in _shuffled(self.num_heads))
-        return tuple(_as_float32(slope) for slope in self.alibi)
-
-    @property
-    def sink_logits(self) -> tuple[float, ...] | None:
-        """One float32-representable sink logit a query head, or None; generated ones are spread over 1 to 9."""
-        if isinstance(self.sinks, bool):
-            if not self.sinks:
-                return None
-            n = self.num_heads
-            return tuple(round((1.0 + 8.0 * (i + 0.5) / n) * 64) / 64 for i in _shuffled(n))
-        return tuple(_as_float32(sink) for sink in self.sinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,116 +114,3 @@ class CacheSpec:
                 value=self.first_block,
                 allowed="raise num_blocks or lower first_block",
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestSpec:
-    """``count`` equal requests of a batch. ``seq_len`` counts the new tokens too and defaults to ``query_len``."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    query_len: int = field(metadata={"description": "new tokens", "gt": 0, "le": MAX_TOKENS})
-    seq_len: int | None = option(None, "tokens in the cache after this step; default: query_len", ge=0, le=MAX_TOKENS)
-    count: int = option(1, "how many such requests", gt=0, le=MAX_TOKENS)
-    encoder_len: int | None = option(None, "tokens of the encoder (cross attention)", ge=0, le=MAX_TOKENS)
-    shared_prefix: int = option(0, "the first so many positions are the same pages for all who share", ge=0)
-
-    def __post_init__(self) -> None:
-        if self.seq_len is None:
-            object.__setattr__(self, "seq_len", self.query_len)
-        if self.shared_prefix > max(self.context_len, 0):
-            raise SpecError(
-                f"only the {max(self.context_len, 0)} tokens of context can be shared",
-                field="shared_prefix",
-                value=self.shared_prefix,
-                allowed="lower it, or raise seq_len",
-            )
-
-    @property
-    def total_len(self) -> int:
-        """``seq_len`` as a plain integer."""
-        return self.query_len if self.seq_len is None else self.seq_len
-
-    @property
-    def context_len(self) -> int:
-        """Tokens whose K/V stood in the cache before this step; negative where rows see no key of their own."""
-        return self.total_len - self.query_len
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaddingSpec:
-    """Padding as vLLM pads for CUDA graphs: trailing requests of query length 0, trailing tokens of slot -1."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    requests: int = option(0, "padding requests at the tail", ge=0, le=MAX_TOKENS)
-    tokens: int = option(0, "padding tokens at the tail", ge=0, le=MAX_TOKENS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSpec:
-    """One step's batch: requests in order, padding behind them, and the path the question takes."""
-
-    requests: tuple[RequestSpec, ...]
-    padding: PaddingSpec = PaddingSpec()
-    path: PathSpec = PathSpec()
-
-    def __post_init__(self) -> None:
-        if not self.requests:
-            raise SpecError("a batch needs a request", field="requests", value=self.requests, allowed="give one")
-        tokens = sum(r.count * max(r.query_len, r.total_len, r.encoder_len or 0) for r in self.requests)
-        if tokens + self.padding.tokens > MAX_TOKENS:
-            raise SpecError(
-                f"the batch holds {tokens + self.padding.tokens} tokens",
-                field="requests",
-                value=len(self.requests),
-                allowed=f"at most {MAX_TOKENS} tokens are a question",
-            )
-
-    def __iter__(self) -> Iterator[RequestSpec]:
-        """Every single request, counts unrolled, in order."""
-        for request in self.requests:
-            for _ in range(request.count):
-                yield request
-
-    @property
-    def num_requests(self) -> int:
-        """Real requests, padding excluded."""
-        return sum(r.count for r in self.requests)
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens of the real requests."""
-        return sum(r.count * r.query_len for r in self.requests)
-
-    @property
-    def max_query_len(self) -> int:
-        """Longest query length of a request."""
-        return max(r.query_len for r in self.requests)
-
-    @property
-    def max_seq_len(self) -> int:
-        """Longest ``seq_len`` of a request."""
-        return max(r.total_len for r in self.requests)
-
-
-def _published_alibi_slopes(num_heads: int) -> list[float]:
-    """The slopes of the ALiBi paper (Press et al. 2022): geometric for a power of two, interleaved otherwise."""
-
-    def geometric(n: int) -> list[float]:
-        return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
-
-    power = 2 ** int(math.log2(num_heads))
-    return geometric(power) + geometric(2 * power)[0::2][: num_heads - power]
-
-
-def _shuffled(n: int) -> list[int]:
-    """A fixed permutation of ``range(n)`` without monotone runs, so that a reversed or shifted index shows."""
-    stride = next((s for s in range(max(1, round(n * 0.618)), n) if math.gcd(s, n) == 1), 1)
-    return [(1 + i * stride) % n for i in range(n)]
-
-
-def _as_float32(x: float) -> float:
-    """``x`` rounded to float32: kernels take slopes and sinks in that dtype, so the truth must use the same value."""
-    (rounded,) = struct.unpack("f", struct.pack("f", x))
-    return float(rounded)

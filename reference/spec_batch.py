@@ -1,0 +1,106 @@
+"""What a batch is: requests in order, padding behind them, the path they are asked by.
+
+Part of :mod:`attncheck.reference.spec`, free of torch. Must not know: layers, caches, files, backends.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from attncheck.errors import SpecError
+from attncheck.reference.spec_fields import STRICT, option
+from attncheck.reference.spec_paths import PathSpec
+
+MAX_TOKENS = 2**31
+"""No batch holds more tokens than this: larger numbers are typing errors, not questions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestSpec:
+    """``count`` equal requests of a batch. ``seq_len`` counts the new tokens too and defaults to ``query_len``."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    query_len: int = field(metadata={"description": "new tokens", "gt": 0, "le": MAX_TOKENS})
+    seq_len: int | None = option(None, "tokens in the cache after this step; default: query_len", ge=0, le=MAX_TOKENS)
+    count: int = option(1, "how many such requests", gt=0, le=MAX_TOKENS)
+    encoder_len: int | None = option(None, "tokens of the encoder (cross attention)", ge=0, le=MAX_TOKENS)
+    shared_prefix: int = option(0, "the first so many positions are the same pages for all who share", ge=0)
+
+    def __post_init__(self) -> None:
+        if self.seq_len is None:
+            object.__setattr__(self, "seq_len", self.query_len)
+        if self.shared_prefix > max(self.context_len, 0):
+            raise SpecError(
+                f"only the {max(self.context_len, 0)} tokens of context can be shared",
+                field="shared_prefix",
+                value=self.shared_prefix,
+                allowed="lower it, or raise seq_len",
+            )
+
+    @property
+    def total_len(self) -> int:
+        """``seq_len`` as a plain integer."""
+        return self.query_len if self.seq_len is None else self.seq_len
+
+    @property
+    def context_len(self) -> int:
+        """Tokens whose K/V stood in the cache before this step; negative where rows see no key of their own."""
+        return self.total_len - self.query_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingSpec:
+    """Padding as vLLM pads for CUDA graphs: trailing requests of query length 0, trailing tokens of slot -1."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    requests: int = option(0, "padding requests at the tail", ge=0, le=MAX_TOKENS)
+    tokens: int = option(0, "padding tokens at the tail", ge=0, le=MAX_TOKENS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSpec:
+    """One step's batch: requests in order, padding behind them, and the path the question takes."""
+
+    requests: tuple[RequestSpec, ...]
+    padding: PaddingSpec = PaddingSpec()
+    path: PathSpec = PathSpec()
+
+    def __post_init__(self) -> None:
+        if not self.requests:
+            raise SpecError("a batch needs a request", field="requests", value=self.requests, allowed="give one")
+        tokens = sum(r.count * max(r.query_len, r.total_len, r.encoder_len or 0) for r in self.requests)
+        if tokens + self.padding.tokens > MAX_TOKENS:
+            raise SpecError(
+                f"the batch holds {tokens + self.padding.tokens} tokens",
+                field="requests",
+                value=len(self.requests),
+                allowed=f"at most {MAX_TOKENS} tokens are a question",
+            )
+
+    def __iter__(self) -> Iterator[RequestSpec]:
+        """Every single request, counts unrolled, in order."""
+        for request in self.requests:
+            for _ in range(request.count):
+                yield request
+
+    @property
+    def num_requests(self) -> int:
+        """Real requests, padding excluded."""
+        return sum(r.count for r in self.requests)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of the real requests."""
+        return sum(r.count * r.query_len for r in self.requests)
+
+    @property
+    def max_query_len(self) -> int:
+        """Longest query length of a request."""
+        return max(r.query_len for r in self.requests)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest ``seq_len`` of a request."""
+        return max(r.total_len for r in self.requests)
