@@ -181,7 +181,9 @@ class Session:
             call=call,
             output=rows,
             lse=None if lse is None else lse.rows,
-            unwritten=out.unwritten_rows() if rows is out.rows else torch.zeros(len(rows), dtype=torch.bool),
+            unwritten=out.unwritten_rows()
+            if rows is out.rows
+            else torch.zeros(len(rows), dtype=torch.bool, device=rows.device),
             lse_unwritten=None if lse is None else lse.unwritten_rows(),
             breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
             protocol=protocol,
