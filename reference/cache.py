@@ -76,7 +76,7 @@ def compute_slot_mapping(
     slots = torch.full_like(position, -1)
     local = position.div(interleave * dcp_size, rounding_mode="floor") * interleave + position % interleave
     local, request = local[mine], request[mine]
-    _require_range("positions, as this rank counts them,", local, 0, capacity)
+    _require_range("positions on this rank", local, 0, capacity)
     slots[mine] = _slots(local, request, table, block_size)
     return slots
 

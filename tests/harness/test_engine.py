@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -49,6 +49,18 @@ ALL = ("numerics", "lse", "cache_write", "containment", "claims")
 
 def test_an_honest_backend_passes_everything(make_case: Any) -> None:
     assert outcomes(examine(ReferenceBackend, make_case())) == dict.fromkeys(ALL, "passed")
+
+
+@pytest.mark.parametrize("path", [PathSpec(), PathSpec(name="split_kv", options=SplitKVOptions())])
+def test_a_backend_may_answer_in_a_tensor_of_its_own(make_case: Any, path: PathSpec) -> None:
+    def forward(self: Any, *args: Any, output: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        return cast(torch.Tensor, ReferenceImpl.forward(self, *args, output=output.clone(), **keywords))
+
+    impl = type("Impl", (ReferenceImpl,), {"forward": forward})
+    backend = variant(accept_output_buffer=False, get_impl_cls=staticmethod(lambda: impl))
+    case = make_case((1, 70), (5, 40))
+    records = examine(backend, replace(case, batch=replace(case.batch, path=path)))
+    assert outcomes(records) == dict.fromkeys(ALL, "passed")
 
 
 def test_an_exception_is_errored_and_breaks_the_claim(make_case: Any) -> None:

@@ -68,6 +68,11 @@ def test_entries_of_no_token_are_not_looked_at():
     [
         ({"positions": torch.tensor([-1, 0])}, "positions"),
         ({"positions": torch.tensor([0, 8])}, "positions"),
+        (
+            # Counted by rank 0 it is position 8: beyond its row of two pages, where the next row's page would be read.
+            {"positions": torch.tensor([0, 16]), "block_table": torch.tensor([[1, 3], [5, 7]]), "dcp_size": 2},
+            "positions on this rank",
+        ),
         ({"positions": torch.tensor([0.0, 1.0])}, "positions"),
         ({"positions": torch.tensor([0])}, "req_indices"),
         ({"req_indices": torch.tensor([0, 1])}, "req_indices"),
