@@ -1,10 +1,14 @@
-"""What a check saw, as one of three kinds of value. Must not know: records, backends."""
+"""What a check saw, as one of three kinds of value. Must not know: backends.
+
+``graph``, in each of them: the levels and probes of the check ``cudagraph``, which records carry as they are.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from attncheck.harness.observation import Raised
+from attncheck.reports.records import GraphLevels
 
 Figures = Mapping[str, float | int]
 
@@ -15,6 +19,7 @@ class Holds:
 
     figures: Figures = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    graph: GraphLevels | None = None
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class Broken:
     figures: Figures = field(default_factory=dict)
     meaning: str | None = None
     details: tuple[str, ...] = ()
+    graph: GraphLevels | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class NotExamined:
 
     reasons: tuple[str, ...]
     by: Literal["backend", "attncheck"] = "backend"
+    graph: GraphLevels | None = None
 
 
 Finding = Holds | Broken | NotExamined | Raised

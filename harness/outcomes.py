@@ -58,12 +58,14 @@ def record_of(
     """The record of one finding. A backend that raised has ``errored``, whatever it raised: it declared the case."""
     common = _identity(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
     match finding:
-        case Holds(figures, notes):
-            return Passed(**common, figures=dict(figures), notes=notes)
-        case Broken(summary, figures, meaning, details):
-            return Failed(**common, figures=dict(figures), summary=summary, meaning=meaning, details=details)
-        case NotExamined(reasons, by):
-            return Unsupported(**common, reasons=reasons, by=by)
+        case Holds(figures, notes, graph):
+            return Passed(**common, figures=dict(figures), notes=notes, graph=graph)
+        case Broken(summary, figures, meaning, details, graph):
+            return Failed(
+                **common, figures=dict(figures), summary=summary, meaning=meaning, details=details, graph=graph
+            )
+        case NotExamined(reasons, by, graph):
+            return Unsupported(**common, reasons=reasons, by=by, graph=graph)
         case Raised():
             return Errored(
                 **common,

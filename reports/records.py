@@ -87,12 +87,44 @@ class _RecordBase(_Frozen):
         return f"{self.suite}/{self.case_id}"
 
 
+GraphLevel = Literal["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"]
+"""vLLM's ``AttentionCGSupport`` by name, lowest first."""
+
+
+class GraphProbe(_Frozen):
+    """One sequence of captures and replays that a backend of ``level`` must get right, and what came of it.
+
+    ``reason``: why it failed, was not run, or could not be examined here; empty where it passed.
+    """
+
+    name: str
+    level: GraphLevel
+    outcome: Literal["passed", "failed", "not examined", "not run"]
+    reason: str = ""
+
+
+class GraphLevels(_Frozen):
+    """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and every probe.
+
+    ``recorder``: ``cuda`` for real graphs, ``emulated`` for their emulation on a machine without a GPU.
+    """
+
+    declared: GraphLevel
+    measured: GraphLevel | None
+    recorder: Literal["cuda", "emulated"]
+    probes: tuple[GraphProbe, ...] = ()
+
+
 class Passed(_RecordBase):
-    """The check holds. ``figures`` measure by how much, ``notes`` say what a reader should know all the same."""
+    """The check holds. ``figures`` measure by how much, ``notes`` say what a reader should know all the same.
+
+    ``graph``: here and in the other outcomes, only of the check ``cudagraph``.
+    """
 
     outcome: Literal["passed"] = "passed"
     figures: dict[str, Figure] = {}
     notes: tuple[str, ...] = ()
+    graph: GraphLevels | None = None
 
 
 class Failed(_RecordBase):
@@ -103,6 +135,7 @@ class Failed(_RecordBase):
     summary: str
     meaning: str | None = None
     details: tuple[str, ...] = ()
+    graph: GraphLevels | None = None
 
 
 class Errored(_RecordBase):
@@ -121,6 +154,7 @@ class Unsupported(_RecordBase):
     outcome: Literal["unsupported"] = "unsupported"
     reasons: tuple[str, ...] = Field(min_length=1)
     by: Literal["backend", "attncheck"] = "backend"
+    graph: GraphLevels | None = None
 
 
 class Unavailable(_RecordBase):

@@ -1,0 +1,1 @@
+"""Whether attention may live inside a captured CUDA graph: recorders, the probes, and what they measured."""
