@@ -27,8 +27,8 @@ ViolationKind = Literal["host read", "data-dependent shape", "host copy", "error
 class Violation:
     """Something a captured graph cannot hold.
 
-    ``call``: what was called, such as ``.item()``. ``where``: the backend's line that did it, ``file:line in function``,
-    empty where it is unknown.
+    ``call``: what was called, such as ``.item()``. ``where``: the backend's line that did it, ``file:line in
+    function``, empty where it is unknown.
     """
 
     kind: ViolationKind
@@ -74,7 +74,7 @@ class Recorder(Protocol):
     name: RecorderName
 
     def watching(self) -> AbstractContextManager[None]:
-        """Around every entry into a backend but those of :meth:`record`: keeps account of which memory is the host's."""
+        """Around every entry into a backend but those of :meth:`record`: keeps account of what lies on the host."""
 
     def mark_host(self, *tensors: Tensor) -> None:
         """These tensors lie on the host, where the contract says so (the ``_cpu`` twins); reading them is no fault."""
