@@ -19,6 +19,11 @@ class GuardedBuffer:
     def __init__(self, shape: tuple[int, ...], real: int, dtype: torch.dtype, device: torch.device) -> None:
         self._all = torch.full((shape[0] + 2 * _GUARD_ROWS, *shape[1:]), _GUARD, dtype=dtype, device=device)
         self.rows = self._all[_GUARD_ROWS : _GUARD_ROWS + shape[0]]
+        self.refill(real)
+
+    def refill(self, real: int) -> None:
+        """As new, in the same memory, for a step of ``real`` rows."""
+        self._all.fill_(_GUARD)
         self.rows[real:] = CANARY
         self._real = self.rows[:real]
         mark_unwritten(self._real)

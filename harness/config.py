@@ -36,8 +36,12 @@ def vllm_config(
     max_num_seqs: int,
     max_tokens: int,
     path: PathSpec = PathSpec(),  # noqa: B008 (frozen)
+    capture_sizes: tuple[int, ...] = (),
 ) -> ConfigNode:
-    """What a builder's ``vllm_config`` offers for one layer and cache, asked by ``path``."""
+    """What a builder's ``vllm_config`` offers for one layer and cache, asked by ``path``.
+
+    ``capture_sizes``: tokens of the graphs that will be captured, ascending.
+    """
     model = ConfigNode(
         "vllm_config.model_config",
         dtype=dtype,
@@ -63,8 +67,8 @@ def vllm_config(
         ),
         compilation_config=ConfigNode(
             "vllm_config.compilation_config",
-            cudagraph_capture_sizes=[],
-            max_cudagraph_capture_size=0,
+            cudagraph_capture_sizes=list(capture_sizes),
+            max_cudagraph_capture_size=max(capture_sizes, default=0),
             static_forward_context={},
         ),
         speculative_config=_speculative_config(path),

@@ -70,12 +70,33 @@ def _require_output_quant(impl: Any, problem: Problem) -> None:
 
 
 def construct_builder(
-    backend: type[AttentionBackend], problems: Sequence[Problem], device: torch.device, *, fills: int = 0
+    backend: type[AttentionBackend],
+    problems: Sequence[Problem],
+    device: torch.device,
+    *,
+    fills: int = 0,
+    capture_sizes: tuple[int, ...] = (),
 ) -> Any:
     """The metadata builder of a layer that is asked ``problems``, the first of which says all but the bounds.
 
-    ``fills``: of the layer that fills the cache, by prompts of up to so many tokens.
+    ``fills``: of the layer that fills the cache, by prompts of up to so many tokens. ``capture_sizes``: tokens of the
+    graphs that will be captured, ascending.
     """
+    builder = backend.get_builder_cls()
+    if isinstance(problems[0].case.batch.path.options, FastPrefillOptions) and not fills:
+        builder = create_fast_prefill_custom_backend("FastPrefill", backend).get_builder_cls()
+    spec, config = builder_arguments(backend, problems, fills=fills, capture_sizes=capture_sizes)
+    return builder(spec, [LAYER], config, device)
+
+
+def builder_arguments(
+    backend: type[AttentionBackend],
+    problems: Sequence[Problem],
+    *,
+    fills: int = 0,
+    capture_sizes: tuple[int, ...] = (),
+) -> tuple[KVCacheSpec, Any]:
+    """``kv_cache_spec`` and ``vllm_config`` of such a builder."""
     problem = problems[0]
     layer, cache, batch = problem.layer, problem.cache, problem.case.batch
     has_chunks = _has_chunks(backend, problem)
@@ -97,11 +118,9 @@ def construct_builder(
         max_num_seqs=max(_num_seqs(backend, one) for one in problems),
         max_tokens=max(fills, *(_num_tokens(one) for one in problems)),
         path=batch.path,
+        capture_sizes=capture_sizes,
     )
-    builder = backend.get_builder_cls()
-    if isinstance(batch.path.options, FastPrefillOptions) and not fills:
-        builder = create_fast_prefill_custom_backend("FastPrefill", backend).get_builder_cls()
-    return builder(spec, [LAYER], config, device)
+    return spec, config
 
 
 def _has_chunks(backend: type[AttentionBackend], problem: Problem) -> bool:

@@ -6,6 +6,7 @@ writer. Must not know: checks, truths. Slots are int64 indices into the pool, pa
 
 import math
 from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class Pool:
     def __init__(
         self, backend: type[AttentionBackend], problem: Problem, device: torch.device, own_writer: Writer
     ) -> None:
-        self._problem, self._device = problem, device
+        self._device = device
         self.codec = backend.kv_cache_codec(problem.layer, problem.cache)
         if self.codec is not None and problem.layer.mla is not None:
             self.codec = LatentCodecView(self.codec)
@@ -47,6 +48,18 @@ class Pool:
             prove_codec(self.codec, backend, problem)
         self._writer: Writer = own_writer if self.codec is None else self.codec.write
         self.kv_cache = allocate_kv_cache(backend, problem.layer, problem.cache, problem.num_blocks, device)
+        self._take_up(problem)
+
+    def beside(self, problem: Problem) -> "Pool":
+        """The same memory for another problem of as many blocks: it is another step's from :meth:`filled` on."""
+        if problem.num_blocks != self._problem.num_blocks:
+            raise ValueError(f"a pool of {self._problem.num_blocks} blocks for a problem of {problem.num_blocks}")
+        other = copy(self)
+        other._take_up(problem)
+        return other
+
+    def _take_up(self, problem: Problem) -> None:
+        self._problem = problem
         self.regions = foreign_slots(problem)
         self._fill()
         self._clean = self.bytes().clone()

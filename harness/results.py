@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.calls import Call
+from attncheck.harness.step import Step
 from attncheck.reference import merge_many
 
 
@@ -100,6 +101,13 @@ def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
         nth=results[0].call.nth,
         position=results[0].call.position,
     )
+
+
+def in_problem_order(rows: Tensor, step: Step) -> Tensor:
+    """Real rows of a step back where the problem has them; padding rows stay behind."""
+    ordered = rows.clone()
+    ordered[step.row_order.to(rows.device)] = rows[: step.num_rows]
+    return ordered
 
 
 def _at(place: Tensor, pieces: Sequence[Tensor]) -> Tensor:

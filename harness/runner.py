@@ -20,12 +20,12 @@ from attncheck.harness.calls import Call, calls_of, num_builders
 from attncheck.harness.changes import changes
 from attncheck.harness.config import Layer
 from attncheck.harness.construction import construct_builder, construct_impl
+from attncheck.harness.entry import enter_forward, output_buffers, output_scale_of
 from attncheck.harness.filling import Filler
 from attncheck.harness.observation import Observation, Raised
-from attncheck.harness.output_codes import output_codes
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
-from attncheck.harness.results import Result, merged, placed
+from attncheck.harness.results import Result, in_problem_order, merged, placed
 from attncheck.harness.stages import StageError, stage
 from attncheck.harness.step import Step, make_step
 
@@ -106,12 +106,12 @@ class Session:
         whole = merged(results, self.backend.conventions) if self._is_merged else placed(results)
         pristine = self._calls(self._step(fill))
         return Observation(
-            output=self._in_problem_order(whole.output, step),
-            lse=None if whole.lse is None else self._in_problem_order(whole.lse, step),
-            unwritten=self._in_problem_order(whole.unwritten, step),
-            lse_unwritten=None if whole.lse_unwritten is None else self._in_problem_order(whole.lse_unwritten, step),
-            nth=self._in_problem_order(whole.nth, step),
-            position=self._in_problem_order(whole.position, step),
+            output=in_problem_order(whole.output, step),
+            lse=None if whole.lse is None else in_problem_order(whole.lse, step),
+            unwritten=in_problem_order(whole.unwritten, step),
+            lse_unwritten=None if whole.lse_unwritten is None else in_problem_order(whole.lse_unwritten, step),
+            nth=in_problem_order(whole.nth, step),
+            position=in_problem_order(whole.position, step),
             pool_before=before,
             pool_after=self._image() if images else None,
             changed=_distinct(name for was, now in zip(pristine, calls, strict=True) for name in changes(was, now)),
@@ -190,14 +190,7 @@ class Session:
         )
 
     def _buffers(self, call: Call) -> tuple[GuardedBuffer, GuardedBuffer | None]:
-        """For the output, and for the LSE where it is declared."""
-        shape = (len(call.query), self.problem.layer.num_heads)
-        codes = output_codes(self.problem.layer)
-        dtype = self.problem.dtype if codes is None else codes.dtype
-        out = GuardedBuffer((*shape, self.problem.output_size), call.num_rows, dtype, self.device)
-        if "lse" not in self.backend.features:
-            return out, None
-        return out, GuardedBuffer(shape, call.num_rows, torch.float32, self.device)
+        return output_buffers(self.backend, self.problem, len(call.query), call.num_rows, self.device)
 
     def _image(self) -> Tensor | None:
         """A copy of the cache's memory."""
@@ -244,28 +237,11 @@ class Session:
         self, call: Call, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
     ) -> object:
         impl = self.impl if call.carries_sinks else self._bare_impl
-        slots = call.common.slot_mapping
-        keywords = {} if lse is None else {"output_lse": lse.handed_out()}
-        codes = output_codes(self.problem.layer)
-        if codes is not None:
-            keywords["output_scale"] = torch.tensor([codes.scale], dtype=torch.float32, device=self.device)
-        # An alias: what the backend does to the tensor object must not reach ours.
-        cache = kv_cache.detach()
-        with torch.no_grad():
-            if not self.backend.forward_includes_kv_cache_update and metadata is not None and call.key is not None:
-                impl.do_kv_cache_update(self.attn_layer, call.key, call.value, cache, slots)
-            result: object = impl.forward(
-                self.attn_layer, call.query, call.key, call.value, cache, metadata, output=out.handed_out(), **keywords
-            )
+        scale = output_scale_of(self.problem, self.device)
+        result = enter_forward(self.backend, impl, self.attn_layer, call, kv_cache, metadata, out, lse, scale)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return result
-
-    def _in_problem_order(self, rows: Tensor, step: Step) -> Tensor:
-        """Real rows back where the problem has them; padding rows stay behind."""
-        ordered = rows.clone()
-        ordered[step.row_order.to(rows.device)] = rows[: step.num_rows]
-        return ordered
 
 
 def _distinct(names: Iterable[str]) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
     if not session.impl.brings_writer:
         return NotExamined(("the backend brings no writer: attncheck wrote the new K/V",))
     storable = problem.keys, problem.values
-    finding = _judge(problem, pool, seen, storable, [storable])
+    finding = judge(problem, pool, seen, storable, [storable])
     if not isinstance(finding, Holds) or not len(problem.new_keys):
         return finding
     storages = _storages(problem)
@@ -60,13 +60,13 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
     extreme = session.run(Fill(rows=rows))
     if isinstance(extreme, Raised):
         return extreme
-    again = _judge(problem, pool, extreme, rows, honest)
+    again = judge(problem, pool, extreme, rows, honest)
     if isinstance(again, Broken):
         return Broken(f"with rows {name}: {again.summary}", again.figures, again.meaning)
     return finding
 
 
-def _judge(problem: Problem, pool: Pool, seen: Observation, rows: Rows, honest: Sequence[Rows]) -> Finding:
+def judge(problem: Problem, pool: Pool, seen: Observation, rows: Rows, honest: Sequence[Rows]) -> Finding:
     """Compare the pool with what it should be after ``rows`` (keys and values of the problem's shapes) were brought.
 
     ``honest``: rows that the codec stores as right writers may store ``rows``, element by element.

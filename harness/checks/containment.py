@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.numerics import output_shares, summarize
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.observation import CANARY, Observation, Raised
@@ -35,7 +36,7 @@ def examine(problem: Problem, truth: Truth, session: Session, seen: Observation)
     fills = list(_fills(problem, session))
     if not fills:
         return NotExamined(("no cache and no padding: the batch owns all it is given",), "attncheck")
-    outside = _outside(problem, session, seen)
+    outside = examine_outside(problem, seen, session.backend.conventions)
     if outside is not None:
         return outside
     repeats = _Repeats(problem, truth, session, seen)
@@ -144,12 +145,12 @@ def _fills(problem: Problem, session: Session) -> Iterator[tuple[str, Fill]]:
         yield "zeros in place of NaN", Fill(padding=0.0)
 
 
-def _outside(problem: Problem, session: Session, seen: Observation) -> Broken | None:
+def examine_outside(problem: Problem, seen: Observation, conventions: Conventions) -> Broken | None:
     """Zones around the outputs, and the padding rows of the output."""
     if seen.breaches:
         return Broken(f"rows outside of the {' and the '.join(seen.breaches)} buffer were written")
     padding = seen.output[len(problem.query) :].flatten(1).double()
-    untouched = session.backend.conventions.padded_rows == "untouched"
+    untouched = conventions.padded_rows == "untouched"
     bad = (padding != CANARY) if untouched else ~torch.isfinite(padding)
     if not bool(bad.any()):
         return None

@@ -1,0 +1,61 @@
+"""One entry into a backend's ``forward``, as the model's layer makes it: the cache written before, aliases handed out.
+
+Must not know: sessions, what is judged.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.harness.buffers import GuardedBuffer
+from attncheck.harness.calls import Call
+from attncheck.harness.config import Layer
+from attncheck.harness.output_codes import output_codes
+from attncheck.harness.problem import Problem
+
+
+def output_buffers(
+    backend: type[AttentionBackend], problem: Problem, num_tokens: int, num_rows: int, device: torch.device
+) -> tuple[GuardedBuffer, GuardedBuffer | None]:
+    """For the output of ``num_tokens`` rows, ``num_rows`` of them real, and for the LSE where it is declared."""
+    shape = (num_tokens, problem.layer.num_heads)
+    codes = output_codes(problem.layer)
+    dtype = problem.dtype if codes is None else codes.dtype
+    out = GuardedBuffer((*shape, problem.output_size), num_rows, dtype, device)
+    if "lse" not in backend.features:
+        return out, None
+    return out, GuardedBuffer(shape, num_rows, torch.float32, device)
+
+
+def output_scale_of(problem: Problem, device: torch.device) -> Tensor | None:
+    """``output_scale`` of a layer whose output is quantised: float32, one element."""
+    codes = output_codes(problem.layer)
+    return None if codes is None else torch.tensor([codes.scale], dtype=torch.float32, device=device)
+
+
+def enter_forward(
+    backend: type[AttentionBackend],
+    impl: Any,
+    attn_layer: Layer,
+    call: Call,
+    kv_cache: Tensor,
+    metadata: Any,
+    out: GuardedBuffer,
+    lse: GuardedBuffer | None,
+    output_scale: Tensor | None,
+) -> object:
+    """What ``forward`` returns, under ``torch.no_grad()``; the device is not waited for."""
+    keywords = {} if lse is None else {"output_lse": lse.handed_out()}
+    if output_scale is not None:
+        keywords["output_scale"] = output_scale
+    # An alias: what the backend does to the tensor object must not reach ours.
+    cache = kv_cache.detach()
+    with torch.no_grad():
+        if not backend.forward_includes_kv_cache_update and metadata is not None and call.key is not None:
+            impl.do_kv_cache_update(attn_layer, call.key, call.value, cache, call.common.slot_mapping)
+        result: object = impl.forward(
+            attn_layer, call.query, call.key, call.value, cache, metadata, output=out.handed_out(), **keywords
+        )
+    return result
