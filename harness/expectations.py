@@ -27,7 +27,7 @@ from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import CaseFileError
 from attncheck.reference.spec import CHECKS
 from attncheck.reports.phrases import what_happened
-from attncheck.reports.records import Errored, Failed, Passed, Record, RecordKey, XFailed, XPassed
+from attncheck.reports.records import Errored, Failed, Passed, Record, RecordKey, XFailed, XPassed, graph_of
 
 
 class HasNames(Protocol):
@@ -157,10 +157,17 @@ class Expectations:
             who = record.key._asdict() | {"backend_ref": record.backend_ref, "duration_s": record.duration_s}
             if isinstance(record, Failed | Errored) and record.outcome == wanted.outcome:
                 self._met.add(entry)
-                return XFailed(**who, underlying=record.outcome, summary=what_happened(record), reason=wanted.reason)
+                return XFailed(
+                    **who,
+                    underlying=record.outcome,
+                    summary=what_happened(record),
+                    reason=wanted.reason,
+                    graph=graph_of(record),
+                )
             if isinstance(record, Passed):
                 self._met.add(entry)  # not borne out, but its record says so
-                return XPassed(**who, reason=f"{wanted.reason} ({entry.place.file}:{entry.place.line})")
+                reason = f"{wanted.reason} ({entry.place.file}:{entry.place.line})"
+                return XPassed(**who, reason=reason, graph=record.graph)
         return record
 
     def unmet(self, *, stopped_early: bool = False) -> list[str]:

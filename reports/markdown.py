@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from attncheck.reports import phrases
-from attncheck.reports.records import Errored, Failed, Record, RunHeader, XFailed
+from attncheck.reports.graph_levels import LevelRow, SharedResult, legend, level_rows, subject
+from attncheck.reports.records import Errored, Failed, GraphLevels, Record, RunHeader, XFailed
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
@@ -23,6 +24,7 @@ def render_run(run: Run) -> str:
         _circumstances(run),
         f"**{phrases.closing(summary, run.errors, complete=run.complete)}**",
         *_backends(run, summary),
+        *_graph_levels(level_rows(run.records)),
         *(section for provider in summary.providers for section in _functions(run, provider)),
         *_run_errors(run.errors),
         *_failures(summary, run.header),
@@ -67,6 +69,51 @@ def _backends(run: Run, summary: Summary) -> list[str]:
         "## Backends and checks",
         _check_table(summary),
         *_features(run.header, summary),
+    ]
+
+
+def _graph_levels(rows: Sequence[LevelRow]) -> list[str]:
+    """Declared and measured CUDA-graph levels, then every probe of every row; nothing in a run that measured none."""
+    if not rows:
+        return []
+    table = [
+        [
+            _text(row.backend),
+            row.declared,
+            _measured(row),
+            str(row.cases),
+            row.recorder,
+            row.probes,
+            _text(phrases.broke_at(row.broke_at)) if row.broke_at else "-",
+            f"could declare {row.head_room}" if row.head_room else "-",
+        ]
+        for row in rows
+    ]
+    headings = ["backend", "declared", "measured", "cases", "recorder", "probes", "why no higher", "head-room"]
+    return [
+        "## CUDA-graph levels",
+        f"{_text(legend(rows))}.",
+        _table(headings, table),
+        *(section for row in rows for result in row.results for section in _probes(row, result)),
+    ]
+
+
+def _measured(row: LevelRow) -> str:
+    text = phrases.measured_level(row.measured)
+    return f"**{text}**" if row.falls_short else text
+
+
+def _probes(row: LevelRow, result: SharedResult) -> list[str]:
+    """One result: its probes in their order, and the cases it stands for."""
+    levels = f"declared {row.declared}, measured {phrases.measured_level(row.measured)}"
+    rows = [
+        [_text(probe.name), probe.level, phrases.probe_outcome(probe), _text(probe.reason) or "-"]
+        for probe in result.graph.probes
+    ]
+    return [
+        f"### {_text(row.backend)}: {levels}, {phrases.plural(len(result.cases), 'case')}",
+        _table(["probe", "level", "outcome", "reason"], rows),
+        f"Cases: {_text(', '.join(result.cases))}",
     ]
 
 
@@ -136,14 +183,23 @@ def _run_errors(errors: Sequence[str]) -> list[str]:
 def _failures(summary: Summary, header: RunHeader) -> list[str]:
     if not summary.short:
         return []
-    return ["## What fell short", *(_failure(record, header) for record in summary.short)]
+    alike: dict[tuple[str, str, GraphLevels | str, str, str], list[Record]] = {}
+    for record in summary.short:
+        words = (record.backend, record.check, subject(record), record.outcome, phrases.what_happened(record))
+        alike.setdefault(words, []).append(record)
+    return ["## What fell short", *(_failure(records, header) for records in alike.values())]
 
 
-def _failure(record: Record, header: RunHeader) -> str:
+def _failure(records: Sequence[Record], header: RunHeader) -> str:
+    """The story of the first record, which speaks for all; the others are named."""
+    record, *further = records
+    more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
     lines = [
-        f"### {_text(record.backend)}: {_text(record.case)}, {record.check}",
+        f"### {_text(record.backend)}: {_text(record.case)}{more}, {record.check}",
         f"**{record.outcome}**: {_text(phrases.what_happened(record))}",
     ]
+    if further:
+        lines.append(f"With the same levels and probes: {_text(', '.join(other.case for other in further))}")
     if isinstance(record, Failed):
         lines += ["\n".join(f"- {_text(detail)}" for detail in record.details)] if record.details else []
         lines += [f"Looks like: {_text(record.meaning)}"] if record.meaning else []

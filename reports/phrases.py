@@ -13,6 +13,8 @@ from attncheck.reports.records import (
     BackendInfo,
     Errored,
     Failed,
+    GraphLevel,
+    GraphProbe,
     Record,
     RunHeader,
     SuiteInfo,
@@ -85,7 +87,34 @@ def gap_outcome(item: Gap) -> str:
 
 def gap_reasons(item: Gap) -> str:
     """Why something was not examined, on one line."""
-    return " ".join(printable("; ".join(item.reasons)).split())
+    return one_line("; ".join(item.reasons))
+
+
+def measured_level(level: GraphLevel | None) -> str:
+    """A measured CUDA-graph level in words."""
+    return level or "cannot tell"
+
+
+def probe_outcome(probe: GraphProbe) -> str:
+    """The outcome's word; what could not be examined, could not be examined here."""
+    return "not examined here" if probe.outcome == "not examined" else probe.outcome
+
+
+def broke_at(probe: GraphProbe, *, width: int | None = None) -> str:
+    """The probe that ended the climb from level to level, and why, on one line; the reason cut to ``width``."""
+    verb = "broke at" if probe.outcome == "failed" else "not examined here:"
+    reason = one_line(probe.reason)
+    return f"{verb} {one_line(probe.name)} ({probe.level}): {reason if width is None else cut(reason, width)}"
+
+
+def one_line(text: str) -> str:
+    """``text`` without control characters and line breaks."""
+    return " ".join(printable(text).split())
+
+
+def cut(text: str, width: int) -> str:
+    """``text``, or its beginning and ``...`` where it is longer than ``width`` characters."""
+    return text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
 
 
 def what_happened(record: Record) -> str:

@@ -88,7 +88,13 @@ class _RecordBase(_Frozen):
 
 
 GraphLevel = Literal["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"]
-"""vLLM's ``AttentionCGSupport`` by name, lowest first."""
+"""vLLM's ``AttentionCGSupport`` by name."""
+
+GRAPH_LEVELS: tuple[GraphLevel, ...] = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
+"""Every level, lowest first: what a backend of one level can do, it can do at every level below."""
+
+GraphRecorder = Literal["cuda", "emulated"]
+"""How graphs were made: real ones on a GPU, or their emulation on a machine without one."""
 
 
 class GraphProbe(_Frozen):
@@ -104,14 +110,11 @@ class GraphProbe(_Frozen):
 
 
 class GraphLevels(_Frozen):
-    """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and every probe.
-
-    ``recorder``: ``cuda`` for real graphs, ``emulated`` for their emulation on a machine without a GPU.
-    """
+    """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and every probe."""
 
     declared: GraphLevel
     measured: GraphLevel | None
-    recorder: Literal["cuda", "emulated"]
+    recorder: GraphRecorder
     probes: tuple[GraphProbe, ...] = ()
 
 
@@ -171,6 +174,7 @@ class XFailed(_RecordBase):
     underlying: Literal["failed", "errored"]
     summary: str
     reason: str
+    graph: GraphLevels | None = None
 
 
 class XPassed(_RecordBase):
@@ -178,12 +182,18 @@ class XPassed(_RecordBase):
 
     outcome: Literal["xpassed"] = "xpassed"
     reason: str
+    graph: GraphLevels | None = None
 
 
 Record = Annotated[
     Passed | Failed | Errored | Unsupported | Unavailable | XFailed | XPassed, Field(discriminator="outcome")
 ]
 """One examined property of one case of one backend."""
+
+
+def graph_of(record: Record) -> GraphLevels | None:
+    """The CUDA-graph levels a record carries; None for other checks, and where nothing was examined."""
+    return None if isinstance(record, Errored | Unavailable) else record.graph
 
 
 class Environment(_Frozen):

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from attncheck.reports import phrases
-from attncheck.reports.records import Errored, Failed, Record, RunHeader
+from attncheck.reports.graph_levels import LevelRow, legend, level_rows, subject
+from attncheck.reports.records import Errored, Failed, GraphLevels, Record, RunHeader
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
@@ -29,6 +30,10 @@ SHOWN_FAILURES = 3
 """Failures shown in full for one backend under one check; the Markdown report shows them all."""
 SHOWN_GAPS = 6
 """Reasons shown for one backend, those with most cases first."""
+NAME_WIDTH = 22
+"""Columns for a backend's name beside two levels in full; the tables above it have the whole name."""
+REASON_WIDTH = 240
+"""Characters shown of the reason why a probe broke; the Markdown report shows all."""
 
 
 def opening(header: RunHeader) -> str:
@@ -57,6 +62,7 @@ def render(
     summary = summarise(records, checks=header.checks)
     sections = [
         _check_table(summary, color),
+        _graph_levels(level_rows(records), color),
         _suite_table(summary, color) if len(summary.suites) > 1 else "",
         *(_functions(header, records, provider, color) for provider in summary.providers),
         *_failures(summary, header, color),
@@ -88,6 +94,37 @@ def _check_table(summary: Summary, color: bool) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Columns lined up, two spaces apart. The headings are the first row: tabulate would pad a row of its own."""
     return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def _graph_levels(rows: Sequence[LevelRow], color: bool) -> str:
+    """Declared and measured CUDA-graph levels; below each row what ended the climb, and head-room."""
+    if not rows:
+        return ""
+    cells = [
+        [
+            phrases.cut(phrases.one_line(row.backend), NAME_WIDTH),
+            row.declared,
+            _measured(row, color),
+            str(row.cases),
+            row.probes,
+        ]
+        for row in rows
+    ]
+    headings, *lines = _table([["backend", "declared", "measured", "cases", "probes"], *cells]).splitlines()
+    told = [f"{line}\n{notes}" if (notes := _level_notes(row)) else line for line, row in zip(lines, rows, strict=True)]
+    recorders = ", ".join(dict.fromkeys(row.recorder for row in rows))
+    return "\n".join([f"CUDA-graph levels (recorder: {recorders})", "", headings, *told, "", wrap(legend(rows))])
+
+
+def _level_notes(row: LevelRow) -> str:
+    notes = [phrases.broke_at(row.broke_at, width=REASON_WIDTH)] if row.broke_at else []
+    notes += [f"head-room: could declare {row.head_room}"] if row.head_room else []
+    return "\n".join(wrap(note, "  ") for note in notes)
+
+
+def _measured(row: LevelRow, color: bool) -> str:
+    text = phrases.measured_level(row.measured)
+    return text if row.measured is None else _paint(text, "31" if row.falls_short else "32", color)
 
 
 def _suite_table(summary: Summary, color: bool) -> str:
@@ -151,13 +188,13 @@ def wrap(text: str, indent: str = "", *, width: int = WIDTH) -> str:
 def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
     """Each failure in full, up to :data:`SHOWN_FAILURES` a backend and check, then how many more there are.
 
-    What fell short in the same words under several checks, as an exception does, is told once.
+    What fell short in the same words under several checks, as an exception does, is told once; so is one result that
+    stands for several cases.
     """
-    alike: dict[tuple[str, str, str, str], list[Record]] = {}
+    alike: dict[tuple[str, GraphLevels | str, str, str], list[Record]] = {}
     for record in summary.short:
-        alike.setdefault((record.backend, record.case, record.outcome, phrases.what_happened(record)), []).append(
-            record
-        )
+        words = (record.backend, subject(record), record.outcome, phrases.what_happened(record))
+        alike.setdefault(words, []).append(record)
     told: Counter[tuple[str, str]] = Counter()
     more: Counter[str] = Counter()
     shown = []
@@ -176,9 +213,11 @@ def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
 
 def _paragraph(records: Sequence[Record], header: RunHeader, color: bool) -> str:
     """Who, which case, which checks; then the story of the first record, which speaks for all."""
-    first, checks = records[0], ", ".join(record.check for record in records)
+    first, checks = records[0], ", ".join(dict.fromkeys(record.check for record in records))
     heading = f"{_paint(first.outcome, '31', color)}  {first.backend}  {first.case}  {checks}"
-    return f"{heading}\n{textwrap.indent(story(first, header), '  ')}"
+    further = len({record.case for record in records}) - 1
+    shared = [f"  and {phrases.plural(further, 'more case')} with the same levels and probes"] if further else []
+    return "\n".join([heading, *shared, textwrap.indent(story(first, header), "  ")])
 
 
 def story(record: Record, header: RunHeader | None = None) -> str:

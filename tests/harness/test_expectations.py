@@ -9,7 +9,17 @@ import pytest
 
 from attncheck.errors import CaseFileError
 from attncheck.harness.expectations import Expectations, load_expectations
-from attncheck.reports.records import Record, RunFooter, RunHeader, XFailed, XPassed, parse_line
+from attncheck.reports.records import (
+    Failed,
+    GraphLevels,
+    Passed,
+    Record,
+    RunFooter,
+    RunHeader,
+    XFailed,
+    XPassed,
+    parse_line,
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,16 @@ def test_a_pass_that_was_not(file: Path) -> None:
     assert isinstance(found, XPassed)
     assert found.reason == f"issue 17 ({file}:2)"
     assert expected.unmet() == []  # the record itself fails the run
+
+
+@pytest.mark.parametrize("outcome", ["failed", "passed"])
+def test_levels_are_kept_whatever_was_expected(file: Path, outcome: str) -> None:
+    graph = GraphLevels(declared="ALWAYS", measured="NEVER", recorder="emulated")
+    plain = record(outcome)
+    assert isinstance(plain, Passed | Failed)
+    found = expectations(file).apply(plain.model_copy(update={"graph": graph}))
+    assert isinstance(found, XFailed | XPassed)
+    assert found.graph == graph
 
 
 @pytest.mark.parametrize(

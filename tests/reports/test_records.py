@@ -12,6 +12,8 @@ from attncheck.reports.records import (
     Environment,
     Errored,
     Failed,
+    GraphLevels,
+    GraphProbe,
     Passed,
     Record,
     RunFooter,
@@ -22,6 +24,7 @@ from attncheck.reports.records import (
     XFailed,
     XPassed,
     format_line,
+    graph_of,
     parse_line,
 )
 
@@ -66,6 +69,15 @@ ONE_OF_EACH: list[Record] = [
     XFailed(**WHO, underlying="failed", summary="7 of 40 rows", reason="known"),
     XPassed(**WHO, reason="known"),
 ]
+LEVELS = GraphLevels(
+    declared="ALWAYS",
+    measured=None,
+    recorder="cuda",
+    probes=(
+        GraphProbe(name="one", level="UNIFORM_BATCH", outcome="passed"),
+        GraphProbe(name="two", level="ALWAYS", outcome="not examined", reason="hidden work"),
+    ),
+)
 
 
 def test_one_class_an_outcome() -> None:
@@ -79,6 +91,24 @@ def test_a_line_comes_back_equal_and_of_its_class(line: RunHeader | Record | Run
     again = parse_line(text)
     assert type(again) is type(line)
     assert again == line
+
+
+@pytest.mark.parametrize("record", [r for r in ONE_OF_EACH if r.outcome not in ("errored", "unavailable")])
+def test_levels_come_back_equal_with_every_probe(record: Record) -> None:
+    again = parse_line(format_line(record.model_copy(update={"graph": LEVELS})))
+    assert not isinstance(again, RunHeader | RunFooter)
+    assert graph_of(again) == LEVELS
+
+
+def test_most_records_have_no_levels() -> None:
+    assert [graph_of(record) for record in ONE_OF_EACH] == [None] * 7
+
+
+@pytest.mark.parametrize("change", [{"measured": "SOME"}, {"recorder": "metal"}, {"seconds": 3}])
+def test_levels_nobody_knows_are_refused(change: dict[str, object]) -> None:
+    data = json.loads(format_line(ONE_OF_EACH[0])) | {"graph": LEVELS.model_dump() | change}
+    with pytest.raises(ValidationError):
+        parse_line(json.dumps(data))
 
 
 def test_nan_and_integers_keep_what_they_are() -> None:

@@ -1,0 +1,249 @@
+"""CUDA-graph levels in reports: one row for what is alike, every probe told, nothing told twice."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attncheck.reports import markdown, phrases, terminal
+from attncheck.reports.graph_levels import level_rows
+from attncheck.reports.records import GraphProbe, Record, RunHeader
+from attncheck.reports.store import RunWriter, read_run
+
+Make = Callable[..., Record]
+
+SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
+PROBES = {"decode, one bucket": SINGLE, "decode, fewer requests": SINGLE, "1+K tokens": "UNIFORM_BATCH"}
+READ = "host read: .item() at wrong.py:9 in forward"
+LONG = "the replay answers for the lengths of the capture " * 12 + "the end"
+
+
+def levels(declared: str, measured: str | None, *outcomes: str, reason: str = READ, **fields: Any) -> dict[str, Any]:
+    """Levels with one probe an outcome; whatever did not pass did so for ``reason``."""
+    probes = [
+        {"name": name, "level": level, "outcome": outcome, "reason": "" if outcome == "passed" else reason}
+        for (name, level), outcome in zip(PROBES.items(), outcomes, strict=False)
+    ]
+    return {"declared": declared, "measured": measured, "recorder": "emulated", "probes": probes} | fields
+
+
+GOOD = levels(SINGLE, SINGLE, "passed", "passed", "failed")
+ROOMY = levels(SINGLE, "UNIFORM_BATCH", "passed", "passed", "passed")
+BROKEN = levels("UNIFORM_BATCH", SINGLE, "passed", "passed", "failed")
+UNSEEN = levels(SINGLE, None, "passed", "not examined", "not run", reason="a Triton launch outside a custom op")
+SUMMARY = "declared UNIFORM_BATCH, measured UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+@pytest.fixture
+def graph(make: Make) -> Make:
+    """``graph("failed", levels, case_id=...)``: a record of the check ``cudagraph`` with these levels."""
+
+    def record(outcome: str, found: dict[str, Any] | None, **fields: Any) -> Record:
+        extra = {} if found is None else {"graph": found}
+        return make(outcome, check="cudagraph", **extra, **fields)
+
+    return record
+
+
+@pytest.fixture
+def asked(header: RunHeader) -> RunHeader:
+    return header.model_copy(update={"checks": ("numerics", "cudagraph")})
+
+
+@pytest.fixture
+def as_markdown(tmp_path: Path, asked: RunHeader) -> Callable[..., str]:
+    def render(*records: Record) -> str:
+        with RunWriter(tmp_path / "graphs.jsonl", asked) as writer:
+            for record in records:
+                writer.add(record)
+        return markdown.render_run(read_run(tmp_path / "graphs.jsonl"))
+
+    return render
+
+
+def test_what_is_alike_is_one_row_and_most_cases_come_first(make: Make, graph: Make) -> None:
+    records = [
+        make("passed", backend="Wrong"),
+        graph("passed", ROOMY, case_id="a"),
+        graph("passed", GOOD, case_id="b"),
+        graph("passed", GOOD, case_id="c"),
+        graph("failed", BROKEN, backend="Wrong", case_id="a"),
+    ]
+    rows = level_rows(records)
+    assert [(row.backend, row.declared, row.measured, row.cases) for row in rows] == [
+        ("Wrong", "UNIFORM_BATCH", SINGLE, 1),
+        ("reference", SINGLE, SINGLE, 2),
+        ("reference", SINGLE, "UNIFORM_BATCH", 1),
+    ]
+    assert rows[1].results[0].cases == ("smoke/b", "smoke/c")
+    assert rows[1].broke_at == GraphProbe(name="1+K tokens", level="UNIFORM_BATCH", outcome="failed", reason=READ)
+    assert [row.head_room for row in rows] == [None, None, "UNIFORM_BATCH"]
+    assert [row.falls_short for row in rows] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("other", "rows"),
+    [
+        (levels(SINGLE, SINGLE, "passed", "passed", "failed"), 1),
+        (levels(SINGLE, SINGLE, "passed", "passed", "failed", reason="another"), 2),
+        (levels(SINGLE, "NEVER", "passed", "passed", "failed"), 2),
+        (levels("NEVER", SINGLE, "passed", "passed", "failed"), 2),
+        (levels(SINGLE, SINGLE, "passed", "passed", "not examined"), 2),
+        (levels(SINGLE, SINGLE, "passed", "failed", "failed"), 2),
+    ],
+)
+def test_rows_differ_in_levels_and_in_the_probe_that_broke(graph: Make, other: dict[str, Any], rows: int) -> None:
+    assert len(level_rows([graph("passed", GOOD), graph("passed", other, case_id="b")])) == rows
+
+
+def test_what_differs_behind_the_probe_that_broke_is_one_row_of_two_results(graph: Make) -> None:
+    first = levels("NEVER", "NEVER", "failed", "not run")
+    second = levels("NEVER", "NEVER", "failed", "passed", "passed")
+    (row,) = level_rows([graph("passed", first), graph("passed", second, case_id="b")])
+    assert [len(result.cases) for result in row.results] == [1, 1]
+    assert row.probes == "0/1-2/3"
+
+
+def test_probes_are_counted_passed_of_examined(graph: Make) -> None:
+    assert level_rows([graph("passed", GOOD)])[0].probes == "2/3"
+    assert level_rows([graph("unsupported", UNSEEN)])[0].probes == "1/1"
+
+
+def test_records_without_levels_are_no_rows(make: Make, graph: Make) -> None:
+    records = [make("passed"), graph("unsupported", None), graph("errored", None, case_id="b")]
+    assert level_rows(records) == ()
+
+
+@pytest.mark.parametrize("outcome", ["passed", "failed", "unsupported", "xfailed", "xpassed"])
+def test_every_outcome_that_has_levels_shows_them(graph: Make, asked: RunHeader, outcome: str) -> None:
+    assert "CUDA-graph levels" in terminal.render(asked, [graph(outcome, GOOD)])
+
+
+def test_the_terminal_shows_levels_and_below_them_what_broke(graph: Make, asked: RunHeader) -> None:
+    records = [
+        *(graph("passed", ROOMY, case_id=f"a{i}") for i in range(3)),
+        graph("unsupported", UNSEEN, case_id="b"),
+        graph("failed", BROKEN, backend="Wrong", summary=SUMMARY),
+    ]
+    text = terminal.render(asked, records)
+    lines = text[text.index("CUDA-graph levels (recorder: emulated)") :].splitlines()
+    assert lines[2].split() == ["backend", "declared", "measured", "cases", "probes"]
+    assert lines[3].split() == ["reference", SINGLE, "UNIFORM_BATCH", "3", "3/3"]
+    assert lines[4] == "  head-room: could declare UNIFORM_BATCH"
+    assert lines[5].split() == ["reference", SINGLE, "cannot", "tell", "1", "1/1"]
+    assert " ".join(" ".join(lines[6:8]).split()) == (
+        f"not examined here: decode, fewer requests ({SINGLE}): a Triton launch outside a custom op"
+    )
+    assert lines[8].split() == ["Wrong", "UNIFORM_BATCH", SINGLE, "1", "2/3"]
+    assert lines[9] == f"  broke at 1+K tokens (UNIFORM_BATCH): {READ}"
+    assert "emulated: no GPU" in text
+    assert "head-room: more is measured than declared" in text
+    assert text.index("worst error") < text.index("CUDA-graph levels") < text.index("failed  Wrong")
+
+
+def test_real_graphs_need_no_word_about_the_emulation(graph: Make, asked: RunHeader) -> None:
+    text = terminal.render(asked, [graph("passed", GOOD | {"recorder": "cuda"})])
+    assert "CUDA-graph levels (recorder: cuda)" in text
+    assert "emulated" not in text
+
+
+def test_the_terminal_keeps_to_100_columns_and_cuts_long_reasons(graph: Make, asked: RunHeader) -> None:
+    broken = levels(SINGLE, SINGLE, "passed", "passed", "failed", reason=LONG)
+    text = terminal.render(asked, [graph("passed", broken, backend="a" * 60), graph("passed", GOOD, backend="b" * 60)])
+    text = text[text.index("CUDA-graph") :]
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "the replay answers" in text
+    assert "the end" not in text
+    assert "a" * 19 + "..." in text
+
+
+def test_measured_is_red_below_declared_and_green_otherwise(graph: Make, asked: RunHeader) -> None:
+    records = [graph("passed", ROOMY), graph("failed", BROKEN, backend="Wrong"), graph("passed", UNSEEN, case_id="b")]
+    text = terminal.render(asked, records, color=True)
+    assert "\033[32mUNIFORM_BATCH\033[0m" in text
+    assert f"\033[31m{SINGLE}\033[0m" in text
+    assert re.sub(r"\033\[\d+m", "", text) == terminal.render(asked, records)
+
+
+def test_a_run_of_other_checks_has_no_levels(make: Make, header: RunHeader, as_markdown: Callable[..., str]) -> None:
+    assert "CUDA-graph" not in terminal.render(header, [make("passed")])
+    assert "CUDA-graph" not in as_markdown(make("passed"))
+
+
+def test_a_failure_that_many_cases_share_is_told_once(graph: Make, asked: RunHeader) -> None:
+    other = levels("UNIFORM_BATCH", "NEVER", "failed")
+    records = [
+        *(graph("failed", BROKEN, backend="Wrong", case_id=f"c{i}", summary=SUMMARY) for i in range(18)),
+        graph("failed", other, backend="Wrong", case_id="d", summary="declared UNIFORM_BATCH, measured NEVER"),
+    ]
+    text = terminal.render(asked, records)
+    assert "failed  Wrong  smoke/c0  cudagraph\n  and 17 more cases with the same levels and probes\n" in text
+    assert "failed  Wrong  smoke/d  cudagraph\n  declared UNIFORM_BATCH, measured NEVER\n" in text
+    assert text.count("repeat: ") == 2
+    assert "not shown here" not in text
+
+
+def test_results_that_differ_are_told_apart_though_the_words_are_the_same(graph: Make, asked: RunHeader) -> None:
+    other = levels("UNIFORM_BATCH", SINGLE, "passed", "passed", "failed", reason="another")
+    records = [graph("failed", found, case_id=name) for name, found in (("a", BROKEN), ("b", other))]
+    assert terminal.render(asked, records).count("repeat: ") == 2
+
+
+def test_markdown_has_the_table_and_every_probe_of_every_row(graph: Make, as_markdown: Callable[..., str]) -> None:
+    text = as_markdown(
+        graph("passed", ROOMY),
+        graph("unsupported", UNSEEN, case_id="b"),
+        graph("failed", BROKEN, backend="Wrong", case_id="c0", summary=SUMMARY),
+        graph("failed", BROKEN, backend="Wrong", case_id="c1", summary=SUMMARY),
+    )
+    assert "## CUDA-graph levels\n\nemulated: no GPU" in text
+    assert f"| reference | {SINGLE} | UNIFORM_BATCH | 1 | emulated | 3/3 | - | could declare UNIFORM_BATCH |\n" in text
+    assert (
+        f"| Wrong | UNIFORM_BATCH | **{SINGLE}** | 2 | emulated | 2/3 | broke at 1+K tokens (UNIFORM_BATCH): " in text
+    )
+    section = text[text.index(f"### Wrong: declared UNIFORM_BATCH, measured {SINGLE}, 2 cases") :]
+    assert f"| decode, one bucket | {SINGLE} | passed | - |\n" in section
+    assert f"| 1+K tokens | UNIFORM_BATCH | failed | {READ} |\n" in section
+    assert "Cases: smoke/c0, smoke/c1\n" in section
+    assert f"| decode, fewer requests | {SINGLE} | not examined here | a Triton launch outside a custom op |" in text
+    assert "| 1+K tokens | UNIFORM_BATCH | not run | a Triton launch" in text
+
+
+def test_markdown_tells_a_shared_failure_once_and_names_the_others(
+    graph: Make, as_markdown: Callable[..., str]
+) -> None:
+    text = as_markdown(*(graph("failed", BROKEN, case_id=f"c{i}", summary=SUMMARY) for i in range(3)))
+    assert "### reference: smoke/c0 and 2 more cases, cudagraph\n" in text
+    assert "With the same levels and probes: smoke/c1, smoke/c2\n" in text
+    assert text.count("Repeat:") == 1
+
+
+def test_markdown_keeps_long_reasons_whole(graph: Make, as_markdown: Callable[..., str]) -> None:
+    assert as_markdown(graph("passed", levels("NEVER", "NEVER", "failed", reason=LONG))).count("the end") == 2
+
+
+def test_reasons_stay_text(graph: Make, asked: RunHeader, as_markdown: Callable[..., str]) -> None:
+    record = graph("passed", levels("NEVER", "NEVER", "failed", reason="\x1b[2J<b>\nnext | cell"))
+    assert "\x1b" not in terminal.render(asked, [record])
+    text = as_markdown(record)
+    assert "<b>" not in text
+    assert "\\| cell |" in text
+
+
+def test_a_text_of_just_the_width_is_not_cut() -> None:
+    assert phrases.cut("abcdef", 6) == "abcdef"
+    assert phrases.cut("abcdefg", 6) == "abc..."
+
+
+def test_a_run_file_written_before_there_were_levels_is_read(tmp_path: Path, make: Make, asked: RunHeader) -> None:
+    path = tmp_path / "old.jsonl"
+    with RunWriter(path, asked) as writer:
+        writer.add(make("passed"))
+    text = path.read_text()
+    assert '"graph":null' in text
+    path.write_text(text.replace(',"graph":null', ""))
+    run = read_run(path)
+    assert run.records == (make("passed"),)
+    assert "1/1" in terminal.render_run(run)
