@@ -18,6 +18,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.answerable import unanswered_reasons
 from attncheck.harness.checks import cache_write, claims, containment, lse, next_step, numerics
+from attncheck.harness.checks.cudagraph import GraphDesk
 from attncheck.harness.dump import dump_case
 from attncheck.harness.environment import collect_environment
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
@@ -77,6 +78,7 @@ class Examiner:
         self.device = torch.device(self.plan.device)
         with _exact_float32():
             self.environment: Environment = collect_environment(self.plan.device)
+        self._graphs = GraphDesk(self.plan.seed, self.device)
         self._circumstances = Circumstances(self.plan.seed, self.environment.digest, attncheck.__version__)
 
     def run(self) -> Iterator[Record]:
@@ -148,7 +150,7 @@ class Examiner:
     def _desk(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> "_Desk | FunctionDesk":
         if case.batch.path.name in FUNCTION_PATHS:
             return FunctionDesk(backend.backend, case, self.plan.seed, self.device, reasons)
-        return _Desk(backend, *self._problem_and_truth(case), self.device, reasons)
+        return _Desk(backend, *self._problem_and_truth(case), self.device, reasons, self._graphs)
 
     def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:
         if self._latest is None or self._latest[0] != case:
@@ -161,10 +163,16 @@ class _Desk:
     """One case of one backend: the session and the first observation are shared by the checks that need them."""
 
     def __init__(
-        self, backend: LoadedBackend, problem: Problem, truth: Truth, device: torch.device, reasons: tuple[str, ...]
+        self,
+        backend: LoadedBackend,
+        problem: Problem,
+        truth: Truth,
+        device: torch.device,
+        reasons: tuple[str, ...],
+        graphs: GraphDesk,
     ) -> None:
         self._backend, self._problem, self._truth = backend.backend, problem, truth
-        self._device, self._reasons = device, reasons
+        self._device, self._reasons, self._graphs = device, reasons, graphs
         self._session: Session | Raised | None = None
         self._seen: Observation | Raised | None = None
 
@@ -178,6 +186,8 @@ class _Desk:
             return self._undeclared(check)
         if check == "lse" and "lse" not in self._backend.features:
             return NotExamined(("feature 'lse' is not declared",))
+        if check == "cudagraph":
+            return self._graphs.examine(self._backend, self._problem.case)
         session, seen = self._observe()
         if check == "claims":
             if isinstance(session, Raised):

@@ -1,0 +1,84 @@
+"""Why a graph's step is wrong: what moved, what is frozen, or that the graph is not to blame at all.
+
+Runs only after a fault, so it may be slow: the same step without a graph, with a new impl and builder, without padding,
+and once more recorded. Must not know: levels, records.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.graphs.faults import step_fault
+from attncheck.harness.graphs.probes import Probe, Turn
+from attncheck.harness.graphs.questions import Questions
+from attncheck.harness.graphs.session import Capture, GraphSession
+from attncheck.harness.graphs.traces import Trace
+from attncheck.harness.stages import StageError
+
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A step that went wrong: ``turn`` of ``probe`` in a session. ``afresh`` makes another session of the probe."""
+
+    probe: Probe
+    turn: Turn
+    questions: Questions
+    session: GraphSession
+    afresh: Callable[[], GraphSession]
+
+    @property
+    def conventions(self) -> Conventions:
+        """The backend's."""
+        return self.session.backend.conventions
+
+    def fault_without_graph(self, session: GraphSession, *, is_padded: bool = True) -> str | None:
+        """What is wrong with this step, made by ``forward`` itself."""
+        case = self.questions.case(self.probe, self.turn, is_padded=is_padded)
+        problem, truth = self.questions.problem(case), self.questions.truth(case)
+        try:
+            taken = session.step(self.turn, problem, None)
+        except StageError as failure:
+            return f"{failure.raised.stage} raises {type(failure.raised.error).__name__}: {failure.raised.message}"
+        faults = (step_fault(problem, truth, self.conventions, one) for one in taken)
+        return next((fault for fault in faults if fault is not None), None)
+
+
+def why_wrong(scene: Scene, capture: Capture, made_of: Trace, index: int) -> str:
+    """The cause in words. ``made_of``: of the metadata of the step, by the builder whose graph is ``index``."""
+    without_graph = scene.fault_without_graph(scene.session)
+    if without_graph is not None:
+        return _why_wrong_anyway(scene, without_graph)
+    graph = capture.graphs[index]
+    moved = [path for path in graph.trace.moved(made_of) if path in graph.read]
+    changed = graph.trace.changed(made_of)
+    builder = "build_for_drafting" if scene.turn.draft_index is not None else "build"
+    causes = []
+    if moved:
+        more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
+        causes.append(
+            f"{builder} puts {', '.join(moved[:_NAMED])}{more} into new memory; the graph reads the memory of capture"
+        )
+    if changed:
+        causes.append(f"numbers are frozen at capture: {'; '.join(changed[:_NAMED])}")
+    if not causes:
+        causes.append("something that forward read or decided at capture is frozen (a plan, a shape, a branch)")
+    return f"the same step is right without a graph: {'; and '.join(causes)}"
+
+
+def _why_wrong_anyway(scene: Scene, fault: str) -> str:
+    """Of a step that is wrong without a graph, too."""
+    try:
+        anew = scene.fault_without_graph(scene.afresh())
+    except StageError as failure:
+        anew = failure.raised.message
+    if anew is None:
+        return "wrong without a graph, too, but right with a new impl and builder: something is kept from earlier steps"
+    padding = scene.questions.case(scene.probe, scene.turn).batch.padding
+    if (padding.requests or padding.tokens) and scene.fault_without_graph(scene.session, is_padded=False) is None:
+        return (
+            "wrong without a graph, too, and right without padding: padding (query length 0, seq_lens "
+            f"{scene.conventions.pad_seq_len}, slot -1, rows of NaN) is not left alone"
+        )
+    return f"wrong without a graph, too: {fault}"

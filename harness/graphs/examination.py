@@ -1,0 +1,199 @@
+"""Measures a backend's CUDA-graph level for one layer and cache: probe after probe, level after level.
+
+A level is measured where its probes, and those of all lower ones, come out right. Must not know: records of other
+checks, terminals.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+import torch
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.harness.construction import builder_arguments
+from attncheck.harness.graphs.diagnosis import Scene, why_wrong
+from attncheck.harness.graphs.faults import capture_fault, step_fault
+from attncheck.harness.graphs.probes import Probe, Turn
+from attncheck.harness.graphs.questions import Questions
+from attncheck.harness.graphs.recorder import CaptureError, Recorder, UnseenError, recorder_for
+from attncheck.harness.graphs.session import Capture, GraphSession
+from attncheck.harness.problem import Problem
+from attncheck.harness.stages import StageError, declared_reasons, stage
+from attncheck.reference.spec import AttentionCGSupport
+from attncheck.reports.records import GraphLevel, GraphLevels, GraphProbe
+
+LEVELS: tuple[GraphLevel, ...] = get_args(GraphLevel)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A probe came out wrong. ``what``: where and how much; ``why``: what it looks like, if that is known."""
+
+    what: str
+    why: str | None = None
+
+    def __str__(self) -> str:
+        return self.what if self.why is None else f"{self.what}; {self.why}"
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A probe that nothing can be said about here, and why."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"cannot be examined here: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All that is known of one backend on one layer and cache. ``broke``: the first probe that did not come out right.
+
+    ``reached``: the highest level all of whose probes came out right.
+    """
+
+    declared: AttentionCGSupport
+    reached: AttentionCGSupport
+    levels: GraphLevels
+    broke: tuple[Probe, Fault | Unseen] | None
+
+
+def measure(backend: type[AttentionBackend], questions: Questions, device: torch.device) -> Measurement:
+    """Plays the probes until one breaks; a level is looked at only if the ones below hold.
+
+    Raises StageError where the backend's declarations do.
+    """
+    declared = declared_level(backend, questions)
+    recorder = recorder_for(device)
+    told: list[GraphProbe] = []
+    broke: tuple[Probe, Fault | Unseen] | None = None
+    for probe in questions.probes:
+        entry = partial(GraphProbe, name=probe.name, level=_name(probe.level))
+        if broke is not None:
+            told.append(entry(outcome="not run", reason=f"probe {broke[0].name!r} of {broke[0].level.name} broke"))
+            continue
+        outcome = _play(backend, probe, questions, device, recorder)
+        if outcome is None:
+            told.append(entry(outcome="passed"))
+            continue
+        broke = (probe, outcome)
+        told.append(entry(outcome="failed" if isinstance(outcome, Fault) else "not examined", reason=str(outcome)))
+    reached = AttentionCGSupport.ALWAYS if broke is None else AttentionCGSupport(broke[0].level.value - 1)
+    is_known = broke is None or isinstance(broke[1], Fault)
+    measured = _name(reached) if is_known else None
+    levels = GraphLevels(declared=_name(declared), measured=measured, recorder=recorder.name, probes=tuple(told))
+    return Measurement(declared, reached, levels, broke)
+
+
+def declared_level(backend: type[AttentionBackend], questions: Questions) -> AttentionCGSupport:
+    """What the builder class declares for this layer and cache: by vLLM's class method, else by the attribute.
+
+    Another library's enum of the same names counts. Raises StageError where the declaration raises, or is no level.
+    """
+
+    def ask() -> AttentionCGSupport:
+        builder: Any = backend.get_builder_cls()
+        if hasattr(builder, "get_cudagraph_support"):
+            probe = questions.probes[0]
+            case = questions.case(probe, probe.turns[0])
+            spec, config = builder_arguments(backend, [questions.problem(case)])
+            level = builder.get_cudagraph_support(config, spec)
+        else:
+            level = builder.cudagraph_support
+        name = getattr(level, "name", level)
+        if name not in AttentionCGSupport.__members__:
+            allowed = ", ".join(AttentionCGSupport.__members__)
+            raise TypeError(f"cudagraph_support is {level!r}: must be one of AttentionCGSupport's {allowed}")
+        return AttentionCGSupport[name]
+
+    return stage("declaration", ask)
+
+
+def _name(level: AttentionCGSupport) -> GraphLevel:
+    return LEVELS[level.value]
+
+
+def _play(
+    backend: type[AttentionBackend], probe: Probe, questions: Questions, device: torch.device, recorder: Recorder
+) -> Fault | Unseen | None:
+    """One probe from capture to its last step; None: all came out right."""
+    turns, refused = _askable(backend, probe, questions)
+    if refused is not None:
+        return refused
+    problems = [questions.problem(questions.case(probe, turn)) for turn in turns]
+    try:
+        session = GraphSession(backend, probe, problems, device, recorder)
+        captures = []
+        for bucket in probe.buckets:
+            capture = session.capture(bucket)
+            if isinstance(capture, CaptureError):
+                return Fault(f"forward cannot be captured ({bucket}): {capture}")
+            if isinstance(capture, UnseenError):
+                return Unseen(str(capture))
+            fault = capture_fault(problems[0], capture)
+            if fault is not None:
+                return Fault(f"{fault} ({bucket})")
+            captures.append(capture)
+        for turn, problem in zip(turns, problems, strict=True):
+            scene = Scene(
+                probe, turn, questions, session, partial(GraphSession, backend, probe, problems, device, recorder)
+            )
+            wrong = _take(scene, problem, None if turn.bucket is None else captures[turn.bucket])
+            if wrong is not None:
+                return wrong
+    except StageError as failure:
+        raised = failure.raised
+        return Fault(f"{raised.stage} raised {type(raised.error).__name__}: {raised.message}")
+    return None
+
+
+def _askable(backend: type[AttentionBackend], probe: Probe, questions: Questions) -> tuple[list[Turn], Fault | None]:
+    """The turns the backend does not decline, or what it means that it declines a graph's: then no graph serves it."""
+    turns = []
+    for turn in probe.turns:
+        case = questions.case(probe, turn)
+        reasons = declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
+        if not reasons:
+            turns.append(turn)
+        elif turn.bucket is not None:
+            return [], Fault(f"the backend declares that it does not serve such batches: {'; '.join(reasons)}")
+    return turns, None
+
+
+def _take(scene: Scene, problem: Problem, capture: Capture | None) -> Fault | Unseen | None:
+    """One step of a probe: what is wrong with it, and why."""
+    if capture is not None:
+        let_go = [text for graph in capture.graphs for text in graph.recording.released()]
+        if let_go:
+            return Fault(f"the graph uses memory that has been let go since capture: {let_go[0]}")
+    truth = scene.questions.truth(problem.case)
+    taken = scene.session.step(scene.turn, problem, capture)
+    for index, one in enumerate(taken):
+        fault = step_fault(problem, truth, scene.conventions, one)
+        if fault is None:
+            continue
+        if capture is None:
+            return Fault(f"{_told(scene)}: {fault}", "a step without a graph is wrong between the graph's")
+        if scene.session.recorder.name == "emulated" and (hidden := _hidden(scene, problem)):
+            return Unseen(hidden)
+        return Fault(f"{_told(scene)}: {fault}", why_wrong(scene, capture, one.trace, index))
+    return None
+
+
+def _hidden(scene: Scene, problem: Problem) -> str | None:
+    """Whether work of forward is hidden from the emulation: then its replays say nothing about a graph's."""
+    if scene.fault_without_graph(scene.session) is not None:
+        return None
+    try:
+        return scene.session.repeats_itself(scene.turn, problem)
+    except StageError as failure:
+        return f"{failure.raised.stage} raised {type(failure.raised.error).__name__}: {failure.raised.message}"
+
+
+def _told(scene: Scene) -> str:
+    """The step in words."""
+    lengths = ", ".join(f"{query_len} of {seq_len}" for query_len, seq_len in scene.turn.requests)
+    where = "without a graph" if scene.turn.bucket is None else f"graph for {scene.probe.buckets[scene.turn.bucket]}"
+    return f"{where}, requests {lengths}"

@@ -1,0 +1,237 @@
+"""What is tried to measure a CUDA-graph level: sequences of captures and steps, as a model runner makes them.
+
+A probe belongs to the level whose batches it plays. Pure data, made for a layer and a cache: lengths lie around the
+edges of pages, windows and chunks. Must not know: tensors, backends, recorders.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from attncheck.reference.spec import AttentionCGSupport, CacheSpec, LayerSpec
+
+SINGLE = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+UNIFORM = AttentionCGSupport.UNIFORM_BATCH
+ALWAYS = AttentionCGSupport.ALWAYS
+
+VERIFIED = range(2, 9)
+"""Query lengths of uniform batches: 1 + K for K draft tokens. 5, 6 and 7 fill no tile of a power of two."""
+
+Lengths = tuple[int, int]
+"""(query_len, seq_len) of one request."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The shape of one captured graph. ``query_len``: of every request; None: any that come to ``num_tokens``."""
+
+    num_reqs: int
+    num_tokens: int
+    query_len: int | None
+
+    @property
+    def dummy_query_lens(self) -> tuple[int, ...]:
+        """Query lengths at capture: the tokens shared out, what is left over to the last request."""
+        each, rest = divmod(self.num_tokens, self.num_reqs)
+        return (*[each] * (self.num_reqs - 1), each + rest)
+
+    def __str__(self) -> str:
+        rows = "mixed" if self.query_len is None else f"of {self.query_len}"
+        return f"{self.num_reqs} requests {rows}, {self.num_tokens} tokens"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One step: by the graph of ``bucket`` (an index; None: without a graph).
+
+    ``draft_index``: metadata come from ``build_for_drafting`` with this index; None: from ``build``.
+    """
+
+    requests: tuple[Lengths, ...]
+    bucket: int | None = 0
+    draft_index: int | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Buckets captured in order with one impl, then steps in order. ``establishes`` completes "shows that ...".
+
+    ``dummy_lens``: what stands in ``seq_lens`` at capture: the query length, or as older engines do, the maximum.
+    ``drafts``: speculated tokens the builder's config speaks of. ``num_builders``: all of them build every step from
+    one common metadata, and each has graphs of its own.
+    """
+
+    name: str
+    level: AttentionCGSupport
+    establishes: str
+    buckets: tuple[Bucket, ...]
+    turns: tuple[Turn, ...]
+    dummy_lens: Literal["shortest", "longest"] = "shortest"
+    drafts: int = 0
+    num_builders: int = 1
+
+
+def probes_of(layer: LayerSpec, cache: CacheSpec) -> tuple[Probe, ...]:
+    """The probes of all levels, lowest first."""
+    edge = -(-16 // cache.block_size) * cache.block_size
+    reach = max(layer.sliding_window or 0, layer.attn_chunk_size or 0)
+    return (*_single(edge, reach), *_uniform(edge, reach), *_mixed(edge, reach))
+
+
+def _single(edge: int, reach: int) -> Iterator[Probe]:
+    """Decodes of one token. ``edge``: the end of a page; ``reach``: of a window or chunk."""
+    lens = (edge - 1, 7, 2 * edge + 3, 1, reach + 2, edge, reach + edge + 1, edge + 1)
+    full = _decodes(*lens)
+    eight, four, one = (Bucket(n, n, 1) for n in (8, 4, 1))
+    other = ((1, 9), (edge + 5, edge + 5), (20, 40), (3, edge + 2))
+    yield Probe(
+        "decode",
+        SINGLE,
+        "replays follow lengths that grow, cross a page and shrink, in other pages",
+        (eight,),
+        (Turn(full), Turn(_decodes(1, 2, 3, 1, 5, 2, 4, 1)), Turn(_decodes(*(n + 1 for n in lens)))),
+    )
+    yield Probe(
+        "padded decode",
+        SINGLE,
+        "a graph serves fewer requests than it was captured for",
+        (eight,),
+        (Turn(full[:5]), Turn(full[6:7]), Turn(full), Turn(full[1:])),
+    )
+    yield Probe(
+        "buckets",
+        SINGLE,
+        "graphs of several sizes, captured largest first, and steps without a graph do not disturb each other",
+        (eight, four, one),
+        (
+            Turn(full),
+            Turn(full[2:6], 1),
+            Turn(full[6:7], 2),
+            Turn(other, None),
+            Turn(full[3:], 0),
+            Turn(full[:3], 1),
+            Turn(full[1:2], 2),
+        ),
+    )
+    yield Probe(
+        "longest dummies",
+        SINGLE,
+        "a graph captured with the longest lengths serves short ones",
+        (four,),
+        (Turn(_decodes(1, 2, 5, 3)), Turn(full[3:7])),
+        dummy_lens="longest",
+    )
+    yield Probe(
+        "two builders",
+        SINGLE,
+        "builders of two groups of layers can be fed from one metadata",
+        (four,),
+        (Turn(full[:4]), Turn(full[5:])),
+        num_builders=2,
+    )
+    yield Probe(
+        "drafting",
+        SINGLE,
+        "metadata of draft steps, each a token longer, reach the graph",
+        (four,),
+        (
+            Turn(_decodes(edge - 1, 5, reach + 3)),
+            Turn(_decodes(edge, 6, reach + 4), draft_index=0),
+            Turn(_decodes(edge + 1, 7, reach + 5), draft_index=1),
+            Turn(full[4:]),
+        ),
+        drafts=3,
+    )
+
+
+def _uniform(edge: int, reach: int) -> Iterator[Probe]:
+    """Verification of K drafts: every request has 1 + K rows, a fresh prompt of just as many tokens among them."""
+    for q in VERIFIED:
+        yield Probe(
+            f"verify {q}",
+            UNIFORM,
+            f"a graph of {q} rows a request serves contexts of any length, a fresh prompt, and fewer requests",
+            (Bucket(4, 4 * q, q),),
+            (
+                Turn(((q, edge + q // 2), (q, q), (q, 2 * edge + 1 + q), (q, reach + q + 3))),
+                Turn(((q, q + 1), (q, reach + edge + q), (q, q))),
+            ),
+            drafts=q - 1,
+        )
+    four, two = Bucket(4, 16, 4), Bucket(2, 8, 4)
+    yield Probe(
+        "verify buckets",
+        UNIFORM,
+        "graphs of several sizes and steps without a graph do not disturb each other while drafts are verified",
+        (four, two),
+        (
+            Turn(((4, edge + 2), (4, 4), (4, 2 * edge + 3), (4, 9))),
+            Turn(((4, reach + 6), (4, 4)), 1),
+            Turn(((1, 9), (1, edge + 1), (edge + 5, edge + 5), (30, 41)), None),
+            Turn(((4, 5), (4, edge + 4), (4, 4)), 0),
+            Turn(((4, 2 * edge),), 1),
+        ),
+        drafts=3,
+    )
+    yield Probe(
+        "verify, longest dummies",
+        UNIFORM,
+        "a graph captured with the longest lengths serves short ones",
+        (four,),
+        (Turn(((4, 4), (4, 6), (4, edge + 1), (4, 5))),),
+        dummy_lens="longest",
+        drafts=3,
+    )
+
+
+def _mixed(edge: int, reach: int) -> Iterator[Probe]:
+    """Any batch that fits: decodes, extends and prompts, in one graph."""
+    big, small = Bucket(4, 24, None), Bucket(4, 8, None)
+    yield Probe(
+        "mixed",
+        ALWAYS,
+        "one graph serves decodes, extends and prompts in any proportion",
+        (big,),
+        (
+            Turn(((1, edge + 1), (1, 9), (9, 9))),
+            Turn(((1, 2), (1, 2 * edge + 3), (5, edge + 2), (17, 17))),
+            Turn(_decodes(edge, 1, reach + edge + 1, 7)),
+            Turn(((7, 7), (11, reach + 14))),
+        ),
+    )
+    yield Probe(
+        "long prefill",
+        ALWAYS,
+        "a prompt longer than any that was captured is served",
+        (big,),
+        (
+            Turn(((24, 24),)),
+            Turn(((1, 5), (20, reach + edge + 20))),
+            Turn(((23, 2 * edge + 23),)),
+        ),
+    )
+    yield Probe(
+        "mixed buckets",
+        ALWAYS,
+        "graphs of several sizes and steps without a graph do not disturb each other",
+        (big, small),
+        (
+            Turn(((1, 3), (4, edge + 3), (12, 12))),
+            Turn(((1, edge + 2), (5, 5)), 1),
+            Turn(((1, 9), (edge + 25, edge + 25), (20, 40)), None),
+            Turn(((1, 1), (1, reach + 2), (15, edge + 15)), 0),
+            Turn(((8, reach + 8),), 1),
+        ),
+    )
+    yield Probe(
+        "mixed, longest dummies",
+        ALWAYS,
+        "a graph captured with the longest lengths serves short ones",
+        (big,),
+        (Turn(((1, 2), (3, 5), (6, 6))),),
+        dummy_lens="longest",
+    )
+
+
+def _decodes(*seq_lens: int) -> tuple[Lengths, ...]:
+    return tuple((1, seq_len) for seq_len in seq_lens)

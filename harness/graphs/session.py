@@ -1,0 +1,289 @@
+"""Plays the model runner for one probe: captures its graphs, then steps by replaying them, and never looks inside.
+
+One impl, builders, a cache and input buffers live as long as the session. Whatever a backend raises comes back as a
+:class:`~attncheck.harness.observation.Raised`. Must not know: truths, what is judged.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
+from attncheck.harness.buffers import GuardedBuffer
+from attncheck.harness.calls import Call, calls_of
+from attncheck.harness.changes import changes
+from attncheck.harness.config import Layer
+from attncheck.harness.construction import construct_builder, construct_impl
+from attncheck.harness.entry import enter_forward, output_buffers, output_scale_of
+from attncheck.harness.filling import Filler
+from attncheck.harness.graphs.inputs import PersistentInputs
+from attncheck.harness.graphs.probes import Bucket, Probe, Turn
+from attncheck.harness.graphs.recorder import CaptureError, Forward, Recorder, Recording, UnseenError
+from attncheck.harness.graphs.traces import Trace, tensors_in, trace
+from attncheck.harness.observation import Observation
+from attncheck.harness.pool import Pool
+from attncheck.harness.problem import Problem
+from attncheck.harness.results import Result, in_problem_order, placed
+from attncheck.harness.stages import stage
+from attncheck.harness.step import Step, make_step
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One captured graph of one builder, and what its metadata were made of. ``read``: paths the graph reads."""
+
+    recording: Recording
+    out: GuardedBuffer
+    lse: GuardedBuffer | None
+    trace: Trace
+    read: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The graphs of one bucket, one a builder, and the cache's memory before and after (None: it has no image)."""
+
+    graphs: tuple[Graph, ...]
+    pool: Pool
+    before: Tensor
+    after: Tensor
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One step of one builder: what was seen, over which pool, and the trace of the metadata it was made with."""
+
+    seen: Observation
+    pool: Pool
+    trace: Trace
+
+
+class GraphSession:
+    """A backend under one probe; ``problems`` are those of its turns. Raises StageError where set-up breaks."""
+
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        probe: Probe,
+        problems: Sequence[Problem],
+        device: torch.device,
+        recorder: Recorder,
+    ) -> None:
+        self.backend, self.device, self.recorder = backend, device, recorder
+        self._probe, self._problems = probe, problems
+        first = problems[0]
+        self._attn_layer = Layer(first.cache, device)
+        self.impl = self._enter("construct", lambda: construct_impl(backend, first, device))
+        self._builders = [self._enter("builder", self._new_builder) for _ in range(probe.num_builders)]
+        sizes = [(problem.case.batch.num_requests + problem.case.batch.padding.requests) for problem in problems]
+        tokens = [(problem.case.batch.num_tokens + problem.case.batch.padding.tokens) for problem in problems]
+        num_reqs = max(*sizes, *(bucket.num_reqs for bucket in probe.buckets))
+        num_tokens = max(*tokens, *(bucket.num_tokens for bucket in probe.buckets))
+        width = max(problem.block_table.shape[1] for problem in problems)
+        self._inputs = PersistentInputs(problems, num_reqs, num_tokens, width, device)
+        recorder.mark_host(*self._inputs.host_twins)
+        self._output_scale = output_scale_of(first, device)
+        self._pool = stage("cache", self._new_pool)
+
+    def capture(self, bucket: Bucket) -> Capture | CaptureError | UnseenError:
+        """The bucket's graphs. Raises StageError where building or warming up breaks."""
+        pool = self._pool.beside(self._problems[0])
+        kv_cache = pool.filled()
+        call = self._inputs.load_dummies(bucket, longest=self._probe.dummy_lens == "longest")
+        before = pool.bytes().clone()
+        graphs = []
+        for builder in self._builders:
+            graph = self._record(call, kv_cache, builder.build_for_cudagraph_capture)
+            if not isinstance(graph, Graph):
+                return graph
+            graphs.append(graph)
+        return Capture(tuple(graphs), pool, before, pool.bytes().clone())
+
+    def step(self, turn: Turn, problem: Problem, capture: Capture | None) -> list[Taken]:
+        """One step by the graphs of ``capture``, or without any; one result a builder. Raises StageError."""
+        step, pool, call = self._begin(problem)
+        lent = _copied(call)
+        traces, forwards = [], []
+        for index, builder in enumerate(self._builders):
+            metadata = self._enter("build", partial(self._build, builder, turn, call.common))
+            traces.append(trace(metadata))
+            if capture is None:
+                out, lse = output_buffers(self.backend, problem, len(call.query), step.num_rows, self.device)
+                forwards.append((out, lse, self._eager(call, pool, metadata, out, lse)))
+            else:
+                graph = capture.graphs[index]
+                forwards.append((graph.out, graph.lse, graph.recording.replay))
+            del metadata  # a graph must not live on what a step's metadata would have let go of
+        taken = []
+        for (out, lse, run), made_of in zip(forwards, traces, strict=True):
+            self._fill(pool, step)
+            out.refill(step.num_rows)
+            if lse is not None:
+                lse.refill(step.num_rows)
+            before = pool.bytes().clone()
+            stage("forward" if capture is None else "replay", run)
+            taken.append(Taken(self._observe(step, lent, call, pool, before, out, lse), pool, made_of))
+        return taken
+
+    def repeats_itself(self, turn: Turn, problem: Problem) -> str | None:
+        """Whether a graph captured at this very step gives what ``forward`` gives; else why not, in words."""
+        step, pool, call = self._begin(problem)
+        builder = self._builders[0]
+        graph = self._record(call, pool.kv_cache, lambda common: self._build(builder, turn, common))
+        if isinstance(graph, UnseenError):
+            return str(graph)
+        if isinstance(graph, CaptureError):
+            return None
+        by_graph, by_forward = (
+            self.step(turn, problem, capture)[0]
+            for capture in (Capture((graph,), pool, pool.bytes(), pool.bytes()), None)
+        )
+        rows = slice(0, step.num_rows)
+        pairs = (
+            (by_graph.seen.output[rows], by_forward.seen.output[rows]),
+            (by_graph.seen.pool_after, by_forward.seen.pool_after),
+        )
+        if all(a is None or b is None or _same_bits(a, b) for a, b in pairs):
+            return None
+        return "a replay of forward's operators on the same inputs does not repeat what forward did"
+
+    def _new_builder(self) -> Any:
+        sizes = tuple(sorted(bucket.num_tokens for bucket in self._probe.buckets))
+        return construct_builder(self.backend, self._problems, self.device, capture_sizes=sizes)
+
+    def _new_pool(self) -> Pool:
+        first = self._problems[0]
+        pool = Pool(self.backend, first, self.device, Filler(self.backend, first, self.device, self._attn_layer).write)
+        if pool.codec is None and not self.impl.brings_writer:
+            raise TypeError(f"{self.backend.get_name()} brings neither a writer nor a cache codec")
+        return pool
+
+    def _enter(self, name: str, call: Callable[[], T]) -> T:
+        with self.recorder.watching():
+            return stage(name, call)
+
+    def _begin(self, problem: Problem) -> tuple[Step, Pool, Call]:
+        """The step's tensors in the persistent buffers, and a cache filled for it."""
+        threshold: int | None = getattr(self._builders[0], "reorder_batch_threshold", None)
+        order = sorted(
+            range(len(problem.requests)),
+            key=lambda i: threshold is not None and problem.requests[i].query_len > threshold,
+        )
+        step = make_step(problem, self.device, order, pad_seq_len=self.backend.conventions.pad_seq_len)
+        (fresh,) = calls_of(step, self.backend.features, threshold)
+        pool = self._pool.beside(problem)
+        self._fill(pool, step)
+        return step, pool, self._inputs.load(fresh)
+
+    def _fill(self, pool: Pool, step: Step) -> None:
+        """The cache before a step: what nobody owns is NaN; without a writer of the backend's, the new rows as well."""
+        huge = float(torch.finfo(step.problem.dtype).max) / 4
+        pool.filled(huge if self.backend.conventions.needs_finite_pool else math.nan)
+        if not self.impl.brings_writer and step.key is not None and step.value is not None:
+            pool.write(step.slot_mapping, step.key, step.value)
+
+    def _build(self, builder: Any, turn: Turn, common: CommonAttentionMetadata) -> Any:
+        if turn.draft_index is not None:
+            return builder.build_for_drafting(common_attn_metadata=common, draft_index=turn.draft_index)
+        return builder.build(common_prefix_len=0, common_attn_metadata=common)
+
+    def _record(
+        self, call: Call, kv_cache: Tensor, build: Callable[[CommonAttentionMetadata], Any]
+    ) -> Graph | CaptureError | UnseenError:
+        out, lse = output_buffers(self.backend, self._problems[0], len(call.query), call.num_rows, self.device)
+        latest: dict[str, Tensor] = {}
+        traces: list[Trace] = []
+
+        def prepare() -> Forward:
+            metadata = stage("build for capture", partial(build, replace(call.common)))
+            latest.clear()
+            latest.update(tensors_in(metadata))
+            traces.append(trace(metadata))
+            return self._forward(call, kv_cache, metadata, out, lse)
+
+        def attempt() -> Recording | CaptureError | UnseenError:
+            try:
+                return self.recorder.record(prepare)
+            except (CaptureError, UnseenError) as refusal:
+                return refusal
+
+        recording = stage("warm-up for capture", attempt)
+        if isinstance(recording, CaptureError | UnseenError):
+            return recording
+        read = frozenset(path for path, tensor in latest.items() if recording.reads(tensor) is not False)
+        latest.clear()
+        return Graph(recording, out, lse, traces[-1], read)
+
+    def _forward(
+        self, call: Call, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
+    ) -> Forward:
+        return lambda: enter_forward(
+            self.backend, self.impl, self._attn_layer, call, kv_cache, metadata, out, lse, self._output_scale
+        )
+
+    def _eager(
+        self, call: Call, pool: Pool, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
+    ) -> Callable[[], None]:
+        forward = self._forward(call, pool.kv_cache, metadata, out, lse)
+
+        def run() -> None:
+            with self.recorder.watching():
+                forward()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        return run
+
+    def _observe(
+        self,
+        step: Step,
+        lent: Call,
+        call: Call,
+        pool: Pool,
+        before: Tensor,
+        out: GuardedBuffer,
+        lse: GuardedBuffer | None,
+    ) -> Observation:
+        result = Result(
+            call=call,
+            output=out.rows.clone(),
+            lse=None if lse is None else lse.rows.clone(),
+            unwritten=out.unwritten_rows(),
+            lse_unwritten=None if lse is None else lse.unwritten_rows(),
+        )
+        whole = placed([result])
+        return Observation(
+            output=in_problem_order(whole.output, step),
+            lse=None if whole.lse is None else in_problem_order(whole.lse, step),
+            unwritten=in_problem_order(whole.unwritten, step),
+            lse_unwritten=None if whole.lse_unwritten is None else in_problem_order(whole.lse_unwritten, step),
+            nth=in_problem_order(whole.nth, step),
+            position=in_problem_order(whole.position, step),
+            pool_before=before,
+            pool_after=pool.bytes().clone(),
+            changed=tuple(changes(lent, call)),
+            breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
+        )
+
+
+def _copied(call: Call) -> Call:
+    """The call with tensors of its own, to see later what became of those that were lent."""
+    common: dict[str, Any] = {
+        field.name: value.clone()
+        for field in fields(call.common)
+        if isinstance(value := getattr(call.common, field.name), Tensor)
+    }
+    rows: dict[str, Any] = {name: getattr(call, name) for name in ("query", "key", "value")}
+    rows = {name: None if x is None else x.clone() for name, x in rows.items()}
+    return replace(call, common=replace(call.common, **common), **rows)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,79 @@
+"""What metadata are made of, at one moment: where each tensor lies, what each number is.
+
+Holds no tensor: what a builder lets go of is let go. Must not know: graphs, what is judged.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+_DEEPEST = 6
+
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Address, shape, strides."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Places of tensors, and numbers on the host, by the path that leads to them from ``metadata``."""
+
+    places: Mapping[str, Place]
+    numbers: Mapping[str, object]
+
+    def moved(self, later: "Trace") -> list[str]:
+        """Tensors that lie elsewhere in ``later``, or are no longer there."""
+        return [path for path, place in self.places.items() if later.places.get(path) != place]
+
+    def changed(self, later: "Trace") -> list[str]:
+        """Numbers that are others in ``later``, with both values."""
+        pairs = ((path, was, later.numbers.get(path)) for path, was in self.numbers.items())
+        return [f"{path} was {was} at capture and is {now} now" for path, was, now in pairs if was != now]
+
+
+def trace(metadata: object) -> Trace:
+    """The trace of what ``build`` returned."""
+    places, numbers = {}, {}
+    for path, value in _leaves(metadata, "metadata", 0, set()):
+        if isinstance(value, Tensor):
+            places[path] = _place(value)
+        else:
+            numbers[path] = value
+    return Trace(places, numbers)
+
+
+def tensors_in(metadata: object) -> dict[str, Tensor]:
+    """The tensors themselves, by path."""
+    leaves = _leaves(metadata, "metadata", 0, set())
+    return {path: value for path, value in leaves if isinstance(value, Tensor)}
+
+
+def _place(tensor: Tensor) -> Place:
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _leaves(value: object, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided:
+            yield path, value
+    elif isinstance(value, bool | int | float | str) or value is None:
+        yield path, value
+    elif not isinstance(value, type | Enum) and depth < _DEEPEST and id(value) not in seen:
+        seen.add(id(value))
+        for name, part in _parts(value):
+            yield from _leaves(part, f"{path}{name}", depth + 1, seen)
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    """What hangs on ``value``, and how it is written."""
+    match value:
+        case Mapping():
+            yield from ((f"[{key!r}]", part) for key, part in value.items())
+        case list() | tuple():
+            yield from ((f"[{index}]", part) for index, part in enumerate(value))
+        case _:
+            slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+            named = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+            yield from ((f".{name}", part) for name, part in {**named, **getattr(value, "__dict__", {})}.items())
