@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.backends.contract import AttentionImpl, AttentionLayer, AttentionMetadataBuilder, AttentionType
+from attncheck.backends.contract import (
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.paged import PagedBackend, PagedImpl
@@ -47,6 +53,7 @@ def kernel_backend(
     writer: Writer | None = None,
     functions: Mapping[str, Callable[..., Any]] | None = None,
     conventions: Conventions | None = None,
+    cudagraph_support: AttentionCGSupport = AttentionCGSupport.NEVER,
     version: str = "",
 ) -> type[PagedBackend]:
     """The backend class whose ``forward`` is ``fn``; what the keywords do not name takes the contract's default.
@@ -68,10 +75,25 @@ def kernel_backend(
     one the harness does, and the cache is not examined. ``functions`` is what the class's ``functions()`` offers. The
     function reads a paged cache: no encoder layers.
 
-    Raises ``ValueError`` for declarations that contradict each other or a signature that cannot be called so.
+    ``cudagraph_support`` is the promise that a captured CUDA graph of the function (and of ``writer``) stays right for
+    the level's batches. Such a replay runs no Python, and the tensors of ``metadata`` (all but the ``_cpu`` twins), the
+    rows and the slots have been refilled in place: lengths, tables and slots have to be read from them on the device.
+    ``num_reqs``, ``num_actual_tokens`` and every shape stay what they were; ``max_query_len`` and ``max_seq_len`` were
+    upper bounds. Nothing may wait for the device (``.item()``, ``.tolist()``, ``.cpu()``), come from the host, or have
+    a shape that follows from contents (``nonzero``, a bool index). Padding requests have length 0 and no row that
+    matters, whatever their rows hold; a slot of -1 writes nothing.
+
+    Raises ``ValueError`` for declarations that contradict each other or a signature that cannot be called so,
+    ``TypeError`` for features that are no names and a level that is none.
     """
     if isinstance(features, str):
         raise TypeError(f"kernel_backend {name!r}: features is the text {features!r}; give a tuple of names")
+    level: object = cudagraph_support  # whoever declares it need not be type-checked
+    if not isinstance(level, AttentionCGSupport):
+        members = ", ".join(AttentionCGSupport.__members__)
+        raise TypeError(
+            f"kernel_backend {name!r}: cudagraph_support is {level!r}; give an AttentionCGSupport: {members}"
+        )
     declared, options = frozenset(features), _options(fn, _KERNEL_ARGUMENTS, _KERNEL_OPTIONS)
     _check_declarations(name, declared, options, supported_attn_types, supported_kv_cache_dtypes)
     writer_options = () if writer is None else _options(writer, _WRITER_ARGUMENTS, _WRITER_OPTIONS)
@@ -127,6 +149,8 @@ def kernel_backend(
     class Builder(PagedBuilder):
         backend = Backend
         metadata_cls = Metadata
+
+    Builder.cudagraph_support = cudagraph_support
 
     class Impl(PagedImpl):
         backend = Backend

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MLAAttentionImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.impl import MLA_KEYWORDS
-from attncheck.reference.spec import FEATURES, AttentionType, KVCacheDType, Layout
+from attncheck.reference.spec import FEATURES, AttentionCGSupport, AttentionType, KVCacheDType, Layout
 
 _CONSTRUCTOR = (
     "num_heads",
@@ -125,6 +125,11 @@ def _part_problems(backend: type[AttentionBackend]) -> Iterator[str]:
         yield from _uncallable(builder.__init__, f"{builder.__name__}.__init__", arguments)
         options = ["common_prefix_len", "common_attn_metadata", "fast_build"]
         yield from _uncallable(builder.build, f"{builder.__name__}.build", ("self",), options)
+        name = f"{builder.__name__}.get_cudagraph_support"
+        yield from _uncallable(builder.get_cudagraph_support, name, ("vllm_config", "kv_cache_spec"))
+        level: object = builder.cudagraph_support
+        if not isinstance(level, AttentionCGSupport):
+            yield f"{builder.__name__}.cudagraph_support is {level!r}, no AttentionCGSupport"
 
 
 def _declared_features(backend: type[AttentionBackend]) -> frozenset[str]:

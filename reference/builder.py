@@ -25,10 +25,20 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-    """How much of the backend's attention stays valid in a captured CUDA graph; cascade never does."""
+    """How much of the backend's attention stays valid in a captured CUDA graph; cascade never does. Where that depends
+    on the configuration, :meth:`get_cudagraph_support` says it, and this is the level where nothing is known of it."""
 
     reorder_batch_threshold: int | None = None
     """Requests of at most this query length are wanted in front; ``None``: the order of the batch does not matter."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """The level for layers of this config and spec: :attr:`cudagraph_support`, whatever they are.
+
+        For overrides, where a level holds for some configurations only: who wants to know a backend's level asks here,
+        before any builder is made.
+        """
+        return cls.cudagraph_support
 
     @abstractmethod
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:

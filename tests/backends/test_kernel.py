@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.backends.contract import Conventions, MultipleOf
+from attncheck.backends.contract import AttentionCGSupport, Conventions, MultipleOf
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.verification import contract_problems
 from attncheck.reference import AttentionParams, CommonAttentionMetadata, paged_attention, reshape_and_cache
@@ -182,11 +182,21 @@ def test_declarations_reach_the_backend():
 
 
 def test_two_kernels_share_nothing():
-    first = kernel_backend(right, name="first", features=("alibi",))
+    level = AttentionCGSupport.UNIFORM_BATCH
+    first = kernel_backend(right, name="first", features=("alibi",), cudagraph_support=level)
     second = kernel_backend(right, name="second")
     assert first.features != second.features
     assert first.get_impl_cls() is not second.get_impl_cls()
     assert first.get_metadata_cls() is not second.get_metadata_cls()
+    assert first.get_builder_cls().get_cudagraph_support(None, None) is level
+    assert second.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
+    assert contract_problems(first) == []
+
+
+@pytest.mark.parametrize("level", ["ALWAYS", 3, None])
+def test_a_level_is_a_member_of_the_enum(level):
+    with pytest.raises(TypeError, match=f"cudagraph_support is {level!r}; give an AttentionCGSupport: .*NEVER"):
+        kernel_backend(right, name="wrong", cudagraph_support=level)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,22 @@ def test_builder_defaults():
     assert builder().use_cascade_attention(512, np.array([1, 1]), 8, 2, False, False, False, 108) is False
 
 
+def test_a_level_is_that_of_the_class_unless_a_configuration_has_its_own():
+    class Steady(Echo):
+        cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    class Choosy(Steady):
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+            level = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+            return level if vllm_config == "small" and kv_cache_spec == "pages" else AttentionCGSupport.NEVER
+
+    assert AttentionMetadataBuilder.get_cudagraph_support(object(), object()) is AttentionCGSupport.NEVER
+    assert Steady.get_cudagraph_support(vllm_config=None, kv_cache_spec=None) is AttentionCGSupport.UNIFORM_BATCH
+    assert Choosy.get_cudagraph_support("small", "pages") is AttentionCGSupport.UNIFORM_BATCH
+    assert Choosy.get_cudagraph_support("large", "pages") is AttentionCGSupport.NEVER
+
+
 def test_capture_leaves_fast_build_alone():
     class Strict(Echo):
         def build(self, **keywords):
