@@ -4,10 +4,9 @@ Nothing is cut here: every failure with its figures and the line that repeats it
 examined. Messages of backends are quoted so that they cannot become markup. Must not know: how records came about.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 
-from attncheck.reports import phrases
+from attncheck.reports import markup, phrases
 from attncheck.reports.graph_levels import LevelRow, SharedResult, legend, level_rows, subject
 from attncheck.reports.records import Errored, Failed, GraphLevels, Record, RunHeader, XFailed
 from attncheck.reports.repro import repro_command
@@ -49,12 +48,12 @@ def _circumstances(run: Run) -> str:
         "Policy": f"TF32 {'on' if env.tf32 else 'off'}, "
         f"deterministic algorithms {'on' if env.deterministic else 'off'}",
         "Started": header.started + (f", finished {run.footer.finished}" if run.footer else ""),
-        "Command": _code(" ".join(header.command)) if header.command else "",
-        "Notes": "; ".join(_text(note) for note in header.notes),
+        "Command": markup.code(" ".join(header.command)) if header.command else "",
+        "Notes": "; ".join(markup.escaped(note) for note in header.notes),
     }
     lines = [f"- {name}: {value}" for name, value in facts.items() if value]
     if warning := phrases.incomplete(run):
-        lines.insert(0, f"- **{_text(warning)}**")
+        lines.insert(0, f"- **{markup.escaped(warning)}**")
     return "\n".join(lines)
 
 
@@ -78,13 +77,13 @@ def _graph_levels(rows: Sequence[LevelRow]) -> list[str]:
         return []
     table = [
         [
-            _text(row.backend),
+            markup.escaped(row.backend),
             row.declared,
             _measured(row),
             str(row.cases),
             row.recorder,
             row.probes,
-            _text(phrases.broke_at(row.broke_at)) if row.broke_at else "-",
+            markup.escaped(phrases.broke_at(row.broke_at)) if row.broke_at else "-",
             f"could declare {row.head_room}" if row.head_room else "-",
         ]
         for row in rows
@@ -92,8 +91,8 @@ def _graph_levels(rows: Sequence[LevelRow]) -> list[str]:
     headings = ["backend", "declared", "measured", "cases", "recorder", "probes", "why no higher", "head-room"]
     return [
         "## CUDA-graph levels",
-        f"{_text(legend(rows))}.",
-        _table(headings, table),
+        f"{markup.escaped(legend(rows))}.",
+        markup.table(headings, table),
         *(section for row in rows for result in row.results for section in _probes(row, result)),
     ]
 
@@ -107,24 +106,24 @@ def _probes(row: LevelRow, result: SharedResult) -> list[str]:
     """One result: its probes in their order, and the cases it stands for."""
     levels = f"declared {row.declared}, measured {phrases.measured_level(row.measured)}"
     rows = [
-        [_text(probe.name), probe.level, phrases.probe_outcome(probe), _text(probe.reason) or "-"]
+        [markup.escaped(probe.name), probe.level, phrases.probe_outcome(probe), markup.escaped(probe.reason) or "-"]
         for probe in result.graph.probes
     ]
     return [
-        f"### {_text(row.backend)}: {levels}, {phrases.plural(len(result.cases), 'case')}",
-        _table(["probe", "level", "outcome", "reason"], rows),
-        f"Cases: {_text(', '.join(result.cases))}",
+        f"### {markup.escaped(row.backend)}: {levels}, {phrases.plural(len(result.cases), 'case')}",
+        markup.table(["probe", "level", "outcome", "reason"], rows),
+        f"Cases: {markup.escaped(', '.join(result.cases))}",
     ]
 
 
 def _functions(run: Run, provider: str) -> list[str]:
     """The functions of one provider, and what is known of those that depart."""
     rows = function_rows(run.records, provider)
-    notes = [f"- {_text(names)}: {_text(note)}" for names, note in known_departures(rows)]
+    notes = [f"- {markup.escaped(names)}: {markup.escaped(note)}" for names, note in known_departures(rows)]
     return [
-        f"## {_text(provider_title(run.header, provider))}",
-        f"{_text(LEGEND)}.",
-        _table(HEADINGS, [[f"`{row.name}`", *row.cells[1:]] for row in rows]),
+        f"## {markup.escaped(provider_title(run.header, provider))}",
+        f"{markup.escaped(LEGEND)}.",
+        markup.table(HEADINGS, [[f"`{row.name}`", *row.cells[1:]] for row in rows]),
         "\n".join(notes),
     ]
 
@@ -139,25 +138,25 @@ def _suite_table(summary: Summary, header: RunHeader) -> str:
         ]
         for backend in summary.backends
     ]
-    return _table(["backend", *summary.suites, "worst error (budgets)", "not examined"], rows)
+    return markup.table(["backend", *summary.suites, "worst error (budgets)", "not examined"], rows)
 
 
 def _check_table(summary: Summary) -> str:
     rows = [
-        [_text(backend), *(_cell(summary.by_check.get((backend, check))) for check in summary.checks)]
+        [markup.escaped(backend), *(_cell(summary.by_check.get((backend, check))) for check in summary.checks)]
         for backend in summary.backends
     ]
-    return _table(["backend", *summary.checks], rows)
+    return markup.table(["backend", *summary.checks], rows)
 
 
 def _backend(name: str, header: RunHeader) -> str:
     """The backend's name with its version and conventions, so that no figure is read without them."""
     info = next((backend for backend in header.backends if backend.name == name), None)
     if info is None:
-        return _text(name)
-    version = f" {_text(info.version)}" if info.version else ""
-    stated = f"<br>{_text(phrases.conventions(info))}" if info.conventions else ""
-    return f"{_text(name)}{version}{stated}"
+        return markup.escaped(name)
+    version = f" {markup.escaped(info.version)}" if info.version else ""
+    stated = f"<br>{markup.escaped(phrases.conventions(info))}" if info.conventions else ""
+    return f"{markup.escaped(name)}{version}{stated}"
 
 
 def _cell(tally: Tally | None) -> str:
@@ -169,7 +168,7 @@ def _cell(tally: Tally | None) -> str:
 
 def _features(header: RunHeader, summary: Summary) -> list[str]:
     features = [
-        f"- {_text(backend.name)} declares: {', '.join(sorted(backend.features)) or 'no optional feature'}"
+        f"- {markup.escaped(backend.name)} declares: {', '.join(sorted(backend.features)) or 'no optional feature'}"
         for backend in header.backends
         if backend.name in summary.backends
     ]
@@ -177,7 +176,7 @@ def _features(header: RunHeader, summary: Summary) -> list[str]:
 
 
 def _run_errors(errors: Sequence[str]) -> list[str]:
-    return ["## Errors of the run", "\n".join(f"- {_text(error)}" for error in errors)] if errors else []
+    return ["## Errors of the run", "\n".join(f"- {markup.escaped(error)}" for error in errors)] if errors else []
 
 
 def _failures(summary: Summary, header: RunHeader) -> list[str]:
@@ -195,32 +194,42 @@ def _failure(records: Sequence[Record], header: RunHeader) -> str:
     record, *further = records
     more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
     lines = [
-        f"### {_text(record.backend)}: {_text(record.case)}{more}, {record.check}",
-        f"**{record.outcome}**: {_text(phrases.what_happened(record))}",
+        f"### {markup.escaped(record.backend)}: {markup.escaped(record.case)}{more}, {record.check}",
+        f"**{record.outcome}**: {markup.escaped(phrases.what_happened(record))}",
     ]
     if further:
-        lines.append(f"With the same levels and probes: {_text(', '.join(other.case for other in further))}")
+        lines.append(f"With the same levels and probes: {markup.escaped(', '.join(other.case for other in further))}")
     if isinstance(record, Failed):
-        lines += ["\n".join(f"- {_text(detail)}" for detail in record.details)] if record.details else []
-        lines += [f"Looks like: {_text(record.meaning)}"] if record.meaning else []
+        lines += ["\n".join(f"- {markup.escaped(detail)}" for detail in record.details)] if record.details else []
+        lines += [f"Looks like: {markup.escaped(record.meaning)}"] if record.meaning else []
         if record.figures:
-            lines.append(_table(["figure", "value"], [[_text(name), f"{x:.6g}"] for name, x in record.figures.items()]))
+            lines.append(
+                markup.table(
+                    ["figure", "value"], [[markup.escaped(name), f"{x:.6g}"] for name, x in record.figures.items()]
+                )
+            )
     if isinstance(record, Errored):
-        lines.append(_fenced(record.traceback or record.message))
-    lines.append(f"Repeat:\n\n{_fenced(repro_command(record, header), 'sh')}")
+        lines.append(markup.fenced(record.traceback or record.message))
+    lines.append(f"Repeat:\n\n{markup.fenced(repro_command(record, header), 'sh')}")
     return "\n\n".join(lines)
 
 
 def _expected(records: Iterable[XFailed]) -> list[str]:
     rows = [
-        [_text(record.backend), _text(record.case), record.check, _text(record.summary), _text(record.reason)]
+        [
+            markup.escaped(record.backend),
+            markup.escaped(record.case),
+            record.check,
+            markup.escaped(record.summary),
+            markup.escaped(record.reason),
+        ]
         for record in records
     ]
     if not rows:
         return []
     return [
         "## Fell short as expected",
-        _table(["backend", "case", "check", "what happened", "expected because"], rows),
+        markup.table(["backend", "case", "check", "what happened", "expected because"], rows),
     ]
 
 
@@ -229,46 +238,15 @@ def _gaps(summary: Summary) -> list[str]:
         return ["## Not examined", "Nothing was left out of what this run asked."]
     rows = [
         [
-            _text(gap.backend),
+            markup.escaped(gap.backend),
             phrases.gap_outcome(gap),
             phrases.gap(gap, len(summary.checks)),
-            _text(phrases.gap_reasons(gap)),
+            markup.escaped(phrases.gap_reasons(gap)),
         ]
         for gap in summary.gaps
     ]
     return [
         "## Not examined",
         "About these the run says nothing, neither good nor bad.",
-        _table(["backend", "outcome", "what", "why"], rows),
+        markup.table(["backend", "outcome", "what", "why"], rows),
     ]
-
-
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A pipe table. Cells must be escaped already; tabulate's own pipe format pads but does not escape."""
-    if not (body := list(rows)):
-        return "Nothing was recorded."
-    lines = [headers, ["---"] * len(headers), *body]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-_MARKUP = re.compile(r"[\\`*\[\]|]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-
-
-def _text(text: str) -> str:
-    """``text`` on one line, with everything escaped that Markdown or HTML would read; ``a_b`` means nothing to it."""
-    flat = " ".join(phrases.printable(text).split())
-    return _MARKUP.sub(lambda match: "\\" + match[0], flat).replace("&", "&amp;").replace("<", "&lt;")
-
-
-def _code(text: str) -> str:
-    fence = "`" * (_longest_ticks(text) + 1)
-    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
-
-
-def _fenced(text: str, language: str = "text") -> str:
-    fence = "`" * max(3, _longest_ticks(text) + 1)
-    return f"{fence}{language}\n{phrases.printable(text).rstrip()}\n{fence}"
-
-
-def _longest_ticks(text: str) -> int:
-    return max((len(run) for run in re.findall(r"`+", text)), default=0)
