@@ -1,0 +1,63 @@
+"""Traces tell which tensors of metadata moved and which numbers changed, and keep nothing alive."""
+
+import gc
+import weakref
+from dataclasses import dataclass, field, make_dataclass
+from types import SimpleNamespace
+
+import torch
+
+from attncheck.harness.graphs.traces import tensors_in, trace
+
+
+@dataclass
+class Metadata:
+    lens: torch.Tensor
+    longest: int
+    parts: dict = field(default_factory=dict)
+
+
+def test_a_tensor_in_new_memory_has_moved_and_one_refilled_in_place_has_not():
+    buffer = torch.arange(4)
+    first = trace(Metadata(buffer, 3, {"decode": [buffer[:2], buffer.clone()]}))
+    buffer.add_(1)
+    later = trace(Metadata(buffer, 3, {"decode": [buffer[:2], buffer.clone()]}))
+    assert first.moved(later) == ["metadata.parts['decode'][1]"]
+    assert first.changed(later) == []
+
+
+def test_another_shape_at_the_same_address_counts_as_moved():
+    buffer = torch.arange(4)
+    assert trace(Metadata(buffer, 3)).moved(trace(Metadata(buffer[:3], 3))) == ["metadata.lens"]
+
+
+def test_a_changed_number_is_told_with_both_values():
+    lens = torch.zeros(1)
+    changed = trace(Metadata(lens, 3)).changed(trace(Metadata(lens, 8)))
+    assert changed == ["metadata.longest was 3 at capture and is 8 now"]
+
+
+def test_what_is_missing_later_has_moved():
+    assert trace(SimpleNamespace(plan=torch.zeros(2))).moved(trace(SimpleNamespace())) == ["metadata.plan"]
+
+
+def test_a_trace_keeps_no_tensor_alive():
+    tensor = torch.zeros(3)
+    gone = weakref.ref(tensor)
+    kept = trace(SimpleNamespace(plan=tensor))
+    del tensor
+    gc.collect()
+    assert gone() is None
+    assert list(kept.places) == ["metadata.plan"]
+
+
+def test_metadata_that_refer_to_themselves_end():
+    one = SimpleNamespace(number=1)
+    one.itself = one
+    assert trace(one).numbers == {"metadata.number": 1}
+
+
+def test_slots_are_followed():
+    slotted = make_dataclass("Slotted", [("table", torch.Tensor)], slots=True)
+    table = torch.zeros(2)
+    assert tensors_in(slotted(table)) == {"metadata.table": table}
