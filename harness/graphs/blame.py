@@ -1,0 +1,66 @@
+"""Which line of a backend did something, found by walking up the stack. Must not know: operators, what is wrong."""
+
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+"""Folders of code that a backend uses, but did not write; a backend may be installed there all the same."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of Python code; the words are made only when somebody asks for them."""
+
+    code: CodeType
+    number: int
+
+    def __str__(self) -> str:
+        path = Path(self.code.co_filename)
+        here = Path.cwd()
+        shown = path.relative_to(here) if path.is_relative_to(here) else path
+        return f"{shown}:{self.number} in {self.code.co_name}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something was done: the backend's line (None: no frame of a backend was found).
+
+    ``interpreted``: Triton's interpreter did it, which stands for a kernel's work.
+    """
+
+    line: Line | None
+    interpreted: bool
+
+    def __str__(self) -> str:
+        return "" if self.line is None else str(self.line)
+
+
+def find_place(boundary: CodeType) -> Place:
+    """The innermost frame, up to the one that runs ``boundary``, that is the backend's own.
+
+    torch and attncheck.harness never are. Code of other installed libraries is only where no frame further out is: a
+    backend that calls a library is to blame for what the library does, and a backend may be an installed library.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    library: Place | None = None
+    interpreted = False
+    while frame is not None and frame.f_code is not boundary:
+        module = str(frame.f_globals.get("__name__", ""))
+        root = module.partition(".")[0]
+        if root == "triton":
+            interpreted = True
+        elif root not in {"torch", "numpy"} and not f"{module}.".startswith("attncheck.harness."):
+            place = Place(Line(frame.f_code, frame.f_lineno), interpreted)
+            if not _is_library(frame.f_code.co_filename):
+                return place
+            library = library or place
+        frame = frame.f_back
+    return library or Place(None, interpreted)
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith("<frozen ") or any(filename.startswith(folder + os.sep) for folder in _LIBRARIES)

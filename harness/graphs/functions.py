@@ -1,0 +1,88 @@
+"""What torch's Python functions say of host and device, which no operator can: destinations, constructors, names.
+
+Must not know: tapes, violations.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils._device import _device_constructors
+
+Function = Callable[..., object]
+"""As a TorchFunctionMode gets it."""
+
+Memory = Literal["host", "device"]
+
+EXPORTS: frozenset[Function] = frozenset((Tensor.numpy, Tensor.__array__))
+"""What a tensor of a GPU refuses. Inside a custom operator it is how a kernel of the CPU gets at its memory."""
+
+READERS: frozenset[Function] = EXPORTS | {Tensor.tolist, Tensor.__repr__, Tensor.__str__, Tensor.__format__}
+"""Read contents without an operator that says so."""
+
+COPIES: frozenset[Function] = frozenset({Tensor.to, Tensor.cpu, torch.as_tensor, torch.asarray, torch.tensor})
+"""Bring a tensor to another device; on one device some of them return what they were given."""
+
+_DEVICE_OF = Tensor.device.__get__
+_HOST = "cpu"
+
+_WORDS: dict[str, str] = {
+    "__bool__": "bool()",
+    "__int__": "int()",
+    "__float__": "float()",
+    "__complex__": "complex()",
+    "__index__": "a tensor as an index",
+    "__contains__": "in",
+    "__repr__": "repr()",
+    "__str__": "str()",
+    "__format__": "format()",
+    "__array__": "numpy.asarray()",
+}
+
+
+@cache
+def constructors() -> frozenset[Function]:
+    """Functions that make a tensor from no tensor, on the host unless ``device`` says otherwise."""
+    return frozenset(_device_constructors())
+
+
+def asks_device(function: Function) -> bool:
+    """Whether this reads ``tensor.device``."""
+    return function == _DEVICE_OF
+
+
+def words(function: Function | None, operator_name: str) -> str:
+    """The call as its author wrote it, as far as that is known: ``.item()``, ``torch.nonzero()``, ``x[...]``."""
+    name = str(getattr(function, "__name__", ""))
+    if function is None or not name:
+        return operator_name
+    if name in _WORDS:
+        return _WORDS[name]
+    if name in {"__getitem__", "__setitem__"}:
+        return f"x[...]{' = y' if name == '__setitem__' else ''} ({operator_name})"
+    owner = str(getattr(function, "__qualname__", "")).partition(".")[0]
+    method = owner in {"Tensor", "TensorBase", "_TensorBase"} or name.startswith("__")
+    return f".{name}()" if method else f"torch.{name}()"
+
+
+def destination(
+    function: Function, args: tuple[object, ...], kwargs: dict[str, object], host_device: torch.device
+) -> Memory | Tensor | None:
+    """Where a call puts its result: named (host, device), beside another tensor, or None where it does not say.
+
+    ``host_device`` is the device object that host tensors were seen to have. The literal ``"cpu"`` means the host too:
+    literals are interned, which strings that torch makes of a device (``device.type``) are not.
+    """
+    if function is Tensor.cpu:
+        return "host"
+    wanted = kwargs.get("device")
+    if function is Tensor.to and wanted is None:
+        first = args[1] if len(args) > 1 else kwargs.get("other")
+        if isinstance(first, Tensor):
+            return first
+        wanted = first if isinstance(first, torch.device | str | int) else None
+    if wanted is None:
+        return None
+    return "host" if wanted is host_device or (type(wanted) is str and wanted is _HOST) else "device"

@@ -1,0 +1,48 @@
+"""Which memory lies on the host, on a machine where every tensor does: an account by storage.
+
+On a machine without a GPU the device of a tensor says nothing; what a GPU would hold, and what the host, follows from
+how each tensor was made. Memory the account does not know counts as the device's. Must not know: operators, graphs.
+"""
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_FIRST_SWEEP = 1024
+"""Entries after which those of freed memory are dropped for the first time."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tensors of one memory share, as long as one of them, or a weak reference, lives; 0 for those without.
+
+    Wrappers that torch.func puts around tensors, and sparse tensors, have no storage of their own.
+    """
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+class HostMemory:
+    """The storages that lie on the host. Weak references are held, so that no address is confused after a free."""
+
+    def __init__(self) -> None:
+        self._marked: dict[int, StorageWeakRef] = {}
+        self._sweep_at = _FIRST_SWEEP
+
+    def mark(self, tensor: Tensor) -> None:
+        """The memory of ``tensor`` lies on the host."""
+        key = storage_key(tensor)
+        if key == 0 or key in self._marked:
+            return
+        self._marked[key] = StorageWeakRef(tensor.untyped_storage())
+        if len(self._marked) >= self._sweep_at:
+            self._marked = {key: held for key, held in self._marked.items() if not held.expired()}
+            self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._marked))
+
+    def unmark(self, tensor: Tensor) -> None:
+        """The memory of ``tensor`` lies on the device after all."""
+        self._marked.pop(storage_key(tensor), None)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the memory of ``tensor`` lies on the host."""
+        return bool(self._marked) and storage_key(tensor) in self._marked

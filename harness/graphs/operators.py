@@ -1,0 +1,89 @@
+"""What the emulation must know of an operator, read from its schema and its tags. Must not know: tapes, modes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+Work = Literal["view", "allocation", "constant", "read", "custom", "computation"]
+"""view: moves no data. allocation: memory with undefined contents. constant: what it writes depends on no tensor's
+contents. read: its result is a Python value. custom: not torch's own. computation: everything else."""
+
+_TORCHS_OWN = frozenset({"aten", "prim", "prims"})
+_ALLOCATIONS = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+_READS = frozenset({"aten::equal", "aten::allclose", "aten::is_nonzero"})
+"""Beside those that torch tags."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One overload; ``name`` is without the overload's own."""
+
+    name: str
+    work: Work
+    written: frozenset[int | str]
+    """Positions and names of the arguments it writes."""
+    is_dynamic: bool
+    """Tagged by torch: the shape of its result depends on contents."""
+    follows: bool
+    """A ``*_like`` or ``new_*``: its result is shaped after a tensor whose contents do not matter."""
+
+    def written_tensors(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[Tensor]:
+        """Those of the arguments that it writes."""
+        for place in self.written:
+            if isinstance(place, str):
+                yield from tensors_in(kwargs.get(place))
+            elif place < len(args):
+                yield from tensors_in(args[place])
+
+
+def describe(func: OpOverload) -> Operator:
+    """What ``func`` is."""
+    schema = func._schema
+    written: set[int | str] = set()
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {position, argument.name}
+    short = schema.name.partition("::")[2]
+    follows = func.namespace in _TORCHS_OWN and (short.endswith("_like") or short.startswith("new_"))
+    return Operator(
+        name=schema.name.replace("::", "."),
+        work=_work(func, bool(written), follows),
+        written=frozenset(written),
+        is_dynamic=torch.Tag.dynamic_output_shape in func.tags,
+        follows=follows,
+    )
+
+
+def _work(func: OpOverload, writes: bool, follows: bool) -> Work:
+    schema, tags = func._schema, func.tags
+    if func.namespace not in _TORCHS_OWN:
+        return "custom"
+    if schema.name in _READS or torch.Tag.data_dependent_output in tags:
+        return "read"
+    if torch.Tag.inplace_view in tags or (not writes and any(found.alias_info is not None for found in schema.returns)):
+        return "view"
+    if schema.name in _ALLOCATIONS:
+        return "allocation"
+    takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    if (follows or not takes_tensors) and not writes and torch.Tag.nondeterministic_seeded not in tags:
+        return "constant"
+    return "computation"
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors of an argument or a result, in order: operators nest them in lists, tuples and dicts only."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)

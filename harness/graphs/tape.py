@@ -1,0 +1,123 @@
+"""Recorded operators, and their replay in the memory they were recorded with.
+
+What a captured graph freezes is frozen here: addresses, shapes and strides (by aliases made at the call), Python
+numbers, and whatever lay on the host. Must not know: modes, how an operator came here, what a graph may not hold.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from attncheck.harness.graphs.blame import Place
+from attncheck.harness.graphs.host_memory import HostMemory, storage_key
+from attncheck.harness.graphs.operators import tensors_in
+
+Fresh = tuple[Tensor | None, ...]
+"""What an operator returned; None where it returned memory it was given."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator with its arguments. What it returns is copied to ``outputs``, where they are not None."""
+
+    func: OpOverload
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    outputs: Fresh
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Memory that existed before the recording. ``alias`` is one of the tape's references to it."""
+
+    alias: Tensor
+    address: int
+    first_used: str
+    place: Place
+
+    def __str__(self) -> str:
+        return f"memory first used by {self.first_used}" + (f" at {self.place}" if str(self.place) else "")
+
+
+class Tape:
+    """Steps in their order, and the memory they use. ``find_place`` says which line of a backend is running."""
+
+    def __init__(self, find_place: Callable[[], Place]) -> None:
+        self._find_place = find_place
+        self._steps: list[Step] = []
+        self._made: dict[int, Tensor] = {}
+        self._outside: dict[int, Outside] = {}
+        self._references: dict[int, int] = {}
+
+    def freeze(
+        self, user: str, args: tuple[object, ...], kwargs: dict[str, object], host: HostMemory
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Arguments as the operator ``user`` gets them at every replay: tensors as they are now, by their memory.
+
+        What lies on the host is copied: its contents are frozen as well.
+        """
+
+        def frozen(value: object) -> object:
+            if isinstance(value, Tensor):
+                return value.clone() if host.holds(value) else self._alias(value, user)
+            if isinstance(value, list | tuple):
+                return type(value)(frozen(part) for part in value)
+            return value
+
+        return tuple(frozen(value) for value in args), {name: frozen(value) for name, value in kwargs.items()}
+
+    def _alias(self, tensor: Tensor, user: str) -> Tensor:
+        alias, key = tensor.detach(), storage_key(tensor)
+        if key not in self._made:
+            self._references[key] = self._references.get(key, 0) + 1
+            if key not in self._outside:
+                address = tensor.untyped_storage().data_ptr()
+                self._outside[key] = Outside(alias, address, user, self._find_place())
+        return alias
+
+    def add(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], fresh: Fresh) -> None:
+        """Compute ``func`` of frozen arguments again at every replay."""
+        outputs = tuple(None if tensor is None else self.keep(tensor) for tensor in fresh)
+        self._steps.append(Step(func, args, kwargs, outputs if any(output is not None for output in outputs) else ()))
+
+    def add_constant(self, tensor: Tensor) -> None:
+        """Write again, at every replay, what this new memory holds now."""
+        kept = self.keep(tensor)
+        self._steps.append(Step(torch.ops.aten.copy_.default, (kept, kept.clone()), {}, ()))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """An alias of memory that the recording allocated, which lives as long as the tape."""
+        alias = tensor.detach()
+        self._made.setdefault(storage_key(alias), alias)
+        return alias
+
+    def replay(self) -> None:
+        """Every step once more."""
+        inference = any(alias.is_inference() for alias in self._made.values())
+        with torch.no_grad(), torch.inference_mode(inference):
+            for step in self._steps:
+                result = step.func(*step.args, **step.kwargs)
+                if step.outputs:
+                    for output, new in zip(step.outputs, tensors_in(result), strict=True):
+                        if output is not None:
+                            output.copy_(new)
+
+    def uses_outside(self, tensor: Tensor) -> bool:
+        """Whether the memory of ``tensor`` existed before the recording, and the tape uses it."""
+        return storage_key(tensor) in self._outside
+
+    def released(self) -> Iterator[Outside]:
+        """Memory from before the recording that only the tape still holds, or that was moved by a resize."""
+        nobody = _uses(torch.empty(1)) - 1
+        for key, outside in self._outside.items():
+            moved = outside.alias.untyped_storage().data_ptr() != outside.address
+            if moved or _uses(outside.alias) - nobody <= self._references[key]:
+                yield outside
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many tensors share the memory of ``tensor``, and how often asking counts."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

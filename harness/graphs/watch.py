@@ -1,0 +1,229 @@
+"""Watches what code does with tensors: an account of host memory, and, while a graph is recorded, its tape.
+
+Two torch modes report here. One sees operators; the other sees Python functions, which say what operators cannot: a
+read without an operator, and where a result was meant to lie. Must not know: probes, backends, how violations are told.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attncheck.harness.graphs.blame import find_place
+from attncheck.harness.graphs.functions import (
+    COPIES,
+    EXPORTS,
+    READERS,
+    Function,
+    Memory,
+    asks_device,
+    constructors,
+    destination,
+    words,
+)
+from attncheck.harness.graphs.host_memory import HostMemory, storage_key
+from attncheck.harness.graphs.judgement import Call, forbidden
+from attncheck.harness.graphs.operators import Operator, describe, tensors_in
+from attncheck.harness.graphs.recorder import Violation, ViolationKind
+from attncheck.harness.graphs.tape import Tape
+
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+
+
+class Watch:
+    """One account, kept while :meth:`active`; :meth:`recording` adds a tape and collects violations."""
+
+    def __init__(self) -> None:
+        self.host = HostMemory()
+        self._host_device = torch.device("cpu")
+        self._operators: dict[OpOverload, Operator] = {}
+        self._is_active = False
+        self._tape: Tape | None = None
+        self._violations: dict[Violation, None] = {}
+        self._boundary: CodeType | None = None
+        self._function: Function | None = None
+        self._placed: Memory | None = None
+        self._depth = 0
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Keep the account; within another ``active`` nothing changes."""
+        if self._is_active:
+            yield
+            return
+        self._is_active = True
+        try:
+            with _Functions(self), _Operators(self):
+                yield
+        finally:
+            self._is_active = False
+
+    @contextmanager
+    def recording(self, boundary: CodeType) -> Iterator[tuple[Tape, dict[Violation, None]]]:
+        """Keep the account, tape, and collect violations, in the order they come, each once.
+
+        ``boundary``: frames outside of the one that runs it are nobody's to blame.
+        """
+        self._boundary, self._violations = boundary, {}
+        self._tape = Tape(lambda: find_place(boundary))
+        try:
+            with self.active():
+                yield self._tape, self._violations
+        finally:
+            self._boundary = self._tape = None
+
+    def _report(self, kind: ViolationKind, call: str) -> None:
+        if self._boundary is None:
+            return
+        place = find_place(self._boundary)
+        if not place.interpreted:
+            self._violations[Violation(kind, call, str(place))] = None
+
+    def _memory_of(self, tensors: Iterable[Tensor]) -> Memory:
+        return "host" if all(self.host.holds(tensor) for tensor in tensors) else "device"
+
+    # Functions.
+
+    def function(self, func: Function, args: Args, kwargs: Kwargs) -> object:
+        """One call of a torch function, with what it says about memory."""
+        outer = self._function, self._placed
+        self._function, self._placed = func, None
+        try:
+            if func in READERS:
+                return self._read(func, args, kwargs)
+            if func in COPIES and args and isinstance(args[0], Tensor):
+                return self._copy(func, args[0], args, kwargs)
+            if asks_device(func) and self.host.holds(cast(Tensor, args[0])):
+                return self._host_device
+            self._placed = self._place_of_new(func, args, kwargs)
+            return func(*args, **kwargs)
+        finally:
+            self._function, self._placed = outer
+
+    def _read(self, func: Function, args: Args, kwargs: Kwargs) -> object:
+        if self._memory_of(tensors_in(args[:1])) == "device" and not (self._depth and func in EXPORTS):
+            self._report("host read", words(func, ""))
+        return func(*args, **kwargs)
+
+    def _copy(self, func: Function, source: Tensor, args: Args, kwargs: Kwargs) -> object:
+        wanted, here = destination(func, args, kwargs, self._host_device), self._memory_of((source,))
+        if isinstance(wanted, Tensor):
+            wanted = self._memory_of((wanted,))
+        if wanted in {None, here} or find_place(Watch.active.__code__).interpreted:
+            return func(*args, **kwargs)
+        self._report("host read" if wanted == "host" else "host copy", words(func, ""))
+        result = cast(Tensor, func(*args, **kwargs))
+        if storage_key(result) == storage_key(source):
+            result = result.clone()
+        if wanted == "host":
+            self.host.mark(result)
+        else:
+            self.host.unmark(result)
+        return result
+
+    def _place_of_new(self, func: Function, args: Args, kwargs: Kwargs) -> Memory | None:
+        """Where a new tensor lies, as far as the function says."""
+        named = destination(func, args, kwargs, self._host_device)
+        if isinstance(named, str):
+            return named
+        if func in constructors():
+            return "host"
+        return self._memory_of(tensors_in(args[:1])) if func is Tensor.new_tensor else None
+
+    # Operators.
+
+    def operator(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+        """One call of an operator: judged, run, taped, and its result placed in the account."""
+        with torch._C.DisableTorchFunction():
+            operator = self._operators.get(func) or self._operators.setdefault(func, describe(func))
+            if operator.name == "aten.lift_fresh":
+                return self._lift(func, args, kwargs)
+            given = (*tensors_in(args), *tensors_in(kwargs))
+            call = Call(operator, args, kwargs, given, tuple(tensor for tensor in given if self.host.holds(tensor)))
+            if self._tape is not None and (kind := forbidden(call, self.host)) is not None:
+                self._report(kind, words(self._function, operator.name))
+            memory = self._place_of_result(call)
+            tape = self._tape if memory == "device" and self._depth == 0 else None
+            if operator.work in {"view", "read"}:
+                return func(*args, **kwargs)
+            if operator.work != "custom":
+                return self._run(call, func, func, memory, tape)
+        return self._run(call, func, self._inside(func), memory, tape)
+
+    def _place_of_result(self, call: Call) -> Memory:
+        if self._placed is not None and (not call.given or call.operator.follows):
+            return self._placed
+        return "host" if call.given and call.is_host_work else "device"
+
+    def _run(
+        self, call: Call, func: OpOverload, run: Callable[..., object], memory: Memory, tape: Tape | None
+    ) -> object:
+        computes = call.operator.work in {"computation", "custom"}
+        if tape is not None and computes:
+            args, kwargs = tape.freeze(call.operator.name, call.args, call.kwargs, self.host)
+        result = run(*call.args, **call.kwargs)
+        known = {storage_key(tensor) for tensor in call.given}
+        fresh = tuple(None if storage_key(tensor) in known else tensor for tensor in tensors_in(result))
+        for tensor in fresh:
+            if tensor is None:
+                continue
+            if memory == "host":
+                self.host.mark(tensor)
+            else:
+                self.host.unmark(tensor)
+            if tape is not None and call.operator.work == "constant":
+                tape.add_constant(tensor)
+            elif tape is not None:
+                tape.keep(tensor)
+        if tape is not None and computes:
+            tape.add(func, args, kwargs, fresh)
+        return result
+
+    def _inside(self, func: OpOverload) -> Callable[..., object]:
+        """The operator's own implementation, watched: what it reads on the host, no capture would allow either."""
+
+        def run(*args: object, **kwargs: object) -> object:
+            outer = self._function, self._placed
+            self._function, self._placed, self._depth = None, None, self._depth + 1
+            try:
+                with _Functions(self), _Operators(self):
+                    return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+            finally:
+                self._function, self._placed = outer
+                self._depth -= 1
+
+        return run
+
+    def _lift(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+        """A tensor made from Python data. Within an operator, what numpy made stands for what its kernel wrote."""
+        result = cast(Tensor, func(*args, **kwargs))
+        if self._placed == "device":
+            self._report("host copy", words(self._function, "aten.lift_fresh"))
+        elif self._function is not None or self._depth == 0:
+            self.host.mark(result)
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return self._watch.function(func, args, kwargs or {})
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return self._watch.operator(func, args, kwargs or {})
