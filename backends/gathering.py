@@ -85,7 +85,7 @@ def pieces(
         if caches is not None:
             row = metadata.common.block_table_tensor[request]
             found_key, found_value = (
-                _read(gather_tokens(cache, row, lo, hi), scale, dtype)
+                stored_values(gather_tokens(cache, row, lo, hi), scale, dtype)
                 for cache, scale in zip(caches, scales, strict=True)
             )
         elif key is not None and value is not None:
@@ -96,8 +96,8 @@ def pieces(
         yield Piece(slice(start, end), first_position, lo, found_key, found_value, tree)
 
 
-def _read(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales belong to codes; other caches hold the numbers themselves."""
+def stored_values(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a cache holds, in ``dtype``. Scales belong to codes; other caches hold the numbers themselves."""
     return decode(stored, scale, dtype) if stored.itemsize == 1 else stored.to(dtype)
 
 

@@ -187,7 +187,7 @@ def _make_step(
         num_computed_tokens_cpu=_int32([max(s - q, 0) for q, s in requests] + [0] * padding[0]),
         num_reqs=len(seq_lens),
         num_actual_tokens=tokens,
-        max_query_len=max(query_len for query_len, _ in requests) + 3,
+        max_query_len=max((query_len for query_len, _ in requests), default=0) + 3,
         max_seq_len=max(seq_lens) + 50,
         block_table_tensor=table if has_pool else torch.zeros(len(seq_lens), 1, dtype=torch.int32),
         slot_mapping=slot_mapping if has_pool else torch.full((tokens,), -1),

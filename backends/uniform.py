@@ -1,0 +1,143 @@
+"""Steps in which every request has equally many rows, as a captured graph can hold them: written and gathered.
+
+The number of rows a request, of requests, of pages in a table row and the bound of all lengths are numbers that a graph
+freezes, and every shape here follows from them. Lengths, tables and slots are contents: they are read on the device, by
+operators that neither wait for it nor have a shape of their own. So the same calls are right again after the tensors
+were refilled. What other slots hold cannot matter, and nothing is written but the mapped slots. Must not know: scores,
+masks, backends.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.fp8 import encode
+from attncheck.backends.gathering import stored_values
+from attncheck.backends.impl import AttentionLayer
+from attncheck.backends.paged_metadata import PagedMetadata
+from attncheck.reference.params import AttentionParams
+
+_PIECE_ELEMENTS = 2**24
+"""Elements of the keys, or of the values, of a piece, were they repeated for every query head: 64 MiB in float32. A
+step with more is attended to in several pieces."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By bytes, what a cache is moved as, so that NaN and codes stay what they are."""
+
+
+@dataclass(frozen=True)
+class UniformPiece:
+    """Some of a step's requests, unpaged: ``n`` requests of ``q`` rows, with room for ``s`` keys each.
+
+    rows: where their rows lie in query and output. query_positions: int64 ``[n, q]``, negative where a request has more
+    rows than keys. key_positions: int64 ``[n, s]``; exists: bool, which of those keys there are. key, value: ``[n, s,
+    num_kv_heads, head size]``, 0 where there is none. is_real: bool ``[n, q]``; what is no row of a request is padding.
+    """
+
+    rows: slice
+    query_positions: Tensor
+    key_positions: Tensor
+    exists: Tensor
+    key: Tensor
+    value: Tensor
+    is_real: Tensor
+
+
+def uniform_query_len(metadata: PagedMetadata, limit: int) -> int | None:
+    """How many rows each request has, if all have equally many and at most ``limit``; None: they do not.
+
+    Requests without rows may stand behind the others: they are padding.
+    """
+    lens = metadata.query_lens
+    query_len = lens[0] if lens else 0
+    num_padding = lens.count(0)
+    real = lens[: len(lens) - num_padding]
+    return query_len if 0 < query_len <= limit and set(real) == {query_len} else None
+
+
+def write_slots(
+    layer: AttentionLayer, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Row ``t`` of key and value to slot ``slot_mapping[t]``; rows with a negative slot and longer rows: not.
+
+    As :func:`~attncheck.backends.gathering.write_pages`, for steps of any kind. A row without a slot repeats the write
+    of the first one that has one; if none has, slot 0 gets back what it holds, bit for bit.
+    """
+    if not len(slot_mapping):
+        return
+    has_slot = slot_mapping >= 0
+    is_live = has_slot.any()
+    own = torch.arange(len(slot_mapping), device=slot_mapping.device)
+    rows = torch.where(has_slot, own, has_slot.to(torch.uint8).argmax())
+    slots = slot_mapping[rows].clamp(min=0)
+    for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
+        place = slots // cache.shape[1], slots % cache.shape[1]
+        is_coded = cache.itemsize == 1
+        stored = encode(new[rows], scale, cache.dtype) if is_coded else new[rows].to(cache.dtype)
+        bits = cache.view(_BITS[cache.itemsize])
+        bits[place] = torch.where(is_live, stored.view(bits.dtype), bits[place])
+
+
+def uniform_pieces(
+    params: AttentionParams,
+    metadata: PagedMetadata,
+    query_len: int,
+    layer: AttentionLayer,
+    key: Tensor | None,
+    value: Tensor | None,
+    caches: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
+) -> Iterator[UniformPiece]:
+    """The requests whose rows the step has room for, ``query_len`` each; real and padding alike.
+
+    Keys come from ``caches`` through the block table, in ``dtype``, else from ``key`` and ``value`` row for row.
+    """
+    common, device = metadata.common, metadata.common.seq_lens.device
+    num_reqs = min(common.num_reqs, common.num_actual_tokens // query_len)
+    left, _ = params.window
+    num_keys = query_len
+    if caches is not None:
+        num_keys = min(common.max_seq_len, common.block_table_tensor.shape[1] * caches[0].shape[1])
+        num_keys = num_keys if left < 0 else min(num_keys, left + query_len)
+    step = _requests_at_once(params, num_keys)
+    for first in range(0, num_reqs, step):
+        requests = slice(first, min(first + step, num_reqs))
+        rows = slice(requests.start * query_len, requests.stop * query_len)
+        seq_lens = common.seq_lens[requests, None].to(torch.int64)
+        first_position = seq_lens - query_len
+        first_key = torch.zeros_like(seq_lens) if left < 0 else (first_position - left).clamp(min=0)
+        key_positions = first_key + torch.arange(num_keys, device=device)
+        exists = key_positions < seq_lens
+        if caches is not None:
+            table, scales = common.block_table_tensor[requests], (layer._k_scale, layer._v_scale)
+            gathered = [_gather(cache, table, key_positions, exists) for cache in caches]
+            found = [stored_values(stored, scale, dtype) for stored, scale in zip(gathered, scales, strict=True)]
+        elif key is not None and value is not None:
+            found = [given[rows].unflatten(0, exists.shape).clone() for given in (key, value)]
+        else:
+            raise RuntimeError("neither a cache nor keys and values to attend to")
+        found_key, found_value = (values.masked_fill_(~exists[:, :, None, None], 0) for values in found)
+        is_real = torch.arange(rows.start, rows.stop, device=device) < common.query_start_loc[-1]
+        yield UniformPiece(
+            rows=rows,
+            query_positions=first_position + torch.arange(query_len, device=device),
+            key_positions=key_positions,
+            exists=exists,
+            key=found_key,
+            value=found_value,
+            is_real=is_real.unflatten(0, (-1, query_len)),
+        )
+
+
+def _requests_at_once(params: AttentionParams, num_keys: int) -> int:
+    elements = params.num_heads * num_keys * max(params.head_size, params.value_head_size)
+    return max(1, _PIECE_ELEMENTS // max(1, elements))
+
+
+def _gather(cache: Tensor, table: Tensor, positions: Tensor, exists: Tensor) -> Tensor:
+    """What positions ``[n, s]`` of the requests of ``table`` hold; where none exists, block 0 stands in."""
+    pages = (positions // cache.shape[1]).masked_fill(~exists, 0)
+    blocks = table.gather(1, pages).masked_fill(~exists, 0).to(torch.int64)
+    return cache.view(_BITS[cache.itemsize])[blocks, positions % cache.shape[1]].view(cache.dtype)

@@ -1,0 +1,172 @@
+"""Steps of equally many rows a request: which ones are, what is gathered for them, and how their rows are stored."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attncheck.backends import uniform
+from attncheck.backends.contract import AttentionCGSupport
+from attncheck.backends.paged_metadata import PagedMetadata
+from attncheck.backends.torch_sdpa import UNIFORM_ROWS, SDPABackend, SDPABuilder
+from attncheck.backends.uniform import uniform_pieces, uniform_query_len, write_slots
+from attncheck.reference import AttentionParams
+from attncheck.reference.spec import LayerSpec
+
+PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", scale=0.4)
+ONES = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("lens", "expected"),
+    [
+        ((1, 1, 1), 1),
+        ((3, 3), 3),
+        ((16,), 16),
+        ((17, 17), None),
+        ((2, 2, 0, 0), 2),
+        ((2, 0, 2), None),
+        ((0, 2), None),
+        ((0, 0), None),
+        ((1, 2), None),
+        ((), None),
+    ],
+)
+def test_which_steps_are_uniform(lens, expected):
+    starts = tuple(sum(lens[:count]) for count in range(len(lens) + 1))
+    step = PagedMetadata(common=None, query_start_loc=starts, seq_lens=lens, attention_chunk_size=None)
+    assert uniform_query_len(step, UNIFORM_ROWS) == expected
+
+
+@pytest.mark.parametrize(
+    ("drafts", "level"),
+    [
+        (None, AttentionCGSupport.UNIFORM_BATCH),
+        (15, AttentionCGSupport.UNIFORM_BATCH),
+        (16, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+    ],
+)
+def test_more_drafts_than_are_batched_leave_the_level_of_single_tokens(drafts, level):
+    config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=drafts))
+    assert SDPABuilder.get_cudagraph_support(config, None) is level
+    assert SDPABuilder.get_cudagraph_support(SimpleNamespace(speculative_config=None), None).value == 2
+
+
+def gathered(make_step, requests, params, *, padding=(0, 0), max_seq_len=None):
+    """The pieces of a step whose pool holds the number of the slot, and the step."""
+    step = make_step(SDPABackend, PLAIN, requests, padding=padding)
+    slots = torch.arange(40 * 16, dtype=torch.float32).view(40, 16, 1, 1)
+    if max_seq_len is not None:
+        step.common.max_seq_len = max_seq_len
+    metadata = step.builder().build(0, step.common)
+    parts = uniform_pieces(params, metadata, requests[0][0], ONES, None, None, (slots, -slots), torch.float32)
+    return list(parts), step
+
+
+def test_keys_stand_at_their_positions_and_nothing_behind_the_length(make_step):
+    (piece,), step = gathered(make_step, [(2, 35), (2, 3), (2, 1)], AttentionParams(4, 2, 16), padding=(1, 2))
+    assert piece.rows == slice(0, 8)
+    assert piece.query_positions.tolist() == [[33, 34], [1, 2], [-1, 0], [-2, -1]]
+    assert piece.is_real.tolist() == [[True, True]] * 3 + [[False, False]]
+    assert piece.exists.sum(1).tolist() == [35, 3, 1, 0]
+    table = step.common.block_table_tensor.tolist()
+    for request, seq_len in enumerate([35, 3, 1, 0]):
+        slots = [table[request][p // 16] * 16 + p % 16 for p in range(seq_len)]
+        assert piece.key_positions[request, :seq_len].tolist() == list(range(seq_len))
+        assert piece.key[request, :seq_len].flatten().tolist() == slots
+        assert piece.value[request, :seq_len].flatten().tolist() == [-slot for slot in slots]
+        assert not piece.key[request, seq_len:].any()
+
+
+def test_of_a_window_only_what_it_reaches_is_gathered(make_step):
+    params = AttentionParams(4, 2, 16, window=(4, 0))
+    (piece,), _ = gathered(make_step, [(2, 35), (2, 3)], params)
+    assert piece.key.shape[1] == 6
+    assert piece.key_positions[0].tolist() == [29, 30, 31, 32, 33, 34]
+    assert piece.key_positions[1][piece.exists[1]].tolist() == [0, 1, 2]
+
+
+def test_room_for_keys_ends_with_the_bound_of_all_lengths_and_with_the_table(make_step):
+    params = AttentionParams(4, 2, 16)
+    assert gathered(make_step, [(1, 20)], params, max_seq_len=21)[0][0].key.shape[1] == 21
+    assert gathered(make_step, [(1, 20)], params, max_seq_len=10**6)[0][0].key.shape[1] == 3 * 16
+
+
+def test_a_large_step_is_cut_between_requests(make_step, monkeypatch):
+    monkeypatch.setattr(uniform, "_PIECE_ELEMENTS", 2 * 4 * 48 * 16)
+    pieces, _ = gathered(make_step, [(3, 30)] * 5, AttentionParams(4, 2, 16), max_seq_len=48)
+    assert [piece.rows for piece in pieces] == [slice(0, 6), slice(6, 12), slice(12, 15)]
+    monkeypatch.setattr(uniform, "_PIECE_ELEMENTS", 1)
+    step = make_step(SDPABackend, PLAIN, [(3, 30), (3, 7)], padding=(1, 1))
+    step.run()
+    assert torch.allclose(step.output[:6].double(), step.truth, atol=2e-6)
+
+
+def test_fewer_rows_than_padding_requests_would_have(make_step):
+    """Two padding requests and a single padding row, as a step that no graph runs may have them."""
+    step = make_step(SDPABackend, PLAIN, [(2, 9), (2, 30)], padding=(2, 1))
+    step.output[4:] = 0.25
+    step.run()
+    assert torch.allclose(step.output[:4].double(), step.truth, atol=2e-6)
+    assert (step.output[4:] == 0.25).all()
+
+
+def test_a_padding_request_that_has_a_length_has_no_rows_all_the_same(make_step):
+    step = make_step(SDPABackend, PLAIN, [(1, 9)], padding=(1, 1))
+    step.common.seq_lens[1] = step.common.seq_lens_cpu[1] = 5
+    step.common.block_table_tensor[1, 0] = 0  # whose slots hold NaN
+    step.run()
+    assert torch.allclose(step.output[:1].double(), step.truth, atol=2e-6)
+    assert (step.output[1] == 0).all()
+
+
+INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def strided_caches(dtype, layout, integers):
+    """Key and value cache ``[5, 4, 2, 8]`` of any bits (NaN among them), interleaved, pages in either order."""
+    bits = torch.randint(-(2**15), 2**15, (5, 4, 2, 2, 8), generator=torch.Generator().manual_seed(1)).to(integers)
+    bits[0] = -1  # NaN in every format
+    stored = bits if layout == "NHD" else bits.transpose(1, 2).contiguous().transpose(1, 2)
+    return bits.clone(), stored, stored[:, :, :, 0].view(dtype), stored[:, :, :, 1].view(dtype)
+
+
+SLOTS = {
+    "all": [7, 19, 4, 11],
+    "the first has none": [-1, 7, -1, 3],
+    "the last has none": [9, 8, -1, -1],
+    "slot 0": [-1, -1, 0, 5],
+    "none has one": [-1, -1, -1, -1],
+    "no rows": [],
+}
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_exactly_the_mapped_slots_are_written(dtype, layout, slots):
+    expected, stored, key_cache, value_cache = strided_caches(dtype, layout, INTEGERS[dtype])
+    key, value = torch.randn(2, 6, 2, 8).to(dtype).unbind()
+    key[[row for row in range(6) if row >= len(slots) or slots[row] < 0]] = torch.nan
+    write_slots(ONES, key, value, key_cache, value_cache, torch.tensor(slots, dtype=torch.int64))
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            expected[slot // 4, slot % 4, :, 0] = key[row].view(INTEGERS[dtype])
+            expected[slot // 4, slot % 4, :, 1] = value[row].view(INTEGERS[dtype])
+    assert torch.equal(stored, expected)
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_codes_are_written_like_numbers(dtype, slots):
+    """Numbers that are codes times the scale of their head; slot 0 holds NaN codes."""
+    expected, stored, key_cache, value_cache = strided_caches(dtype, "HND", torch.uint8)
+    layer = SimpleNamespace(_k_scale=torch.tensor([0.5, 4.0]), _v_scale=torch.tensor([0.25]))
+    codes = torch.tensor([1.0, -1.5, 0.0, 2.0, 0.5, -3.0, 6.0, 1.75]).to(dtype)
+    factors = torch.tensor([0.5, 4.0])[:, None]
+    key, value = (codes.float() * factors).expand(4, 2, 8), (codes.float() * 0.25).expand(4, 2, 8)
+    write_slots(layer, key, value, key_cache, value_cache, torch.tensor(slots, dtype=torch.int64))
+    for slot in slots:
+        if slot >= 0:
+            expected[slot // 4, slot % 4] = codes.view(torch.uint8)
+    assert torch.equal(stored, expected)
