@@ -135,6 +135,7 @@ class GraphSession:
     def repeats_itself(self, turn: Turn, problem: Problem) -> str | None:
         """Whether a graph captured at this very step gives what ``forward`` gives; else why not, in words."""
         step, pool, call = self._begin(problem)
+        self._fill(pool, step)
         builder = self._builders[0]
         graph = self._record(call, pool.kv_cache, lambda common: self._build(builder, turn, common))
         if isinstance(graph, UnseenError):
@@ -170,7 +171,7 @@ class GraphSession:
             return stage(name, call)
 
     def _begin(self, problem: Problem) -> tuple[Step, Pool, Call]:
-        """The step's tensors in the persistent buffers, and a cache filled for it."""
+        """The step's tensors in the persistent buffers, and a cache for it, to be filled."""
         threshold: int | None = getattr(self._builders[0], "reorder_batch_threshold", None)
         order = sorted(
             range(len(problem.requests)),
@@ -178,9 +179,7 @@ class GraphSession:
         )
         step = make_step(problem, self.device, order, pad_seq_len=self.backend.conventions.pad_seq_len)
         (fresh,) = calls_of(step, self.backend.features, threshold)
-        pool = self._pool.beside(problem)
-        self._fill(pool, step)
-        return step, pool, self._inputs.load(fresh)
+        return step, self._pool.beside(problem), self._inputs.load(fresh)
 
     def _fill(self, pool: Pool, step: Step) -> None:
         """The cache before a step: what nobody owns is NaN; without a writer of the backend's, the new rows as well."""
