@@ -34,6 +34,10 @@ CHECKS: Mapping[str, CheckInfo] = {
         "NaN, Inf and huge values in memory the batch does not own never reach the output",
         "reads whose result is discarded",
     ),
+    "cudagraph": CheckInfo(
+        "the declared AttentionCGSupport level is the measured one: captures and replays of its kinds of batches",
+        "batches larger than the probes', and work that is hidden from the recorder",
+    ),
     "claims": CheckInfo(
         "what is declared runs; what is not declared is refused, or answered right",
         "declarations no case of the run asks about",
