@@ -6,16 +6,16 @@ synchronising call raises, and nothing is captured whose rehearsal raised. Impor
 Must not know: probes, backends, what is judged.
 """
 
-import gc
 import linecache
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from types import CellType, FunctionType, ModuleType
 
 import torch
 from torch import Tensor
 
+from attncheck.errors import AttncheckError
+from attncheck.harness.graphs.held_memory import HeldMemory, tensors_within
 from attncheck.harness.graphs.recorder import CaptureError, Forward, RecorderName, Violation
 
 WARM_UPS = 1
@@ -25,24 +25,34 @@ SYNCHRONISED = "called a synchronizing CUDA operation"
 """What torch says where its sync-debug mode forbids to wait for the device."""
 
 
-class CudaRecording:
-    """A captured graph. ``held`` keeps alive what it may read, so that a stale read is wrong and never wild."""
+class ReleasedMemoryError(AttncheckError):
+    """A replay wrote to memory that nobody has held since the capture, and that may be anybody's by then."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, held: tuple[object, ...]) -> None:
+
+class CudaRecording:
+    """A captured graph, and the ``memory`` from before the capture that it may use."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, memory: HeldMemory) -> None:
         self._graph = graph
-        self._held = held
+        self._memory = memory
 
     def replay(self) -> None:
-        """Launch the graph on the current stream, and wait until it is done: its errors are raised here."""
+        """Launch the graph on the current stream, and wait until it is done: its errors are raised here.
+
+        Raises :class:`ReleasedMemoryError`. What a graph reads of such memory shows in its answers.
+        """
+        self._memory.spoil()
         self._graph.replay()
         torch.cuda.current_stream().synchronize()
+        if self._memory.was_written():
+            raise ReleasedMemoryError("the graph wrote to memory that has been let go of since its capture")
 
     def reads(self, tensor: Tensor) -> bool | None:
         """Cannot be told: a graph does not say which addresses its kernels were given."""
         return None
 
     def released(self) -> tuple[str, ...]:
-        """Cannot be told either, and all that ``forward`` could reach is kept alive."""
+        """Cannot be told before a replay, for the same reason."""
         return ()
 
 
@@ -78,7 +88,8 @@ class CudaRecorder:
             self._rehearse(prepare())
             torch.cuda.synchronize()  # what a warm-up's kernels did wrong belongs to it, not to the capture
             forward = prepare()
-            return CudaRecording(self._capture(forward), (forward, *tensors_within(forward)))
+            memory = HeldMemory(tensors_within(forward))
+            return CudaRecording(self._capture(forward), memory)
 
     def _rehearse(self, forward: Forward) -> None:
         """As under capture, without one: what waits for the device raises before anything is spoilt."""
@@ -147,30 +158,6 @@ def _said_to_be_capturing() -> Iterator[None]:
         yield
     finally:
         setattr(torch.cuda, "is_current_stream_capturing", asked)  # noqa: B010 (the same)
-
-
-def tensors_within(root: object) -> list[Tensor]:
-    """Every tensor that ``root`` holds: through closures, arguments bound, attributes, containers.
-
-    Of a function only its closure is followed, and classes and modules not at all: what is global is not held by it.
-    """
-    found: list[Tensor] = []
-    seen = {id(root)}
-    pending = [root]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, Tensor):
-            found.append(item)
-        if isinstance(item, type | ModuleType):
-            continue
-        held: list[object] | tuple[CellType, ...] = (
-            item.__closure__ or () if isinstance(item, FunctionType) else gc.get_referents(item)
-        )
-        for each in held:
-            if id(each) not in seen:
-                seen.add(id(each))
-                pending.append(each)
-    return found
 
 
 def violation_of(error: BaseException) -> Violation:

@@ -3,7 +3,6 @@
 A stand-in for torch's CUDA graphs takes down the calls; real ones are captured in ``test_cuda_real.py``.
 """
 
-import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.harness.graphs.cuda import SYNCHRONISED, CudaRecorder, tensors_within, violation_of
+from attncheck.harness.graphs.cuda import SYNCHRONISED, CudaRecorder, ReleasedMemoryError, violation_of
 from attncheck.harness.graphs.recorder import CaptureError, Violation
 
 DEVICE = torch.device("cuda", 0)
@@ -238,29 +237,25 @@ def test_without_a_line_of_the_backend_the_message_stands_alone():
     assert violation_of(RuntimeError()) == Violation("error", "RuntimeError: ")
 
 
-def test_a_recording_keeps_what_a_builder_lets_go_of(journal):
-    metadata = SimpleNamespace(lens=torch.zeros(1))
-    lens = weakref.ref(metadata.lens)
+def test_memory_let_go_of_since_the_capture_is_spoilt_before_a_replay(journal):
+    metadata = SimpleNamespace(lens=torch.ones(2))
+    kept, memory = torch.ones(1), metadata.lens.untyped_storage()
+    recording = CudaRecorder(DEVICE).record(lambda: partial(id, (metadata, kept)))
+    recording.replay()
+    assert memory.tolist() == torch.ones(2).untyped_storage().tolist()
+    metadata.lens = None
+    recording.replay()
+    assert set(memory.tolist()) == {0xFF}
+    assert kept.item() == 1
+
+
+def test_a_graph_that_writes_to_memory_let_go_of_is_found_out(journal, monkeypatch):
+    metadata = SimpleNamespace(workspace=torch.ones(2))
+    memory = metadata.workspace.untyped_storage()
+    graph = SimpleNamespace(replay=lambda: memory.fill_(1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     recording = CudaRecorder(DEVICE).record(lambda: partial(id, metadata))
-    metadata.lens = torch.ones(1)
-    assert lens() is not None
-    del recording
-    assert lens() is None
-
-
-def test_every_tensor_that_forward_could_reach_is_found():
-    a, b, c, d, e = torch.arange(5.0).split(1)
-
-    class Impl:
-        def __init__(self):
-            self.workspace = a
-
-        def forward(self, metadata, *, out):
-            return d, metadata, out
-
-    metadata = SimpleNamespace(lens=b, parts=[{"slots": c}])
-    metadata.itself = metadata
-    held = tensors_within(lambda bound=None: partial(Impl().forward, metadata)(out=e))
-    assert {id(x) for x in held} == {id(x) for x in (b, c, d, e)} - {id(d)}
-    held = tensors_within(partial(Impl().forward, metadata, out=e))
-    assert {id(x) for x in held} == {id(x) for x in (a, b, c, d, e)}
+    recording.replay()
+    metadata.workspace = None
+    with pytest.raises(ReleasedMemoryError, match="let go of since its capture"):
+        recording.replay()
