@@ -34,7 +34,10 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexBackend(PagedBackend):
-    """Any head size, any block size, both layouts. Sinks are applied to the result by its LSE."""
+    """Any head size, any block size, both layouts. Sinks are applied to the result by its LSE.
+
+    No CUDA graph: requests are packed, and their pages gathered, by lengths from the host.
+    """
 
     packing = "content"
     features = frozenset(

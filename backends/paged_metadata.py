@@ -49,7 +49,10 @@ class PagedMetadata:
 
 
 class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Reads the lengths from their host twins: no synchronisation, and nothing that a graph could keep."""
+    """Reads the lengths from their host twins: no synchronisation, but numbers that a graph would freeze.
+
+    So the level is ``NEVER``, unless a candidate reads the tensors of ``common`` instead and says so.
+    """
 
     backend: ClassVar[type[AttentionBackend]]
     metadata_cls: ClassVar[type[PagedMetadata]]

@@ -24,7 +24,10 @@ _ENDLESS = 2**62
 
 
 class ReferenceBackend(PagedBackend):
-    """Everything the reference answers: any head size, any block size, both layouts, every modifier."""
+    """Everything the reference answers: any head size, any block size, both layouts, every modifier.
+
+    No CUDA graph: the reference reads lengths on the host, request by request, and refuses what is undefined.
+    """
 
     features = frozenset(
         {

@@ -14,7 +14,7 @@ from attncheck.reference.mla_naive import mla_attention_chunked
 
 
 class ReferenceMLABackend(LatentBackend):
-    """Any sizes, any block size."""
+    """Any sizes, any block size. No CUDA graph: the reference reads lengths on the host, request by request."""
 
     @staticmethod
     def get_name() -> str:

@@ -23,7 +23,7 @@ State = tuple[Tensor, Tensor]
 
 
 class TorchMLABackend(LatentBackend):
-    """Any sizes, any block size; lengths are read on the host, so no graph."""
+    """Any sizes, any block size. No CUDA graph: what is gathered and how it is cut follows lengths from the host."""
 
     @staticmethod
     def get_name() -> str:

@@ -3,6 +3,8 @@
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.registry import load
@@ -33,10 +35,14 @@ def test_the_expectation_file_is_one(tmp_path: Path) -> None:
 
 def test_the_backend_is_one_and_every_feature_and_convention_is_told(tmp_path: Path) -> None:
     text = (DOCS / "backends.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    program, builder = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     path = tmp_path / "mine.py"
     path.write_text(program, encoding="utf-8")
     assert load(f"{path}:Mine").backend.conventions.lse_base == "2"
+    shown: dict[str, Any] = {}
+    exec(builder, shown)
+    levels = [shown["Builder"].get_cudagraph_support(None, SimpleNamespace(sliding_window=w)).name for w in (None, 8)]
+    assert levels == ["UNIFORM_BATCH", "NEVER"]
     told = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert sorted(told) == sorted(FEATURES)
     assert all(f"`{field.name}`" in text for field in fields(Conventions))
