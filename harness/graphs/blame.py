@@ -1,10 +1,15 @@
-"""Which line of a backend did something, found by walking up the stack. Must not know: operators, what is wrong."""
+"""Which line of a backend did something, found by walking up the stack or a traceback.
+
+Must not know: operators, what is wrong.
+"""
 
 import os
 import sys
 import sysconfig
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -40,25 +45,39 @@ class Place:
 
 
 def find_place(boundary: CodeType) -> Place:
-    """The innermost frame, up to the one that runs ``boundary``, that is the backend's own.
+    """Where the caller of this is, on the way from here up to the frame that runs ``boundary``."""
+    return _innermost_own(_stack(sys._getframe(1), boundary))
+
+
+def place_of(error: BaseException) -> Place:
+    """Where ``error`` was raised, on the way to where it was caught."""
+    return _innermost_own(reversed(list(walk_tb(error.__traceback__))))
+
+
+def _stack(frame: FrameType | None, boundary: CodeType) -> Iterator[tuple[FrameType, int]]:
+    while frame is not None and frame.f_code is not boundary:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _innermost_own(frames: Iterable[tuple[FrameType, int]]) -> Place:
+    """The first of ``frames``, innermost first and each with its line, that is the backend's own.
 
     torch and attncheck.harness never are. Code of other installed libraries is only where no frame further out is: a
     backend that calls a library is to blame for what the library does, and a backend may be an installed library.
     """
-    frame: FrameType | None = sys._getframe(1)
     library: Place | None = None
     interpreted = False
-    while frame is not None and frame.f_code is not boundary:
+    for frame, line in frames:
         module = str(frame.f_globals.get("__name__", ""))
         root = module.partition(".")[0]
         if root == "triton":
             interpreted = True
         elif root not in {"torch", "numpy"} and not f"{module}.".startswith("attncheck.harness."):
-            place = Place(Line(frame.f_code, frame.f_lineno), interpreted)
+            place = Place(Line(frame.f_code, line), interpreted)
             if not _is_library(frame.f_code.co_filename):
                 return place
             library = library or place
-        frame = frame.f_back
     return library or Place(None, interpreted)
 
 

@@ -7,14 +7,15 @@ Must not know: probes, backends, what is judged.
 """
 
 import linecache
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from traceback import extract_tb, walk_tb
 
 import torch
 from torch import Tensor
 
 from attncheck.errors import AttncheckError
+from attncheck.harness.graphs.blame import Line, place_of
 from attncheck.harness.graphs.held_memory import HeldMemory, tensors_within
 from attncheck.harness.graphs.recorder import CaptureError, Forward, RecorderName, Violation
 
@@ -161,14 +162,13 @@ def _said_to_be_capturing() -> Iterator[None]:
 
 
 def violation_of(error: BaseException) -> Violation:
-    """What ``error`` says about ``forward``, with the innermost line that is neither torch's nor the harness's."""
+    """What ``error`` says about ``forward``, and which line of the backend it comes from."""
     waited = next((each for each in _chain(error) if SYNCHRONISED in str(each)), None)
-    blamed = _blame(waited or error)
-    where = f"{blamed.filename}:{blamed.lineno} in {blamed.name}" if blamed else ""
     if waited is not None:
-        return Violation("host read", (blamed and _expression(blamed)) or SYNCHRONISED, where)
+        place = place_of(waited)
+        return Violation("host read", _expression(waited, place.line) or SYNCHRONISED, str(place))
     first, *_ = str(error).strip().splitlines() or [""]
-    return Violation("error", f"{type(error).__name__}: {first}", where)
+    return Violation("error", f"{type(error).__name__}: {first}", str(place_of(error)))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -178,19 +178,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _blame(error: BaseException) -> traceback.FrameSummary | None:
-    own = None
-    frames = traceback.walk_tb(error.__traceback__)
-    for (frame, _), summary in zip(frames, traceback.extract_tb(error.__traceback__), strict=False):
-        module = str(frame.f_globals.get("__name__"))
-        if module.partition(".")[0] != "torch" and not module.startswith("attncheck.harness."):
-            own = summary
-    return own
-
-
-def _expression(frame: traceback.FrameSummary) -> str:
-    """The source of the call that raised; its first line, where it has more."""
-    line = linecache.getline(frame.filename, frame.lineno or 0)
-    if frame.lineno != frame.end_lineno or frame.colno is None:
-        return line.strip()
-    return line.encode()[frame.colno : frame.end_colno].decode().strip()
+def _expression(error: BaseException, line: Line | None) -> str:
+    """The source of the call on ``line`` that raised ``error``; the whole line, where the call has more than one."""
+    for (frame, number), summary in zip(walk_tb(error.__traceback__), extract_tb(error.__traceback__), strict=False):
+        if line == Line(frame.f_code, number):
+            source = linecache.getline(summary.filename, number)
+            if summary.colno is None or summary.end_lineno != number:
+                return source.strip()
+            return source.encode()[summary.colno : summary.end_colno].decode()
+    return ""

@@ -47,7 +47,13 @@ class Stream:
 
 
 @pytest.fixture
-def journal(monkeypatch):
+def elsewhere(monkeypatch, tmp_path):
+    """Files outside of the current folder are named in full."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def journal(monkeypatch, elsewhere):
     taken = Journal()
     main, side = Stream(taken, "main"), Stream(taken, "side")
     current = [main]
@@ -212,7 +218,7 @@ def test_what_the_first_warm_up_raises_comes_through(journal):
         CudaRecorder(DEVICE).record(prepared(journal, forward))
 
 
-def test_the_expression_that_waited_is_named_though_another_error_came_of_it():
+def test_the_expression_that_waited_is_named_though_another_error_came_of_it(elsewhere):
     of_torch = {"__name__": "torch._tensor"}
     exec(f"def item():\n    raise RuntimeError({SYNCHRONISED!r})", of_torch)
     rows = SimpleNamespace(item=of_torch["item"])

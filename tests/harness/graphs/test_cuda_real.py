@@ -21,7 +21,8 @@ def test_a_real_graph_computes_anew_in_the_same_memory():
     assert out.cpu().eq(16.0).all()
 
 
-def test_a_real_host_read_is_named_and_the_next_recording_works():
+def test_a_real_host_read_is_named_and_the_next_recording_works(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # files outside of the current folder are named in full
     x, out = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
     recorder = recorder_for(x.device)
 

@@ -51,8 +51,11 @@ def test_what_is_written_after_it_was_spoilt_is_noticed_and_what_was_written_bef
     assert held.was_written()
 
 
-def test_tensors_without_memory_are_passed_over():
-    held = HeldMemory([torch.empty(0), torch.eye(2).to_sparse(), torch.empty(3, device="meta")])
+@pytest.mark.parametrize(
+    "make", [lambda: torch.empty(0), lambda: torch.eye(2).to_sparse(), lambda: torch.empty(3, device="meta")]
+)
+def test_a_tensor_without_memory_of_its_own_is_passed_over(make):
+    held = HeldMemory([make()])
     held.spoil()
     assert not held.was_written()
 
