@@ -14,7 +14,7 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.harness.construction import builder_arguments
 from attncheck.harness.graphs.diagnosis import Scene, why_wrong
 from attncheck.harness.graphs.faults import capture_fault, step_fault
-from attncheck.harness.graphs.probes import Probe, Turn
+from attncheck.harness.graphs.probes import Bucket, Probe, Turn
 from attncheck.harness.graphs.questions import Questions
 from attncheck.harness.graphs.recorder import CaptureError, Recorder, UnseenError, recorder_for
 from attncheck.harness.graphs.session import Capture, GraphSession
@@ -63,7 +63,7 @@ class Measurement:
 def measure(backend: type[AttentionBackend], questions: Questions, device: torch.device) -> Measurement:
     """Plays the probes until one breaks; a level is looked at only if the ones below hold.
 
-    Raises StageError where the backend's declarations do.
+    Raises StageError where the backend's declarations do, and where it breaks on the same steps without a graph.
     """
     declared = declared_level(backend, questions)
     recorder = recorder_for(device)
@@ -118,35 +118,51 @@ def _name(level: AttentionCGSupport) -> GraphLevel:
 def _play(
     backend: type[AttentionBackend], probe: Probe, questions: Questions, device: torch.device, recorder: Recorder
 ) -> Fault | Unseen | None:
-    """One probe from capture to its last step; None: all came out right."""
+    """One probe from capture to its last step; None: all came out right.
+
+    Raises StageError where the backend cannot be set up, or makes no step even without a graph.
+    """
     turns, refused = _askable(backend, probe, questions)
     if refused is not None:
         return refused
     problems = [questions.problem(questions.case(probe, turn)) for turn in turns]
-    try:
-        session = GraphSession(backend, probe, problems, device, recorder)
-        captures = []
-        for bucket in probe.buckets:
-            capture = session.capture(bucket)
-            if isinstance(capture, CaptureError):
-                return Fault(f"forward cannot be captured ({bucket}): {capture}")
-            if isinstance(capture, UnseenError):
-                return Unseen(str(capture))
-            fault = capture_fault(problems[0], capture)
-            if fault is not None:
-                return Fault(f"{fault} ({bucket})")
-            captures.append(capture)
-        for turn, problem in zip(turns, problems, strict=True):
-            scene = Scene(
-                probe, turn, questions, session, partial(GraphSession, backend, probe, problems, device, recorder)
-            )
+    make = partial(GraphSession, backend, probe, problems, device, recorder)
+    session = make()
+    captures: list[Capture] = []
+    for bucket in probe.buckets:
+        capture = _captured(session, bucket, turns[0], problems[0])
+        if not isinstance(capture, Capture):
+            return capture
+        captures.append(capture)
+    for turn, problem in zip(turns, problems, strict=True):
+        scene = Scene(probe, turn, questions, session, make)
+        try:
             wrong = _take(scene, problem, None if turn.bucket is None else captures[turn.bucket])
-            if wrong is not None:
-                return wrong
-    except StageError as failure:
-        raised = failure.raised
-        return Fault(f"{raised.stage} raised {type(raised.error).__name__}: {raised.message}")
+        except StageError as failure:
+            wrong = Fault(f"{_told(scene)}: {_raised(failure)}")
+        if wrong is not None:
+            return wrong
     return None
+
+
+def _captured(session: GraphSession, bucket: Bucket, turn: Turn, problem: Problem) -> Capture | Fault | Unseen:
+    """The graphs of a bucket. Raises StageError where the backend cannot even make a step without one."""
+    try:
+        capture = session.capture(bucket)
+    except StageError as failure:
+        session.step(turn, problem, None)
+        return Fault(f"{_raised(failure)} ({bucket})")
+    if isinstance(capture, CaptureError):
+        return Fault(f"forward cannot be captured ({bucket}): {capture}")
+    if isinstance(capture, UnseenError):
+        return Unseen(str(capture))
+    fault = capture_fault(problem, capture)
+    return capture if fault is None else Fault(f"{fault} ({bucket})")
+
+
+def _raised(failure: StageError) -> str:
+    raised = failure.raised
+    return f"{raised.stage} raised {type(raised.error).__name__}: {raised.message}"
 
 
 def _askable(backend: type[AttentionBackend], probe: Probe, questions: Questions) -> tuple[list[Turn], Fault | None]:
@@ -189,7 +205,7 @@ def _hidden(scene: Scene, problem: Problem) -> str | None:
     try:
         return scene.session.repeats_itself(scene.turn, problem)
     except StageError as failure:
-        return f"{failure.raised.stage} raised {type(failure.raised.error).__name__}: {failure.raised.message}"
+        return _raised(failure)
 
 
 def _told(scene: Scene) -> str:

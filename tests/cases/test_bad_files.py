@@ -106,7 +106,7 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "input_named_twice": (7, 30, "cases[0].inputs[2]", "the input is named twice"),
     "interleave_splits_pages": (7, 39, "cases[0].path.dcp.interleave", "give a divisor of block_size 16"),
     "k_scale_below_float32": (7, 43, "cases[0].cache.k_scale", "stay within 1.2e-38 and 3.4e+38"),
-    "later_check": (7, 24, "cases[0].checks[1]", "unknown check (found 'cudagraph'); known: numerics, lse"),
+    "later_check": (7, 24, "cases[0].checks[1]", "unknown check (found 'determinism'); known: numerics, lse"),
     "layer_is_a_text": (5, 12, "cases[0].layer", "a layer must be a mapping"),
     "layout_lower": (8, 15, "cases[0].cache.layout", "layout must be one of 'NHD' or 'HND'"),
     "list_as_key": (7, 13, "cases[0].layer", "a key must be a single word"),
