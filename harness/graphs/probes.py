@@ -17,6 +17,9 @@ ALWAYS = AttentionCGSupport.ALWAYS
 VERIFIED = range(2, 9)
 """Query lengths of uniform batches: 1 + K for K draft tokens. 5, 6 and 7 fill no tile of a power of two."""
 
+_FARTHEST = 4096
+"""The longest window or chunk whose edge is played; what a graph freezes shows at shorter lengths as well."""
+
 Lengths = tuple[int, int]
 """(query_len, seq_len) of one request."""
 
@@ -75,6 +78,7 @@ def probes_of(layer: LayerSpec, cache: CacheSpec) -> tuple[Probe, ...]:
     """The probes of all levels, lowest first."""
     edge = -(-16 // cache.block_size) * cache.block_size
     reach = max(layer.sliding_window or 0, layer.attn_chunk_size or 0)
+    reach = reach if reach <= _FARTHEST else 0
     return (*_single(edge, reach), *_uniform(edge, reach), *_mixed(edge, reach))
 
 
