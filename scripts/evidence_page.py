@@ -79,7 +79,7 @@ def _circumstances(environments: Sequence[Environment], command: str, seconds: f
         gpu = f", compute capability {env.capability}, driver {env.driver}" if env.driver else ""
         lines.append(f"- {env.device}: {env.device_name}{gpu}")
     lines += [
-        f"- attncheck {env.attncheck}, commit {env.git_commit}, torch {env.torch}, Python {env.python}, "
+        f"- attncheck {env.attncheck}, commit {env.git_commit or 'unknown'}, torch {env.torch}, Python {env.python}, "
         f"{phrases.plural(env.cores, 'core')}, {env.platform}"
         for env in environments[:1]
     ]

@@ -1,6 +1,7 @@
 """scripts/gpu-evidence: refuses where there is no GPU, and can be tried without one; its page tells what happened."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -85,6 +86,13 @@ def test_it_compares_emulated_with_emulated_and_leaves_run_files_and_a_page(tmp_
     assert "| ClaimsSingleDecode | smoke/decode.float32 |" in page
     assert "attncheck doctor" in (folder / "environment.txt").read_text(encoding="utf-8")
     assert "$ attncheck run --backend tests/miniatures/graphs.py:ClaimsSingleDecode" in (folder / "log.txt").read_text()
+
+
+def test_what_contributors_are_told_to_type_is_understood(script):
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    commands = re.findall(r"`scripts/gpu-evidence([^`]*)`", text)
+    asked = [script("gpu_evidence")._arguments(command.split()) for command in commands]
+    assert [found.emulated_only for found in asked] == [False, True]
 
 
 def test_all_parts_leave_at_most_eight_files_and_every_check_is_asked(script, tmp_path):
