@@ -44,7 +44,7 @@ class Place:
         return "" if self.line is None else str(self.line)
 
 
-def find_place(boundary: CodeType) -> Place:
+def find_place(boundary: CodeType | None = None) -> Place:
     """Where the caller of this is, on the way from here up to the frame that runs ``boundary``."""
     return _innermost_own(_stack(sys._getframe(1), boundary))
 
@@ -54,7 +54,7 @@ def place_of(error: BaseException) -> Place:
     return _innermost_own(reversed(list(walk_tb(error.__traceback__))))
 
 
-def _stack(frame: FrameType | None, boundary: CodeType) -> Iterator[tuple[FrameType, int]]:
+def _stack(frame: FrameType | None, boundary: CodeType | None) -> Iterator[tuple[FrameType, int]]:
     while frame is not None and frame.f_code is not boundary:
         yield frame, frame.f_lineno
         frame = frame.f_back

@@ -76,8 +76,8 @@ class EmulatedRecorder:
 
     def _warm_up(self, prepare: Callable[[], Forward]) -> None:
         try:
-            with self._watch.active():
-                for _ in range(_WARM_UPS):
+            for _ in range(_WARM_UPS):
+                with self._watch.active():
                     prepare()()
         except Exception as error:
             # Whose fault it is shows without the modes: what raises there as well is the backend's own.

@@ -22,8 +22,13 @@ EXPORTS: frozenset[Function] = frozenset((Tensor.numpy, Tensor.__array__))
 READERS: frozenset[Function] = EXPORTS | {Tensor.tolist, Tensor.__repr__, Tensor.__str__, Tensor.__format__}
 """Read contents without an operator that says so."""
 
-COPIES: frozenset[Function] = frozenset({Tensor.to, Tensor.cpu, torch.as_tensor, torch.asarray, torch.tensor})
+COPIES: frozenset[Function] = frozenset(
+    {Tensor.to, Tensor.type_as, Tensor.cpu, torch.as_tensor, torch.asarray, torch.tensor}
+)
 """Bring a tensor to another device; on one device some of them return what they were given."""
+
+MAKERS: frozenset[Function] = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+"""Make a tensor of what they are given; tensors within lists are read one by one."""
 
 _DEVICE_OF = Tensor.device.__get__
 _HOST = "cpu"
@@ -78,7 +83,7 @@ def destination(
     if function is Tensor.cpu:
         return "host"
     wanted = kwargs.get("device")
-    if function is Tensor.to and wanted is None:
+    if function in {Tensor.to, Tensor.type_as} and wanted is None:
         first = args[1] if len(args) > 1 else kwargs.get("other")
         if isinstance(first, Tensor):
             return first

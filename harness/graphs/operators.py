@@ -6,7 +6,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
+
+AnyOperator = OpOverload | HigherOrderOperator
 
 Work = Literal["view", "allocation", "constant", "read", "custom", "computation"]
 """view: moves no data. allocation: memory with undefined contents. constant: what it writes depends on no tensor's
@@ -43,8 +45,13 @@ class Operator:
                 yield from tensors_in(args[place])
 
 
-def describe(func: OpOverload) -> Operator:
-    """What ``func`` is."""
+def describe(func: AnyOperator) -> Operator:
+    """What ``func`` is. Of torch's higher-order operators only FlexAttention is one piece of work for a device."""
+    if isinstance(func, HigherOrderOperator):
+        name = func.name()
+        if name != "flex_attention":
+            raise NotImplementedError(f"the higher-order operator {name} is not recorded")
+        return Operator(name, "custom", written=frozenset(), is_dynamic=False, follows=False)
     schema = func._schema
     written: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from attncheck.harness.graphs.blame import Place
 from attncheck.harness.graphs.host_memory import HostMemory, storage_key
-from attncheck.harness.graphs.operators import tensors_in
+from attncheck.harness.graphs.operators import AnyOperator, tensors_in
 
 Fresh = tuple[Tensor | None, ...]
 """What an operator returned; None where it returned memory it was given."""
@@ -23,7 +22,7 @@ Fresh = tuple[Tensor | None, ...]
 class Step:
     """One operator with its arguments. What it returns is copied to ``outputs``, where they are not None."""
 
-    func: OpOverload
+    func: AnyOperator
     args: tuple[object, ...]
     kwargs: dict[str, object]
     outputs: Fresh
@@ -64,7 +63,8 @@ class Tape:
             if isinstance(value, Tensor):
                 return value.clone() if host.holds(value) else self._alias(value, user)
             if isinstance(value, list | tuple):
-                return type(value)(frozen(part) for part in value)
+                parts = [frozen(part) for part in value]
+                return parts if isinstance(value, list) else tuple(parts)
             return value
 
         return tuple(frozen(value) for value in args), {name: frozen(value) for name, value in kwargs.items()}
@@ -78,15 +78,18 @@ class Tape:
                 self._outside[key] = Outside(alias, address, user, self._find_place())
         return alias
 
-    def add(self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], fresh: Fresh) -> None:
+    def add(self, func: AnyOperator, args: tuple[object, ...], kwargs: dict[str, object], fresh: Fresh) -> None:
         """Compute ``func`` of frozen arguments again at every replay."""
         outputs = tuple(None if tensor is None else self.keep(tensor) for tensor in fresh)
         self._steps.append(Step(func, args, kwargs, outputs if any(output is not None for output in outputs) else ()))
 
-    def add_constant(self, tensor: Tensor) -> None:
-        """Write again, at every replay, what this new memory holds now."""
-        kept = self.keep(tensor)
-        self._steps.append(Step(torch.ops.aten.copy_.default, (kept, kept.clone()), {}, ()))
+    def add_new(self, fresh: Fresh, *, is_constant: bool) -> None:
+        """Memory allocated by the recording; a constant is written again at every replay, as it is now."""
+        for tensor in fresh:
+            if tensor is not None:
+                kept = self.keep(tensor)
+                if is_constant:
+                    self._steps.append(Step(torch.ops.aten.copy_.default, (kept, kept.clone()), {}, ()))
 
     def keep(self, tensor: Tensor) -> Tensor:
         """An alias of memory that the recording allocated, which lives as long as the tape."""

@@ -4,8 +4,9 @@ Two torch modes report here. One sees operators; the other sees Python functions
 read without an operator, and where a result was meant to lie. Must not know: probes, backends, how violations are told.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import cast
 
@@ -19,6 +20,7 @@ from attncheck.harness.graphs.blame import find_place
 from attncheck.harness.graphs.functions import (
     COPIES,
     EXPORTS,
+    MAKERS,
     READERS,
     Function,
     Memory,
@@ -29,12 +31,15 @@ from attncheck.harness.graphs.functions import (
 )
 from attncheck.harness.graphs.host_memory import HostMemory, storage_key
 from attncheck.harness.graphs.judgement import Call, forbidden
-from attncheck.harness.graphs.operators import Operator, describe, tensors_in
+from attncheck.harness.graphs.operators import AnyOperator, Operator, describe, tensors_in
 from attncheck.harness.graphs.recorder import Violation, ViolationKind
 from attncheck.harness.graphs.tape import Tape
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
+
+_COMPILERS = frozenset({"torch._dynamo", "torch.nn.attention.flex_attention"})
+_CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class Watch:
@@ -43,7 +48,7 @@ class Watch:
     def __init__(self) -> None:
         self.host = HostMemory()
         self._host_device = torch.device("cpu")
-        self._operators: dict[OpOverload, Operator] = {}
+        self._operators: dict[AnyOperator, Operator] = {}
         self._is_active = False
         self._tape: Tape | None = None
         self._violations: dict[Violation, None] = {}
@@ -60,7 +65,7 @@ class Watch:
             return
         self._is_active = True
         try:
-            with _Functions(self), _Operators(self):
+            with _uncompiled(), _Functions(self), _Operators(self):
                 yield
         finally:
             self._is_active = False
@@ -102,6 +107,8 @@ class Watch:
                 return self._copy(func, args[0], args, kwargs)
             if asks_device(func) and self.host.holds(cast(Tensor, args[0])):
                 return self._host_device
+            if func in MAKERS and self._memory_of(tensors_in(args)) == "device":
+                self._report("host read", words(func, ""))
             self._placed = self._place_of_new(func, args, kwargs)
             return func(*args, **kwargs)
         finally:
@@ -116,16 +123,16 @@ class Watch:
         wanted, here = destination(func, args, kwargs, self._host_device), self._memory_of((source,))
         if isinstance(wanted, Tensor):
             wanted = self._memory_of((wanted,))
-        if wanted in {None, here} or find_place(Watch.active.__code__).interpreted:
+        if wanted in {None, here} or find_place().interpreted:
             return func(*args, **kwargs)
-        self._report("host read" if wanted == "host" else "host copy", words(func, ""))
+        if wanted == "device":
+            self._report("host copy", words(func, ""))
+        else:
+            self._report("host read", '.to("cpu")' if func is Tensor.to else words(func, ""))
         result = cast(Tensor, func(*args, **kwargs))
         if storage_key(result) == storage_key(source):
             result = result.clone()
-        if wanted == "host":
-            self.host.mark(result)
-        else:
-            self.host.unmark(result)
+        self._place(wanted, (result,))
         return result
 
     def _place_of_new(self, func: Function, args: Args, kwargs: Kwargs) -> Memory | None:
@@ -139,76 +146,75 @@ class Watch:
 
     # Operators.
 
-    def operator(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    def operator(self, func: AnyOperator, args: Args, kwargs: Kwargs) -> object:
         """One call of an operator: judged, run, taped, and its result placed in the account."""
         with torch._C.DisableTorchFunction():
             operator = self._operators.get(func) or self._operators.setdefault(func, describe(func))
-            if operator.name == "aten.lift_fresh":
-                return self._lift(func, args, kwargs)
             given = (*tensors_in(args), *tensors_in(kwargs))
             call = Call(operator, args, kwargs, given, tuple(tensor for tensor in given if self.host.holds(tensor)))
-            if self._tape is not None and (kind := forbidden(call, self.host)) is not None:
+            kind = None if self._tape is None else forbidden(call, self.host)
+            if kind is not None:
                 self._report(kind, words(self._function, operator.name))
             memory = self._place_of_result(call)
             tape = self._tape if memory == "device" and self._depth == 0 else None
+            computes = operator.work in {"computation", "custom"}
+            frozen = tape.freeze(operator.name, args, kwargs, self.host) if tape is not None and computes else None
+        if operator.work == "custom" and isinstance(func, OpOverload):
+            result = self._run_inside(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            if operator.name == "aten.lift_fresh":
+                self._place_lifted(cast(Tensor, result))
             if operator.work in {"view", "read"}:
-                return func(*args, **kwargs)
-            if operator.work != "custom":
-                return self._run(call, func, func, memory, tape)
-        return self._run(call, func, self._inside(func), memory, tape)
+                return result
+            known = {storage_key(tensor) for tensor in given}
+            fresh = tuple(None if storage_key(tensor) in known else tensor for tensor in tensors_in(result))
+            self._place(memory, fresh)
+            if tape is not None and frozen is not None:
+                tape.add(func, *frozen, fresh)
+            elif tape is not None:
+                tape.add_new(fresh, is_constant=operator.work == "constant")
+        return result
 
     def _place_of_result(self, call: Call) -> Memory:
         if self._placed is not None and (not call.given or call.operator.follows):
             return self._placed
         return "host" if call.given and call.is_host_work else "device"
 
-    def _run(
-        self, call: Call, func: OpOverload, run: Callable[..., object], memory: Memory, tape: Tape | None
-    ) -> object:
-        computes = call.operator.work in {"computation", "custom"}
-        if tape is not None and computes:
-            args, kwargs = tape.freeze(call.operator.name, call.args, call.kwargs, self.host)
-        result = run(*call.args, **call.kwargs)
-        known = {storage_key(tensor) for tensor in call.given}
-        fresh = tuple(None if storage_key(tensor) in known else tensor for tensor in tensors_in(result))
-        for tensor in fresh:
-            if tensor is None:
-                continue
-            if memory == "host":
-                self.host.mark(tensor)
-            else:
-                self.host.unmark(tensor)
-            if tape is not None and call.operator.work == "constant":
-                tape.add_constant(tensor)
-            elif tape is not None:
-                tape.keep(tensor)
-        if tape is not None and computes:
-            tape.add(func, args, kwargs, fresh)
-        return result
+    def _place(self, memory: Memory, tensors: Iterable[Tensor | None]) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                (self.host.mark if memory == "host" else self.host.unmark)(tensor)
 
-    def _inside(self, func: OpOverload) -> Callable[..., object]:
-        """The operator's own implementation, watched: what it reads on the host, no capture would allow either."""
-
-        def run(*args: object, **kwargs: object) -> object:
-            outer = self._function, self._placed
-            self._function, self._placed, self._depth = None, None, self._depth + 1
-            try:
-                with _Functions(self), _Operators(self):
-                    return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
-            finally:
-                self._function, self._placed = outer
-                self._depth -= 1
-
-        return run
-
-    def _lift(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    def _place_lifted(self, made: Tensor) -> None:
         """A tensor made from Python data. Within an operator, what numpy made stands for what its kernel wrote."""
-        result = cast(Tensor, func(*args, **kwargs))
         if self._placed == "device":
             self._report("host copy", words(self._function, "aten.lift_fresh"))
         elif self._function is not None or self._depth == 0:
-            self.host.mark(result)
-        return result
+            self.host.mark(made)
+
+    def _run_inside(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+        """The operator's own implementation, watched: what it reads on the host, no capture would allow either."""
+        kernel = torch.library.get_kernel(func, "CPU")
+        outer = self._function, self._placed
+        self._function, self._placed, self._depth = None, None, self._depth + 1
+        try:
+            with _Functions(self), _Operators(self):
+                return kernel.call_boxed(_CPU_KEYS, *args, **kwargs)
+        finally:
+            self._function, self._placed = outer
+            self._depth -= 1
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Compiled functions run as they were written: compilers trace no code under modes, and remember that they failed.
+
+    The compiler takes seconds to import: it is left alone where nothing that calls it was imported.
+    """
+    if sys.modules.keys().isdisjoint(_COMPILERS):
+        return nullcontext()
+    return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
 
 
 class _Functions(TorchFunctionMode):
@@ -221,9 +227,16 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, watch: Watch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watch = watch
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import the compiler with the first operator, and pass through it with each."""
+        return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         return self._watch.operator(func, args, kwargs or {})
