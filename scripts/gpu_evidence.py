@@ -36,8 +36,8 @@ from attncheck.reports.store import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 
-MINIATURE_CASES = ("decode.*",)
-"""One plain layer in a few dtypes: what a miniature does wrong does not depend on the layer."""
+MINIATURES = "tests/miniatures/graphs*.py"
+MINIATURE_SUITE = "tests/miniatures/graphs.yaml"
 
 JOB_LIMIT_S = 150.0
 """The longest one backend may take; what was found by then is kept."""
@@ -89,7 +89,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="where it all goes; must be empty")
     parser.add_argument("--part", action="append", choices=kinds, help="only this part; may be repeated")
     parser.add_argument("--backend", default="*", metavar="PATTERN", help="only backends whose reference matches")
-    parser.add_argument("--case", action="append", metavar="PATTERN", help="only these cases of suite smoke")
+    parser.add_argument("--case", action="append", metavar="PATTERN", help="only these cases of smoke")
     parser.add_argument("--limit", type=float, default=440, metavar="S", help="stop all processes after S seconds")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes at a time")
     parser.add_argument("--emulated-only", action="store_true", help="both sides on the CPU: tries the script itself")
@@ -109,19 +109,18 @@ def _plan(asked: argparse.Namespace, device: str, scratch: Path) -> list[Part]:
     """What is asked of whom, what matters most first."""
     side = "cuda" if device == "cuda" else "again"
     sides = {side: device, "emulated": "cpu"}
+    smoke = ("--suite", "smoke", *(word for case in asked.case or () for word in ("--case", case)))
+    graphs = ("--check", CHECK)
+    others = tuple(word for check in BACKEND_CHECKS if check != CHECK for word in ("--check", check))
     plan = []
     for name, on in sides.items():
-        plan.append(("candidates", name, on, builtin_names(), (CHECK,), asked.case or ()))
-        plan.append(("miniatures", name, on, _miniatures(), (CHECK,), asked.case or MINIATURE_CASES))
-    others = tuple(check for check in BACKEND_CHECKS if check != CHECK)
-    plan.append(("first-look", side, device, builtin_names(), others, asked.case or ()))
+        plan.append(("candidates", name, on, builtin_names(), (*smoke, *graphs)))
+        plan.append(("miniatures", name, on, _miniatures(), ("--suite", MINIATURE_SUITE, *graphs)))
+    plan.append(("first-look", side, device, builtin_names(), (*smoke, *others)))
     parts = []
-    for kind, name, on, refs, checks, cases in plan:
-        words = ["--suite", "smoke", "--device", on]
-        words += [word for check in checks for word in ("--check", check)]
-        words += [word for case in cases for word in ("--case", case)]
+    for kind, name, on, refs, words in plan:
         jobs = [
-            Job(ref, ("--backend", ref, *words), scratch / f"{kind}-{name}-{number}.jsonl")
+            Job(ref, ("--backend", ref, *words, "--device", on), scratch / f"{kind}-{name}-{number}.jsonl")
             for number, ref in enumerate(refs)
             if kind in asked.part and fnmatch(ref, asked.backend)
         ]
@@ -131,9 +130,9 @@ def _plan(asked: argparse.Namespace, device: str, scratch: Path) -> list[Part]:
 
 
 def _miniatures() -> list[str]:
-    """References of the backends in ``tests/miniatures/graphs*.py``, but for the base they share."""
+    """References of the backends in those files, but for the base they share."""
     refs = []
-    for path in sorted((ROOT / "tests" / "miniatures").glob("graphs*.py")):
+    for path in sorted(ROOT.glob(MINIATURES)):
         module = import_file(str(path), path)
         refs += [
             f"{path.relative_to(ROOT)}:{name}"

@@ -73,8 +73,7 @@ def test_a_folder_that_holds_something_is_refused(tmp_path):
 
 def test_it_compares_emulated_with_emulated_and_leaves_run_files_and_a_page(tmp_path):
     folder = tmp_path / "evidence" / "here"
-    words = ("--part", "miniatures", "--backend", "*:ClaimsSingleDecode", "--case", "decode.float32")
-    code, printed = call("--emulated-only", folder, *words)
+    code, printed = call("--emulated-only", folder, "--part", "miniatures", "--backend", "*:ClaimsSingleDecode")
     assert code == 0, printed
     assert str(folder / "README.md") in printed
     names = {"README.md", "environment.txt", "log.txt", "miniatures-again.jsonl", "miniatures-emulated.jsonl"}
@@ -83,7 +82,7 @@ def test_it_compares_emulated_with_emulated_and_leaves_run_files_and_a_page(tmp_
     assert (record.outcome, record.graph.measured) == ("failed", "NEVER")
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert "1 case of all backends: 1 agree, 0 differ, 0 cannot be compared." in page
-    assert "| ClaimsSingleDecode | smoke/decode.float32 |" in page
+    assert "| ClaimsSingleDecode | graphs/plain |" in page
     assert "attncheck doctor" in (folder / "environment.txt").read_text(encoding="utf-8")
     assert "$ attncheck run --backend tests/miniatures/graphs.py:ClaimsSingleDecode" in (folder / "log.txt").read_text()
 
@@ -106,9 +105,8 @@ def test_all_parts_leave_at_most_eight_files_and_every_check_is_asked(script, tm
         "first-look-cuda.jsonl",
     ]
     candidates, miniatures, *_, rest = parts
-    assert [job.words[2:] for job in candidates.jobs[:1]] == [
-        ("--suite", "smoke", "--device", "cuda", "--check", "cudagraph")
-    ]
+    assert candidates.jobs[0].words[2:] == ("--suite", "smoke", "--check", "cudagraph", "--device", "cuda")
+    assert miniatures.jobs[0].words[3] == "tests/miniatures/graphs.yaml"
     assert {"reference", "torch_sdpa"} <= {job.ref for job in rest.jobs}
     assert {"numerics", "claims"} <= set(rest.jobs[0].words)
     assert "cudagraph" not in rest.jobs[0].words
