@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attncheck.errors import AttncheckError
 from attncheck.harness.graphs.blame import Line, place_of
-from attncheck.harness.graphs.held_memory import HeldMemory, tensors_within
+from attncheck.harness.graphs.held_memory import Block, HeldMemory, tensors_within
 from attncheck.harness.graphs.recorder import CaptureError, Forward, RecorderName, Violation
 
 WARM_UPS = 1
@@ -31,21 +31,22 @@ class ReleasedMemoryError(AttncheckError):
 
 
 class CudaRecording:
-    """A captured graph, and the ``memory`` from before the capture that it may use."""
+    """A captured graph, and the ``blocks`` of memory from before the capture that it may use."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, memory: HeldMemory) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, blocks: tuple[Block, ...]) -> None:
         self._graph = graph
-        self._memory = memory
+        self._blocks = blocks
 
     def replay(self) -> None:
         """Launch the graph on the current stream, and wait until it is done: its errors are raised here.
 
         Raises :class:`ReleasedMemoryError`. What a graph reads of such memory shows in its answers.
         """
-        self._memory.spoil()
+        for block in self._blocks:
+            block.spoil()
         self._graph.replay()
         torch.cuda.current_stream().synchronize()
-        if self._memory.was_written():
+        if any(block.was_written() for block in self._blocks):
             raise ReleasedMemoryError("the graph wrote to memory that has been let go of since its capture")
 
     def reads(self, tensor: Tensor) -> bool | None:
@@ -66,7 +67,8 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._spoilt: list[torch.cuda.CUDAGraph] = []
+        self._memory = HeldMemory()
+        self._unended: list[torch.cuda.CUDAGraph] = []
 
     def watching(self) -> AbstractContextManager[None]:
         """Nothing: CUDA itself knows what lies on the host."""
@@ -89,8 +91,8 @@ class CudaRecorder:
             self._rehearse(prepare())
             torch.cuda.synchronize()  # what a warm-up's kernels did wrong belongs to it, not to the capture
             forward = prepare()
-            memory = HeldMemory(tensors_within(forward))
-            return CudaRecording(self._capture(forward), memory)
+            blocks = self._memory.of(tensors_within(forward))
+            return CudaRecording(self._capture(forward), blocks)
 
     def _rehearse(self, forward: Forward) -> None:
         """As under capture, without one: what waits for the device raises before anything is spoilt."""
@@ -125,7 +127,7 @@ class CudaRecorder:
         with suppress(RuntimeError):  # it was not recording after all
             torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
-        self._spoilt.append(graph)  # torch's allocators may still ask it which streams are its own
+        self._unended.append(graph)  # torch's allocators may still ask it which streams are its own
         with suppress(RuntimeError):  # a device that is lost says so at its next use
             torch.cuda.synchronize()
 

@@ -8,7 +8,9 @@ every table has. Must not know: graphs, backends.
 
 import gc
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import CellType, FunctionType, ModuleType
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,27 +19,40 @@ _NAN = 0xFF
 """A byte that makes NaN of every floating type, when it fills all bytes of a number."""
 
 
-class HeldMemory:
-    """Holds the memory of ``tensors``, and not the tensors."""
+@dataclass(eq=False)
+class Block:
+    """All memory that a tensor is part of, as bytes; ``value`` is the byte that it is spoilt with."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._held: dict[int, tuple[Tensor, int]] = {}
+    memory: Tensor
+    value: int
+    is_spoilt: bool = False
+
+    def spoil(self) -> None:
+        """Overwrite it, if nobody else holds it any more: NaN where floating-point numbers were, zeros elsewhere."""
+        if not self.is_spoilt and _uses(self.memory) == _uses(torch.empty(1)):
+            self.memory.fill_(self.value)
+            self.is_spoilt = True
+
+    def was_written(self) -> bool:
+        """Whether anybody has written to it since it was spoilt."""
+        return self.is_spoilt and bool(self.memory.ne(self.value).any())
+
+
+class HeldMemory:
+    """Blocks by their address. Graphs that use the same memory share its block, and it lives as long as one of them."""
+
+    def __init__(self) -> None:
+        self._blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
+
+    def of(self, tensors: Iterable[Tensor]) -> tuple[Block, ...]:
+        """The memory of ``tensors``, each block once; the tensors themselves are not held."""
+        found: dict[int, Block] = {}
         for tensor in tensors:
             if tensor.layout == torch.strided and tensor.data_ptr():
                 memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-                self._held.setdefault(memory.data_ptr(), (memory, _NAN if tensor.is_floating_point() else 0))
-        self._spoilt: dict[int, tuple[Tensor, int]] = {}
-
-    def spoil(self) -> None:
-        """Overwrite what nobody else holds any more: NaN where floating-point numbers were, zeros elsewhere."""
-        alone = _uses(torch.empty(1))
-        for address, (memory, value) in self._held.items():
-            if address not in self._spoilt and _uses(memory) == alone:
-                self._spoilt[address] = memory.fill_(value), value
-
-    def was_written(self) -> bool:
-        """Whether anybody has written to what was spoilt."""
-        return any(bool(memory.ne(value).any()) for memory, value in self._spoilt.values())
+                block = Block(memory, _NAN if tensor.is_floating_point() else 0)
+                found.setdefault(memory.data_ptr(), self._blocks.setdefault(memory.data_ptr(), block))
+        return tuple(found.values())
 
 
 def tensors_within(root: object) -> list[Tensor]:

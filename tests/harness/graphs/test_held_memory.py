@@ -9,6 +9,11 @@ import torch
 from attncheck.harness.graphs.held_memory import HeldMemory, tensors_within
 
 
+def block_of(*tensors):
+    (block,) = HeldMemory().of(tensors)
+    return block
+
+
 @pytest.mark.parametrize(
     ("dtype", "spoilt"),
     [
@@ -19,45 +24,56 @@ from attncheck.harness.graphs.held_memory import HeldMemory, tensors_within
 )
 def test_what_nobody_holds_becomes_nan_or_zero(dtype, spoilt):
     tensor = torch.ones(6).to(dtype)
-    held = HeldMemory([tensor[2:4], tensor])
+    block = block_of(tensor[2:4], tensor)
     storage = tensor.untyped_storage()
-    held.spoil()
+    block.spoil()
     assert tensor.float().eq(1).all()
     del tensor
-    held.spoil()
+    block.spoil()
     found = torch.empty(0, dtype=dtype).set_(storage).float()
     assert found.isnan().all() if spoilt == "nan" else found.eq(0).all()
     assert len(found) == 6
-    assert not held.was_written()
+    assert not block.was_written()
 
 
 def test_a_view_that_somebody_holds_keeps_all_of_it():
     tensor = torch.ones(6)
-    held, view = HeldMemory([tensor]), tensor[5:]
+    block, view = block_of(tensor), tensor[5:]
     del tensor
-    held.spoil()
+    block.spoil()
     assert view.eq(1).all()
 
 
 def test_what_is_written_after_it_was_spoilt_is_noticed_and_what_was_written_before_is_not():
     tensor = torch.ones(6)
-    held, storage = HeldMemory([tensor]), tensor.untyped_storage()
+    block, storage = block_of(tensor), tensor.untyped_storage()
     tensor.fill_(2)
     del tensor
-    held.spoil()
-    assert not held.was_written()
+    block.spoil()
+    assert not block.was_written()
     storage[3] = 7
-    held.spoil()  # once: what is found out is not wiped away
-    assert held.was_written()
+    block.spoil()  # once: what is found out is not wiped away
+    assert block.was_written()
+
+
+def test_graphs_share_the_blocks_of_memory_that_they_share():
+    held, tensor, other = HeldMemory(), torch.ones(6), torch.ones(6)
+    (one,), (same, another) = held.of([tensor]), held.of([tensor[:2], other])
+    assert one is same
+    assert another is not one
+    del tensor
+    one.spoil()
+    assert same.is_spoilt
+    storage = other.untyped_storage()
+    del other, another
+    assert torch._C._storage_Use_Count(storage._cdata) == 1  # a block lives no longer than its graphs
 
 
 @pytest.mark.parametrize(
     "make", [lambda: torch.empty(0), lambda: torch.eye(2).to_sparse(), lambda: torch.empty(3, device="meta")]
 )
 def test_a_tensor_without_memory_of_its_own_is_passed_over(make):
-    held = HeldMemory([make()])
-    held.spoil()
-    assert not held.was_written()
+    assert HeldMemory().of([make()]) == ()
 
 
 def test_every_tensor_within_is_found():
