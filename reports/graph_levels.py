@@ -1,22 +1,14 @@
 """Which CUDA-graph levels a run measured: rows of what is declared, what is measured, and the probe that broke.
 
 Cases equal in layer and cache share one examination, and its result stands on the record of each of them: here they
-come together again. Rows only; tables are made by ``terminal`` and ``markdown``. Must not know: what a probe does,
-colours, Markdown.
+come together again, and with them those that differ in nothing but the figures of a reason. Rows only; tables are made
+by ``terminal`` and ``markdown``. Must not know: what a probe does, colours, Markdown.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from attncheck.reports.records import (
-    GRAPH_LEVELS,
-    GraphLevel,
-    GraphLevels,
-    GraphProbe,
-    GraphRecorder,
-    Record,
-    graph_of,
-)
+from attncheck.reports.records import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe, Record, graph_of
 
 LEGEND = "probes: passed of examined; head-room: more is measured than declared"
 
@@ -33,17 +25,13 @@ class SharedResult:
 
 @dataclass(frozen=True)
 class LevelRow:
-    """What is alike in level and in the first probe that broke; ``results`` may differ in the probes behind that.
+    """Results of one backend that are alike but for their reasons, those with most cases first.
 
-    ``measured`` is None where nothing can be said here. ``broke_at``: the first probe that failed or could not be
-    examined, None where every probe passed.
+    ``graph`` is what they have in common: the levels and the outcome of every probe, without reasons.
     """
 
     backend: str
-    declared: GraphLevel
-    measured: GraphLevel | None
-    recorder: GraphRecorder
-    broke_at: GraphProbe | None
+    graph: GraphLevels
     results: tuple[SharedResult, ...]
 
     @property
@@ -52,42 +40,57 @@ class LevelRow:
         return sum(len(result.cases) for result in self.results)
 
     @property
+    def other_cases(self) -> int:
+        """How many of them have another reason than :attr:`broke_at`."""
+        return self.cases - len(self.results[0].cases)
+
+    @property
+    def broke_at(self) -> GraphProbe | None:
+        """The first probe that failed or could not be examined, with the reason that most cases have."""
+        return broken_probe(self.results[0].graph)
+
+    @property
+    def proven(self) -> GraphLevel:
+        """The level measured; where that cannot be told, the highest one whose probes, and those below, passed."""
+        if self.graph.measured is not None:
+            return self.graph.measured
+        open_levels = [GRAPH_LEVELS.index(probe.level) for probe in self.graph.probes if probe.outcome != "passed"]
+        return GRAPH_LEVELS[max(min(open_levels, default=0) - 1, 0)]
+
+    @property
     def head_room(self) -> GraphLevel | None:
         """The level that could be declared instead of a lower one, or None."""
-        return self.measured if self._above_declared() > 0 else None
+        return self.proven if GRAPH_LEVELS.index(self.proven) > GRAPH_LEVELS.index(self.graph.declared) else None
 
     @property
     def falls_short(self) -> bool:
         """Whether less is measured than declared."""
-        return self._above_declared() < 0
+        measured = self.graph.measured
+        return measured is not None and GRAPH_LEVELS.index(measured) < GRAPH_LEVELS.index(self.graph.declared)
 
     @property
     def probes(self) -> str:
-        """Passed of examined, ``9/10``; the least and the most where results differ, ``9/10-10/10``."""
-        counts = sorted(passed_of_examined(result.graph) for result in self.results)
-        return "-".join(f"{passed}/{examined}" for passed, examined in dict.fromkeys((counts[0], counts[-1])))
-
-    def _above_declared(self) -> int:
-        if self.measured is None:
-            return 0
-        return GRAPH_LEVELS.index(self.measured) - GRAPH_LEVELS.index(self.declared)
+        """Passed of examined, ``9/10``."""
+        outcomes = [probe.outcome for probe in self.graph.probes]
+        passed = outcomes.count("passed")
+        return f"{passed}/{passed + outcomes.count('failed')}"
 
 
 def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
     """The rows of a run: backends in the order in which records first name them, rows with most cases first."""
-    groups: dict[tuple[str, GraphLevel, GraphLevel | None, GraphRecorder, GraphProbe | None], list[Record]] = {}
+    groups: dict[tuple[str, GraphLevels], dict[GraphLevels, dict[str, None]]] = {}
     for record in records:
         if (graph := graph_of(record)) is not None:
-            group = (record.backend, graph.declared, graph.measured, graph.recorder, broken_probe(graph))
-            groups.setdefault(group, []).append(record)
-    rows = [LevelRow(*group, results=_results(members)) for group, members in groups.items()]
+            results = groups.setdefault((record.backend, without_reasons(graph)), {})
+            results.setdefault(graph, {})[record.case] = None
+    rows = [LevelRow(backend, graph, _results(members)) for (backend, graph), members in groups.items()]
     order = list(dict.fromkeys(record.backend for record in records))
     return tuple(sorted(rows, key=lambda row: (order.index(row.backend), -row.cases)))
 
 
 def legend(rows: Sequence[LevelRow]) -> str:
     """What the words of these rows mean."""
-    emulated = any(row.recorder == "emulated" for row in rows)
+    emulated = any(row.graph.recorder == "emulated" for row in rows)
     return "; ".join([LEGEND_OF_EMULATION, LEGEND] if emulated else [LEGEND])
 
 
@@ -96,22 +99,12 @@ def broken_probe(graph: GraphLevels) -> GraphProbe | None:
     return next((probe for probe in graph.probes if probe.outcome in ("failed", "not examined")), None)
 
 
-def passed_of_examined(graph: GraphLevels) -> tuple[int, int]:
-    """How many probes passed, and how many either passed or failed."""
-    outcomes = [probe.outcome for probe in graph.probes]
-    passed = outcomes.count("passed")
-    return passed, passed + outcomes.count("failed")
+def without_reasons(graph: GraphLevels) -> GraphLevels:
+    """The levels and the outcome of every probe alone."""
+    probes = tuple(probe.model_copy(update={"reason": ""}) for probe in graph.probes)
+    return graph.model_copy(update={"probes": probes})
 
 
-def subject(record: Record) -> GraphLevels | str:
-    """What a record that fell short is about: the result it shares with other cases, else its own case."""
-    graph = graph_of(record)
-    return record.case if graph is None else graph
-
-
-def _results(records: Sequence[Record]) -> tuple[SharedResult, ...]:
-    cases: dict[GraphLevels, list[str]] = {}
-    for record in records:
-        if (graph := graph_of(record)) is not None:
-            cases.setdefault(graph, []).append(record.case)
-    return tuple(SharedResult(graph, tuple(dict.fromkeys(names))) for graph, names in cases.items())
+def _results(members: Mapping[GraphLevels, Iterable[str]]) -> tuple[SharedResult, ...]:
+    results = (SharedResult(graph, tuple(cases)) for graph, cases in members.items())
+    return tuple(sorted(results, key=lambda result: -len(result.cases)))

@@ -7,8 +7,8 @@ examined. Messages of backends are quoted so that they cannot become markup. Mus
 from collections.abc import Iterable, Sequence
 
 from attncheck.reports import markup, phrases
-from attncheck.reports.graph_levels import LevelRow, SharedResult, legend, level_rows, subject
-from attncheck.reports.records import Errored, Failed, GraphLevels, Record, RunHeader, XFailed
+from attncheck.reports.graph_levels import LevelRow, legend, level_rows
+from attncheck.reports.records import Errored, Failed, Record, RunHeader, XFailed, graph_of
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
@@ -78,12 +78,12 @@ def _graph_levels(rows: Sequence[LevelRow]) -> list[str]:
     table = [
         [
             markup.escaped(row.backend),
-            row.declared,
+            row.graph.declared,
             _measured(row),
             str(row.cases),
-            row.recorder,
+            row.graph.recorder,
             row.probes,
-            markup.escaped(phrases.broke_at(row.broke_at)) if row.broke_at else "-",
+            _why_no_higher(row),
             f"could declare {row.head_room}" if row.head_room else "-",
         ]
         for row in rows
@@ -93,26 +93,45 @@ def _graph_levels(rows: Sequence[LevelRow]) -> list[str]:
         "## CUDA-graph levels",
         f"{markup.escaped(legend(rows))}.",
         markup.table(headings, table),
-        *(section for row in rows for result in row.results for section in _probes(row, result)),
+        *(section for row in rows for section in _probes(row)),
     ]
 
 
 def _measured(row: LevelRow) -> str:
-    text = phrases.measured_level(row.measured)
+    text = phrases.measured_level(row.graph.measured)
     return f"**{text}**" if row.falls_short else text
 
 
-def _probes(row: LevelRow, result: SharedResult) -> list[str]:
-    """One result: its probes in their order, and the cases it stands for."""
-    levels = f"declared {row.declared}, measured {phrases.measured_level(row.measured)}"
-    rows = [
-        [markup.escaped(probe.name), probe.level, phrases.probe_outcome(probe), markup.escaped(probe.reason) or "-"]
-        for probe in result.graph.probes
+def _why_no_higher(row: LevelRow) -> str:
+    others = f" ({phrases.other_reasons(row)})" if row.other_cases else ""
+    return f"{markup.escaped(phrases.why_no_higher(row))}{others}" or "-"
+
+
+def _probes(row: LevelRow) -> list[str]:
+    """One row: its probes in their order with the reasons all cases share, then the cases by their own reasons."""
+    columns = list(zip(*(result.graph.probes for result in row.results), strict=True))
+    differing = [index for index, probes in enumerate(columns) if len(set(probes)) > 1]
+    levels = f"declared {row.graph.declared}, measured {phrases.measured_level(row.graph.measured)}"
+    probes = [
+        [
+            markup.escaped(probe.name),
+            probe.level,
+            phrases.probe_outcome(probe),
+            "see below" if index in differing else markup.escaped(probe.reason) or "-",
+        ]
+        for index, probe in enumerate(row.results[0].graph.probes)
+    ]
+    cases = [
+        [
+            markup.escaped("; ".join(result.graph.probes[index].reason for index in differing)),
+            markup.escaped(", ".join(result.cases)),
+        ]
+        for result in row.results
     ]
     return [
-        f"### {markup.escaped(row.backend)}: {levels}, {phrases.plural(len(result.cases), 'case')}",
-        markup.table(["probe", "level", "outcome", "reason"], rows),
-        f"Cases: {markup.escaped(', '.join(result.cases))}",
+        f"### {markup.escaped(row.backend)}: {levels}, {phrases.plural(row.cases, 'case')}",
+        markup.table(["probe", "level", "outcome", "reason"], probes),
+        markup.table(["reason", "cases"], cases) if differing else f"Cases: {cases[0][1]}",
     ]
 
 
@@ -182,10 +201,12 @@ def _run_errors(errors: Sequence[str]) -> list[str]:
 def _failures(summary: Summary, header: RunHeader) -> list[str]:
     if not summary.short:
         return []
-    alike: dict[tuple[str, str, GraphLevels | str, str, str], list[Record]] = {}
+    alike: dict[tuple[object, ...], list[Record]] = {}
     for record in summary.short:
-        words = (record.backend, record.check, subject(record), record.outcome, phrases.what_happened(record))
-        alike.setdefault(words, []).append(record)
+        about = graph_of(record) or record.case
+        alike.setdefault(
+            (record.backend, record.check, about, record.outcome, phrases.what_happened(record)), []
+        ).append(record)
     return ["## What fell short", *(_failure(records, header) for records in alike.values())]
 
 
@@ -198,7 +219,9 @@ def _failure(records: Sequence[Record], header: RunHeader) -> str:
         f"**{record.outcome}**: {markup.escaped(phrases.what_happened(record))}",
     ]
     if further:
-        lines.append(f"With the same levels and probes: {markup.escaped(', '.join(other.case for other in further))}")
+        lines.append(
+            f"With the same levels, probes and reasons: {markup.escaped(', '.join(other.case for other in further))}"
+        )
     if isinstance(record, Failed):
         lines += ["\n".join(f"- {markup.escaped(detail)}" for detail in record.details)] if record.details else []
         lines += [f"Looks like: {markup.escaped(record.meaning)}"] if record.meaning else []

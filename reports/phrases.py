@@ -7,6 +7,7 @@ import math
 import unicodedata
 from collections.abc import Sequence
 
+from attncheck.reports.graph_levels import LevelRow
 from attncheck.reports.records import (
     OUTCOMES,
     UTILITIES,
@@ -102,9 +103,22 @@ def probe_outcome(probe: GraphProbe) -> str:
 
 def broke_at(probe: GraphProbe, *, width: int | None = None) -> str:
     """The probe that ended the climb from level to level, and why, on one line; the reason cut to ``width``."""
-    verb = "broke at" if probe.outcome == "failed" else "not examined here:"
+    verb = "broke at" if probe.outcome == "failed" else "stopped at"
     reason = one_line(probe.reason)
     return f"{verb} {one_line(probe.name)} ({probe.level}): {reason if width is None else cut(reason, width)}"
+
+
+def why_no_higher(row: LevelRow, *, width: int | None = None) -> str:
+    """The probe a row broke at, and what is proven all the same where the level cannot be told; empty: none broke."""
+    if row.broke_at is None:
+        return ""
+    proven = f"at least {row.proven}; " if row.graph.measured is None and row.proven != "NEVER" else ""
+    return f"{proven}{broke_at(row.broke_at, width=width)}"
+
+
+def other_reasons(row: LevelRow) -> str:
+    """That not all cases of a row break for the reason shown."""
+    return f"other figures or reasons in {row.other_cases} of {plural(row.cases, 'case')}"
 
 
 def one_line(text: str) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from attncheck.reports import phrases
-from attncheck.reports.graph_levels import LevelRow, legend, level_rows, subject
-from attncheck.reports.records import Errored, Failed, GraphLevels, Record, RunHeader
+from attncheck.reports.graph_levels import LevelRow, legend, level_rows, without_reasons
+from attncheck.reports.records import Errored, Failed, Record, RunHeader, graph_of
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
@@ -30,9 +30,9 @@ SHOWN_FAILURES = 3
 """Failures shown in full for one backend under one check; the Markdown report shows them all."""
 SHOWN_GAPS = 6
 """Reasons shown for one backend, those with most cases first."""
-NAME_WIDTH = 22
+NAME_WIDTH = 27
 """Columns for a backend's name beside two levels in full; the tables above it have the whole name."""
-REASON_WIDTH = 240
+REASON_WIDTH = 440
 """Characters shown of the reason why a probe broke; the Markdown report shows all."""
 
 
@@ -104,7 +104,7 @@ def _graph_levels(rows: Sequence[LevelRow], color: bool) -> str:
     cells = [
         [
             phrases.cut(phrases.one_line(row.backend), NAME_WIDTH),
-            row.declared,
+            row.graph.declared,
             _measured(row, color),
             str(row.cases),
             row.probes,
@@ -113,19 +113,20 @@ def _graph_levels(rows: Sequence[LevelRow], color: bool) -> str:
     ]
     headings, *lines = _table([["backend", "declared", "measured", "cases", "probes"], *cells]).splitlines()
     told = [f"{line}\n{notes}" if (notes := _level_notes(row)) else line for line, row in zip(lines, rows, strict=True)]
-    recorders = ", ".join(dict.fromkeys(row.recorder for row in rows))
+    recorders = ", ".join(dict.fromkeys(row.graph.recorder for row in rows))
     return "\n".join([f"CUDA-graph levels (recorder: {recorders})", "", headings, *told, "", wrap(legend(rows))])
 
 
 def _level_notes(row: LevelRow) -> str:
-    notes = [phrases.broke_at(row.broke_at, width=REASON_WIDTH)] if row.broke_at else []
+    notes = [phrases.why_no_higher(row, width=REASON_WIDTH)]
+    notes += [phrases.other_reasons(row)] if row.other_cases else []
     notes += [f"head-room: could declare {row.head_room}"] if row.head_room else []
-    return "\n".join(wrap(note, "  ") for note in notes)
+    return "\n".join(wrap(note, "  ") for note in notes if note)
 
 
 def _measured(row: LevelRow, color: bool) -> str:
-    text = phrases.measured_level(row.measured)
-    return text if row.measured is None else _paint(text, "31" if row.falls_short else "32", color)
+    text = phrases.measured_level(row.graph.measured)
+    return text if row.graph.measured is None else _paint(text, "31" if row.falls_short else "32", color)
 
 
 def _suite_table(summary: Summary, color: bool) -> str:
@@ -179,13 +180,14 @@ def wrap(text: str, indent: str = "", *, width: int = WIDTH) -> str:
 def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
     """Each failure in full, up to :data:`SHOWN_FAILURES` a backend and check, then how many more there are.
 
-    What fell short in the same words under several checks, as an exception does, is told once; so is one result that
-    stands for several cases.
+    What fell short in the same words under several checks, as an exception does, is told once; so are CUDA-graph
+    levels that are alike but for their reasons, whatever the case.
     """
-    alike: dict[tuple[str, GraphLevels | str, str, str], list[Record]] = {}
+    alike: dict[tuple[object, ...], list[Record]] = {}
     for record in summary.short:
-        words = (record.backend, subject(record), record.outcome, phrases.what_happened(record))
-        alike.setdefault(words, []).append(record)
+        graph = graph_of(record)
+        about = (record.case, phrases.what_happened(record)) if graph is None else (without_reasons(graph),)
+        alike.setdefault((record.backend, record.outcome, *about), []).append(record)
     told: Counter[tuple[str, str]] = Counter()
     more: Counter[str] = Counter()
     shown = []

@@ -72,7 +72,7 @@ def test_what_is_alike_is_one_row_and_most_cases_come_first(make: Make, graph: M
         graph("failed", BROKEN, backend="Wrong", case_id="a"),
     ]
     rows = level_rows(records)
-    assert [(row.backend, row.declared, row.measured, row.cases) for row in rows] == [
+    assert [(row.backend, row.graph.declared, row.graph.measured, row.cases) for row in rows] == [
         ("Wrong", "UNIFORM_BATCH", SINGLE, 1),
         ("reference", SINGLE, SINGLE, 2),
         ("reference", SINGLE, "UNIFORM_BATCH", 1),
@@ -87,23 +87,41 @@ def test_what_is_alike_is_one_row_and_most_cases_come_first(make: Make, graph: M
     ("other", "rows"),
     [
         (levels(SINGLE, SINGLE, "passed", "passed", "failed"), 1),
-        (levels(SINGLE, SINGLE, "passed", "passed", "failed", reason="another"), 2),
+        (levels(SINGLE, SINGLE, "passed", "passed", "failed", reason="another"), 1),
         (levels(SINGLE, "NEVER", "passed", "passed", "failed"), 2),
         (levels("NEVER", SINGLE, "passed", "passed", "failed"), 2),
         (levels(SINGLE, SINGLE, "passed", "passed", "not examined"), 2),
         (levels(SINGLE, SINGLE, "passed", "failed", "failed"), 2),
     ],
 )
-def test_rows_differ_in_levels_and_in_the_probe_that_broke(graph: Make, other: dict[str, Any], rows: int) -> None:
+def test_rows_differ_in_levels_and_in_outcomes_of_probes(graph: Make, other: dict[str, Any], rows: int) -> None:
     assert len(level_rows([graph("passed", GOOD), graph("passed", other, case_id="b")])) == rows
 
 
-def test_what_differs_behind_the_probe_that_broke_is_one_row_of_two_results(graph: Make) -> None:
-    first = levels("NEVER", "NEVER", "failed", "not run")
-    second = levels("NEVER", "NEVER", "failed", "passed", "passed")
-    (row,) = level_rows([graph("passed", first), graph("passed", second, case_id="b")])
-    assert [len(result.cases) for result in row.results] == [1, 1]
-    assert row.probes == "0/1-2/3"
+def test_reasons_that_differ_are_one_row_and_the_commonest_comes_first(graph: Make) -> None:
+    found = [levels("NEVER", "NEVER", "failed", reason=f"worst {figure} budgets") for figure in (7, 9, 9)]
+    (row,) = level_rows([graph("passed", one, case_id=name) for name, one in zip("abc", found, strict=True)])
+    assert row.broke_at is not None
+    assert row.broke_at.reason == "worst 9 budgets"
+    assert [result.cases for result in row.results] == [("smoke/b", "smoke/c"), ("smoke/a",)]
+    assert (row.cases, row.other_cases) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("declared", "measured", "outcomes", "proven", "head_room"),
+    [
+        ("NEVER", None, ("passed", "passed", "not examined"), SINGLE, SINGLE),
+        (SINGLE, None, ("passed", "passed", "not examined"), SINGLE, None),
+        (SINGLE, None, ("passed", "not examined", "not run"), "NEVER", None),
+        ("NEVER", SINGLE, ("passed", "passed", "failed"), SINGLE, SINGLE),
+        ("ALWAYS", None, (), "NEVER", None),
+    ],
+)
+def test_what_passed_is_proven_though_the_level_cannot_be_told(
+    graph: Make, declared: str, measured: str | None, outcomes: tuple[str, ...], proven: str, head_room: str | None
+) -> None:
+    (row,) = level_rows([graph("passed", levels(declared, measured, *outcomes))])
+    assert (row.proven, row.head_room) == (proven, head_room)
 
 
 def test_probes_are_counted_passed_of_examined(graph: Make) -> None:
@@ -134,7 +152,7 @@ def test_the_terminal_shows_levels_and_below_them_what_broke(graph: Make, asked:
     assert lines[4] == "  head-room: could declare UNIFORM_BATCH"
     assert lines[5].split() == ["reference", SINGLE, "cannot", "tell", "1", "1/1"]
     assert " ".join(" ".join(lines[6:8]).split()) == (
-        f"not examined here: decode, fewer requests ({SINGLE}): a Triton launch outside a custom op"
+        f"stopped at decode, fewer requests ({SINGLE}): a Triton launch outside a custom op"
     )
     assert lines[8].split() == ["Wrong", "UNIFORM_BATCH", SINGLE, "1", "2/3"]
     assert lines[9] == f"  broke at 1+K tokens (UNIFORM_BATCH): {READ}"
@@ -156,7 +174,7 @@ def test_the_terminal_keeps_to_100_columns_and_cuts_long_reasons(graph: Make, as
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "the replay answers" in text
     assert "the end" not in text
-    assert "a" * 19 + "..." in text
+    assert "a" * 24 + "..." in text
 
 
 def test_measured_is_red_below_declared_and_green_otherwise(graph: Make, asked: RunHeader) -> None:
@@ -185,10 +203,32 @@ def test_a_failure_that_many_cases_share_is_told_once(graph: Make, asked: RunHea
     assert "not shown here" not in text
 
 
-def test_results_that_differ_are_told_apart_though_the_words_are_the_same(graph: Make, asked: RunHeader) -> None:
-    other = levels("UNIFORM_BATCH", SINGLE, "passed", "passed", "failed", reason="another")
-    records = [graph("failed", found, case_id=name) for name, found in (("a", BROKEN), ("b", other))]
-    assert terminal.render(asked, records).count("repeat: ") == 2
+def test_a_failure_is_told_once_though_its_figures_differ(graph: Make, asked: RunHeader) -> None:
+    records = [
+        graph(
+            "failed",
+            BROKEN | {"probes": levels("NEVER", None, "passed", "passed", "failed", reason=why)["probes"]},
+            case_id=why,
+            summary=f"{SUMMARY}: {why}",
+        )
+        for why in ("7", "9")
+    ]
+    text = terminal.render(asked, records)
+    assert f"and 1 more case with the same levels and probes\n  {SUMMARY}: 7\n" in text
+    assert text.count("repeat: ") == 1
+
+
+def test_the_terminal_counts_cases_with_other_reasons(graph: Make, asked: RunHeader) -> None:
+    found = [levels("NEVER", "NEVER", "failed", reason=why) for why in ("one", "two", "one")]
+    text = terminal.render(asked, [graph("passed", one, case_id=f"c{i}") for i, one in enumerate(found)])
+    assert f"  broke at decode, one bucket ({SINGLE}): one\n  other figures or reasons in 1 of 3 cases\n" in text
+
+
+def test_the_terminal_says_what_is_proven_at_least(graph: Make, asked: RunHeader) -> None:
+    found = levels("NEVER", None, "passed", "passed", "not examined", reason="hidden work")
+    text = terminal.render(asked, [graph("passed", found)])
+    assert f"  at least {SINGLE}; stopped at 1+K tokens (UNIFORM_BATCH): hidden work\n" in text
+    assert f"  head-room: could declare {SINGLE}\n" in text
 
 
 def test_markdown_has_the_table_and_every_probe_of_every_row(graph: Make, as_markdown: Callable[..., str]) -> None:
@@ -216,8 +256,16 @@ def test_markdown_tells_a_shared_failure_once_and_names_the_others(
 ) -> None:
     text = as_markdown(*(graph("failed", BROKEN, case_id=f"c{i}", summary=SUMMARY) for i in range(3)))
     assert "### reference: smoke/c0 and 2 more cases, cudagraph\n" in text
-    assert "With the same levels and probes: smoke/c1, smoke/c2\n" in text
+    assert "With the same levels, probes and reasons: smoke/c1, smoke/c2\n" in text
     assert text.count("Repeat:") == 1
+
+
+def test_markdown_gives_every_reason_with_its_cases(graph: Make, as_markdown: Callable[..., str]) -> None:
+    found = [levels("NEVER", "NEVER", "failed", "not run", reason=why) for why in ("one", "two", "one")]
+    text = as_markdown(*(graph("passed", one, case_id=f"c{i}") for i, one in enumerate(found)))
+    assert f"broke at decode, one bucket ({SINGLE}): one (other figures or reasons in 1 of 3 cases) |" in text
+    assert f"| decode, one bucket | {SINGLE} | failed | see below |\n" in text
+    assert "| one; one | smoke/c0, smoke/c2 |\n| two; two | smoke/c1 |\n" in text
 
 
 def test_markdown_keeps_long_reasons_whole(graph: Make, as_markdown: Callable[..., str]) -> None:
