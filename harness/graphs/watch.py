@@ -6,7 +6,7 @@ read without an operator, and where a result was meant to lie. Must not know: pr
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import CodeType
 from typing import cast
 
@@ -207,14 +207,21 @@ class Watch:
             self._depth -= 1
 
 
-def _uncompiled() -> AbstractContextManager[object]:
-    """Compiled functions run as they were written: compilers trace no code under modes, and remember that they failed.
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Compiled functions run as they were written: the compiler fails under modes, and remembers it.
 
-    The compiler takes seconds to import: it is left alone where nothing that calls it was imported.
+    It takes seconds to import, and is left alone until something that calls it is imported.
     """
-    if sys.modules.keys().isdisjoint(_COMPILERS):
-        return nullcontext()
-    return cast(AbstractContextManager[object], torch.compiler.set_stance("force_eager"))
+    if not sys.modules.keys().isdisjoint(_COMPILERS):
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    try:
+        yield
+    finally:
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
 
 
 class _Functions(TorchFunctionMode):
