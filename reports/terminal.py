@@ -34,6 +34,8 @@ NAME_WIDTH = 27
 """Columns for a backend's name beside two levels in full; the tables above it have the whole name."""
 REASON_WIDTH = 440
 """Characters shown of the reason why a probe broke; the Markdown report shows all."""
+HINT_WIDTH = 140
+"""Characters of it where a failure is told further down."""
 
 
 def opening(header: RunHeader) -> str:
@@ -118,7 +120,7 @@ def _graph_levels(rows: Sequence[LevelRow], color: bool) -> str:
 
 
 def _level_notes(row: LevelRow) -> str:
-    notes = [phrases.why_no_higher(row, width=REASON_WIDTH)]
+    notes = [phrases.why_no_higher(row, width=HINT_WIDTH if row.falls_short else REASON_WIDTH)]
     notes += [phrases.other_reasons(row)] if row.other_cases else []
     notes += [f"head-room: could declare {row.head_room}"] if row.head_room else []
     return "\n".join(wrap(note, "  ") for note in notes if note)

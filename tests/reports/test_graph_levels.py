@@ -204,18 +204,17 @@ def test_a_failure_that_many_cases_share_is_told_once(graph: Make, asked: RunHea
 
 
 def test_a_failure_is_told_once_though_its_figures_differ(graph: Make, asked: RunHeader) -> None:
-    records = [
-        graph(
-            "failed",
-            BROKEN | {"probes": levels("NEVER", None, "passed", "passed", "failed", reason=why)["probes"]},
-            case_id=why,
-            summary=f"{SUMMARY}: {why}",
-        )
-        for why in ("7", "9")
-    ]
+    found = {why: levels("UNIFORM_BATCH", SINGLE, "passed", "passed", "failed", reason=why) for why in ("7", "9")}
+    records = [graph("failed", one, case_id=why, summary=f"{SUMMARY}: {why}") for why, one in found.items()]
     text = terminal.render(asked, records)
     assert f"and 1 more case with the same levels and probes\n  {SUMMARY}: 7\n" in text
     assert text.count("repeat: ") == 1
+
+
+def test_a_reason_that_a_failure_tells_is_cut_short_in_the_table(graph: Make, asked: RunHeader) -> None:
+    broken = levels("ALWAYS", "NEVER", "failed", reason="a" * 70 + " " + "b" * 90)
+    text = terminal.render(asked, [graph("failed", broken, summary="all of it")])
+    assert f"{'b' * 66}...\n" in text  # 140 characters: 70, a space, 66 and the dots
 
 
 def test_the_terminal_counts_cases_with_other_reasons(graph: Make, asked: RunHeader) -> None:
@@ -281,8 +280,7 @@ def test_reasons_stay_text(graph: Make, asked: RunHeader, as_markdown: Callable[
 
 
 def test_a_text_of_just_the_width_is_not_cut() -> None:
-    assert phrases.cut("abcdef", 6) == "abcdef"
-    assert phrases.cut("abcdefg", 6) == "abc..."
+    assert (phrases.cut("abcdef", 6), phrases.cut("abcdefg", 6)) == ("abcdef", "abc...")
 
 
 def test_a_run_file_written_before_there_were_levels_is_read(tmp_path: Path, make: Make, asked: RunHeader) -> None:
