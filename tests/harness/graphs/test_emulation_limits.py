@@ -83,7 +83,7 @@ def test_code_that_modes_break_cannot_be_seen() -> None:
 
 def test_branches_of_higher_order_operators_cannot_be_seen() -> None:
     x = torch.ones(3)
-    with pytest.raises(UnseenError, match="(?i)cond"):
+    with pytest.raises(UnseenError, match=r"(?i)cond"):
         EmulatedRecorder().record(lambda: lambda: torch.cond(x.sum() > 0, lambda: x + 1, lambda: x - 1))
 
 
