@@ -44,7 +44,7 @@ def outcomes(records: dict[str, Record]) -> dict[str, str]:
     return {check: record.outcome for check, record in records.items()}
 
 
-ALL = ("numerics", "lse", "cache_write", "containment", "claims")
+ALL = ("numerics", "lse", "cache_write", "containment", "cudagraph", "claims")
 
 
 def test_an_honest_backend_passes_everything(make_case: Any) -> None:
@@ -65,7 +65,7 @@ def test_a_backend_may_answer_in_a_tensor_of_its_own(make_case: Any, path: PathS
 
 def test_an_exception_is_errored_and_breaks_the_claim(make_case: Any) -> None:
     records = examine(with_impl(attend=lambda *_: 1 / 0), make_case())
-    assert outcomes(records) == dict.fromkeys(ALL[:4], "errored") | {"claims": "failed"}
+    assert outcomes(records) == dict.fromkeys(ALL[:5], "errored") | {"claims": "failed"}
     record = records["numerics"]
     assert record.outcome == "errored"
     assert (record.stage, record.error_type, record.message) == ("forward", "ZeroDivisionError", "division by zero")
@@ -122,7 +122,7 @@ def test_refusing_what_one_declares_is_errored_never_unsupported(make_case: Any)
         raise NotImplementedError("windows are not for me")
 
     records = examine(with_impl(__init__=refuse), make_case(sliding_window=16))
-    assert outcomes(records) == dict.fromkeys(ALL[:4], "errored") | {"claims": "failed"}
+    assert outcomes(records) == dict.fromkeys(ALL[:5], "errored") | {"claims": "failed"}
     claim = records["claims"]
     assert claim.outcome == "failed"
     assert claim.summary == "declared, but refused at construct: NotImplementedError: windows are not for me"
@@ -149,7 +149,7 @@ def test_undeclared_and_refused_is_unsupported_and_an_honest_claim(make_case: An
     Impl.backend = backend
     backend.get_impl_cls = staticmethod(lambda: Impl)
     records = examine(backend, make_case(sinks=True))
-    assert outcomes(records) == dict.fromkeys(ALL[:4], "unsupported") | {"claims": "passed"}
+    assert outcomes(records) == dict.fromkeys(ALL[:5], "unsupported") | {"claims": "passed"}
     record = records["numerics"]
     assert record.outcome == "unsupported"
     assert "'sinks' is not declared" in record.reasons[0]

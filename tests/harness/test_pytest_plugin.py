@@ -62,7 +62,7 @@ def run(folder: pytest.Pytester, *words: str) -> pytest.RunResult:
 def test_each_check_of_each_case_of_each_backend_is_an_item(folder: pytest.Pytester) -> None:
     backends = ("--attncheck-backend", "torch_sdpa", "--attncheck-backend", "reference")
     result = run(folder, *OURS, *backends, "--collect-only", "-q")
-    checks = ("numerics", "lse", "cache_write", "containment", "claims")
+    checks = ("numerics", "lse", "cache_write", "containment", "cudagraph", "claims")
     expected = [
         f"attncheck::small::{case}::{backend}::{check}"
         for case, asked in (("decode", checks), ("capped.x-1", checks[:2]))
@@ -124,7 +124,7 @@ def test_outcomes_skips_failures_and_junit(folder: pytest.Pytester) -> None:
 def test_tests_beside_ours_still_run_and_selection_works(folder: pytest.Pytester) -> None:
     folder.makepyfile("def test_own(): pass")
     question = (*OURS, "--attncheck-backend", "reference", "--strict-markers")
-    run(folder, *question, "-k", "capped or own").assert_outcomes(passed=3, deselected=5)
+    run(folder, *question, "-k", "capped or own").assert_outcomes(passed=3, deselected=6)
 
 
 def test_under_xdist_a_case_is_examined_once_a_backend(folder: pytest.Pytester) -> None:

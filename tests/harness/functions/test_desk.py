@@ -14,7 +14,9 @@ from attncheck.harness.memory import needed_bytes
 from attncheck.reference import causal_conv1d, merge_attn_states
 from attncheck.reports.records import Record
 
-ALL = ("numerics", "lse", "cache_write", "containment", "claims")
+ALL = ("numerics", "lse", "cache_write", "containment", "cudagraph", "claims")
+# What is not asked of a function without an LSE.
+UNASKED = {"lse": "unsupported", "cudagraph": "unsupported"}
 
 
 def offering(**functions: Callable[..., Any]) -> Any:
@@ -69,7 +71,7 @@ def test_an_exception_breaks_the_claim_and_names_the_function(conv_case: Any) ->
         raise KeyError("line")
 
     records = examine(offering(causal_conv1d=broken), conv_case())
-    assert outcomes(records) == dict.fromkeys(ALL, "errored") | {"lse": "unsupported", "claims": "failed"}
+    assert outcomes(records) == dict.fromkeys(ALL, "errored") | UNASKED | {"claims": "failed"}
     assert said(records["claims"]) == "declared, but raised at causal_conv1d: KeyError: 'line'"
     record = records["numerics"]
     assert record.outcome == "errored"
@@ -175,7 +177,7 @@ def test_rows_of_padding_are_the_functions_own(conv_case: Any) -> None:
         return y
 
     records = examine(offering(causal_conv1d=convolve), conv_case((10, 12), padding=(1, 3)))
-    assert outcomes(records) == dict.fromkeys(ALL, "passed") | {"lse": "unsupported"}
+    assert outcomes(records) == dict.fromkeys(ALL, "passed") | UNASKED
 
 
 def test_a_failure_is_dumped_with_the_tensors_of_its_question(merge_case: Any, tmp_path: Path) -> None:
