@@ -6,6 +6,7 @@ numbers, and whatever lay on the host. Must not know: modes, how an operator cam
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -42,10 +43,15 @@ class Outside:
 
 
 class Tape:
-    """Steps in their order, and the memory they use. ``find_place`` says which line of a backend is running."""
+    """Steps in their order, and the memory they use.
 
-    def __init__(self, find_place: Callable[[], Place]) -> None:
+    ``find_place`` says which line of a backend is running. ``tapes``: all that may hold the same memory, this one too.
+    """
+
+    def __init__(self, find_place: Callable[[], Place], tapes: "WeakSet[Tape]") -> None:
         self._find_place = find_place
+        self._tapes = tapes
+        tapes.add(self)
         self._steps: list[Step] = []
         self._made: dict[int, Tensor] = {}
         self._outside: dict[int, Outside] = {}
@@ -113,11 +119,11 @@ class Tape:
         return storage_key(tensor) in self._outside
 
     def released(self) -> Iterator[Outside]:
-        """Memory from before the recording that only the tape still holds, or that was moved by a resize."""
+        """Memory from before the recording that only tapes still hold, or that was moved by a resize."""
         nobody = _uses(torch.empty(1)) - 1
         for key, outside in self._outside.items():
             moved = outside.alias.untyped_storage().data_ptr() != outside.address
-            if moved or _uses(outside.alias) - nobody <= self._references[key]:
+            if moved or _uses(outside.alias) - nobody <= sum(tape._references.get(key, 0) for tape in self._tapes):
                 yield outside
 
 

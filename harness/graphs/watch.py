@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType
 from typing import cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Watch:
         self.host = HostMemory()
         self._host_device = torch.device("cpu")
         self._operators: dict[AnyOperator, Operator] = {}
+        self._tapes: WeakSet[Tape] = WeakSet()
         self._is_active = False
         self._tape: Tape | None = None
         self._violations: dict[Violation, None] = {}
@@ -77,7 +79,7 @@ class Watch:
         ``boundary``: frames outside of the one that runs it are nobody's to blame.
         """
         self._boundary, self._violations = boundary, {}
-        self._tape = Tape(lambda: find_place(boundary))
+        self._tape = Tape(lambda: find_place(boundary), self._tapes)
         try:
             with self.active():
                 yield self._tape, self._violations

@@ -68,6 +68,19 @@ def test_a_workspace_that_grows_releases_the_one_recorded() -> None:
     assert [text.partition(" at ")[0] for text in recording.released()] == ["memory first used by aten.mul"]
 
 
+def test_graphs_of_several_buckets_do_not_hold_memory_for_each_other() -> None:
+    workspace = {"rows": torch.empty(3, 4)}
+    x, out, recorder = torch.ones(3, 4), torch.zeros(3, 4), EmulatedRecorder()
+
+    def forward(rows: int) -> None:
+        out[:rows] = torch.mul(x[:rows], 2, out=workspace["rows"][:rows])
+
+    recordings = [recorder.record(lambda rows=rows: lambda: forward(rows)) for rows in (3, 2)]
+    assert [recording.released() for recording in recordings] == [(), ()]
+    workspace["rows"] = torch.empty(8, 4)
+    assert [len(recording.released()) for recording in recordings] == [1, 1]
+
+
 def test_a_resize_that_moves_memory_releases_it() -> None:
     workspace, x, out = torch.empty(3, 4), torch.ones(3, 4), torch.zeros(3, 4)
     recording = EmulatedRecorder().record(lambda: lambda: out.copy_(torch.mul(x, 2, out=workspace)))
