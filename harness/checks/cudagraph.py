@@ -17,6 +17,7 @@ from attncheck.harness.graphs.examination import Measurement, Unseen, measure
 from attncheck.harness.graphs.questions import Questions
 from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, RequestSpec
 
+
 class GraphDesk:
     """Findings by layer and cache: the measurements of one run, each made once a backend."""
 
@@ -59,7 +60,7 @@ def judge(measurement: Measurement) -> Finding:
     is_unseen = broke is not None and isinstance(broke[1], Unseen)
     holds = declared.value <= reached.value
     # Of NEVER nothing is promised: to confirm it takes a probe that was seen to break, or to hold.
-    if broke is None or (holds and not (is_unseen and declared is AttentionCGSupport.NEVER)):
+    if broke is None or (holds and not (is_unseen and reached is AttentionCGSupport.NEVER)):
         notes = []
         if reached.value > declared.value:
             notes.append(f"head-room: {declared.name} is declared, {reached.name} measured")

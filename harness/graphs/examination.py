@@ -6,7 +6,7 @@ checks, terminals.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -21,9 +21,7 @@ from attncheck.harness.graphs.session import Capture, GraphSession
 from attncheck.harness.problem import Problem
 from attncheck.harness.stages import StageError, declared_reasons, stage
 from attncheck.reference.spec import AttentionCGSupport
-from attncheck.reports.records import GraphLevel, GraphLevels, GraphProbe
-
-LEVELS: tuple[GraphLevel, ...] = get_args(GraphLevel)
+from attncheck.reports.records import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def declared_level(backend: type[AttentionBackend], questions: Questions) -> Att
 
 
 def _name(level: AttentionCGSupport) -> GraphLevel:
-    return LEVELS[level.value]
+    return GRAPH_LEVELS[level.value]
 
 
 def _play(

@@ -4,12 +4,12 @@ import pytest
 
 from attncheck.harness.checks.cudagraph import judge
 from attncheck.harness.findings import Broken, Holds, NotExamined
-from attncheck.harness.graphs.examination import LEVELS, Fault, Measurement, Unseen
+from attncheck.harness.graphs.examination import Fault, Measurement, Unseen
 from attncheck.harness.graphs.probes import Bucket, Probe, Turn
 from attncheck.reference.spec import AttentionCGSupport
-from attncheck.reports.records import GraphLevels
+from attncheck.reports.records import GRAPH_LEVELS, GraphLevels
 
-NEVER, SINGLE, UNIFORM, ALWAYS = (AttentionCGSupport[name] for name in LEVELS)
+NEVER, SINGLE, UNIFORM, ALWAYS = (AttentionCGSupport[name] for name in GRAPH_LEVELS)
 
 
 def measurement(declared, reached, reason=None):
@@ -56,6 +56,12 @@ def test_what_cannot_be_seen_is_never_a_pass(declared, reached):
     assert isinstance(finding, NotExamined)
     assert finding.by == "attncheck"
     assert "a kernel the dispatcher does not see" in finding.reasons[0]
+
+
+def test_head_room_is_told_as_far_as_it_was_seen():
+    finding = judge(measurement(NEVER, SINGLE, Unseen("hidden")))
+    assert isinstance(finding, Holds)
+    assert finding.notes[0] == "head-room: NEVER is declared, UNIFORM_SINGLE_TOKEN_DECODE measured"
 
 
 def test_a_confirmed_level_holds_although_nothing_is_known_above_it():
