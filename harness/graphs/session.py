@@ -153,7 +153,10 @@ class GraphSession:
         )
         if all(a is None or b is None or _same_bits(a, b) for a, b in pairs):
             return None
-        return "a replay of forward's operators on the same inputs does not repeat what forward did"
+        return (
+            "forward does work that torch's dispatcher does not see, and that replaying its operators does not repeat "
+            "(a kernel launched outside of a custom operator: torch.library.custom_op makes it visible)"
+        )
 
     def _new_builder(self) -> Any:
         sizes = tuple(sorted(bucket.num_tokens for bucket in self._probe.buckets))
