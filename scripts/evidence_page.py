@@ -17,6 +17,8 @@ ran in a process of its own; `log.txt` holds what each printed, `environment.txt
 read with `attncheck report FILE`.
 """
 
+TRIAL = "**No GPU was used: both sides are the emulation, which tries the script and shows nothing else.**"
+
 USUAL = ("exit code 0", "exit code 1")
 """How a process ends that found every answer right, or some wrong."""
 
@@ -60,6 +62,7 @@ def page(parts: Sequence[Part], *, command: str, seconds: float) -> str:
     sections = [
         f"# CUDA graphs on {device}",
         HEAD.strip(),
+        *([] if any(part.side == "cuda" for part in parts) else [TRIAL]),
         _circumstances([run.header.environment for run in runs], command, seconds),
         "## What was run",
         markup.table(["part", "processes", "how they ended", "records", "run file"], map(_row, parts)),

@@ -81,6 +81,7 @@ def test_it_compares_emulated_with_emulated_and_leaves_run_files_and_a_page(tmp_
     (record,) = read_run(folder / "miniatures-again.jsonl").records
     assert (record.outcome, record.graph.measured) == ("failed", "NEVER")
     page = (folder / "README.md").read_text(encoding="utf-8")
+    assert "No GPU was used" in page
     assert "1 case of all backends: 1 agree, 0 differ, 0 cannot be compared." in page
     assert "| ClaimsSingleDecode | graphs/plain |" in page
     assert "attncheck doctor" in (folder / "environment.txt").read_text(encoding="utf-8")
@@ -179,6 +180,7 @@ def test_the_page_says_what_differs_what_went_wrong_and_what_fell_short(script, 
         seconds=12.3,
     )
     assert text.startswith("# CUDA graphs on a GPU\n")
+    assert "No GPU was used" not in text
     assert "- cuda: a GPU, compute capability 9.0, driver 580.1" in text
     assert "torch 2.11.0+cu130, Python 3.12.3" in text
     assert "1 case of all backends: 0 agree, 1 differ" in text
