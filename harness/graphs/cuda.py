@@ -96,7 +96,7 @@ class CudaRecorder:
 
     def _rehearse(self, forward: Forward) -> None:
         """As under capture, without one: what waits for the device raises before anything is spoilt."""
-        with self._side_stream(), _said_to_be_capturing(), _syncs_raise():
+        with self._side_stream(), _as_under_capture(), _syncs_raise():
             try:
                 forward()
             except Exception as error:
@@ -153,14 +153,22 @@ def _syncs_raise() -> Iterator[None]:
 
 
 @contextmanager
-def _said_to_be_capturing() -> Iterator[None]:
-    """Backends ask torch whether the stream is capturing, and read on the host only where it is not."""
-    asked = torch.cuda.is_current_stream_capturing
-    setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # noqa: B010 (mypy: no function is assigned to)
+def _as_under_capture() -> Iterator[None]:
+    """torch says that the stream is capturing: many a backend reads on the host only where it is not.
+
+    ``torch.cuda.synchronize`` raises, which the sync-debug mode lets pass.
+    """
+    stand_ins = {"is_current_stream_capturing": lambda: True, "synchronize": _refuse_to_wait}
+    own = {name: getattr(torch.cuda, name) for name in stand_ins}
+    vars(torch.cuda).update(stand_ins)
     try:
         yield
     finally:
-        setattr(torch.cuda, "is_current_stream_capturing", asked)  # noqa: B010 (the same)
+        vars(torch.cuda).update(own)
+
+
+def _refuse_to_wait(device: object = None) -> None:
+    raise RuntimeError(SYNCHRONISED)
 
 
 def violation_of(error: BaseException) -> Violation:

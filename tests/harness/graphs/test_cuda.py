@@ -166,6 +166,19 @@ def test_a_backend_that_reads_on_the_host_only_outside_of_capture_is_captured(jo
     assert not torch.cuda.is_current_stream_capturing()
 
 
+def test_waiting_for_the_whole_device_is_named_too(journal):
+    def forward():
+        if journal.mode == "error":
+            torch.cuda.synchronize()
+
+    with pytest.raises(CaptureError) as caught:
+        CudaRecorder(DEVICE).record(prepared(journal, forward))
+    where = f"{HERE}:{forward.__code__.co_firstlineno + 2} in forward"
+    assert caught.value.violations == (Violation("host read", "torch.cuda.synchronize()", where),)
+    torch.cuda.synchronize()
+    assert journal[-1] == "synchronize"
+
+
 def test_what_the_capture_raises_is_told_after_it_was_ended(journal):
     def forward():
         if "synchronize" in journal:
