@@ -154,7 +154,7 @@ def _syncs_raise() -> Iterator[None]:
 
 @contextmanager
 def _as_under_capture() -> Iterator[None]:
-    """torch says that the stream is capturing: many a backend reads on the host only where it is not.
+    """While torch says that the stream is capturing: many a backend reads on the host only where it is not.
 
     ``torch.cuda.synchronize`` raises, which the sync-debug mode lets pass.
     """
@@ -167,7 +167,7 @@ def _as_under_capture() -> Iterator[None]:
         vars(torch.cuda).update(own)
 
 
-def _refuse_to_wait(device: object = None) -> None:
+def _refuse_to_wait(*_: object) -> None:
     raise RuntimeError(SYNCHRONISED)
 
 
