@@ -35,6 +35,11 @@ def planned(x: Tensor, plan: Tensor) -> Tensor:
     return x * sum(plan.tolist())
 
 
+@torch.library.custom_op("attncheck_emulation::count", mutates_args=("out",))
+def count(out: Tensor) -> None:
+    out.add_(torch.ones(2, device=out.device))
+
+
 def buffers() -> tuple[Tensor, Tensor, Tensor]:
     return torch.arange(6.0).view(3, 2), torch.tensor([1, 2, 1]), torch.zeros(3, 2)
 
@@ -46,6 +51,12 @@ def test_an_operator_that_torch_cannot_look_into_replays_exactly() -> None:
     lens.copy_(torch.tensor([4, 0, 2]))
     recording.replay()
     assert out.tolist() == [[18.0, 18.0], [0.0, 0.0], [9.0, 9.0]]
+
+
+def test_what_an_operator_does_is_not_done_twice() -> None:
+    out = torch.zeros(3, 2)
+    EmulatedRecorder().record(lambda: lambda: count(out)).replay()
+    assert out.tolist() == [[4.0, 4.0]] * 3  # two warm-ups, the recording, the replay
 
 
 def test_what_an_operator_returns_stands_where_it_stood() -> None:
@@ -131,6 +142,7 @@ def test_what_tritons_interpreter_reads_is_the_kernels_own_work() -> None:
 
     recording = EmulatedRecorder().record(lambda: lambda: launch(kernel, out, one))
     assert out.tolist() == [15.0] * 3
+    out.fill_(1)
     recording.replay()
-    assert out.tolist() == [15.0] * 3  # an unwrapped launch is invisible: its effect is not repeated
+    assert out.tolist() == [1.0] * 3  # an unwrapped launch is invisible: neither its effect nor its copies are repeated
     assert recording.reads(out)
