@@ -200,9 +200,9 @@ def _seen(params: AttentionParams, ahead: Tensor, tree: Tensor | None) -> Tensor
     if right >= 0:
         seen &= ahead <= right
     if tree is not None:
-        new = ahead[:, :1]  # what lies ahead of the first row is counted from the first new key
-        column = new.clamp(0, len(tree) - 1).expand_as(ahead)
-        seen &= (new < 0) | tree.expand(len(ahead), -1, -1).gather(2, column)
+        # New keys are numbered by how far they lie ahead of the first row; older ones are seen like the root, by all.
+        column = ahead[:, :1].clamp(0, len(tree) - 1).expand_as(ahead)
+        seen &= tree.expand(len(ahead), -1, -1).gather(2, column)
     return seen
 
 

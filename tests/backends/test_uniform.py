@@ -136,7 +136,7 @@ SLOTS = {
     "the first has none": [-1, 7, -1, 3],
     "the last has none": [9, 8, -1, -1],
     "slot 0": [-1, -1, 0, 5],
-    "none has one": [-1, -1, -1, -1],
+    "none has one": [-(10**6), -1, -1, -1],
     "no rows": [],
 }
 

@@ -149,6 +149,16 @@ def test_more_rows_than_keys(causal, make_step):
     assert bool((graph.step.output[:2] == 0).all()) is causal
 
 
+def test_a_padding_request_is_known_by_its_rows(make_step):
+    """A length of its own does not make it real; its pages hold NaN."""
+    graph = Graph(make_step, PLAIN, 2)
+    other, cache = graph.refill([60, 9])
+    graph.step.common.seq_lens[2:] = 7
+    graph.step.common.block_table_tensor[2:] = 0
+    graph.call()
+    graph.compare(other.truth, cache)
+
+
 def test_capture_leaves_the_cache_alone(make_step):
     """No row has a slot, and slot 0 must keep even the NaN it holds."""
     graph = Graph(make_step, replace(PLAIN, dtype="bfloat16"), 2)
