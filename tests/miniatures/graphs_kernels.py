@@ -1,0 +1,160 @@
+"""Kernels that are not made of torch's operators: wrapped in a custom operator, honestly or not, and not wrapped."""
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attncheck.backends.registry import import_file
+
+graphs = import_file("graphs.py", Path(__file__).with_name("graphs.py"))
+Miniature, RowsImpl = graphs.Miniature, graphs.RowsImpl
+
+
+@torch.library.custom_op("attncheck_graphs::attend", mutates_args=("output", "output_lse"), device_types="cpu")
+def attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    output: Tensor,
+    output_lse: Tensor,
+) -> None:
+    """A kernel of the CPU, in numpy: it reads what its tensors hold whenever it runs."""
+    size, groups = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
+    bounds, pages = starts.numpy(), table.numpy()
+    rows = query.float().numpy()
+    out, lse = np.zeros_like(rows), np.full(rows.shape[:2], -np.inf, dtype=np.float32)
+    for request, seq_len in enumerate(seq_lens.numpy()):
+        positions = np.arange(seq_len)
+        slots = torch.from_numpy(pages[request, positions // size].astype(np.int64) * size + positions % size)
+        key, value = (
+            cache[slots // size, slots % size].float().numpy().repeat(groups, axis=1)
+            for cache in (key_cache, value_cache)
+        )
+        for row in range(bounds[request], bounds[request + 1]):
+            seen = seq_len - bounds[request + 1] + row + 1
+            scores = np.einsum("hd,nhd->hn", rows[row], key[:seen]) * np.float32(scale)
+            largest = scores.max(axis=1, keepdims=True)
+            with np.errstate(invalid="ignore"):  # a key may hold Inf
+                weights = np.exp(scores - largest)
+            total = weights.sum(axis=1, keepdims=True)
+            out[row] = np.einsum("hn,nhd->hd", weights / total, value[:seen])
+            lse[row] = (largest + np.log(total))[:, 0]
+    output.copy_(torch.from_numpy(out))
+    output_lse.copy_(torch.from_numpy(lse))
+
+
+@attend.register_kernel("cuda")
+def attend_on_the_device(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    table: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    output: Tensor,
+    output_lse: Tensor,
+) -> None:
+    request, position = graphs.locate(starts, seq_lens, len(query))
+    key, value, seen = graphs.gather((key_cache, value_cache), table, request, position)
+    out, lse = graphs.attention(query, key, value, seen, scale)
+    output.copy_(out)
+    output_lse.copy_(lse)
+
+
+@torch.library.custom_op("attncheck_graphs::clean_table", mutates_args=())
+def clean_table(table: Tensor, lens: Tensor, block_size: int) -> Tensor:
+    """The table without what lies behind the lengths; their maximum is read on the host, whatever the device."""
+    longest = -(-int(lens.max().item()) // block_size)
+    cleaned = torch.zeros_like(table)
+    cleaned[:, :longest] = table[:, :longest]
+    return cleaned
+
+
+class WrappedKernel(Miniature):
+    """Honest: all of attention is one custom operator, on the CPU a kernel in numpy."""
+
+    class Impl(RowsImpl):
+        def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
+            common, rows = metadata.common, metadata.common.num_actual_tokens
+            table, starts, lens = common.block_table_tensor, common.query_start_loc, common.seq_lens
+            attend(query[:rows], *caches, table, starts, lens, self.scale, output[:rows], output_lse[:rows])
+
+
+class ItemInsideAnOperator(Miniature):
+    """A custom operator hides an ``.item()``, which no capture allows either."""
+
+    class Impl(RowsImpl):
+        def attend_rows(self, query, caches, table, request, position, metadata):
+            table = clean_table(table, metadata.common.seq_lens, caches[0].shape[1])
+            return super().attend_rows(query, caches, table, request, position, metadata)
+
+
+class TwinInsideAnOperator(Miniature):
+    """A custom operator is handed the lengths' host twin: the work it does with them happens at capture only."""
+
+    class Impl(RowsImpl):
+        def attend_rows(self, query, caches, table, request, position, metadata):
+            table = clean_table(table, metadata.common.seq_lens_cpu, caches[0].shape[1])
+            return super().attend_rows(query, caches, table, request, position, metadata)
+
+
+class RunsOnTheCPU(Miniature):
+    """What goes through addresses and numpy has no other device."""
+
+    supported_devices = ("cpu",)
+
+    @classmethod
+    def get_supported_dtypes(cls):
+        return [torch.float32]
+
+
+class WritesThroughNumpy(RunsOnTheCPU):
+    """The output is filled behind torch's back, as an array that shares its memory."""
+
+    class Impl(RowsImpl):
+        def finish(self, out, lse, output, output_lse, metadata, position):
+            output.numpy()[: len(out)] = out.numpy()
+            output_lse.numpy()[: len(lse)] = lse.numpy()
+
+
+class WritesThroughPointers(RunsOnTheCPU):
+    """A kernel of a C library is handed addresses, and no operator says that it ran."""
+
+    class Impl(RowsImpl):
+        def finish(self, out, lse, output, output_lse, metadata, position):
+            for made, given in ((out, output), (lse, output_lse)):
+                found = made.contiguous()
+                ctypes.memmove(given.data_ptr(), found.data_ptr(), found.nbytes)
+
+
+class ReadsThroughPointers(RunsOnTheCPU):
+    """A C library's plan reads the lengths by their address, and says how many pages to gather."""
+
+    class Impl(RowsImpl):
+        def attend_rows(self, query, caches, table, request, position, metadata):
+            lens = metadata.common.seq_lens
+            longest = max((ctypes.c_int32 * len(lens)).from_address(lens.data_ptr()))
+            pages = -(-longest // caches[0].shape[1])
+            return super().attend_rows(query, caches, table[:, :pages], request, position, metadata)
+
+
+class WritesTheCacheThroughPointers(RunsOnTheCPU):
+    """A C library's writer stores the new rows."""
+
+    class Impl(RowsImpl):
+        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):
+            slots = (ctypes.c_int64 * len(slot_mapping)).from_address(slot_mapping.data_ptr())
+            for new, cache in ((key, key_cache), (value, value_cache)):
+                for row, slot in zip(new, slots, strict=False):
+                    if slot >= 0:
+                        for head, vector in enumerate(row.contiguous()):
+                            place = cache[slot // cache.shape[1], slot % cache.shape[1], head]
+                            ctypes.memmove(place.data_ptr(), vector.data_ptr(), vector.nbytes)

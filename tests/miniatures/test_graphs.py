@@ -1,0 +1,192 @@
+"""Examining the check ``cudagraph``: it measures honest backends exactly, and catches every way to lie, by its cause.
+
+What CUDA would refuse is refused here by the emulation; on a GPU the same miniatures meet real graphs.
+"""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from attncheck.backends.registry import load
+from attncheck.cases.loader import load_suite
+from attncheck.harness.engine import Examiner, Plan
+
+HERE = Path(__file__).resolve().parent
+NEVER, SINGLE, UNIFORM, ALWAYS = "NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"
+
+HONEST = {
+    "graphs.py": {"RowByRow": ALWAYS, "EqualRows": UNIFORM, "RowPerRequest": SINGLE, "HostLengths": NEVER},
+    "graphs_honest.py": {
+        "RefillsBuffers": ALWAYS,
+        "PlansOnTheHost": ALWAYS,
+        "SplitsAtAThreshold": UNIFORM,
+        "SyncsInPrefill": UNIFORM,
+        "LazyConstants": ALWAYS,
+        "LazyOnMetadata": ALWAYS,
+        "WorkspaceFromTheStart": ALWAYS,
+        "GrowsToTheBound": ALWAYS,
+        "BoundsFromTheConfig": ALWAYS,
+        "BoundsFromMaxSeqLen": ALWAYS,
+        "WritesApart": ALWAYS,
+        "MergesSplits": ALWAYS,
+        "NeedsOneKey": ALWAYS,
+        "LeavesPaddingAlone": ALWAYS,
+        "DeclaresByTheConfig": ALWAYS,
+    },
+    "graphs_styles.py": {
+        "SyncsInBuild": ALWAYS,
+        "OneMetadataObject": ALWAYS,
+        "RepeatsInterleaved": ALWAYS,
+        "ClearsByMask": ALWAYS,
+        "ScalarOnTheHost": ALWAYS,
+        "WritesIntoOut": ALWAYS,
+        "ConstantsOfTheModule": ALWAYS,
+        "MovesNothing": ALWAYS,
+    },
+    "graphs_kernels.py": {"WrappedKernel": ALWAYS},
+}
+"""Miniature: the level it declares, which must be the one measured."""
+
+FROZEN, KEPT = "numbers are frozen at capture", "something is kept from earlier steps"
+CANNOT, PADDING = "cannot be captured", "right without padding"
+
+LIARS = {
+    "graphs.py": {
+        "ClaimsSingleDecode": (NEVER, "'decode'", FROZEN),
+        "ClaimsUniformBatch": (SINGLE, "'verify 2'", FROZEN),
+        "ClaimsAlways": (UNIFORM, "'mixed'", FROZEN, "max_query_len"),
+        "ClaimsByTheConfig": (SINGLE, "declared ALWAYS", "'verify 2'"),
+    },
+    "graphs_forward.py": {
+        "ItemForManyRequests": (
+            NEVER,
+            CANNOT,
+            "8 requests",
+            "host read: .item() at",
+            "graphs_forward.py:38 in longest",
+        ),
+        "TolistForPrefill": (SINGLE, CANNOT, "host read: .tolist() at", "in locate"),
+        "BranchesOnTheData": (NEVER, CANNOT, "host read: bool() at"),
+        "CopiesToTheHost": (NEVER, CANNOT, "host read: .cpu() at"),
+        "CopiesFromTheHost": (NEVER, CANNOT, "host copy: torch.tensor() at"),
+        "CopiesTheTwins": (NEVER, CANNOT, "host copy: .to() at"),
+        "ShapesByTheData": (NEVER, CANNOT, "data-dependent shape: .nonzero() at"),
+        "SelectsSlots": (NEVER, CANNOT, "data-dependent shape: .masked_select() at", "in write"),
+        "WritesByMask": (NEVER, CANNOT, "data-dependent shape: x[...] = y"),
+        "ReadsLengthsAsInts": (NEVER, FROZEN, "seq_lens[0] was 1 at capture and is 15 now"),
+        "TrustsTheHostMaximum": (NEVER, FROZEN),
+        "FreezesTheSplits": (NEVER, FROZEN),
+        "DividesByTheLength": (NEVER, "'padded decode'", "padding rows of the output hold NaN", PADDING),
+        "ReadsTheNullPage": (NEVER, "'padded decode'", "padding rows of the output hold NaN", PADDING),
+        "ScalesByTheWholeQuery": (NEVER, "'padded decode'", "not a number", PADDING),
+        "WritesNaNIntoPadding": (NEVER, "'padded decode'", "padding rows of the output hold NaN", PADDING),
+        "DummiesIntoTheNullPage": (NEVER, "capture changed the cache", "slot 0 ", "NaN", "null page"),
+        "NegativeSlotsWrap": (NEVER, "capture changed the cache", "offset 3; owned by no request"),
+        "WorkspaceMoves": (NEVER, "'buckets'", "let go since capture", "in attend_rows"),
+    },
+    "graphs_builders.py": {
+        "AllocatesEachBuild": (NEVER, "'decode'", "let go since capture"),
+        "StaleSlots": (NEVER, "'decode'", "let go since capture", "in write_rows"),
+        "AlternatesBuffers": (NEVER, "build puts metadata.common.seq_lens into new memory"),
+        "BuffersOfTheCapture": (NEVER, "build puts metadata.common.seq_lens into new memory"),
+        "NarrowsTheTable": (NEVER, "metadata.common.block_table_tensor"),
+        "ChangesTheCommonLengths": (NEVER, "inputs were changed: metadata.seq_lens"),
+        "DraftsWithOldLengths": (NEVER, "'drafting'"),
+    },
+    "graphs_plans.py": {
+        "PlansByShape": (NEVER, "'decode'", KEPT),
+        "KeepsTheLastTable": (NEVER, "'decode'", KEPT),
+        "OnePlanForAllBuckets": (NEVER, "'buckets'", "4 of 8 rows were never written", KEPT),
+        "PacksDraftsByEight": (SINGLE, "'verify 5'", KEPT),
+        "CapturesAShortMaximum": (NEVER, FROZEN, "max_seq_len was 1 at capture"),
+        "GridOfTheDummies": (UNIFORM, "'mixed'", "position 6", FROZEN),
+        "SkipsFreshPrompts": (SINGLE, "'verify 2'", "request 1, position 0", "right without a graph"),
+        "EmptySplitsAreNaN": (NEVER, "'decode'", "not a number", "right without a graph"),
+        "LeavesTheLseOut": (NEVER, "LSE: 8 of 8 rows were never written", "right without a graph"),
+    },
+    "graphs_kernels.py": {
+        "ItemInsideAnOperator": (NEVER, CANNOT, "host read: .item() at", "in clean_table"),
+        "TwinInsideAnOperator": (NEVER, FROZEN),
+        "WritesThroughNumpy": (NEVER, CANNOT, "host read: .numpy() at"),
+        "ReadsThroughPointers": (NEVER, FROZEN),
+    },
+}
+"""Miniature: the level measured, which is below the one it declares, and words that must name the cause."""
+
+HIDDEN = ("WritesThroughPointers", "WritesTheCacheThroughPointers")
+"""Of ``graphs_kernels.py``: what the emulation cannot see it must not judge."""
+
+BASES = {
+    "graphs.py": {"Miniature", "RowsImpl", "Planned", "PlannedImpl"},
+    "graphs_honest.py": {"BufferedBuilder"},
+    "graphs_forward.py": {"GathersTheLongest"},
+    "graphs_builders.py": {"ChangesCommon"},
+    "graphs_plans.py": {"KnowsCaptures"},
+    "graphs_kernels.py": {"RunsOnTheCPU"},
+}
+
+
+def only(table):
+    return [pytest.param(file, name, id=name) for file, expected in table.items() for name in expected]
+
+
+@cache
+def level_records(file, names):
+    """The record of each miniature's level, by name; together, because they share problems and truths."""
+    case = load_suite(str(HERE / "graphs.yaml")).cases[0]
+    backends = tuple(load(f"{HERE / file}:{name}") for name in names)
+    examiner = Examiner(Plan(cases=(case,), backends=backends, checks=("cudagraph",)))
+    records = {record.backend: record for record in examiner.run()}
+    assert not examiner.blind
+    return records
+
+
+def record_of(file, name):
+    names = (*HONEST.get(file, ()), *LIARS.get(file, ()), *(HIDDEN if file == "graphs_kernels.py" else ()))
+    return level_records(file, names)[name]
+
+
+@pytest.mark.parametrize(("file", "name"), only(HONEST))
+def test_an_honest_backend_measures_exactly_what_it_declares(file, name):
+    record = record_of(file, name)
+    assert record.outcome == "passed", record
+    assert (record.graph.declared, record.graph.measured) == (HONEST[file][name],) * 2
+    assert record.notes == ()
+
+
+@pytest.mark.parametrize(("file", "name"), only(LIARS))
+def test_a_liar_is_measured_below_its_claim_and_told_why(file, name):
+    measured, *words = LIARS[file][name]
+    record = record_of(file, name)
+    assert record.outcome == "failed", record
+    assert record.graph.measured == measured
+    told = f"{record.summary}; {record.meaning}"
+    assert [word for word in words if word not in told] == [], told
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_work_that_no_operator_shows_is_not_judged(name):
+    record = record_of("graphs_kernels.py", name)
+    assert record.outcome == "unsupported"
+    assert record.graph.measured is None
+    assert "cannot be examined here" in record.reasons[0]
+
+
+@pytest.mark.parametrize("file", HONEST)
+def test_honest_backends_pass_every_check_on_a_small_case(file):
+    cases = load_suite(str(HERE / "graphs.yaml")).cases
+    backends = tuple(load(f"{HERE / file}:{name}") for name in HONEST[file])
+    checks = ("numerics", "lse", "cache_write", "containment", "claims")
+    records = list(Examiner(Plan(cases=cases, backends=backends, checks=checks)).run())
+    assert len(records) == len(cases) * len(backends) * len(checks)
+    assert {record.outcome for record in records} == {"passed"}, [r for r in records if r.outcome != "passed"]
+
+
+@pytest.mark.parametrize("file", sorted({*HONEST, *LIARS}))
+def test_every_miniature_is_expected_somewhere(file):
+    tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
+    found = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    hidden = HIDDEN if file == "graphs_kernels.py" else ()
+    assert found == {*HONEST.get(file, ()), *LIARS.get(file, ()), *hidden, *BASES.get(file, ())}
