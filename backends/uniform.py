@@ -95,7 +95,10 @@ def uniform_pieces(
     Keys come from ``caches`` through the block table, in ``dtype``, else from ``key`` and ``value`` row for row.
     """
     common, device = metadata.common, metadata.common.seq_lens.device
-    num_reqs = min(common.num_reqs, common.num_actual_tokens // query_len)
+    num_rows = (
+        common.num_actual_tokens if caches is not None or key is None else min(common.num_actual_tokens, len(key))
+    )
+    num_reqs = min(common.num_reqs, num_rows // query_len)
     left, _ = params.window
     num_keys = query_len
     if caches is not None:
