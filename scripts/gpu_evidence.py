@@ -150,10 +150,14 @@ def _miniatures() -> list[str]:
 def _run_all(parts: list[Part], deadline: float, workers: int) -> list[Part]:
     with ThreadPoolExecutor(workers) as pool:
         running = [[pool.submit(_run, job, deadline) for job in part.jobs] for part in parts]
-        return [
-            replace(part, jobs=tuple(future.result() for future in futures))
-            for part, futures in zip(parts, running, strict=True)
-        ]
+        try:
+            return [
+                replace(part, jobs=tuple(future.result() for future in futures))
+                for part, futures in zip(parts, running, strict=True)
+            ]
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)  # what runs ends with its own limit
+            raise
 
 
 def _run(job: Job, deadline: float) -> Job:
@@ -166,7 +170,13 @@ def _run(job: Job, deadline: float) -> Job:
     output = job.file.with_suffix(".txt")  # a file: a grandchild that lives on would hold a pipe open
     with output.open("wb") as sink:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=ENVIRONMENT, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             status = f"exit code {process.wait(limit)}"

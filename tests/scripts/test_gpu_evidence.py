@@ -117,6 +117,15 @@ def test_all_parts_leave_at_most_eight_files_and_every_check_is_asked(script, tm
     assert len({job.file for part in parts for job in part.jobs}) == sum(len(part.jobs) for part in parts)
 
 
+def test_a_file_of_miniatures_that_cannot_be_imported_is_asked_for_all_the_same(script, monkeypatch, tmp_path):
+    gpu_evidence = script("gpu_evidence")
+    monkeypatch.setattr(gpu_evidence, "ROOT", tmp_path)
+    path = tmp_path / "tests" / "miniatures" / "graphs_broken.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("import no_such_library")
+    assert gpu_evidence._miniatures() == ["tests/miniatures/graphs_broken.py"]
+
+
 def test_a_process_is_stopped_when_its_time_is_up_and_none_begins_after_the_deadline(script, monkeypatch, tmp_path):
     gpu_evidence, page = script("gpu_evidence"), script("evidence_page")
     job = page.Job("reference", ("--backend", "reference"), tmp_path / "a.jsonl")
