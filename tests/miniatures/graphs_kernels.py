@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attncheck.backends.paged_metadata import PagedBuilder
 from attncheck.backends.registry import import_file
 
 graphs = import_file("graphs.py", Path(__file__).with_name("graphs.py"))
-Miniature, RowsImpl = graphs.Miniature, graphs.RowsImpl
+Miniature, RowsImpl, PlannedImpl = graphs.Miniature, graphs.RowsImpl, graphs.PlannedImpl
 
 
 @torch.library.custom_op("attncheck_graphs::attend", mutates_args=("output", "output_lse"), device_types="cpu")
@@ -78,6 +79,18 @@ def clean_table(table: Tensor, lens: Tensor, block_size: int) -> Tensor:
     return cleaned
 
 
+CONTEXT = {}
+"""The step's metadata by layer, as an engine keeps them for its operators; the builder files them here."""
+
+
+@torch.library.custom_op("attncheck_graphs::narrow_table", mutates_args=())
+def narrow_table(table: Tensor, layer_name: str) -> Tensor:
+    """The table as wide as the step's longest request needs: a number that a graph keeps."""
+    kept = torch.zeros_like(table)
+    kept[:, : CONTEXT[layer_name]] = table[:, : CONTEXT[layer_name]]
+    return kept
+
+
 class WrappedKernel(Miniature):
     """Honest: all of attention is one custom operator, on the CPU a kernel in numpy."""
 
@@ -104,6 +117,21 @@ class TwinInsideAnOperator(Miniature):
         def attend_rows(self, query, caches, table, request, position, metadata):
             table = clean_table(table, metadata.common.seq_lens_cpu, caches[0].shape[1])
             return super().attend_rows(query, caches, table, request, position, metadata)
+
+
+class ContextInsideAnOperator(Miniature):
+    """A custom operator is handed a layer's name, and looks the step's numbers up: a replay looks nothing up."""
+
+    class Builder(PagedBuilder):
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            CONTEXT[self.layer_names[0]] = -(-max(metadata.seq_lens) // self.kv_cache_spec.block_size)
+            metadata.plan = self.layer_names[0]
+            return metadata
+
+    class Impl(PlannedImpl):
+        def attend_rows(self, query, caches, table, request, position, metadata):
+            return super().attend_rows(query, caches, narrow_table(table, metadata.plan), request, position, metadata)
 
 
 class RunsOnTheCPU(Miniature):

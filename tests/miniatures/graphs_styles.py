@@ -33,6 +33,23 @@ class SyncsInBuild(Miniature):
             return super().build(common_prefix_len, replace(common, seq_lens=lens), fast_build)
 
 
+class BuffersInPairs(Miniature):
+    """A buffer on the device has one on the host beside it, pinned where there is a GPU, which numpy fills."""
+
+    class Builder(PagedBuilder):
+        def __init__(self, *args):
+            super().__init__(*args)
+            most, is_pinned = self.vllm_config.scheduler_config.max_num_seqs, self.device.type == "cuda"
+            self.on_host = torch.zeros(most, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+            self.array, self.on_device = self.on_host.numpy(), torch.zeros_like(self.on_host, device=self.device)
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            common, reqs = common_attn_metadata, common_attn_metadata.num_reqs
+            self.array[:reqs] = common.seq_lens_cpu.numpy()
+            lens = self.on_device[:reqs].copy_(self.on_host[:reqs], non_blocking=True)
+            return super().build(common_prefix_len, replace(common, seq_lens=lens), fast_build)
+
+
 class OneMetadataObject(Miniature):
     """Builds its metadata once, and from then on changes them in place."""
 

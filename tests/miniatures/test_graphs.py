@@ -37,6 +37,7 @@ HONEST = {
     },
     "graphs_styles.py": {
         "SyncsInBuild": ALWAYS,
+        "BuffersInPairs": ALWAYS,
         "OneMetadataObject": ALWAYS,
         "RepeatsInterleaved": ALWAYS,
         "ClearsByMask": ALWAYS,
@@ -65,7 +66,8 @@ LIARS = {
             CANNOT,
             "8 requests",
             "host read: .item() at",
-            "graphs_forward.py:38 in longest",
+            "graphs_forward.py",
+            "in longest",
         ),
         "TolistForPrefill": (SINGLE, CANNOT, "host read: .tolist() at", "in locate"),
         "BranchesOnTheData": (NEVER, CANNOT, "host read: bool() at"),
@@ -109,11 +111,17 @@ LIARS = {
     "graphs_kernels.py": {
         "ItemInsideAnOperator": (NEVER, CANNOT, "host read: .item() at", "in clean_table"),
         "TwinInsideAnOperator": (NEVER, FROZEN),
+        "ContextInsideAnOperator": (NEVER, FROZEN),
         "WritesThroughNumpy": (NEVER, CANNOT, "host read: .numpy() at"),
         "ReadsThroughPointers": (NEVER, FROZEN),
     },
 }
 """Miniature: the level measured, which is below the one it declares, and words that must name the cause."""
+
+ESCAPES = {
+    "ContextInsideAnOperator": "the emulation runs the Python code of an operator at every replay; a GPU does not"
+}
+"""Liars that the emulation cannot tell yet, and why."""
 
 HIDDEN = ("WritesThroughPointers", "WritesTheCacheThroughPointers")
 """Of ``graphs_kernels.py``: what the emulation cannot see it must not judge."""
@@ -129,7 +137,10 @@ BASES = {
 
 
 def only(table):
-    return [pytest.param(file, name, id=name) for file, expected in table.items() for name in expected]
+    for file, expected in table.items():
+        for name in expected:
+            marks = [pytest.mark.xfail(strict=True, reason=ESCAPES[name])] if name in ESCAPES else []
+            yield pytest.param(file, name, id=name, marks=[pytest.mark.xdist_group(file), *marks])
 
 
 @cache
@@ -148,7 +159,7 @@ def record_of(file, name):
     return level_records(file, names)[name]
 
 
-@pytest.mark.parametrize(("file", "name"), only(HONEST))
+@pytest.mark.parametrize(("file", "name"), list(only(HONEST)))
 def test_an_honest_backend_measures_exactly_what_it_declares(file, name):
     record = record_of(file, name)
     assert record.outcome == "passed", record
@@ -156,7 +167,7 @@ def test_an_honest_backend_measures_exactly_what_it_declares(file, name):
     assert record.notes == ()
 
 
-@pytest.mark.parametrize(("file", "name"), only(LIARS))
+@pytest.mark.parametrize(("file", "name"), list(only(LIARS)))
 def test_a_liar_is_measured_below_its_claim_and_told_why(file, name):
     measured, *words = LIARS[file][name]
     record = record_of(file, name)
@@ -166,6 +177,7 @@ def test_a_liar_is_measured_below_its_claim_and_told_why(file, name):
     assert [word for word in words if word not in told] == [], told
 
 
+@pytest.mark.xdist_group("graphs_kernels.py")
 @pytest.mark.parametrize("name", HIDDEN)
 def test_work_that_no_operator_shows_is_not_judged(name):
     record = record_of("graphs_kernels.py", name)
