@@ -44,7 +44,7 @@ def forbidden(call: Call, host: HostMemory) -> ViolationKind | None:
         return "host read"
     if _has_data_dependent_shape(call, host):
         return "data-dependent shape"
-    if not call.on_host or operator.work == "custom" or operator.follows:
+    if not call.on_host or operator.work == "custom":
         return None
     if any(host.holds(tensor) for tensor in operator.written_tensors(call.args, call.kwargs)):
         return "host read"
@@ -63,11 +63,11 @@ def _has_data_dependent_shape(call: Call, host: HostMemory) -> bool:
     """Only masks make an index data-dependent; ``x[mask] = number`` is a fill."""
     name = call.operator.name
     if name in _INDEX_PUTS:
-        return _has_mask(call) and not _is_masked_fill(call, host)
+        return _has_mask(call, host) and not _is_masked_fill(call, host)
     if not call.operator.is_dynamic:
         return False
     if name == "aten.index":
-        return _has_mask(call)
+        return _has_mask(call, host)
     return name != "aten.repeat_interleave" or call.kwargs.get("output_size") is None
 
 
@@ -81,8 +81,8 @@ def _copies_from_host(call: Call, host: HostMemory) -> bool:
     return any(tensor.dim() > 0 for tensor in call.on_host)
 
 
-def _has_mask(call: Call) -> bool:
-    return any(index.dtype in _MASK_DTYPES for index in tensors_in(call.args[1]))
+def _has_mask(call: Call, host: HostMemory) -> bool:
+    return any(index.dtype in _MASK_DTYPES and not host.holds(index) for index in tensors_in(call.args[1]))
 
 
 def _is_masked_fill(call: Call, host: HostMemory) -> bool:

@@ -239,3 +239,33 @@ def test_metadata_are_prepared_anew_for_each_run() -> None:
     EmulatedRecorder().record(prepare).replay()
     assert prepared == [0, 1, 2]
     assert out.item() == 3
+
+
+def test_a_change_of_geometry_is_no_work_to_repeat() -> None:
+    x, out = torch.ones(3), torch.zeros(3)
+    recording = EmulatedRecorder().record(lambda: lambda: out.copy_((x + 1).unsqueeze_(0)[0]))
+    for _ in range(70):  # a tensor has 64 dimensions at most
+        recording.replay()
+    assert out.tolist() == [2.0] * 3
+
+
+def test_memory_without_contents_keeps_what_is_put_there() -> None:
+    made: list[Tensor] = []
+    out = torch.zeros(3)
+
+    def forward() -> None:
+        made[:] = [torch.empty(3, device=out.device)]
+        out.copy_(made[0])
+
+    recording = EmulatedRecorder().record(lambda: forward)
+    made[0].fill_(7)
+    recording.replay()
+    assert out.tolist() == [7.0] * 3
+
+
+def test_random_numbers_are_drawn_anew() -> None:
+    out = torch.zeros(8)
+    recording = EmulatedRecorder().record(lambda: lambda: out.copy_(torch.rand(8, device=out.device)))
+    first = out.clone()
+    recording.replay()
+    assert not torch.equal(out, first)
