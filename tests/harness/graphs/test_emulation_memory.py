@@ -37,6 +37,12 @@ def test_it_reads_what_it_was_given_and_what_shares_that_memory() -> None:
     assert [recording.reads(t) for t in (other, lens_cpu, *made)] == [False] * 4
 
 
+def test_a_change_of_geometry_reads_nothing() -> None:
+    x = torch.ones(2, 3)
+    recording = EmulatedRecorder().record(lambda: lambda: (x.t_(), x[1:, None].unbind()))
+    assert not recording.reads(x)
+
+
 def metadata_of_each_build(x: torch.Tensor, out: torch.Tensor, keep: list[object]) -> Callable[[], object]:
     metadata = SimpleNamespace(order=torch.empty(3, dtype=torch.int64, device=x.device).copy_(table()))
     keep.append(metadata)
