@@ -1,16 +1,18 @@
 """The recorder for machines without a GPU: it freezes what ``torch.cuda.CUDAGraph`` freezes, and names what it forbids.
 
 On the CPU every tensor lies in one memory, so which of them a GPU would hold follows from how they were made; see
-:mod:`attncheck.harness.graphs.host_memory`. Work that torch does not see (a C extension called directly, a Triton
-kernel launched outside of a custom operator) is not recorded. Must not know: probes, backends, what is judged.
+:mod:`attncheck.harness.graphs.host_memory`. Not recorded is work that torch does not see: a C extension called
+directly, a Triton kernel launched outside of a custom operator, other threads. The Python code of a custom operator
+runs at every replay; memory that it gets at by itself, rather than as an argument, is not known to be used, and the
+same holds for FlexAttention's modifiers. Must not know: probes, backends, what is judged.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from textwrap import shorten
 
 from torch import Tensor
 
-from attncheck.errors import shorten
 from attncheck.harness.graphs.recorder import CaptureError, Forward, RecorderName, UnseenError
 from attncheck.harness.graphs.tape import Tape
 from attncheck.harness.graphs.watch import Watch
@@ -72,6 +74,7 @@ class EmulatedRecorder:
                 raise UnseenError(f"forward raised while its operators were recorded: {_in_words(error)}") from error
         if violations:
             raise CaptureError(tuple(violations))
+        tape.close()
         return EmulatedRecording(tape)
 
     def _warm_up(self, prepare: Callable[[], Forward]) -> None:
@@ -91,5 +94,4 @@ def _run(forward: Forward) -> None:
 
 
 def _in_words(error: Exception) -> str:
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {shorten(message, 200)[1:-1]}"
+    return shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")

@@ -34,7 +34,6 @@ class Outside:
     """Memory that existed before the recording. ``alias`` is one of the tape's references to it."""
 
     alias: Tensor
-    address: int
     first_used: str
     place: Place
 
@@ -56,6 +55,7 @@ class Tape:
         self._made: dict[int, Tensor] = {}
         self._outside: dict[int, Outside] = {}
         self._references: dict[int, int] = {}
+        self._addresses: dict[int, int] = {}
 
     def freeze(
         self, user: str, args: tuple[object, ...], kwargs: dict[str, object], host: HostMemory
@@ -80,8 +80,7 @@ class Tape:
         if key not in self._made:
             self._references[key] = self._references.get(key, 0) + 1
             if key not in self._outside:
-                address = tensor.untyped_storage().data_ptr()
-                self._outside[key] = Outside(alias, address, user, self._find_place())
+                self._outside[key] = Outside(alias, user, self._find_place())
         return alias
 
     def add(self, func: AnyOperator, args: tuple[object, ...], kwargs: dict[str, object], fresh: Fresh) -> None:
@@ -103,6 +102,10 @@ class Tape:
         self._made.setdefault(storage_key(alias), alias)
         return alias
 
+    def close(self) -> None:
+        """The recording is over: from now on memory stays where it is, also what an operator of it has resized."""
+        self._addresses = {key: _address(outside.alias) for key, outside in self._outside.items()}
+
     def replay(self) -> None:
         """Every step once more."""
         inference = any(alias.is_inference() for alias in self._made.values())
@@ -122,7 +125,7 @@ class Tape:
         """Memory from before the recording that only tapes still hold, or that was moved by a resize."""
         nobody = _uses(torch.empty(1)) - 1
         for key, outside in self._outside.items():
-            moved = outside.alias.untyped_storage().data_ptr() != outside.address
+            moved = _address(outside.alias) != self._addresses[key]
             if moved or _uses(outside.alias) - nobody <= sum(tape._references.get(key, 0) for tape in self._tapes):
                 yield outside
 
@@ -130,3 +133,8 @@ class Tape:
 def _uses(tensor: Tensor) -> int:
     """How many tensors share the memory of ``tensor``, and how often asking counts."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _address(tensor: Tensor) -> int:
+    """Of the whole memory, not of its first element."""
+    return tensor.untyped_storage().data_ptr()

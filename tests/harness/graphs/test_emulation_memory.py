@@ -94,6 +94,22 @@ def test_a_resize_that_moves_memory_releases_it() -> None:
     assert [text.partition(" at ")[0] for text in recording.released()] == ["memory first used by aten.mul"]
 
 
+def test_memory_that_the_recorded_run_itself_resizes_is_kept() -> None:
+    x, out = torch.ones(3, 4), torch.zeros(3, 4)
+    kept: list[torch.Tensor] = []
+
+    def prepare() -> Callable[[], object]:
+        grown = torch.empty(0, device=x.device)
+        kept.append(grown)
+        return lambda: out.copy_(torch.mul(x, 2, out=grown))
+
+    recording = EmulatedRecorder().record(prepare)
+    assert recording.released() == ()
+    x.fill_(3)
+    recording.replay()
+    assert out.unique().tolist() == [6.0]
+
+
 def test_memory_seen_as_an_array_or_a_parameter_is_held() -> None:
     x, out = torch.ones(3), torch.zeros(3)
     array = x.numpy()
