@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
+from attncheck.cases.model import Case
 from attncheck.harness.buffers import GuardedBuffer
 from attncheck.harness.calls import Call, calls_of
 from attncheck.harness.changes import changes
@@ -91,10 +92,11 @@ class GraphSession:
         recorder.mark_host(*self._inputs.host_twins)
         self._output_scale = output_scale_of(first, device)
         self._pool = stage("cache", self._new_pool)
+        self._pools: dict[Case, Pool] = {first.case: self._pool}
 
     def capture(self, bucket: Bucket) -> Capture | CaptureError | UnseenError:
         """The bucket's graphs. Raises StageError where building or warming up breaks."""
-        pool = self._pool.beside(self._problems[0])
+        pool = self._pool
         kv_cache = pool.filled()
         call = self._inputs.load_dummies(bucket, longest=self._probe.dummy_lens == "longest")
         before = pool.bytes().clone()
@@ -182,7 +184,9 @@ class GraphSession:
         )
         step = make_step(problem, self.device, order, pad_seq_len=self.backend.conventions.pad_seq_len)
         (fresh,) = calls_of(step, self.backend.features, threshold)
-        return step, self._pool.beside(problem), self._inputs.load(fresh)
+        if problem.case not in self._pools:
+            self._pools[problem.case] = self._pool.beside(problem)
+        return step, self._pools[problem.case], self._inputs.load(fresh)
 
     def _fill(self, pool: Pool, step: Step) -> None:
         """The cache before a step: what nobody owns is NaN; without a writer of the backend's, the new rows as well."""
