@@ -22,6 +22,9 @@ EXPORTS: frozenset[Function] = frozenset((Tensor.numpy, Tensor.__array__))
 READERS: frozenset[Function] = EXPORTS | {Tensor.tolist, Tensor.__repr__, Tensor.__str__, Tensor.__format__}
 """Read contents without an operator that says so."""
 
+ADDRESSES: frozenset[Function] = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__})
+"""What hands memory to code that torch does not see."""
+
 COPIES: frozenset[Function] = frozenset(
     {Tensor.to, Tensor.type_as, Tensor.cpu, torch.as_tensor, torch.asarray, torch.tensor}
 )

@@ -46,3 +46,18 @@ class HostMemory:
     def holds(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` lies on the host."""
         return bool(self._marked) and storage_key(tensor) in self._marked
+
+    def snapshot(self, value: object) -> object:
+        """Arguments of an operator as they are now: memory of the device by aliases, memory of the host copied."""
+        if isinstance(value, Tensor):
+            if not self.holds(value):
+                return value.detach()
+            copied = value.clone()
+            self.mark(copied)
+            return copied
+        if isinstance(value, list | tuple):
+            parts = [self.snapshot(part) for part in value]
+            return parts if isinstance(value, list) else tuple(parts)
+        if isinstance(value, dict):
+            return {name: self.snapshot(part) for name, part in value.items()}
+        return value

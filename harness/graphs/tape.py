@@ -41,6 +41,16 @@ class Outside:
         return f"memory first used by {self.first_used}" + (f" at {self.place}" if str(self.place) else "")
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A tape's state, to go back to."""
+
+    num_steps: int
+    made: dict[int, Tensor]
+    outside: dict[int, Outside]
+    references: dict[int, int]
+
+
 class Tape:
     """Steps in their order, and the memory they use.
 
@@ -105,6 +115,19 @@ class Tape:
     def close(self) -> None:
         """The recording is over: from now on memory stays where it is, also what an operator of it has resized."""
         self._addresses = {key: _address(outside.alias) for key, outside in self._outside.items()}
+
+    def mark(self) -> Mark:
+        """The state to go back to."""
+        return Mark(len(self._steps), dict(self._made), dict(self._outside), dict(self._references))
+
+    def has_grown_since(self, mark: Mark) -> bool:
+        """Whether anything was taped since."""
+        return len(self._steps) > mark.num_steps
+
+    def go_back_to(self, mark: Mark) -> None:
+        """Forget what was taped since."""
+        del self._steps[mark.num_steps :]
+        self._made, self._outside, self._references = dict(mark.made), dict(mark.outside), dict(mark.references)
 
     def replay(self) -> None:
         """Every step once more."""

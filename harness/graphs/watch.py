@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.harness.graphs.blame import find_place
 from attncheck.harness.graphs.functions import (
+    ADDRESSES,
     COPIES,
     EXPORTS,
     MAKERS,
@@ -58,6 +59,7 @@ class Watch:
         self._function: Function | None = None
         self._placed: Memory | None = None
         self._depth = 0
+        self._is_opaque = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -109,6 +111,8 @@ class Watch:
                 return self._copy(func, args[0], args, kwargs)
             if asks_device(func) and self.host.holds(cast(Tensor, args[0])):
                 return self._host_device
+            if func in ADDRESSES:
+                self._is_opaque = True
             if func in MAKERS and self._memory_of(tensors_in(args)) == "device":
                 self._report("host read", words(func, ""))
             self._placed = self._place_of_new(func, args, kwargs)
@@ -117,8 +121,11 @@ class Watch:
             self._function, self._placed = outer
 
     def _read(self, func: Function, args: Args, kwargs: Kwargs) -> object:
-        if self._memory_of(tensors_in(args[:1])) == "device" and not (self._depth and func in EXPORTS):
-            self._report("host read", words(func, ""))
+        if self._memory_of(tensors_in(args[:1])) == "device":
+            if self._depth and func in EXPORTS:
+                self._is_opaque = True
+            else:
+                self._report("host read", words(func, ""))
         return func(*args, **kwargs)
 
     def _copy(self, func: Function, source: Tensor, args: Args, kwargs: Kwargs) -> object:
@@ -158,13 +165,14 @@ class Watch:
             if kind is not None:
                 self._report(kind, words(self._function, operator.name))
             memory = self._place_of_result(call)
-            tape = self._tape if memory == "device" and self._depth == 0 else None
+            tape = self._tape if memory == "device" else None
+            if operator.work == "custom" and isinstance(func, OpOverload):
+                return self._custom(func, call, memory, tape)
+            if self._depth:
+                self._look_for_hidden_work()
             computes = operator.work in {"computation", "custom"}
             frozen = tape.freeze(operator.name, args, kwargs, self.host) if tape is not None and computes else None
-        if operator.work == "custom" and isinstance(func, OpOverload):
-            result = self._run_inside(func, args, kwargs)
-        else:
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             if operator.name == "aten.lift_fresh":
                 self._place_lifted(cast(Tensor, result))
@@ -196,17 +204,46 @@ class Watch:
         elif self._function is not None or self._depth == 0:
             self.host.mark(made)
 
-    def _run_inside(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-        """The operator's own implementation, watched: what it reads on the host, no capture would allow either."""
+    # Custom operators.
+
+    def _custom(self, func: OpOverload, call: Call, memory: Memory, tape: Tape | None) -> object:
+        """A custom operator: taped as what it is made of, since whatever Python decides in between is frozen.
+
+        Where part of it is hidden (a kernel that is handed addresses, C++ code), it is one step, computed as a whole.
+        """
+        mark = None if tape is None else tape.mark()
+        args, kwargs = cast(tuple[Args, Kwargs], self.host.snapshot((call.args, call.kwargs)))
+        with torch._C._EnableTorchFunction():
+            result, is_opaque = self._run_inside(func, call.args, call.kwargs)
+        known = {storage_key(tensor) for tensor in call.given}
+        fresh = tuple(None if storage_key(tensor) in known else tensor for tensor in tensors_in(result))
+        self._place(memory, fresh)
+        if tape is not None and mark is not None and (is_opaque or not tape.has_grown_since(mark)):
+            tape.go_back_to(mark)
+            tape.add(func, *tape.freeze(call.operator.name, args, kwargs, self.host), fresh)
+        return result
+
+    def _run_inside(self, func: OpOverload, args: Args, kwargs: Kwargs) -> tuple[object, bool]:
+        """The operator's own implementation, watched: what it reads on the host, no capture would allow either.
+
+        Its result, and whether part of its work is hidden.
+        """
         kernel = torch.library.get_kernel(func, "CPU")
-        outer = self._function, self._placed
-        self._function, self._placed, self._depth = None, None, self._depth + 1
+        outer = self._function, self._placed, self._is_opaque
+        self._function, self._placed, self._is_opaque = None, None, False
+        self._depth += 1
         try:
             with _Functions(self), _Operators(self):
-                return kernel.call_boxed(_CPU_KEYS, *args, **kwargs)
+                result = kernel.call_boxed(_CPU_KEYS, *args, **kwargs)
+            return result, self._is_opaque
         finally:
-            self._function, self._placed = outer
+            self._function, self._placed, self._is_opaque = outer
             self._depth -= 1
+
+    def _look_for_hidden_work(self) -> None:
+        """No Python code between a custom operator and this one, or only Triton's: more may be done there unseen."""
+        place = find_place(Watch._run_inside.__code__)
+        self._is_opaque |= place.line is None or place.interpreted
 
 
 @contextmanager

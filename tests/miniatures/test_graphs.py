@@ -118,11 +118,6 @@ LIARS = {
 }
 """Miniature: the level measured, which is below the one it declares, and words that must name the cause."""
 
-ESCAPES = {
-    "ContextInsideAnOperator": "the emulation runs the Python code of an operator at every replay; a GPU does not"
-}
-"""Liars that the emulation cannot tell yet, and why."""
-
 HIDDEN = ("WritesThroughPointers", "WritesTheCacheThroughPointers")
 """Of ``graphs_kernels.py``: what the emulation cannot see it must not judge."""
 
@@ -139,8 +134,7 @@ BASES = {
 def only(table):
     for file, expected in table.items():
         for name in expected:
-            marks = [pytest.mark.xfail(strict=True, reason=ESCAPES[name])] if name in ESCAPES else []
-            yield pytest.param(file, name, id=name, marks=[pytest.mark.xdist_group(file), *marks])
+            yield pytest.param(file, name, id=name, marks=pytest.mark.xdist_group(file))
 
 
 @cache
