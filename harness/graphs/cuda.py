@@ -17,7 +17,7 @@ from torch import Tensor
 from attncheck.errors import AttncheckError
 from attncheck.harness.graphs.blame import Line, place_of
 from attncheck.harness.graphs.held_memory import Block, HeldMemory, tensors_within
-from attncheck.harness.graphs.recorder import CaptureError, Forward, RecorderName, Violation
+from attncheck.harness.graphs.recorder import CaptureError, Forward, RecorderName, Released, Violation
 
 WARM_UPS = 1
 """Runs before the rehearsal: what compiles, tunes or allocates at the first call may wait for the device there."""
@@ -53,7 +53,7 @@ class CudaRecording:
         """Cannot be told: a graph does not say which addresses its kernels were given."""
         return None
 
-    def released(self) -> tuple[str, ...]:
+    def released(self) -> tuple[Released, ...]:
         """Cannot be told before a replay, for the same reason."""
         return ()
 

@@ -52,6 +52,7 @@ def why_wrong(scene: Scene, capture: Capture, made_of: Trace, index: int) -> str
         return _why_wrong_anyway(scene, without_graph)
     graph = capture.graphs[index]
     moved = [path for path in graph.trace.moved(made_of) if path in graph.read]
+    reshaped = [path for path in graph.trace.reshaped(made_of) if path in graph.read]
     changed = graph.trace.changed(made_of)
     builder = "build_for_drafting" if scene.turn.draft_index is not None else "build"
     causes = []
@@ -60,6 +61,8 @@ def why_wrong(scene: Scene, capture: Capture, made_of: Trace, index: int) -> str
         causes.append(
             f"{builder} puts {', '.join(moved[:_NAMED])}{more} into new memory; the graph reads the memory of capture"
         )
+    if reshaped:
+        causes.append(f"shapes are frozen at capture, and {builder} gives {', '.join(reshaped[:_NAMED])} another one")
     if changed:
         causes.append(f"numbers are frozen at capture: {'; '.join(changed[:_NAMED])}")
     if not causes:

@@ -13,7 +13,7 @@ from textwrap import shorten
 
 from torch import Tensor
 
-from attncheck.harness.graphs.recorder import CaptureError, Forward, RecorderName, UnseenError
+from attncheck.harness.graphs.recorder import CaptureError, Forward, RecorderName, Released, UnseenError
 from attncheck.harness.graphs.tape import Tape
 from attncheck.harness.graphs.watch import Watch
 
@@ -34,9 +34,9 @@ class EmulatedRecording:
         """Whether the memory of ``tensor`` existed before the recording, and an operator was given it."""
         return self._tape.uses_outside(tensor)
 
-    def released(self) -> tuple[str, ...]:
+    def released(self) -> tuple[Released, ...]:
         """Memory from before the recording that nobody but it holds any more, and what a resize moved away."""
-        return tuple(str(outside) for outside in self._tape.released())
+        return tuple(self._tape.released())
 
 
 class EmulatedRecorder:

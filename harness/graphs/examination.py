@@ -16,8 +16,8 @@ from attncheck.harness.graphs.diagnosis import Scene, why_wrong
 from attncheck.harness.graphs.faults import capture_fault, step_fault
 from attncheck.harness.graphs.probes import Bucket, Probe, Turn
 from attncheck.harness.graphs.questions import Questions
-from attncheck.harness.graphs.recorder import CaptureError, Recorder, UnseenError, recorder_for
-from attncheck.harness.graphs.session import Capture, GraphSession
+from attncheck.harness.graphs.recorder import CaptureError, Recorder, Released, UnseenError, recorder_for
+from attncheck.harness.graphs.session import Capture, Graph, GraphSession
 from attncheck.harness.problem import Problem
 from attncheck.harness.stages import StageError, declared_reasons, stage
 from attncheck.reference.spec import AttentionCGSupport
@@ -179,9 +179,9 @@ def _askable(backend: type[AttentionBackend], probe: Probe, questions: Questions
 def _take(scene: Scene, problem: Problem, capture: Capture | None) -> Fault | Unseen | None:
     """One step of a probe: what is wrong with it, and why."""
     if capture is not None:
-        let_go = [text for graph in capture.graphs for text in graph.recording.released()]
-        if let_go:
-            return Fault(f"the graph uses memory that has been let go since capture: {let_go[0]}")
+        for graph in capture.graphs:
+            for memory in graph.recording.released():
+                return _let_go(graph, memory)
     truth = scene.questions.truth(problem.case)
     taken = scene.session.step(scene.turn, problem, capture)
     for index, one in enumerate(taken):
@@ -194,6 +194,15 @@ def _take(scene: Scene, problem: Problem, capture: Capture | None) -> Fault | Un
             return Unseen(hidden)
         return Fault(f"{_told(scene)}: {fault}", why_wrong(scene, capture, one.trace, index))
     return None
+
+
+def _let_go(graph: Graph, memory: Released) -> Fault:
+    """Memory that only the graph holds is anybody's as soon as the allocator is asked for some."""
+    what = "the graph uses memory that has been let go since capture"
+    path = graph.trace.path_of(memory.start, memory.end)
+    if path is None:
+        return Fault(f"{what}: {memory}", "a workspace or constant was replaced, or belonged to one run alone")
+    return Fault(f"{what}: {path} ({memory})", f"build puts {path} into new memory; the graph reads that of capture")
 
 
 def _hidden(scene: Scene, problem: Problem) -> str | None:
@@ -210,4 +219,5 @@ def _told(scene: Scene) -> str:
     """The step in words."""
     lengths = ", ".join(f"{query_len} of {seq_len}" for query_len, seq_len in scene.turn.requests)
     where = "without a graph" if scene.turn.bucket is None else f"graph for {scene.probe.buckets[scene.turn.bucket]}"
-    return f"{where}, requests {lengths}"
+    draft = "" if scene.turn.draft_index is None else f"draft {scene.turn.draft_index} by build_for_drafting, "
+    return f"{draft}{where}, requests {lengths}"

@@ -20,6 +20,15 @@ VERIFIED = range(2, 9)
 _FARTHEST = 4096
 """The longest window or chunk whose edge is played; what a graph freezes shows at shorter lengths as well."""
 
+_LONG = 520
+"""More keys than one byte counts, and than kernels for short contexts take (512 is usual): dummies have one."""
+
+_MANY = 34
+"""More requests than the threads of a warp."""
+
+_TWO_TILES = 256
+"""Rows of two of the largest tiles in use, of 128: two dummies of 128 rows fill two, 255 rows and one more fill three."""
+
 Lengths = tuple[int, int]
 """(query_len, seq_len) of one request."""
 
@@ -87,13 +96,13 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
     lens = (edge - 1, 7, 2 * edge + 3, 1, reach + 2, edge, reach + edge + 1, edge + 1)
     full = _decodes(*lens)
     eight, four, one = (Bucket(n, n, 1) for n in (8, 4, 1))
-    other = ((1, 9), (edge + 5, edge + 5), (20, 40), (3, edge + 2))
+    other = ((1, 9), (edge + 5, edge + 5), (20, 40), (3, edge + 2), *full[2:])
     yield Probe(
         "decode",
         SINGLE,
         "replays follow lengths that grow, cross a page and shrink, in other pages",
         (eight,),
-        (Turn(full), Turn(_decodes(1, 2, 3, 1, 5, 2, 4, 1)), Turn(_decodes(*(n + 1 for n in lens)))),
+        (Turn(full), Turn(_decodes(*(n + 1 for n in lens))), Turn(_decodes(1, 2, 3, 1, 5, 2, 4, 1))),
     )
     yield Probe(
         "padded decode",
@@ -112,9 +121,26 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
             Turn(full[2:6], 1),
             Turn(full[6:7], 2),
             Turn(other, None),
-            Turn(full[3:], 0),
+            Turn(full[2:], 0),
             Turn(full[:3], 1),
             Turn(full[1:2], 2),
+        ),
+    )
+    yield Probe(
+        "long decode",
+        SINGLE,
+        "a graph captured with the shortest lengths serves contexts of hundreds of keys",
+        (Bucket(2, 2, 1),),
+        (Turn(_decodes(_LONG + 3, 3)), Turn(_decodes(2, _LONG // 2))),
+    )
+    yield Probe(
+        "many requests",
+        SINGLE,
+        "a graph serves more than a few requests",
+        (Bucket(_MANY, _MANY, 1),),
+        (
+            Turn(_decodes(*(1 + 5 * n % edge for n in range(_MANY)))),
+            Turn(_decodes(*(1 + 3 * n % edge for n in range(_MANY - 2)))),
         ),
     )
     yield Probe(
@@ -172,8 +198,22 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
             Turn(((4, edge + 2), (4, 4), (4, 2 * edge + 3), (4, 9))),
             Turn(((4, reach + 6), (4, 4)), 1),
             Turn(((1, 9), (1, edge + 1), (edge + 5, edge + 5), (30, 41)), None),
-            Turn(((4, 5), (4, edge + 4), (4, 4)), 0),
+            Turn(((4, 5), (4, edge + 4)), 0),
             Turn(((4, 2 * edge),), 1),
+        ),
+        drafts=3,
+    )
+    yield Probe(
+        "verify and draft",
+        UNIFORM,
+        "graphs of verification and of draft steps, for as many requests, do not disturb each other",
+        (four, Bucket(4, 4, 1)),
+        (
+            Turn(((4, edge + 2), (4, 4), (4, 9))),
+            Turn(_decodes(edge + 3, 5, 10), 1, draft_index=0),
+            Turn(_decodes(edge + 4, 6, 11), 1, draft_index=1),
+            Turn(((3, 7), (3, 3), (3, edge + 5), (3, reach + 9)), None),
+            Turn(((4, 2 * edge + 1), (4, 4)), 0),
         ),
         drafts=3,
     )
@@ -198,7 +238,7 @@ def _mixed(edge: int, reach: int) -> Iterator[Probe]:
         (big,),
         (
             Turn(((1, edge + 1), (1, 9), (9, 9))),
-            Turn(((1, 2), (1, 2 * edge + 3), (5, edge + 2), (17, 17))),
+            Turn(((17, 17), (1, 2), (5, edge + 2), (1, 2 * edge + 3))),
             Turn(_decodes(edge, 1, reach + edge + 1, 7)),
             Turn(((7, 7), (11, reach + 14))),
         ),
@@ -213,6 +253,13 @@ def _mixed(edge: int, reach: int) -> Iterator[Probe]:
             Turn(((1, 5), (20, reach + edge + 20))),
             Turn(((23, 2 * edge + 23),)),
         ),
+    )
+    yield Probe(
+        "tiles",
+        ALWAYS,
+        "a long prompt beside a decode is served where the dummies filled fewer tiles of rows",
+        (Bucket(2, _TWO_TILES, None),),
+        (Turn(((1, 9), (_TWO_TILES - 1, _TWO_TILES - 1))), Turn(((_TWO_TILES - 60, _TWO_TILES), (1, edge + 1)))),
     )
     yield Probe(
         "mixed buckets",

@@ -4,7 +4,6 @@ Must not know: backends, recorders, what is judged.
 """
 
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 
@@ -38,7 +37,7 @@ class Questions:
         return replace(
             self._case,
             batch=BatchSpec(requests=requests, padding=padding, path=path),
-            cache=replace(self._case.cache, num_blocks=self._num_blocks, first_block=None),
+            cache=replace(self._case.cache, num_blocks=_num_blocks(probe, self._case.cache.block_size), first_block=None),
         )
 
     def problem(self, case: Case) -> Problem:
@@ -53,9 +52,7 @@ class Questions:
             self._truths[case] = truth_of(self.problem(case), self._device, refuse_blindness=False)
         return self._truths[case]
 
-    @cached_property
-    def _num_blocks(self) -> int:
-        """One size for all steps: the cache of a model runner stays where it is."""
-        size = self._case.cache.block_size
-        turns = [turn for probe in self.probes for turn in probe.turns]
-        return 4 + 2 * max(sum(-(-seq_len // size) for _, seq_len in turn.requests) for turn in turns)
+
+def _num_blocks(probe: Probe, block_size: int) -> int:
+    """One size for all steps of a probe: the cache of a model runner stays where it is."""
+    return 4 + 2 * max(sum(-(-seq_len // block_size) for _, seq_len in turn.requests) for turn in probe.turns)

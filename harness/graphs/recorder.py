@@ -52,6 +52,21 @@ class UnseenError(AttncheckError):
     """The recorder cannot see what ``forward`` does, so that nothing can be said about it here; the reason in words."""
 
 
+@dataclass(frozen=True)
+class Released:
+    """Memory that a graph uses and nobody but graphs holds any more: ``start <= address < end``.
+
+    ``first_used``: by which operator, at which line of the backend.
+    """
+
+    start: int
+    end: int
+    first_used: str
+
+    def __str__(self) -> str:
+        return f"memory first used by {self.first_used}"
+
+
 class Recording(Protocol):
     """One captured ``forward``."""
 
@@ -61,8 +76,8 @@ class Recording(Protocol):
     def reads(self, tensor: Tensor) -> bool | None:
         """Whether the memory of ``tensor`` is among what the graph was given; None: this recorder cannot tell."""
 
-    def released(self) -> tuple[str, ...]:
-        """Memory the graph uses that nobody but the graph holds any more, each in words (by whom it was first used).
+    def released(self) -> tuple[Released, ...]:
+        """Memory the graph uses that nobody but graphs holds any more.
 
         A real graph would read what the allocator has meanwhile put there. Empty where the recorder cannot tell.
         """

@@ -14,6 +14,7 @@ from torch import Tensor
 from attncheck.harness.graphs.blame import Place
 from attncheck.harness.graphs.host_memory import HostMemory, storage_key
 from attncheck.harness.graphs.operators import AnyOperator, tensors_in
+from attncheck.harness.graphs.recorder import Released
 
 Fresh = tuple[Tensor | None, ...]
 """What an operator returned; None where it returned memory it was given."""
@@ -34,11 +35,14 @@ class Outside:
     """Memory that existed before the recording. ``alias`` is one of the tape's references to it."""
 
     alias: Tensor
-    first_used: str
+    user: str
     place: Place
 
-    def __str__(self) -> str:
-        return f"memory first used by {self.first_used}" + (f" at {self.place}" if str(self.place) else "")
+    def released(self) -> Released:
+        """As the recording tells of it."""
+        memory = self.alias.untyped_storage()
+        first_used = self.user + (f" at {self.place}" if str(self.place) else "")
+        return Released(memory.data_ptr(), memory.data_ptr() + memory.nbytes(), first_used)
 
 
 @dataclass(frozen=True)
@@ -144,13 +148,13 @@ class Tape:
         """Whether the memory of ``tensor`` existed before the recording, and the tape uses it."""
         return storage_key(tensor) in self._outside
 
-    def released(self) -> Iterator[Outside]:
+    def released(self) -> Iterator[Released]:
         """Memory from before the recording that only tapes still hold, or that was moved by a resize."""
         nobody = _uses(torch.empty(1)) - 1
         for key, outside in self._outside.items():
             moved = _address(outside.alias) != self._addresses[key]
             if moved or _uses(outside.alias) - nobody <= sum(tape._references.get(key, 0) for tape in self._tapes):
-                yield outside
+                yield outside.released()
 
 
 def _uses(tensor: Tensor) -> int:

@@ -16,6 +16,20 @@ Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Address, shape, strides."""
 
 
+_NOWHERE: Place = (-1, (), ())
+
+_HANDED = "metadata.common"
+"""Where backends by convention keep the common metadata."""
+
+
+class _Gone:
+    def __repr__(self) -> str:
+        return "gone"
+
+
+_GONE = _Gone()
+
+
 @dataclass(frozen=True)
 class Trace:
     """Places of tensors, and numbers on the host, by the path that leads to them from ``metadata``."""
@@ -25,12 +39,29 @@ class Trace:
 
     def moved(self, later: "Trace") -> list[str]:
         """Tensors that lie elsewhere in ``later``, or are no longer there."""
-        return [path for path, place in self.places.items() if later.places.get(path) != place]
+        return [path for path, place in self.places.items() if later.places.get(path, _NOWHERE)[0] != place[0]]
+
+    def reshaped(self, later: "Trace") -> list[str]:
+        """Tensors that lie where they lay, in another shape or with other strides."""
+        pairs = ((path, place, later.places.get(path, _NOWHERE)) for path, place in self.places.items())
+        return [path for path, was, now in pairs if was[0] == now[0] and was != now]
 
     def changed(self, later: "Trace") -> list[str]:
-        """Numbers that are others in ``later``, with both values."""
-        pairs = ((path, was, later.numbers.get(path)) for path, was in self.numbers.items())
-        return [f"{path} was {was} at capture and is {now} now" for path, was, now in pairs if was != now]
+        """Numbers that are others in ``later``, with both values; of a sequence the first.
+
+        What the backend computed itself stands in front of what it was handed, of which maxima are mere bounds.
+        """
+        first: dict[str, str] = {}
+        for path, was in self.numbers.items():
+            now = later.numbers.get(path, _GONE)
+            if was != now:
+                name = path.partition("[")[0]
+                first.setdefault(name, f"{path} was {was!r} at capture and is {now!r} now")
+        return [text for _, text in sorted(first.items(), key=lambda item: item[0].startswith(_HANDED))]
+
+    def path_of(self, start: int, end: int) -> str | None:
+        """What lies between two addresses; None: nothing of these metadata."""
+        return next((path for path, (address, *_) in self.places.items() if start <= address < end), None)
 
 
 def trace(metadata: object) -> Trace:

@@ -56,9 +56,8 @@ def test_metadata_that_nobody_keeps_are_released_memory() -> None:
     assert recording.released() == ()
     kept.clear()
     line = metadata_of_each_build.__code__.co_firstlineno + 3
-    assert recording.released() == (
-        f"memory first used by aten.index at {HERE.relative_to(Path.cwd())}:{line} in <lambda>",
-    )
+    (released,) = recording.released()
+    assert str(released) == f"memory first used by aten.index at {HERE.relative_to(Path.cwd())}:{line} in <lambda>"
     recording.replay()  # the recording's own references keep it mapped
 
 
@@ -71,7 +70,7 @@ def test_a_workspace_that_grows_releases_the_one_recorded() -> None:
     workspace["rows"] = torch.empty(8, 4)
     assert recording.released() == ()  # a view holds it
     del part
-    assert [text.partition(" at ")[0] for text in recording.released()] == ["memory first used by aten.mul"]
+    assert [memory.first_used.partition(" at ")[0] for memory in recording.released()] == ["aten.mul"]
 
 
 def test_graphs_of_several_buckets_do_not_hold_memory_for_each_other() -> None:
@@ -91,7 +90,7 @@ def test_a_resize_that_moves_memory_releases_it() -> None:
     workspace, x, out = torch.empty(3, 4), torch.ones(3, 4), torch.zeros(3, 4)
     recording = EmulatedRecorder().record(lambda: lambda: out.copy_(torch.mul(x, 2, out=workspace)))
     workspace.resize_(2_000, 4)
-    assert [text.partition(" at ")[0] for text in recording.released()] == ["memory first used by aten.mul"]
+    assert [memory.first_used.partition(" at ")[0] for memory in recording.released()] == ["aten.mul"]
 
 
 def test_memory_that_the_recorded_run_itself_resizes_is_kept() -> None:

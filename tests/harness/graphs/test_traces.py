@@ -26,9 +26,37 @@ def test_a_tensor_in_new_memory_has_moved_and_one_refilled_in_place_has_not():
     assert first.changed(later) == []
 
 
-def test_another_shape_at_the_same_address_counts_as_moved():
+def test_another_shape_at_the_same_address_is_told_apart_from_another_address():
     buffer = torch.arange(4)
-    assert trace(Metadata(buffer, 3)).moved(trace(Metadata(buffer[:3], 3))) == ["metadata.lens"]
+    first, later = trace(Metadata(buffer, 3)), trace(Metadata(buffer[:3], 3))
+    assert first.moved(later) == []
+    assert first.reshaped(later) == ["metadata.lens"]
+    assert first.reshaped(trace(Metadata(buffer.clone(), 3))) == []
+
+
+def test_what_lies_between_two_addresses_has_a_name():
+    buffer, other = torch.arange(4), torch.arange(4)
+    memory = buffer.untyped_storage()
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+    assert trace(Metadata(buffer[2:], 3)).path_of(start, end) == "metadata.lens"
+    assert trace(Metadata(other, 3)).path_of(start, end) is None
+
+
+def test_numbers_of_the_backend_s_own_stand_first_and_of_a_sequence_only_one():
+    def metadata(longest, plan, bound):
+        return SimpleNamespace(common=SimpleNamespace(max_seq_len=bound), plan=plan, longest=longest)
+
+    changed = trace(metadata(3, [1, 2, 3], 80)).changed(trace(metadata(8, [1, 5, 6], 9)))
+    assert [text.partition(" was ")[0] for text in changed] == [
+        "metadata.plan[1]",
+        "metadata.longest",
+        "metadata.common.max_seq_len",
+    ]
+
+
+def test_a_number_that_is_no_longer_there_is_gone():
+    (text,) = trace(SimpleNamespace(plan=7)).changed(trace(SimpleNamespace()))
+    assert text == "metadata.plan was 7 at capture and is gone now"
 
 
 def test_a_changed_number_is_told_with_both_values():
