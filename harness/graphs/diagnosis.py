@@ -64,7 +64,7 @@ def why_wrong(scene: Scene, capture: Capture, made_of: Trace, index: int) -> str
     if reshaped:
         causes.append(f"shapes are frozen at capture, and {builder} gives {', '.join(reshaped[:_NAMED])} another one")
     if changed:
-        causes.append(f"numbers are frozen at capture: {'; '.join(changed[:_NAMED])}")
+        causes.append(f"numbers are frozen at capture, such as these: {'; '.join(changed[:_NAMED])}")
     if not causes:
         causes.append("something that forward read or decided at capture is frozen (a plan, a shape, a branch)")
     return f"the same step is right without a graph: {'; and '.join(causes)}"
