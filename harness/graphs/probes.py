@@ -27,7 +27,7 @@ _MANY = 34
 """More requests than the threads of a warp."""
 
 _TWO_TILES = 256
-"""Rows of two of the largest tiles in use, of 128: two dummies of 128 rows fill two, 255 rows and one more fill three."""
+"""Rows of two of the largest tiles in use: two dummies of 128 rows fill two, and 255 rows beside one fill three."""
 
 Lengths = tuple[int, int]
 """(query_len, seq_len) of one request."""

@@ -108,6 +108,16 @@ LIARS = {
         "EmptySplitsAreNaN": (NEVER, "'decode'", "not a number", "right without a graph"),
         "LeavesTheLseOut": (NEVER, "LSE: 8 of 8 rows were never written", "right without a graph"),
     },
+    "graphs_adversary.py": {
+        "MovesForMoreRequests": (NEVER, "'buckets'", "build puts metadata.common.seq_lens into new memory"),
+        "PlansManyOnTheHost": (NEVER, "'many requests'", FROZEN),
+        "PairsRequests": (NEVER, "'buckets'", "request 5, position 16", PADDING),
+        "KernelForShortContexts": (NEVER, "'long decode'", "position 522", FROZEN),
+        "CountsTilesOfDummies": (UNIFORM, "'tiles'", "metadata.plan was 4 at capture and is 5 now"),
+        "KeepsTheTableWhileItGrows": (NEVER, "'decode'", "right without a graph"),
+        "PlansByBatchSize": (SINGLE, "'verify and draft'", KEPT),
+        "DraftsByTheRowsBefore": (SINGLE, "'verify and draft'", KEPT),
+    },
     "graphs_kernels.py": {
         "ItemInsideAnOperator": (NEVER, CANNOT, "host read: .item() at", "in clean_table"),
         "TwinInsideAnOperator": (NEVER, FROZEN),
@@ -127,6 +137,7 @@ BASES = {
     "graphs_forward.py": {"GathersTheLongest"},
     "graphs_builders.py": {"ChangesCommon"},
     "graphs_plans.py": {"KnowsCaptures"},
+    "graphs_adversary.py": {"OwnLengths"},
     "graphs_kernels.py": {"RunsOnTheCPU"},
 }
 

@@ -34,7 +34,7 @@ def test_every_step_fits_its_graph_and_is_of_its_level(layer, cache):
                 assert set(query_lens) == {1} == {bucket.query_len}
             if probe.level is UNIFORM:
                 assert set(query_lens) == {bucket.query_len}
-                assert probe.drafts == bucket.query_len - 1
+                assert bucket.query_len in {1, 1 + probe.drafts}
 
 
 @given(layers, caches)
@@ -74,8 +74,8 @@ def test_each_uniform_length_has_a_fresh_prompt_and_a_padded_step(query_len):
 
 
 def test_decodes_grow_over_the_edge_of_a_page():
-    (first, *_, last) = [turn for probe, turn in steps(SINGLE) if probe.name == "decode"]
-    grown = list(zip(first.requests, last.requests, strict=True))
+    first, second, *_ = [turn for probe, turn in steps(SINGLE) if probe.name == "decode"]
+    grown = list(zip(first.requests, second.requests, strict=True))
     assert all(later == earlier + 1 for (_, earlier), (_, later) in grown)
     assert any(earlier % 16 == 0 for (_, earlier), _ in grown)
 
@@ -91,6 +91,45 @@ def test_steps_reach_beyond_a_window_and_stay_within_it():
     for level in (SINGLE, UNIFORM, ALWAYS):
         lens = [seq_len for _, turn in steps(level, layer) for _, seq_len in turn.requests]
         assert min(lens) <= 100 < max(lens)
+
+
+def test_decodes_of_many_keys_and_of_many_requests_are_played():
+    lens = [seq_len for probe, turn in steps(SINGLE) if probe.dummy_lens == "shortest" for _, seq_len in turn.requests]
+    assert any(256 < seq_len <= 512 for seq_len in lens)
+    assert max(lens) > 512
+    assert max(bucket.num_reqs for probe, _ in steps(SINGLE) for bucket in probe.buckets) > 32
+
+
+def test_a_step_without_a_graph_has_more_requests_than_any_graph():
+    assert any(
+        turn.bucket is None and len(turn.requests) > max(bucket.num_reqs for bucket in probe.buckets)
+        for probe, turn in steps(SINGLE)
+    )
+
+
+@pytest.mark.parametrize("level", [SINGLE, UNIFORM, ALWAYS])
+def test_padded_steps_have_even_and_odd_numbers_of_requests(level):
+    padded = [
+        len(turn.requests)
+        for probe, turn in steps(level)
+        if turn.bucket is not None and len(turn.requests) < probe.buckets[turn.bucket].num_reqs
+    ]
+    assert {number % 2 for number in padded} == {0, 1}
+
+
+def test_graphs_of_one_number_of_requests_differ_in_their_rows():
+    (buckets,) = {probe.buckets for probe, _ in steps(UNIFORM) if probe.name == "verify and draft"}
+    assert len({bucket.num_reqs for bucket in buckets}) == 1
+    assert [bucket.query_len for bucket in buckets] == [4, 1]
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_requests_fill_more_tiles_than_the_dummies(rows):
+    def tiles(query_lens):
+        return sum(-(-query_len // rows) for query_len in query_lens)
+
+    graphs = [(probe.buckets[turn.bucket], turn) for probe, turn in steps(ALWAYS) if turn.bucket is not None]
+    assert any(tiles(q for q, _ in turn.requests) > tiles(bucket.dummy_query_lens) for bucket, turn in graphs)
 
 
 def test_dummy_tokens_are_shared_out():
