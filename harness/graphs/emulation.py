@@ -17,8 +17,6 @@ from attncheck.harness.graphs.recorder import CaptureError, Forward, RecorderNam
 from attncheck.harness.graphs.tape import Tape
 from attncheck.harness.graphs.watch import Watch
 
-_WARM_UPS = 2
-
 
 class EmulatedRecording:
     """The operators of one ``forward``, and the memory they use."""
@@ -57,7 +55,7 @@ class EmulatedRecorder:
             self._watch.host.mark(tensor)
 
     def record(self, prepare: Callable[[], Forward]) -> EmulatedRecording:
-        """Two warm-up runs, then ``forward`` once more, recorded.
+        """A warm-up run, then ``forward`` once more, recorded.
 
         :class:`CaptureError` tells everything that was seen in one run. :class:`UnseenError`: ``forward`` runs alone,
         but not while torch's modes watch it, or it raised only in the run that was recorded.
@@ -79,9 +77,8 @@ class EmulatedRecorder:
 
     def _warm_up(self, prepare: Callable[[], Forward]) -> None:
         try:
-            for _ in range(_WARM_UPS):
-                with self._watch.active():
-                    prepare()()
+            with self._watch.active():
+                prepare()()
         except Exception as error:
             # Whose fault it is shows without the modes: what raises there as well is the backend's own.
             prepare()()
