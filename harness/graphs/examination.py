@@ -23,6 +23,9 @@ from attncheck.harness.stages import StageError, declared_reasons, stage
 from attncheck.reference.spec import AttentionCGSupport
 from attncheck.reports.records import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
 
+_TOLD = 10
+"""Requests of a step whose lengths are told."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -217,7 +220,10 @@ def _hidden(scene: Scene, problem: Problem) -> str | None:
 
 def _told(scene: Scene) -> str:
     """The step in words."""
-    lengths = ", ".join(f"{query_len} of {seq_len}" for query_len, seq_len in scene.turn.requests)
+    requests = scene.turn.requests
+    lengths = ", ".join(f"{query_len} of {seq_len}" for query_len, seq_len in requests[:_TOLD])
+    if len(requests) > _TOLD:
+        lengths += f" and {len(requests) - _TOLD} more"
     where = "without a graph" if scene.turn.bucket is None else f"graph for {scene.probe.buckets[scene.turn.bucket]}"
     draft = "" if scene.turn.draft_index is None else f"draft {scene.turn.draft_index} by build_for_drafting, "
     return f"{draft}{where}, requests {lengths}"

@@ -213,9 +213,17 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
             Turn(_decodes(edge + 3, 5, 10), 1, draft_index=0),
             Turn(_decodes(edge + 4, 6, 11), 1, draft_index=1),
             Turn(((3, 7), (3, 3), (3, edge + 5), (3, reach + 9)), None),
-            Turn(((4, 2 * edge + 1), (4, 4)), 0),
+            Turn(((4, _LONG + 6), (4, 4)), 0),
         ),
         drafts=3,
+    )
+    yield Probe(
+        "verify, many requests",
+        UNIFORM,
+        "a graph serves more than a few requests while drafts are verified",
+        (Bucket(_MANY, 2 * _MANY, 2),),
+        (Turn(tuple((2, 2 + 5 * n % edge) for n in range(_MANY - 1))),),
+        drafts=1,
     )
     yield Probe(
         "verify, longest dummies",
@@ -250,7 +258,7 @@ def _mixed(edge: int, reach: int) -> Iterator[Probe]:
         (big,),
         (
             Turn(((24, 24),)),
-            Turn(((1, 5), (20, reach + edge + 20))),
+            Turn(((1, 5), (20, reach + _LONG + 20))),
             Turn(((23, 2 * edge + 23),)),
         ),
     )

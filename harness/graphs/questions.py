@@ -37,7 +37,9 @@ class Questions:
         return replace(
             self._case,
             batch=BatchSpec(requests=requests, padding=padding, path=path),
-            cache=replace(self._case.cache, num_blocks=_num_blocks(probe, self._case.cache.block_size), first_block=None),
+            cache=replace(
+                self._case.cache, num_blocks=_num_blocks(probe, self._case.cache.block_size), first_block=None
+            ),
         )
 
     def problem(self, case: Case) -> Problem:

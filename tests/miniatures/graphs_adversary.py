@@ -76,6 +76,19 @@ class PairsRequests(Miniature):
                 self.lens[real - 1] -= 1
 
 
+class VerifiesManyOnTheHost(Miniature):
+    """More requests than a warp has threads are laid out on the host, but only where drafts are verified."""
+
+    level = AttentionCGSupport.UNIFORM_BATCH
+
+    class Impl(RowsImpl):
+        def locate(self, metadata, num_rows):
+            common = metadata.common
+            if common.max_query_len == 1 or common.num_reqs <= 32:
+                return super().locate(metadata, num_rows)
+            return graphs.locate_on_host(metadata, num_rows)
+
+
 # Lengths.
 
 

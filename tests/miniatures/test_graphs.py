@@ -111,6 +111,7 @@ LIARS = {
     "graphs_adversary.py": {
         "MovesForMoreRequests": (NEVER, "'buckets'", "build puts metadata.common.seq_lens into new memory"),
         "PlansManyOnTheHost": (NEVER, "'many requests'", FROZEN),
+        "VerifiesManyOnTheHost": (SINGLE, "'verify, many requests'", FROZEN),
         "PairsRequests": (NEVER, "'buckets'", "request 5, position 16", PADDING),
         "KernelForShortContexts": (NEVER, "'long decode'", "position 522", FROZEN),
         "CountsTilesOfDummies": (UNIFORM, "'tiles'", "metadata.plan was 4 at capture and is 5 now"),

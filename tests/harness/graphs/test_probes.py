@@ -93,11 +93,21 @@ def test_steps_reach_beyond_a_window_and_stay_within_it():
         assert min(lens) <= 100 < max(lens)
 
 
-def test_decodes_of_many_keys_and_of_many_requests_are_played():
-    lens = [seq_len for probe, turn in steps(SINGLE) if probe.dummy_lens == "shortest" for _, seq_len in turn.requests]
-    assert any(256 < seq_len <= 512 for seq_len in lens)
+@pytest.mark.parametrize("level", [SINGLE, UNIFORM, ALWAYS])
+def test_graphs_captured_with_the_shortest_lengths_are_asked_long_ones(level):
+    lens = [
+        seq_len
+        for probe, turn in steps(level)
+        if probe.dummy_lens == "shortest" and turn.bucket is not None
+        for _, seq_len in turn.requests
+    ]
     assert max(lens) > 512
-    assert max(bucket.num_reqs for probe, _ in steps(SINGLE) for bucket in probe.buckets) > 32
+
+
+@pytest.mark.parametrize("level", [SINGLE, UNIFORM])
+def test_a_graph_of_many_requests_is_asked_a_batch_nearly_as_large(level):
+    asked = [len(turn.requests) for probe, turn in steps(level) if probe.buckets[turn.bucket or 0].num_reqs > 32]
+    assert max(asked) > 32
 
 
 def test_a_step_without_a_graph_has_more_requests_than_any_graph():
