@@ -53,6 +53,10 @@ class CudaRecording:
         """Cannot be told: a graph does not say which addresses its kernels were given."""
         return None
 
+    def host_reads(self) -> tuple[str, ...]:
+        """Cannot be told: reading host memory is nothing to CUDA."""
+        return ()
+
     def released(self) -> tuple[Released, ...]:
         """Cannot be told before a replay, for the same reason."""
         return ()

@@ -63,7 +63,9 @@ def why_wrong(scene: Scene, capture: Capture, made_of: Trace, index: int) -> str
         )
     if reshaped:
         causes.append(f"shapes are frozen at capture, and {builder} gives {', '.join(reshaped[:_NAMED])} another one")
-    if changed:
+    if read := graph.recording.host_reads():
+        causes.append(f"numbers are frozen at capture, which forward took from the host: {'; '.join(read[:_NAMED])}")
+    elif changed:
         causes.append(f"numbers are frozen at capture, such as these: {'; '.join(changed[:_NAMED])}")
     if not causes:
         causes.append("something that forward read or decided at capture is frozen (a plan, a shape, a branch)")

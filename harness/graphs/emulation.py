@@ -21,8 +21,8 @@ from attncheck.harness.graphs.watch import Watch
 class EmulatedRecording:
     """The operators of one ``forward``, and the memory they use."""
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
+    def __init__(self, tape: Tape, host_reads: tuple[str, ...]) -> None:
+        self._tape, self._host_reads = tape, host_reads
 
     def replay(self) -> None:
         """Every operator once more, with the arguments it had, in the memory it had."""
@@ -31,6 +31,10 @@ class EmulatedRecording:
     def reads(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` existed before the recording, and an operator was given it."""
         return self._tape.uses_outside(tensor)
+
+    def host_reads(self) -> tuple[str, ...]:
+        """Calls and lines, in order, each once."""
+        return self._host_reads
 
     def released(self) -> tuple[Released, ...]:
         """Memory from before the recording that nobody but it holds any more, and what a resize moved away."""
@@ -73,7 +77,7 @@ class EmulatedRecorder:
         if violations:
             raise CaptureError(tuple(violations))
         tape.close()
-        return EmulatedRecording(tape)
+        return EmulatedRecording(tape, self._watch.host_reads())
 
     def _warm_up(self, prepare: Callable[[], Forward]) -> None:
         try:

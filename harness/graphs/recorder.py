@@ -76,6 +76,9 @@ class Recording(Protocol):
     def reads(self, tensor: Tensor) -> bool | None:
         """Whether the memory of ``tensor`` is among what the graph was given; None: this recorder cannot tell."""
 
+    def host_reads(self) -> tuple[str, ...]:
+        """What ``forward`` read from host memory while it was captured: legal, and frozen. Empty where unknown."""
+
     def released(self) -> tuple[Released, ...]:
         """Memory the graph uses that nobody but graphs holds any more.
 

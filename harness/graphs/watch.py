@@ -55,6 +55,7 @@ class Watch:
         self._is_active = False
         self._tape: Tape | None = None
         self._violations: dict[Violation, None] = {}
+        self._host_reads: dict[str, None] = {}
         self._boundary: CodeType | None = None
         self._function: Function | None = None
         self._placed: Memory | None = None
@@ -80,13 +81,21 @@ class Watch:
 
         ``boundary``: frames outside of the one that runs it are nobody's to blame.
         """
-        self._boundary, self._violations = boundary, {}
+        self._boundary, self._violations, self._host_reads = boundary, {}, {}
         self._tape = Tape(lambda: find_place(boundary), self._tapes)
         try:
             with self.active():
                 yield self._tape, self._violations
         finally:
             self._boundary = self._tape = None
+
+    def host_reads(self) -> tuple[str, ...]:
+        """What the latest recording read of host memory: call and line, each once."""
+        return tuple(self._host_reads)
+
+    def _note_host_read(self, call: str) -> None:
+        if self._boundary is not None:
+            self._host_reads[f"{call} at {find_place(self._boundary)}"] = None
 
     def _report(self, kind: ViolationKind, call: str) -> None:
         if self._boundary is None:
@@ -126,6 +135,8 @@ class Watch:
                 self._is_opaque = True
             else:
                 self._report("host read", words(func, ""))
+        else:
+            self._note_host_read(words(func, ""))
         return func(*args, **kwargs)
 
     def _copy(self, func: Function, source: Tensor, args: Args, kwargs: Kwargs) -> object:
@@ -164,6 +175,8 @@ class Watch:
             kind = None if self._tape is None else forbidden(call, self.host)
             if kind is not None:
                 self._report(kind, words(self._function, operator.name))
+            if operator.work == "read" and call.is_host_work:
+                self._note_host_read(words(self._function, operator.name))
             memory = self._place_of_result(call)
             tape = self._tape if memory == "device" else None
             if operator.work == "custom" and isinstance(func, OpOverload):

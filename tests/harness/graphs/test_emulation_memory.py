@@ -146,3 +146,13 @@ def test_the_account_lets_memory_go_and_confuses_no_address() -> None:
     assert host.holds(kept[1:])
     host.unmark(kept.view(2, 2))
     assert not host.holds(kept)
+
+
+def test_what_is_read_of_the_host_is_told_and_no_violation() -> None:
+    recorder, lens, out = EmulatedRecorder(), torch.tensor([2, 5]), torch.zeros(2)
+    recorder.mark_host(lens)
+    recording = recorder.record(lambda: lambda: out.fill_(int(lens.max())))
+    (told,) = recording.host_reads()
+    assert told.startswith("int() at ")
+    assert "test_emulation_memory.py" in told
+    assert recorder.record(lambda: lambda: out.fill_(1)).host_reads() == ()
