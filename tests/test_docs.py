@@ -1,21 +1,62 @@
-"""What docs/ shows is what attncheck reads."""
+"""What docs/ shows is what attncheck reads, and what docs/ and README.md name is there."""
 
+import os
+import pkgutil
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+
+import pytest
+import torch
 
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import question
+from attncheck.harness.config import ConfigNode, vllm_config
 from attncheck.harness.expectations import load_expectations
-from attncheck.reference.spec import CHECKS, FEATURES, CacheSpec, LayerSpec, MLASpec, OutputQuantSpec
+from attncheck.harness.graphs.probes import probes_of
+from attncheck.reference.spec import (
+    CHECKS,
+    FEATURES,
+    CacheSpec,
+    LayerSpec,
+    MLASpec,
+    OutputQuantSpec,
+    PathSpec,
+    SpecDecodeOptions,
+)
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TEXT = (DOCS / "case-files.md").read_text(encoding="utf-8")
 CASE_FILE, EXPECTED = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+BACKENDS = (DOCS / "backends.md").read_text(encoding="utf-8")
+FUNCTION, LEVEL_BY_CONFIG, GRAPHED = re.findall(r"^```python\n(.*?)^```$", BACKENDS, re.MULTILINE | re.DOTALL)
+LAYER, CACHE = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32"), CacheSpec(block_size=4)
+PROBES = probes_of(LAYER, CACHE)
+SMALL = """\
+suite: small
+defaults:
+  layer: {num_heads: 2, num_kv_heads: 1, head_size: 16, dtype: float32}
+  cache: {block_size: 4}
+cases:
+  - id: uniform
+    batch: 2q1s9
+  - id: mixed
+    batch: q1s9_q3s7_q5
+"""
+
+
+def attncheck(command: str, folder: Path) -> str:
+    """What the command prints in ``folder``, without a GPU."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_the_case_file_is_one(tmp_path: Path) -> None:
@@ -34,18 +75,70 @@ def test_the_expectation_file_is_one(tmp_path: Path) -> None:
 
 
 def test_the_backend_is_one_and_every_feature_and_convention_is_told(tmp_path: Path) -> None:
-    text = (DOCS / "backends.md").read_text(encoding="utf-8")
-    program, builder = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     path = tmp_path / "mine.py"
-    path.write_text(program, encoding="utf-8")
+    path.write_text(FUNCTION, encoding="utf-8")
     assert load(f"{path}:Mine").backend.conventions.lse_base == "2"
-    shown: dict[str, Any] = {}
-    exec(builder, shown)
-    levels = [shown["Builder"].get_cudagraph_support(None, SimpleNamespace(sliding_window=w)).name for w in (None, 8)]
-    assert levels == ["UNIFORM_BATCH", "NEVER"]
-    told = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    features = BACKENDS.partition("## Features")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| `(\w+)` \|", features, re.MULTILINE)
     assert sorted(told) == sorted(FEATURES)
-    assert all(f"`{field.name}`" in text for field in fields(Conventions))
+    assert all(f"`{field.name}`" in BACKENDS for field in fields(Conventions))
+
+
+def test_a_level_by_the_config_goes_with_the_backend_of_a_function(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTION + LEVEL_BY_CONFIG, encoding="utf-8")
+    builder = load(f"{path}:Configured").backend.get_builder_cls()
+    assert builder.get_cudagraph_support(None, SimpleNamespace(sliding_window=None)).name == "UNIFORM_BATCH"
+    assert builder.get_cudagraph_support(None, SimpleNamespace(sliding_window=8)).name == "NEVER"
+
+
+def test_the_backend_for_graphs_reaches_the_level_it_declares(tmp_path: Path) -> None:
+    (tmp_path / "graphed.py").write_text(GRAPHED, encoding="utf-8")
+    (tmp_path / "small.yaml").write_text(SMALL, encoding="utf-8")
+    (command,) = re.findall(r"^\$ (attncheck .*)$", BACKENDS, re.MULTILINE)
+    printed = attncheck(f"{command} --suite ./small.yaml --output run.jsonl", tmp_path)
+    row = re.search(r"^Mine +(\w+) +(\w+) +2 +(\d+)/(\d+)$", printed, re.MULTILINE)
+    assert row is not None, printed
+    assert row.groups() == ("ALWAYS", "ALWAYS", str(len(PROBES)), str(len(PROBES)))
+    assert "passed: 1 backend, 2 cases: 4 passed" in printed
+    report = attncheck("attncheck report --format markdown run.jsonl", tmp_path)
+    assert "Mine declares: no optional feature" in report
+    assert "lse_base: e" in printed
+    assert "lse_base: e" in report
+
+
+def test_what_a_builder_is_offered_is_all_told() -> None:
+    drafts = PathSpec(name="spec_decode", options=SpecDecodeOptions(num_speculative_tokens=1))
+    config = vllm_config(LAYER, CACHE, torch.float32, max_model_len=1, max_num_seqs=1, max_tokens=1, path=drafts)
+    offered = {name for name in vars(config) if not name.startswith("_")}
+    nodes = {name for name in offered if isinstance(getattr(config, name), ConfigNode)}
+    inner = {f"{node}.{name}" for node in nodes for name in vars(getattr(config, node)) if not name.startswith("_")}
+    rows = re.findall(r"^\| (`[a-z]+_config\b.*?) \|", BACKENDS, re.MULTILINE)
+    told = {name for row in rows for name in re.findall(r"`([\w.]+)", row)}
+    assert told == (offered - nodes) | inner | {"speculative_config"}
+
+
+def test_the_probes_of_the_levels_are_those_that_are_played() -> None:
+    text = (DOCS / "how-it-judges.md").read_text(encoding="utf-8")
+    told = []
+    for level, names in re.findall(r"^\| `([A-Z_]+)` \| (.*?) \|", text, re.MULTILINE):
+        ranges = re.sub(r"`(\w+) (\d+)` to `\1 (\d+)`", _numbered, names)
+        told += [(level, name) for name in re.findall(r"`(.*?)`", ranges)]
+    assert told == [(probe.level.name, probe.name) for probe in PROBES]
+
+
+def _numbered(match: re.Match[str]) -> str:
+    return ", ".join(f"`{match[1]} {number}`" for number in range(int(match[2]), int(match[3]) + 1))
+
+
+@pytest.mark.parametrize("path", [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+def test_what_is_named_can_be_imported(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for name in re.findall(r"`(attncheck(?:\.\w+)+)`", text):
+        pkgutil.resolve_name(name)
+    for names, module in re.findall(r"((?:`\w+`(?:,|\s+and)\s+)*`\w+`)\s+of\s+`(attncheck(?:\.\w+)+)`", text):
+        for name in re.findall(r"`(\w+)`", names):
+            pkgutil.resolve_name(f"{module}:{name}")
 
 
 def test_every_key_and_check_is_named() -> None:
