@@ -6,9 +6,18 @@ by ``terminal`` and ``markdown``. Must not know: what a probe does, colours, Mar
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from attncheck.reports.records import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe, Record, graph_of
+from attncheck.reports.records import (
+    CUDAGRAPH,
+    EXAMINED,
+    GRAPH_LEVELS,
+    GraphLevel,
+    GraphLevels,
+    GraphProbe,
+    Record,
+    graph_of,
+)
 
 LEGEND = "probes: passed of examined; head-room: more is measured than declared"
 
@@ -27,12 +36,14 @@ class SharedResult:
 class LevelRow:
     """Results of one backend that are alike but for their reasons, those with most cases first.
 
-    ``graph`` is what they have in common: the levels and the outcome of every probe, without reasons.
+    ``graph`` is what they have in common: the levels and the outcome of every probe, without reasons. ``repeats``: an
+    earlier row of the backend broke at the same probe for the same reason.
     """
 
     backend: str
     graph: GraphLevels
     results: tuple[SharedResult, ...]
+    repeats: bool = False
 
     @property
     def cases(self) -> int:
@@ -77,7 +88,10 @@ class LevelRow:
 
 
 def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
-    """The rows of a run: backends in the order in which records first name them, rows with most cases first."""
+    """The rows of a run: backends in the order in which records first name them, rows with most cases first.
+
+    A row that breaks at the same probe for the same reason as one before it follows that one.
+    """
     groups: dict[tuple[str, GraphLevels], dict[GraphLevels, dict[str, None]]] = {}
     for record in records:
         if (graph := graph_of(record)) is not None:
@@ -85,7 +99,24 @@ def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
             results.setdefault(graph, {})[record.case] = None
     rows = [LevelRow(backend, graph, _results(members)) for (backend, graph), members in groups.items()]
     order = list(dict.fromkeys(record.backend for record in records))
-    return tuple(sorted(rows, key=lambda row: (order.index(row.backend), -row.cases)))
+    rows.sort(key=lambda row: (order.index(row.backend), -row.cases))
+    alike: dict[tuple[str, GraphProbe | None], list[LevelRow]] = {}
+    for row in rows:
+        alike.setdefault((row.backend, row.broke_at), []).append(row)
+    return tuple(
+        replace(row, repeats=row.broke_at is not None and row is not members[0])
+        for members in alike.values()
+        for row in members
+    )
+
+
+def errored_cases(records: Sequence[Record]) -> dict[str, int]:
+    """How many cases of each backend were examined, and raised before a level could be told; none: no entry."""
+    cases: dict[str, set[str]] = {}
+    for record in records:
+        if record.check == CUDAGRAPH and record.outcome in EXAMINED and graph_of(record) is None:
+            cases.setdefault(record.backend, set()).add(record.case)
+    return {backend: len(errored) for backend, errored in cases.items()}
 
 
 def legend(rows: Sequence[LevelRow]) -> str:

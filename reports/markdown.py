@@ -1,13 +1,15 @@
 """A run as Markdown, for a pull request, a wiki, a file: everything the run file says that a reader can use.
 
-Nothing is cut here: every failure with its figures and the line that repeats it, every reason for what was not
-examined. Messages of backends are quoted so that they cannot become markup. Must not know: how records came about.
+No text is cut here: every failure with its figures and the line that repeats it, every reason for what was not
+examined; what is alike is told once. Messages of backends are quoted so that they cannot become markup. Must not know:
+how records came about.
 """
 
 from collections.abc import Iterable, Sequence
 
 from attncheck.reports import markup, phrases
-from attncheck.reports.graph_levels import LevelRow, legend, level_rows
+from attncheck.reports.graph_levels import errored_cases, level_rows, without_reasons
+from attncheck.reports.markdown_levels import graph_levels
 from attncheck.reports.records import Errored, Failed, Record, RunHeader, XFailed, graph_of
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
@@ -23,7 +25,7 @@ def render_run(run: Run) -> str:
         _circumstances(run),
         f"**{phrases.closing(summary, run.errors, complete=run.complete)}**",
         *_backends(run, summary),
-        *_graph_levels(level_rows(run.records)),
+        *graph_levels(level_rows(run.records), errored_cases(run.records)),
         *(section for provider in summary.providers for section in _functions(run, provider)),
         *_run_errors(run.errors),
         *_failures(summary, run.header),
@@ -71,70 +73,6 @@ def _backends(run: Run, summary: Summary) -> list[str]:
     ]
 
 
-def _graph_levels(rows: Sequence[LevelRow]) -> list[str]:
-    """Declared and measured CUDA-graph levels, then every probe of every row; nothing in a run that measured none."""
-    if not rows:
-        return []
-    table = [
-        [
-            markup.escaped(row.backend),
-            row.graph.declared,
-            _measured(row),
-            str(row.cases),
-            row.graph.recorder,
-            row.probes,
-            _why_no_higher(row),
-            f"could declare {row.head_room}" if row.head_room else "-",
-        ]
-        for row in rows
-    ]
-    headings = ["backend", "declared", "measured", "cases", "recorder", "probes", "why no higher", "head-room"]
-    return [
-        "## CUDA-graph levels",
-        f"{markup.escaped(legend(rows))}.",
-        markup.table(headings, table),
-        *(section for row in rows for section in _probes(row)),
-    ]
-
-
-def _measured(row: LevelRow) -> str:
-    text = phrases.measured_level(row.graph.measured)
-    return f"**{text}**" if row.falls_short else text
-
-
-def _why_no_higher(row: LevelRow) -> str:
-    others = f" ({phrases.other_reasons(row)})" if row.other_cases else ""
-    return f"{markup.escaped(phrases.why_no_higher(row))}{others}" or "-"
-
-
-def _probes(row: LevelRow) -> list[str]:
-    """One row: its probes in their order with the reasons all cases share, then the cases by their own reasons."""
-    columns = list(zip(*(result.graph.probes for result in row.results), strict=True))
-    differing = [index for index, probes in enumerate(columns) if len(set(probes)) > 1]
-    levels = f"declared {row.graph.declared}, measured {phrases.measured_level(row.graph.measured)}"
-    probes = [
-        [
-            markup.escaped(probe.name),
-            probe.level,
-            phrases.probe_outcome(probe),
-            "see below" if index in differing else markup.escaped(probe.reason) or "-",
-        ]
-        for index, probe in enumerate(row.results[0].graph.probes)
-    ]
-    cases = [
-        [
-            markup.escaped("; ".join(result.graph.probes[index].reason for index in differing)),
-            markup.escaped(", ".join(result.cases)),
-        ]
-        for result in row.results
-    ]
-    return [
-        f"### {markup.escaped(row.backend)}: {levels}, {phrases.plural(row.cases, 'case')}",
-        markup.table(["probe", "level", "outcome", "reason"], probes),
-        markup.table(["reason", "cases"], cases) if differing else f"Cases: {cases[0][1]}",
-    ]
-
-
 def _functions(run: Run, provider: str) -> list[str]:
     """The functions of one provider, and what is known of those that depart."""
     rows = function_rows(run.records, provider)
@@ -148,16 +86,17 @@ def _functions(run: Run, provider: str) -> list[str]:
 
 
 def _suite_table(summary: Summary, header: RunHeader) -> str:
+    worst = ["worst error (budgets)"] if summary.has_errors_measured else []
     rows = [
         [
             _backend(backend, header),
             *(_cell(summary.by_suite.get((backend, suite))) for suite in summary.suites),
-            phrases.budgets(summary.by_backend[backend].worst_share),
+            *(phrases.budgets(summary.by_backend[backend].worst_share) for _ in worst),
             str(summary.by_backend[backend].not_examined or "-"),
         ]
         for backend in summary.backends
     ]
-    return markup.table(["backend", *summary.suites, "worst error (budgets)", "not examined"], rows)
+    return markup.table(["backend", *summary.suites, *worst, "not examined"], rows)
 
 
 def _check_table(summary: Summary) -> str:
@@ -203,11 +142,17 @@ def _failures(summary: Summary, header: RunHeader) -> list[str]:
         return []
     alike: dict[tuple[object, ...], list[Record]] = {}
     for record in summary.short:
-        about = graph_of(record) or record.case
-        alike.setdefault(
-            (record.backend, record.check, about, record.outcome, phrases.what_happened(record)), []
-        ).append(record)
+        alike.setdefault((record.backend, record.check, record.outcome, *_story_key(record)), []).append(record)
     return ["## What fell short", *(_failure(records, header) for records in alike.values())]
+
+
+def _story_key(record: Record) -> tuple[object, ...]:
+    """Equal for records of which one speaks for all: equal outcomes of equal probes, or one error from one place."""
+    graph = graph_of(record)
+    if isinstance(record, Failed) and graph is not None:
+        return (without_reasons(graph),)
+    about = record.traceback if isinstance(record, Errored) and record.traceback else graph or record.case
+    return about, phrases.what_happened(record)
 
 
 def _failure(records: Sequence[Record], header: RunHeader) -> str:
@@ -219,9 +164,10 @@ def _failure(records: Sequence[Record], header: RunHeader) -> str:
         f"**{record.outcome}**: {markup.escaped(phrases.what_happened(record))}",
     ]
     if further:
-        lines.append(
-            f"With the same levels, probes and reasons: {markup.escaped(', '.join(other.case for other in further))}"
-        )
+        shared = "error" if isinstance(record, Errored) else "levels and probes"
+        if len({phrases.what_happened(other) for other in records}) > 1:
+            shared += ", some with other figures or reasons (see above)"
+        lines.append(f"With the same {shared}: {markup.escaped(', '.join(other.case for other in further))}")
     if isinstance(record, Failed):
         lines += ["\n".join(f"- {markup.escaped(detail)}" for detail in record.details)] if record.details else []
         lines += [f"Looks like: {markup.escaped(record.meaning)}"] if record.meaning else []

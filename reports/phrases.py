@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from attncheck.reports.graph_levels import LevelRow
+from attncheck.reports.reasons import joined, shortened
 from attncheck.reports.records import (
     OUTCOMES,
     UTILITIES,
@@ -103,17 +104,24 @@ def probe_outcome(probe: GraphProbe) -> str:
 
 def broke_at(probe: GraphProbe, *, width: int | None = None) -> str:
     """The probe that ended the climb from level to level, and why, on one line; the reason cut to ``width``."""
+    reason = one_line(joined(probe.reason))
+    return f"{_stop(probe)}: {reason if width is None else shortened(reason, width)}"
+
+
+def _stop(probe: GraphProbe) -> str:
     verb = "broke at" if probe.outcome == "failed" else "stopped at"
-    reason = one_line(probe.reason)
-    return f"{verb} {one_line(probe.name)} ({probe.level}): {reason if width is None else cut(reason, width)}"
+    return f"{verb} {one_line(probe.name)} ({probe.level})"
 
 
 def why_no_higher(row: LevelRow, *, width: int | None = None) -> str:
-    """The probe a row broke at, and what is proven all the same where the level cannot be told; empty: none broke."""
+    """The probe a row broke at, and what is proven all the same where the level cannot be told; empty: none broke.
+
+    What a row above says in the very same words is not said again.
+    """
     if row.broke_at is None:
         return ""
     proven = f"at least {row.proven}; " if row.graph.measured is None and row.proven != "NEVER" else ""
-    return f"{proven}{broke_at(row.broke_at, width=width)}"
+    return proven + (f"{_stop(row.broke_at)}: as above" if row.repeats else broke_at(row.broke_at, width=width))
 
 
 def other_reasons(row: LevelRow) -> str:
@@ -135,7 +143,7 @@ def what_happened(record: Record) -> str:
     """One line for a record that fell short; any other is told by its outcome."""
     match record:
         case Failed():
-            text = record.summary
+            text = record.summary if record.graph is None else joined(record.summary)
         case Errored():
             text = f"{record.error_type} in {record.stage}: {_first_line(record.message)}"
         case XPassed():

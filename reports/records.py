@@ -33,6 +33,9 @@ EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "xfaile
 UTILITIES = "utilities"
 """The check, and the suite, of records about a provider: one a function, whose name is the case's id."""
 
+CUDAGRAPH = "cudagraph"
+"""The check whose records carry CUDA-graph levels."""
+
 BUDGET_SHARE = "budget_share"
 """The figure that says which share of the error budget the worst row used; above 1.0 the answer is wrong."""
 

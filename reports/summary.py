@@ -92,6 +92,11 @@ class Summary:
         """``failed`` if any record fell short, ``not examined`` if none was examined, else ``passed``."""
         return verdict(self.total)
 
+    @property
+    def has_errors_measured(self) -> bool:
+        """Whether any record of a backend says which share of the error budget was used."""
+        return any(self.by_backend[backend].worst_share is not None for backend in self.backends)
+
 
 def verdict(total: Tally) -> Verdict:
     """What a tally comes to; a run that examined nothing has not passed."""

@@ -6,16 +6,17 @@ to be pasted. Must not know: how the records came about.
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
 from attncheck.reports import phrases
-from attncheck.reports.graph_levels import LevelRow, legend, level_rows, without_reasons
+from attncheck.reports.graph_levels import LevelRow, errored_cases, legend, level_rows, without_reasons
 from attncheck.reports.records import Errored, Failed, Record, RunHeader, graph_of
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
+from attncheck.reports.tracebacks import raised_at
 from attncheck.reports.utilities import (
     HEADINGS,
     LEGEND,
@@ -64,7 +65,7 @@ def render(
     summary = summarise(records, checks=header.checks)
     sections = [
         _check_table(summary, color),
-        _graph_levels(level_rows(records), color),
+        _graph_levels(level_rows(records), errored_cases(records), color),
         _suite_table(summary, color) if len(summary.suites) > 1 else "",
         *(_functions(header, records, provider, color) for provider in summary.providers),
         *_failures(summary, header, color),
@@ -81,17 +82,18 @@ def _check_table(summary: Summary, color: bool) -> str:
     """Backends down, checks across: passed of examined."""
     if not summary.backends:
         return ""
+    # Two lines of headings: with every check and the usual names the table just keeps to its width.
+    worst = ["worst error\n(budgets)"] if summary.has_errors_measured else []
     rows = [
         [
             backend,
             *(_cell(summary.by_check.get((backend, check)), color) for check in summary.checks),
-            phrases.budgets(summary.by_backend[backend].worst_share),
+            *(phrases.budgets(summary.by_backend[backend].worst_share) for _ in worst),
             str(summary.by_backend[backend].not_examined or "-"),
         ]
         for backend in summary.backends
     ]
-    # Two lines of headings: with every check and the usual names the table just keeps to its width.
-    return _table([["backend", *summary.checks, "worst error\n(budgets)", "not\nexamined"], *rows])
+    return _table([["backend", *summary.checks, *worst, "not\nexamined"], *rows])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -99,8 +101,11 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return tabulate(rows, tablefmt="plain", disable_numparse=True)
 
 
-def _graph_levels(rows: Sequence[LevelRow], color: bool) -> str:
-    """Declared and measured CUDA-graph levels; below each row what ended the climb, and head-room."""
+def _graph_levels(rows: Sequence[LevelRow], errored: Mapping[str, int], color: bool) -> str:
+    """Declared and measured CUDA-graph levels; below each row what ended the climb, and head-room.
+
+    ``errored``: how many cases of a backend have no level, told below its rows.
+    """
     if not rows:
         return ""
     cells = [
@@ -114,13 +119,24 @@ def _graph_levels(rows: Sequence[LevelRow], color: bool) -> str:
         for row in rows
     ]
     headings, *lines = _table([["backend", "declared", "measured", "cases", "probes"], *cells]).splitlines()
-    told = [f"{line}\n{notes}" if (notes := _level_notes(row)) else line for line, row in zip(lines, rows, strict=True)]
+    told = [f"{line}\n{_level_notes(row, rows)}".rstrip() for line, row in zip(lines, rows, strict=True)]
+    for backend, count in errored.items():
+        own = [index for index, row in enumerate(rows) if row.backend == backend]
+        text = f"{phrases.plural(count, 'case')} errored"
+        if own:
+            told[own[-1]] += f"\n  and {text}"
+        else:
+            told.append(wrap(f"{phrases.one_line(backend)}: {text}"))
     recorders = ", ".join(dict.fromkeys(row.graph.recorder for row in rows))
     return "\n".join([f"CUDA-graph levels (recorder: {recorders})", "", headings, *told, "", wrap(legend(rows))])
 
 
-def _level_notes(row: LevelRow) -> str:
-    notes = [phrases.why_no_higher(row, width=HINT_WIDTH if row.falls_short else REASON_WIDTH)]
+def _level_notes(row: LevelRow, rows: Sequence[LevelRow]) -> str:
+    example = phrases.one_line(row.results[0].cases[0])
+    notes = [f"cases such as {example}" if row.cases > 1 else f"case {example}"]
+    if [other.backend for other in rows].count(row.backend) == 1:
+        notes.clear()
+    notes += [phrases.why_no_higher(row, width=HINT_WIDTH if row.falls_short else REASON_WIDTH)]
     notes += [phrases.other_reasons(row)] if row.other_cases else []
     notes += [f"head-room: could declare {row.head_room}"] if row.head_room else []
     return "\n".join(wrap(note, "  ") for note in notes if note)
@@ -221,15 +237,9 @@ def story(record: Record, header: RunHeader | None = None) -> str:
     if isinstance(record, Failed):
         lines += [phrases.printable(detail) for detail in record.details]
         lines += [f"looks like: {phrases.printable(record.meaning)}"] if record.meaning else []
-    if isinstance(record, Errored) and (place := _raised_at(record.traceback)):
+    if isinstance(record, Errored) and (place := raised_at(record.traceback)):
         lines.append(phrases.printable(place))
     return "\n".join([*(wrap(line, width=WIDTH - 2) for line in lines), f"repeat: {repro_command(record, header)}"])
-
-
-def _raised_at(traceback: str) -> str:
-    """The last ``File ..., line ..., in ...`` of a traceback: where it was raised."""
-    places = [line.strip() for line in traceback.splitlines() if line.strip().startswith('File "')]
-    return places[-1] if places else ""
 
 
 def _gaps(summary: Summary) -> str:

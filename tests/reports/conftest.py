@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from attncheck.reports import markdown
 from attncheck.reports.records import (
     BackendInfo,
     Environment,
@@ -15,7 +16,7 @@ from attncheck.reports.records import (
     SuiteInfo,
     parse_line,
 )
-from attncheck.reports.store import RunWriter
+from attncheck.reports.store import RunWriter, read_run
 
 ENVIRONMENT = Environment(
     attncheck="0.1.0",
@@ -98,3 +99,31 @@ def write(tmp_path: Path, header: RunHeader) -> Callable[..., Path]:
         return tmp_path / name
 
     return write
+
+
+@pytest.fixture
+def graph(make: Callable[..., Record]) -> Callable[..., Record]:
+    """``graph("failed", levels, case_id=...)``: a record of the check ``cudagraph`` with these levels."""
+
+    def record(outcome: str, found: dict[str, Any] | None, **fields: Any) -> Record:
+        extra = {} if found is None else {"graph": found}
+        return make(outcome, check="cudagraph", **extra, **fields)
+
+    return record
+
+
+@pytest.fixture
+def asked(header: RunHeader) -> RunHeader:
+    return header.model_copy(update={"checks": ("numerics", "cudagraph")})
+
+
+@pytest.fixture
+def as_markdown(tmp_path: Path, asked: RunHeader) -> Callable[..., str]:
+    def render(*records: Record) -> str:
+        path = tmp_path / f"graphs-{len(list(tmp_path.iterdir()))}.jsonl"
+        with RunWriter(path, asked) as writer:
+            for record in records:
+                writer.add(record)
+        return markdown.render_run(read_run(path))
+
+    return render

@@ -1,0 +1,56 @@
+"""Long reasons made short: places of one violation joined, the rest cut where it does not hurt.
+
+Text in, text out. Must not know: what a probe does, tables, colours, Markdown.
+"""
+
+import re
+from dataclasses import dataclass
+
+_VIOLATION = re.compile(r"(?P<what>.+) at (?P<file>.+?):(?P<line>\d+) in (?P<function>.+)")
+
+
+@dataclass
+class _Part:
+    """One part between semicolons; with ``lines``, a violation in one function of one file."""
+
+    what: str
+    file: str = ""
+    function: str = ""
+    lines: tuple[str, ...] = ()
+
+    def holds(self, other: "_Part") -> bool:
+        """Whether ``other`` differs in nothing but its line; the first of a list follows what introduces the list."""
+        is_alike = self.what == other.what or self.what.endswith(f": {other.what}")
+        return is_alike and bool(other.lines) and (self.file, self.function) == (other.file, other.function)
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.file}:{', '.join(self.lines)} in {self.function}" if self.lines else self.what
+
+
+def joined(reason: str) -> str:
+    """Violations that differ in their lines alone as one: ``.item() at mine.py:9, 10 in forward``."""
+    parts: list[_Part] = []
+    for text in reason.split("; "):
+        match = _VIOLATION.fullmatch(text)
+        part = _Part(match["what"], match["file"], match["function"], (match["line"],)) if match else _Part(text)
+        same = next((earlier for earlier in parts if earlier.holds(part)), None)
+        if same is None:
+            parts.append(part)
+        else:
+            same.lines = tuple(dict.fromkeys((*same.lines, *part.lines)))
+    return "; ".join(map(str, parts))
+
+
+def shortened(reason: str, width: int) -> str:
+    """``reason``, or its beginning and ``...``, at most ``width`` characters.
+
+    It ends after the last semicolon where that keeps half of the width, else after a whole word; within one only where
+    there is a single one.
+    """
+    if len(reason) <= width:
+        return reason
+    room = width - len(" ...")
+    clause, word = reason.rfind(";", 0, room) + 1, reason.rfind(" ", 0, room + 1)
+    if clause * 2 >= width:
+        return f"{reason[:clause]} ..."
+    return f"{reason[:word]} ..." if word > 0 else f"{reason[: width - 3]}..."

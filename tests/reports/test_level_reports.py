@@ -1,0 +1,175 @@
+"""CUDA-graph levels of many cases: numbers add up, cases have names, and what is alike is told once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attncheck.reports import terminal
+from attncheck.reports.graph_levels import errored_cases, level_rows
+from attncheck.reports.records import BUDGET_SHARE, Record, RunHeader
+
+Make = Callable[..., Record]
+AsMarkdown = Callable[..., str]
+
+SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
+PLACES = "host read: .item() at wrong.py:9 in forward; host read: .item() at wrong.py:12 in forward"
+TRACEBACK = 'Traceback (most recent call last):\n  File "wrong.py", line 9, in build\n    work()\nRuntimeError: no'
+
+
+def broken(declared: str, reason: str = "figures 7", *, behind: int = 3) -> dict[str, Any]:
+    """Levels of a backend that is right in ``decode``, breaks at ``verify``, and ``behind`` probes are not run."""
+    probes = [
+        {"name": "decode", "level": SINGLE, "outcome": "passed"},
+        {"name": "verify", "level": "UNIFORM_BATCH", "outcome": "failed", "reason": reason},
+    ]
+    for number in range(behind):
+        level = "UNIFORM_BATCH" if number == 0 else "ALWAYS"
+        probes.append({"name": f"probe {number}", "level": level, "outcome": "not run", "reason": "'verify' broke"})
+    return {"declared": declared, "measured": SINGLE, "recorder": "emulated", "probes": probes}
+
+
+@pytest.fixture
+def level_lines(asked: RunHeader) -> Callable[..., list[str]]:
+    """The lines of the terminal's table of levels, from its headings to its legend."""
+
+    def lines(*records: Record) -> list[str]:
+        text = terminal.render(asked, records)
+        return text[text.index("CUDA-graph levels") :].split("\n\n")[1].splitlines()
+
+    return lines
+
+
+def test_places_of_one_violation_are_joined_wherever_a_reason_is_told(
+    graph: Make, asked: RunHeader, as_markdown: AsMarkdown
+) -> None:
+    record = graph("failed", broken("ALWAYS", PLACES), summary=f"declared ALWAYS: {PLACES}")
+    for text in (terminal.render(asked, [record]), as_markdown(record)):
+        assert text.count("wrong.py:9, 12 in forward") == (2 if text.startswith("backend") else 3)
+        assert "wrong.py:12 in" not in text
+
+
+def test_a_reason_that_rows_of_a_backend_share_is_told_once(
+    graph: Make, level_lines: Callable[..., list[str]], as_markdown: AsMarkdown
+) -> None:
+    records = [
+        graph("passed", broken("NEVER"), case_id="a"),
+        graph("passed", broken("NEVER"), case_id="b"),
+        graph("passed", broken("NEVER"), case_id="c"),
+        graph("passed", broken("UNIFORM_BATCH", "figures 9"), case_id="d"),
+        graph("passed", broken("UNIFORM_BATCH", "figures 9"), case_id="e"),
+        graph("passed", broken(SINGLE), case_id="f"),
+        graph("passed", broken(SINGLE), backend="Wrong", case_id="f"),
+    ]
+    rows = level_rows(records)
+    assert [(row.backend, row.graph.declared, row.repeats) for row in rows] == [
+        ("reference", "NEVER", False),
+        ("reference", SINGLE, True),
+        ("reference", "UNIFORM_BATCH", False),
+        ("Wrong", SINGLE, False),
+    ]
+    lines = level_lines(*records)
+    assert [line for line in lines if "broke at" in line] == [
+        f"  broke at verify (UNIFORM_BATCH): {reason}" for reason in ("figures 7", "as above", "figures 9", "figures 7")
+    ]
+    assert as_markdown(*records).count("broke at verify (UNIFORM_BATCH): as above") == 1
+
+
+def test_rows_of_a_backend_say_which_cases_they_hold(graph: Make, level_lines: Callable[..., list[str]]) -> None:
+    records = [graph("passed", broken("NEVER"), case_id=name) for name in "ab"]
+    assert not [line for line in level_lines(*records) if "smoke/" in line]
+    lines = level_lines(*records, graph("passed", broken(SINGLE), case_id="window"))
+    assert [line for line in lines if "smoke/" in line] == ["  cases such as smoke/a", "  case smoke/window"]
+
+
+def test_cases_without_a_level_are_counted_below_the_rows_of_their_backend(
+    make: Make, graph: Make, level_lines: Callable[..., list[str]], as_markdown: AsMarkdown
+) -> None:
+    records = [
+        graph("passed", broken(SINGLE), case_id="a"),
+        graph("errored", None, case_id="b"),
+        graph("xfailed", None, case_id="c", underlying="errored"),
+        graph("unsupported", None, case_id="d"),
+        make("errored", case_id="e"),
+        graph("passed", broken(SINGLE), backend="Wrong", case_id="a"),
+    ]
+    assert errored_cases(records) == {"reference": 2}
+    lines = level_lines(*records)
+    assert lines[3] == "  and 2 cases errored"
+    assert lines[4].startswith("Wrong")
+    assert f"| reference | - | **errored** | 2 | - | - | - | - |\n| Wrong | {SINGLE} |" in as_markdown(*records)
+
+
+def test_a_backend_without_any_level_is_named_beside_those_that_have_one(
+    graph: Make, level_lines: Callable[..., list[str]], as_markdown: AsMarkdown
+) -> None:
+    records = [graph("errored", None), graph("passed", broken("NEVER"), backend="Wrong")]
+    assert level_lines(*records)[-1] == "reference: 1 case errored"
+    assert "| Wrong | NEVER |" in (text := as_markdown(*records))
+    assert "| reference | - | **errored** | 1 | - | - | - | - |\n\n" in text
+
+
+def test_markdown_tells_probes_that_were_not_run_in_one_line(graph: Make, as_markdown: AsMarkdown) -> None:
+    text = as_markdown(
+        graph("passed", broken("NEVER", behind=4)), graph("passed", broken(SINGLE, behind=1), case_id="b")
+    )
+    assert "| 4 probes behind it | UNIFORM_BATCH to ALWAYS | not run | 'verify' broke |\n\n" in text
+    assert "| probe 0 | UNIFORM_BATCH | not run | 'verify' broke |\n\n" in text
+    assert "| probe 1 |" not in text
+
+
+def test_markdown_has_one_section_for_probes_that_came_out_alike(graph: Make, as_markdown: AsMarkdown) -> None:
+    text = as_markdown(
+        graph("passed", broken("NEVER"), case_id="a"),
+        graph("passed", broken(SINGLE), case_id="b"),
+        graph("passed", broken("NEVER"), case_id="c"),
+    )
+    assert f"### reference: declared NEVER or {SINGLE}, measured {SINGLE}, 3 cases\n" in text
+    assert f"- Cases that declare NEVER: smoke/a, smoke/c\n- Cases that declare {SINGLE}: smoke/b\n" in text
+    assert text.count("| probe | level | outcome | reason |") == 1
+
+
+def test_markdown_tells_a_few_of_many_reasons_and_names_all_cases(graph: Make, as_markdown: AsMarkdown) -> None:
+    text = as_markdown(*(graph("passed", broken("NEVER", f"figures {n}"), case_id=f"c{n}") for n in range(7)))
+    assert "| figures 4 | smoke/c4 |\n| 2 further reasons | smoke/c5, smoke/c6 |\n" in text
+    assert "figures 5" not in text
+
+
+def test_markdown_tells_failures_that_differ_in_figures_once(graph: Make, as_markdown: AsMarkdown) -> None:
+    records = [
+        graph("failed", broken("ALWAYS", f"figures {n}"), case_id=f"c{n}", summary=f"broke: figures {n}")
+        for n in range(3)
+    ]
+    text = as_markdown(*records, graph("failed", broken("UNIFORM_BATCH"), case_id="d", summary="broke: figures 7"))
+    assert "### reference: smoke/c0 and 2 more cases, cudagraph\n\n**failed**: broke: figures 0\n" in text
+    assert "same levels and probes, some with other figures or reasons (see above): smoke/c1, smoke/c2\n" in text
+    assert "### reference: smoke/d, cudagraph\n" in text
+    assert text.count("Repeat:") == 2
+
+
+def test_markdown_tells_one_error_of_many_cases_once(make: Make, as_markdown: AsMarkdown) -> None:
+    records = [make("errored", case_id=f"c{n}", traceback=TRACEBACK) for n in range(3)]
+    text = as_markdown(*records, make("errored", case_id="d", traceback=TRACEBACK.replace("9", "10")))
+    assert "### reference: smoke/c0 and 2 more cases, numerics\n" in text
+    assert "With the same error: smoke/c1, smoke/c2\n" in text
+    assert "### reference: smoke/d, numerics\n" in text
+    assert text.count("Repeat:") == 2
+    without = as_markdown(*(make("errored", case_id=f"c{n}") for n in range(2)))
+    assert without.count("Repeat:") == 2
+
+
+def test_the_column_of_errors_is_there_when_any_was_measured(
+    make: Make, graph: Make, asked: RunHeader, as_markdown: AsMarkdown
+) -> None:
+    for records, count in (
+        ([graph("passed", broken("NEVER"))], 0),
+        ([graph("passed", broken("NEVER")), make("passed", backend="Wrong", figures={BUDGET_SHARE: 0.5})], 1),
+    ):
+        assert terminal.render(asked, records).count("worst error") == count
+        assert as_markdown(*records).count("worst error (budgets)") == count
+    rows = terminal.render(asked, [graph("passed", broken("NEVER"))]).splitlines()
+    assert [row.split() for row in rows[:3]] == [
+        ["backend", "cudagraph", "not"],
+        ["examined"],
+        ["reference", "1/1", "-"],
+    ]

@@ -1,0 +1,62 @@
+"""Reasons are made short without a loss: joined where only lines differ, cut between words."""
+
+import pytest
+
+from attncheck.reports.reasons import joined, shortened
+
+SHAPE = "data-dependent shape: x[...] (aten.index)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "short"),
+    [
+        (
+            f"{SHAPE} at g1.py:72 in forward; {SHAPE} at g1.py:73 in forward; {SHAPE} at g1.py:74 in forward",
+            f"{SHAPE} at g1.py:72, 73, 74 in forward",
+        ),
+        (
+            f"not captured (8 tokens): {SHAPE} at a b.py:7 in f; {SHAPE} at a b.py:9 in f; {SHAPE} at a b.py:9 in f",
+            f"not captured (8 tokens): {SHAPE} at a b.py:7, 9 in f",
+        ),
+        (
+            ".item() at g.py:1 in f; .tolist() at g.py:2 in f; .item() at g.py:3 in f; why not",
+            ".item() at g.py:1, 3 in f; .tolist() at g.py:2 in f; why not",
+        ),
+    ],
+)
+def test_what_differs_in_its_line_alone_is_joined(reason: str, short: str) -> None:
+    assert joined(reason) == short
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "",
+        "a; b; a",
+        ".item() at g.py:1 in f",
+        ".item() at g.py:1 in f; .item() at g.py:2 in g",
+        ".item() at g.py:1 in f; .item() at h.py:2 in f",
+        ".item() at g.py:1 in f; .tolist() at g.py:2 in f",
+        "host read: .item() at g.py:1 in f; host copy: .item() at g.py:2 in f",
+        "without a graph: .item() at g.py:1 in f; with a graph: .item() at g.py:2 in f",
+    ],
+)
+def test_whatever_differs_in_more_stays(reason: str) -> None:
+    assert joined(reason) == reason
+
+
+@pytest.mark.parametrize(
+    ("reason", "width", "short"),
+    [
+        ("abc def", 7, "abc def"),
+        ("abc defg hij", 11, "abc ..."),
+        ("abc defg hij", 12, "abc defg hij"),
+        ("abc defg hijk", 12, "abc defg ..."),
+        ("first part; second part here", 20, "first part; ..."),
+        ("one; second part here and there", 24, "one; second part ..."),
+        ("a" * 30, 10, "aaaaaaa..."),
+    ],
+)
+def test_a_reason_ends_after_a_clause_or_a_word(reason: str, width: int, short: str) -> None:
+    assert shortened(reason, width) == short
+    assert len(short) <= width
