@@ -35,6 +35,9 @@ class Operator:
     """Tagged by torch: the shape of its result depends on contents."""
     follows: bool
     """A ``*_like`` or ``new_*``: its result is shaped after a tensor whose contents do not matter."""
+    is_composite: bool = False
+    """It is defined by other operators. Below autograd (in inference mode, inside an operator) it comes whole: then
+    ``.to`` or ``.contiguous`` would pass for a view even where it copies."""
 
     def written_tensors(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[Tensor]:
         """Those of the arguments that it writes."""
@@ -65,6 +68,7 @@ def describe(func: AnyOperator) -> Operator:
         written=frozenset(written),
         is_dynamic=torch.Tag.dynamic_output_shape in func.tags,
         follows=follows,
+        is_composite=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
     )
 
 

@@ -4,7 +4,6 @@ Two torch modes report here. One sees operators; the other sees Python functions
 read without an operator, and where a result was meant to lie. Must not know: probes, backends, how violations are told.
 """
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -36,11 +35,11 @@ from attncheck.harness.graphs.judgement import Call, forbidden
 from attncheck.harness.graphs.operators import AnyOperator, Operator, describe, tensors_in
 from attncheck.harness.graphs.recorder import Violation, ViolationKind
 from attncheck.harness.graphs.tape import Tape
+from attncheck.harness.graphs.uncompiled import uncompiled
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 
-_COMPILERS = frozenset({"torch._dynamo", "torch.nn.attention.flex_attention"})
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -70,7 +69,7 @@ class Watch:
             return
         self._is_active = True
         try:
-            with _uncompiled(), _Functions(self), _Operators(self):
+            with uncompiled(), _Functions(self), _Operators(self):
                 yield
         finally:
             self._is_active = False
@@ -169,7 +168,7 @@ class Watch:
     def operator(self, func: AnyOperator, args: Args, kwargs: Kwargs) -> object:
         """One call of an operator: judged, run, taped, and its result placed in the account."""
         with torch._C.DisableTorchFunction():
-            operator = self._operators.get(func) or self._operators.setdefault(func, describe(func))
+            operator = self.facts_of(func)
             given = (*tensors_in(args), *tensors_in(kwargs))
             call = Call(operator, args, kwargs, given, tuple(tensor for tensor in given if self.host.holds(tensor)))
             kind = None if self._tape is None else forbidden(call, self.host)
@@ -199,6 +198,10 @@ class Watch:
             elif tape is not None:
                 tape.add_new(fresh, is_constant=operator.work == "constant")
         return result
+
+    def facts_of(self, func: AnyOperator) -> Operator:
+        """What is known of an operator."""
+        return self._operators.get(func) or self._operators.setdefault(func, describe(func))
 
     def _place_of_result(self, call: Call) -> Memory:
         if self._placed is not None and (not call.given or call.operator.follows):
@@ -259,23 +262,6 @@ class Watch:
         self._is_opaque |= place.line is None or place.interpreted
 
 
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Compiled functions run as they were written: the compiler fails under modes, and remembers it.
-
-    It takes seconds to import, and is left alone until something that calls it is imported.
-    """
-    if not sys.modules.keys().isdisjoint(_COMPILERS):
-        with torch.compiler.set_stance("force_eager"):
-            yield
-        return
-    try:
-        yield
-    finally:
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
-
-
 class _Functions(TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -298,4 +284,7 @@ class _Operators(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if self._watch.facts_of(func).is_composite:
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         return self._watch.operator(func, args, kwargs or {})

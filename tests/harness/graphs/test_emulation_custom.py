@@ -78,3 +78,31 @@ def test_forgetting_what_was_taped_inside_forgets_its_references() -> None:
         assert recording.reads(x)
         del x
         assert len(recording.released()) == 1
+
+
+@torch.library.custom_op("attncheck_custom::converts", mutates_args={"out"})
+def converts(out: Tensor, x: Tensor) -> None:
+    out.copy_(x.view(1, 3).transpose(0, 1).contiguous().to(torch.float64).reshape(3).float())
+
+
+def test_operators_that_copy_or_not_are_told_apart_inside_an_operator() -> None:
+    out, x = buffers()
+    recording = recorded(converts, out, x)
+    assert recording.released() == ()
+    x.copy_(torch.tensor([4.0, 5.0, 6.0]))
+    recording.replay()
+    assert out.tolist() == [4.0, 5.0, 6.0]
+
+
+def test_operators_that_copy_or_not_are_told_apart_in_inference_mode() -> None:
+    out, x = buffers()
+
+    def forward() -> None:
+        with torch.inference_mode():
+            out.copy_(x.to(torch.float64).contiguous().float())
+
+    recording = EmulatedRecorder().record(lambda: forward)
+    assert recording.released() == ()
+    x.fill_(7)
+    recording.replay()
+    assert out.tolist() == [7.0] * 3
