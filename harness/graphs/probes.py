@@ -121,6 +121,7 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
             Turn(full[2:6], 1),
             Turn(full[6:7], 2),
             Turn(other, None),
+            Turn(_decodes(*lens, 3, edge + 2, 12), None),
             Turn(full[2:], 0),
             Turn(full[:3], 1),
             Turn(full[1:2], 2),
@@ -138,10 +139,7 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
         SINGLE,
         "a graph serves more than a few requests",
         (Bucket(_MANY, _MANY, 1),),
-        (
-            Turn(_decodes(*(1 + 5 * n % edge for n in range(_MANY)))),
-            Turn(_decodes(*(1 + 3 * n % edge for n in range(_MANY - 2)))),
-        ),
+        (Turn(_decodes(*(1 + 5 * n % edge for n in range(_MANY - 1)))),),
     )
     yield Probe(
         "longest dummies",
@@ -198,6 +196,7 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
             Turn(((4, edge + 2), (4, 4), (4, 2 * edge + 3), (4, 9))),
             Turn(((4, reach + 6), (4, 4)), 1),
             Turn(((1, 9), (1, edge + 1), (edge + 5, edge + 5), (30, 41)), None),
+            Turn(tuple((4, 4 + 5 * n) for n in range(6)), None),
             Turn(((4, 5), (4, edge + 4)), 0),
             Turn(((4, 2 * edge),), 1),
         ),

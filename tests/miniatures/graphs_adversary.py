@@ -204,3 +204,19 @@ class DraftsByTheRowsBefore(Miniature):
             position = common.seq_lens[request] - common.query_start_loc[1:][request] + rows
             position = position.masked_fill(rows >= common.query_start_loc[-1], graphs.NOWHERE)
             return request, position.clamp(min=graphs.NOWHERE)
+
+
+class GrowsForUniformSteps(Miniature):
+    """The workspace is used by steps of equally many rows alone, and made anew for a larger one of those."""
+
+    level = AttentionCGSupport.UNIFORM_BATCH
+
+    class Impl(graphs.EqualRows.Impl):
+        workspace = None
+
+        def attend_rows(self, query, caches, table, request, position, metadata):
+            if len({n for n in metadata.query_lens if n}) == 1:
+                if self.workspace is None or len(self.workspace) < len(query):
+                    self.workspace = torch.empty_like(query, dtype=torch.float32)
+                query = self.workspace[: len(query)].copy_(query)
+            return super().attend_rows(query, caches, table, request, position, metadata)

@@ -118,6 +118,7 @@ LIARS = {
         "KeepsTheTableWhileItGrows": (NEVER, "'decode'", "right without a graph"),
         "PlansByBatchSize": (SINGLE, "'verify and draft'", KEPT),
         "DraftsByTheRowsBefore": (SINGLE, "'verify and draft'", KEPT),
+        "GrowsForUniformSteps": (NEVER, "'buckets'", "memory that has been let go"),
     },
     "graphs_kernels.py": {
         "ItemInsideAnOperator": (NEVER, CANNOT, "host read: .item() at", "in clean_table"),
