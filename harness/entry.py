@@ -1,6 +1,6 @@
-"""One entry into a backend's ``forward``, as the model's layer makes it: the cache written before, aliases handed out.
+"""One entry into a backend's ``forward``, as the model's layer makes it, and what came out of it.
 
-Must not know: sessions, what is judged.
+The cache is written before, aliases are handed out. Must not know: sessions, what is judged.
 """
 
 from typing import Any
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
-from attncheck.harness.buffers import GuardedBuffer
+from attncheck.harness.buffers import GuardedBuffer, read_result
 from attncheck.harness.calls import Call
 from attncheck.harness.config import Layer
 from attncheck.harness.output_codes import output_codes
 from attncheck.harness.problem import Problem
+from attncheck.harness.results import Result
 
 
 def output_buffers(
@@ -59,3 +60,20 @@ def enter_forward(
             attn_layer, call.query, call.key, call.value, cache, metadata, output=out.handed_out(), **keywords
         )
     return result
+
+
+def result_of(
+    backend: type[AttentionBackend], call: Call, returned: object, out: GuardedBuffer, lse: GuardedBuffer | None
+) -> Result:
+    """What the call answered, which ``forward`` left in its buffers, or ``returned`` where it may."""
+    rows, protocol = read_result(returned, out, must_be_buffer=backend.accept_output_buffer)
+    is_buffer = rows is out.rows
+    return Result(
+        call=call,
+        output=rows,
+        lse=None if lse is None else lse.rows,
+        unwritten=out.unwritten_rows() if is_buffer else torch.zeros(len(rows), dtype=torch.bool, device=rows.device),
+        lse_unwritten=None if lse is None else lse.unwritten_rows(),
+        breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
+        protocol=protocol,
+    )

@@ -20,7 +20,7 @@ from attncheck.harness.calls import Call, calls_of, num_builders
 from attncheck.harness.changes import changes
 from attncheck.harness.config import Layer
 from attncheck.harness.construction import construct_builder, construct_impl
-from attncheck.harness.entry import enter_forward, output_buffers, output_scale_of
+from attncheck.harness.entry import enter_forward, output_buffers, output_scale_of, result_of
 from attncheck.harness.filling import Filler
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.pool import Pool
@@ -176,18 +176,7 @@ class Session:
         except StageError as failure:
             touched = self._touched(out, before)
             raise StageError(replace(failure.raised, touched=touched)) from failure
-        rows, protocol = read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)
-        return Result(
-            call=call,
-            output=rows,
-            lse=None if lse is None else lse.rows,
-            unwritten=out.unwritten_rows()
-            if rows is out.rows
-            else torch.zeros(len(rows), dtype=torch.bool, device=rows.device),
-            lse_unwritten=None if lse is None else lse.unwritten_rows(),
-            breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
-            protocol=protocol,
-        )
+        return result_of(self.backend, call, returned, out, lse)
 
     def _buffers(self, call: Call) -> tuple[GuardedBuffer, GuardedBuffer | None]:
         return output_buffers(self.backend, self.problem, len(call.query), call.num_rows, self.device)

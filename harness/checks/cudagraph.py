@@ -15,6 +15,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.graphs.examination import Measurement, Unseen, measure
 from attncheck.harness.graphs.questions import Questions
+from attncheck.harness.stages import StageError
 from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, RequestSpec
 
 
@@ -27,7 +28,7 @@ class GraphDesk:
         self._questions: tuple[Case, Questions] | None = None
 
     def examine(self, backend: type[AttentionBackend], case: Case) -> Finding:
-        """The finding for the layer and cache of ``case``. Raises StageError where the backend's declarations do."""
+        """The finding for the layer and cache of ``case``; what the backend raised, where it could not be measured."""
         reasons = unexamined_reasons(case)
         if reasons:
             return NotExamined(reasons, "attncheck")
@@ -39,6 +40,8 @@ class GraphDesk:
                 self._findings[backend, asked] = judge(measure(backend, self._questions[1], self._device))
             except QuestionError as error:
                 self._findings[backend, asked] = NotExamined((str(error),), "attncheck")
+            except StageError as failure:
+                self._findings[backend, asked] = failure.raised
         return self._findings[backend, asked]
 
 

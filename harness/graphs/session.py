@@ -20,7 +20,7 @@ from attncheck.harness.calls import Call, calls_of
 from attncheck.harness.changes import changes
 from attncheck.harness.config import Layer
 from attncheck.harness.construction import construct_builder, construct_impl
-from attncheck.harness.entry import enter_forward, output_buffers, output_scale_of
+from attncheck.harness.entry import enter_forward, output_buffers, output_scale_of, result_of
 from attncheck.harness.filling import Filler
 from attncheck.harness.graphs.inputs import PersistentInputs
 from attncheck.harness.graphs.probes import Bucket, Probe, Turn
@@ -38,13 +38,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Graph:
-    """One captured graph of one builder, and what its metadata were made of. ``read``: paths the graph reads."""
+    """One captured graph of one builder, and what its metadata were made of.
+
+    ``returned``: what ``forward`` returned at capture; its contents are every replay's own. ``read``: paths the graph
+    reads.
+    """
 
     recording: Recording
     out: GuardedBuffer
     lse: GuardedBuffer | None
+    returned: object
     trace: Trace
     read: frozenset[str]
+
+    def replay(self) -> object:
+        """What ``forward`` would return."""
+        self.recording.replay()
+        return self.returned
 
 
 @dataclass(frozen=True)
@@ -96,17 +106,9 @@ class GraphSession:
 
     def capture(self, bucket: Bucket) -> Capture | CaptureError | UnseenError:
         """The bucket's graphs. Raises StageError where building or warming up breaks."""
-        pool = self._pool
-        kv_cache = pool.filled()
+        self._pool.filled()
         call = self._inputs.load_dummies(bucket, longest=self._probe.dummy_lens == "longest")
-        before = pool.bytes().clone()
-        graphs = []
-        for builder in self._builders:
-            graph = self._record(call, kv_cache, builder.build_for_cudagraph_capture)
-            if not isinstance(graph, Graph):
-                return graph
-            graphs.append(graph)
-        return Capture(tuple(graphs), pool, before, pool.bytes().clone())
+        return self._captured(call, self._pool, lambda builder, common: builder.build_for_cudagraph_capture(common))
 
     def step(self, turn: Turn, problem: Problem, capture: Capture | None) -> list[Taken]:
         """One step by the graphs of ``capture``, or without any; one result a builder. Raises StageError."""
@@ -121,7 +123,7 @@ class GraphSession:
                 forwards.append((out, lse, self._eager(call, pool, metadata, out, lse)))
             else:
                 graph = capture.graphs[index]
-                forwards.append((graph.out, graph.lse, graph.recording.replay))
+                forwards.append((graph.out, graph.lse, graph.replay))
             del metadata  # a graph must not live on what a step's metadata would have let go of
         taken = []
         for (out, lse, run), made_of in zip(forwards, traces, strict=True):
@@ -130,35 +132,16 @@ class GraphSession:
             if lse is not None:
                 lse.refill(step.num_rows)
             before = pool.bytes().clone()
-            stage("forward" if capture is None else "replay", run)
-            taken.append(Taken(self._observe(step, lent, call, pool, before, out, lse), pool, made_of))
+            returned = stage("forward" if capture is None else "replay", run)
+            result = result_of(self.backend, call, returned, out, lse)
+            taken.append(Taken(self._observe(step, lent, result, pool, before), pool, made_of))
         return taken
 
-    def repeats_itself(self, turn: Turn, problem: Problem) -> str | None:
-        """Whether a graph captured at this very step gives what ``forward`` gives; else why not, in words."""
+    def capture_step(self, turn: Turn, problem: Problem) -> Capture | CaptureError | UnseenError:
+        """Graphs captured at this very step, in place of dummies. Raises StageError as :meth:`capture` does."""
         step, pool, call = self._begin(problem)
         self._fill(pool, step)
-        builder = self._builders[0]
-        graph = self._record(call, pool.kv_cache, lambda common: self._build(builder, turn, common))
-        if isinstance(graph, UnseenError):
-            return str(graph)
-        if isinstance(graph, CaptureError):
-            return None
-        by_graph, by_forward = (
-            self.step(turn, problem, capture)[0]
-            for capture in (Capture((graph,), pool, pool.bytes(), pool.bytes()), None)
-        )
-        rows = slice(0, step.num_rows)
-        pairs = (
-            (by_graph.seen.output[rows], by_forward.seen.output[rows]),
-            (by_graph.seen.pool_after, by_forward.seen.pool_after),
-        )
-        if all(a is None or b is None or _same_bits(a, b) for a, b in pairs):
-            return None
-        return (
-            "forward does work that torch's dispatcher does not see, and that replaying its operators does not repeat "
-            "(a kernel launched outside of a custom operator: torch.library.custom_op makes it visible)"
-        )
+        return self._captured(call, pool, lambda builder, common: self._build(builder, turn, common))
 
     def _new_builder(self) -> Any:
         sizes = tuple(sorted(bucket.num_tokens for bucket in self._probe.buckets))
@@ -177,16 +160,21 @@ class GraphSession:
 
     def _begin(self, problem: Problem) -> tuple[Step, Pool, Call]:
         """The step's tensors in the persistent buffers, and a cache for it, to be filled."""
-        threshold: int | None = getattr(self._builders[0], "reorder_batch_threshold", None)
-        order = sorted(
-            range(len(problem.requests)),
-            key=lambda i: threshold is not None and problem.requests[i].query_len > threshold,
-        )
+        order, threshold = stage("builder", partial(self._request_order, problem))
         step = make_step(problem, self.device, order, pad_seq_len=self.backend.conventions.pad_seq_len)
         (fresh,) = calls_of(step, self.backend.features, threshold)
         if problem.case not in self._pools:
             self._pools[problem.case] = self._pool.beside(problem)
         return step, self._pools[problem.case], self._inputs.load(fresh)
+
+    def _request_order(self, problem: Problem) -> tuple[list[int], int | None]:
+        """As the model runner sorts the batch, and the threshold it sorts by."""
+        threshold: int | None = getattr(self._builders[0], "reorder_batch_threshold", None)
+        order = sorted(
+            range(len(problem.requests)),
+            key=lambda i: threshold is not None and problem.requests[i].query_len > threshold,
+        )
+        return order, threshold
 
     def _fill(self, pool: Pool, step: Step) -> None:
         """The cache before a step: what nobody owns is NaN; without a writer of the backend's, the new rows as well."""
@@ -200,19 +188,34 @@ class GraphSession:
             return builder.build_for_drafting(common_attn_metadata=common, draft_index=turn.draft_index)
         return builder.build(common_prefix_len=0, common_attn_metadata=common)
 
+    def _captured(
+        self, call: Call, pool: Pool, build: Callable[[Any, CommonAttentionMetadata], Any]
+    ) -> Capture | CaptureError | UnseenError:
+        before = pool.bytes().clone()
+        graphs = []
+        for builder in self._builders:
+            graph = self._record(call, pool.kv_cache, partial(build, builder))
+            if not isinstance(graph, Graph):
+                return graph
+            graphs.append(graph)
+        return Capture(tuple(graphs), pool, before, pool.bytes().clone())
+
     def _record(
         self, call: Call, kv_cache: Tensor, build: Callable[[CommonAttentionMetadata], Any]
     ) -> Graph | CaptureError | UnseenError:
         out, lse = output_buffers(self.backend, self._problems[0], len(call.query), call.num_rows, self.device)
         latest: dict[str, Tensor] = {}
         traces: list[Trace] = []
+        returned: list[object] = []
 
         def prepare() -> Forward:
             metadata = stage("build for capture", partial(build, replace(call.common)))
             latest.clear()
             latest.update(tensors_in(metadata))
             traces.append(trace(metadata))
-            return self._forward(call, kv_cache, metadata, out, lse)
+            returned.clear()  # what a warm-up returned is not the graph's
+            forward = self._forward(call, kv_cache, metadata, out, lse)
+            return lambda: returned.append(forward())
 
         def attempt() -> Recording | CaptureError | UnseenError:
             try:
@@ -225,7 +228,7 @@ class GraphSession:
             return recording
         read = frozenset(path for path, tensor in latest.items() if recording.reads(tensor) is not False)
         latest.clear()
-        return Graph(recording, out, lse, traces[-1], read)
+        return Graph(recording, out, lse, returned[-1], traces[-1], read)
 
     def _forward(
         self, call: Call, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
@@ -234,36 +237,19 @@ class GraphSession:
             self.backend, self.impl, self._attn_layer, call, kv_cache, metadata, out, lse, self._output_scale
         )
 
-    def _eager(
-        self, call: Call, pool: Pool, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
-    ) -> Callable[[], None]:
+    def _eager(self, call: Call, pool: Pool, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None) -> Forward:
         forward = self._forward(call, pool.kv_cache, metadata, out, lse)
 
-        def run() -> None:
+        def run() -> object:
             with self.recorder.watching():
-                forward()
+                returned = forward()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            return returned
 
         return run
 
-    def _observe(
-        self,
-        step: Step,
-        lent: Call,
-        call: Call,
-        pool: Pool,
-        before: Tensor,
-        out: GuardedBuffer,
-        lse: GuardedBuffer | None,
-    ) -> Observation:
-        result = Result(
-            call=call,
-            output=out.rows.clone(),
-            lse=None if lse is None else lse.rows.clone(),
-            unwritten=out.unwritten_rows(),
-            lse_unwritten=None if lse is None else lse.unwritten_rows(),
-        )
+    def _observe(self, step: Step, lent: Call, result: Result, pool: Pool, before: Tensor) -> Observation:
         whole = placed([result])
         return Observation(
             output=in_problem_order(whole.output, step),
@@ -274,8 +260,9 @@ class GraphSession:
             position=in_problem_order(whole.position, step),
             pool_before=before,
             pool_after=pool.bytes().clone(),
-            changed=tuple(changes(lent, call)),
-            breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
+            changed=tuple(changes(lent, result.call)),
+            breaches=result.breaches,
+            protocol=result.protocol,
         )
 
 
@@ -289,7 +276,3 @@ def _copied(call: Call) -> Call:
     rows: dict[str, Any] = {name: getattr(call, name) for name in ("query", "key", "value")}
     rows = {name: None if x is None else x.clone() for name, x in rows.items()}
     return replace(call, common=replace(call.common, **common), **rows)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

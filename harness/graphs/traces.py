@@ -1,16 +1,21 @@
 """What metadata are made of, at one moment: where each tensor lies, what each number is.
 
-Holds no tensor: what a builder lets go of is let go. Must not know: graphs, what is judged.
+Holds no tensor: what a builder lets go of is let go. Only words come of it, never a verdict: of what cannot be looked
+into, or is too much to be told, nothing is known. Must not know: graphs, what is judged.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_DEEPEST = 6
+_DEEPEST, _WIDEST, _MOST = 6, 1_000, 10_000
+"""Objects within one another, parts of one object, and leaves or objects in all, that are looked at."""
 
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Address, shape, strides."""
@@ -67,7 +72,7 @@ class Trace:
 def trace(metadata: object) -> Trace:
     """The trace of what ``build`` returned."""
     places, numbers = {}, {}
-    for path, value in _leaves(metadata, "metadata", 0, set()):
+    for path, value in _found_in(metadata):
         if isinstance(value, Tensor):
             places[path] = _place(value)
         else:
@@ -77,23 +82,33 @@ def trace(metadata: object) -> Trace:
 
 def tensors_in(metadata: object) -> dict[str, Tensor]:
     """The tensors themselves, by path."""
-    leaves = _leaves(metadata, "metadata", 0, set())
-    return {path: value for path, value in leaves if isinstance(value, Tensor)}
+    return {path: value for path, value in _found_in(metadata) if isinstance(value, Tensor)}
 
 
 def _place(tensor: Tensor) -> Place:
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
 
 
-def _leaves(value: object, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Tensor):
-        if value.layout == torch.strided:
+def _found_in(metadata: object) -> Iterator[tuple[str, object]]:
+    return islice(_leaves(metadata, "metadata", 0, set()), _MOST)
+
+
+def _leaves(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, object]]:
+    kind = type(value)  # of a proxy isinstance would ask what it stands for, which may raise
+    if issubclass(kind, Tensor):
+        if value.layout == torch.strided and not value.is_nested:
             yield path, value
-    elif isinstance(value, bool | int | float | str) or value is None:
+    elif issubclass(kind, bool | int | float | str) or value is None:
         yield path, value
-    elif not isinstance(value, type | Enum) and depth < _DEEPEST and id(value) not in seen:
+    elif not issubclass(kind, type | Enum | ModuleType) and depth < _DEEPEST and id(value) not in seen:
+        if len(seen) == _MOST:
+            return
         seen.add(id(value))
-        for name, part in _parts(value):
+        try:
+            parts = list(islice(_parts(value), _WIDEST))
+        except Exception:  # noqa: BLE001 (foreign code: whatever it raises, there is nothing to be told)
+            return
+        for name, part in parts:
             yield from _leaves(part, f"{path}{name}", depth + 1, seen)
 
 

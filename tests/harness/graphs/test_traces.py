@@ -2,9 +2,12 @@
 
 import gc
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
+from itertools import count
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from attncheck.harness.graphs.traces import tensors_in, trace
@@ -89,3 +92,41 @@ def test_slots_are_followed():
     slotted = make_dataclass("Slotted", [("table", torch.Tensor)], slots=True)
     table = torch.zeros(2)
     assert tensors_in(slotted(table)) == {"metadata.table": table}
+
+
+class Closed:
+    """Cannot be looked into."""
+
+    def __getattribute__(self, name):
+        raise ValueError(name)
+
+
+class Endless(Mapping):
+    """Numbers without end."""
+
+    def __getitem__(self, key):
+        return key
+
+    def __len__(self):
+        return 1
+
+    def __iter__(self):
+        return count()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_cannot_be_looked_into_is_left_out_and_the_rest_is_told():
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    metadata = SimpleNamespace(closed=Closed(), nested=nested, number=7)
+    assert trace(metadata).numbers == {"metadata.number": 7}
+    assert trace(metadata).places == {}
+
+
+def test_a_trace_has_an_end():
+    found = trace(SimpleNamespace(endless=Endless(), library=torch, number=7))
+    assert found.numbers["metadata.number"] == 7
+    assert len(found.numbers) < 2_000
+    assert found.places == {}
+    hundred = range(100)
+    assert 1_000 < len(trace([[[number] * 100 for number in hundred] for _ in hundred]).numbers) <= 10_000
+    assert trace([[[[] for _ in hundred] for _ in hundred] for _ in hundred]).numbers == {}
