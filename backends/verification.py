@@ -178,6 +178,8 @@ def _uncallable(
         signature = inspect.signature(function)
     except ValueError:  # a builtin, which tells nothing of its arguments
         return []
+    except TypeError:
+        return [f"{name} is {function!r}, which cannot be called"]
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError as error:

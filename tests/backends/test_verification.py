@@ -105,6 +105,10 @@ def test_our_own_keep_the_contract(name):
             with_builder(type("Own", (SDPABuilder,), {"get_cudagraph_support": lambda self, config, spec: None})),
             "Own.get_cudagraph_support(self, config, spec) cannot be called with (vllm_config, kv_cache_spec)",
         ),
+        (
+            with_builder(type("Unset", (SDPABuilder,), {"get_cudagraph_support": None})),
+            "Unset.get_cudagraph_support is None, which cannot be called",
+        ),
         (with_impl(SDPAImpl, features=("sinks",)), "features is a tuple, not a frozenset of names"),
         (with_impl(SDPAImpl, features=frozenset({"sink"})), "features names 'sink'; known are sliding_window,"),
         (with_impl(SDPAImpl, supported_layouts="NHD"), "supported_layouts is a str, not a list of names"),
