@@ -8,11 +8,11 @@ from itertools import groupby
 
 from attncheck.reports import markup, phrases
 from attncheck.reports.graph_levels import LevelRow, legend
-from attncheck.reports.reasons import joined
+from attncheck.reports.reasons import joined, without_figures
 from attncheck.reports.records import GraphProbe
 
 SHOWN_REASONS = 5
-"""Reasons told where cases differ in nothing else, those with most cases first."""
+"""Reasons told where cases differ in figures alone, those with most cases first."""
 
 HEADINGS = ("backend", "declared", "measured", "cases", "recorder", "probes", "why no higher", "head-room")
 
@@ -107,12 +107,19 @@ def _told(found: Sequence[Probes], differing: Sequence[int]) -> Iterator[list[st
 def _by_reason(
     cases: Mapping[Probes, Sequence[str]], found: Sequence[Probes], differing: Sequence[int]
 ) -> Iterator[list[str]]:
-    for probes in found[:SHOWN_REASONS]:
+    """Reasons with their cases; beyond a few, only those that differ from all others in more than figures."""
+    kinds: dict[tuple[str, ...], Probes] = {}
+    for probes in found:
+        kinds.setdefault(tuple(without_figures(probe.reason) for probe in probes), probes)
+    different = list(kinds.values())
+    alike = [probes for probes in found if probes not in different]
+    room = max(SHOWN_REASONS - len(different), 0)
+    for probes in [*different, *alike[:room]]:
         reasons = dict.fromkeys(joined(probes[index].reason) for index in differing)
         yield [markup.escaped("; ".join(reasons)), _names(cases[probes])]
-    if further := found[SHOWN_REASONS:]:
+    if further := alike[room:]:
         names = [case for probes in further for case in cases[probes]]
-        yield [f"{phrases.plural(len(further), 'further reason')}", _names(names)]
+        yield [f"{len(further)} more that differ in figures alone", _names(names)]
 
 
 def _by_declared(rows: Sequence[LevelRow]) -> str:

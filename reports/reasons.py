@@ -4,12 +4,13 @@ Text in, text out. Must not know: what a probe does, tables, colours, Markdown.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+_FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 _VIOLATION = re.compile(r"(?P<what>.+) at (?P<file>.+?):(?P<line>\d+) in (?P<function>.+)")
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Part:
     """One part between semicolons; with ``lines``, a violation in one function of one file."""
 
@@ -33,11 +34,12 @@ def joined(reason: str) -> str:
     for text in reason.split("; "):
         match = _VIOLATION.fullmatch(text)
         part = _Part(match["what"], match["file"], match["function"], (match["line"],)) if match else _Part(text)
-        same = next((earlier for earlier in parts if earlier.holds(part)), None)
+        same = next((index for index, earlier in enumerate(parts) if earlier.holds(part)), None)
         if same is None:
             parts.append(part)
         else:
-            same.lines = tuple(dict.fromkeys((*same.lines, *part.lines)))
+            lines = dict.fromkeys((*parts[same].lines, *part.lines))
+            parts[same] = replace(parts[same], lines=tuple(lines))
     return "; ".join(map(str, parts))
 
 
@@ -54,3 +56,8 @@ def shortened(reason: str, width: int) -> str:
     if clause * 2 >= width:
         return f"{reason[:clause]} ..."
     return f"{reason[:word]} ..." if word > 0 else f"{reason[: width - 3]}..."
+
+
+def without_figures(reason: str) -> str:
+    """What reasons that differ in figures alone have in common."""
+    return _FIGURE.sub("#", reason)

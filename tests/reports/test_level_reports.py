@@ -131,8 +131,17 @@ def test_markdown_has_one_section_for_probes_that_came_out_alike(graph: Make, as
 
 def test_markdown_tells_a_few_of_many_reasons_and_names_all_cases(graph: Make, as_markdown: AsMarkdown) -> None:
     text = as_markdown(*(graph("passed", broken("NEVER", f"figures {n}"), case_id=f"c{n}") for n in range(7)))
-    assert "| figures 4 | smoke/c4 |\n| 2 further reasons | smoke/c5, smoke/c6 |\n" in text
+    assert "| figures 4 | smoke/c4 |\n| 2 more that differ in figures alone | smoke/c5, smoke/c6 |\n" in text
     assert "figures 5" not in text
+
+
+def test_markdown_tells_every_reason_that_differs_in_more_than_figures(graph: Make, as_markdown: AsMarkdown) -> None:
+    reasons = [*(f"worst {n}.5e+03 budgets" for n in range(6)), "no row written"]
+    text = as_markdown(*(graph("passed", broken("NEVER", why), case_id=f"c{n}") for n, why in enumerate(reasons)))
+    assert "| no row written | smoke/c6 |\n" in text
+    assert (
+        "| worst 3.5e+03 budgets | smoke/c3 |\n| 2 more that differ in figures alone | smoke/c4, smoke/c5 |\n" in text
+    )
 
 
 def test_markdown_tells_failures_that_differ_in_figures_once(graph: Make, as_markdown: AsMarkdown) -> None:
