@@ -109,7 +109,7 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
         SINGLE,
         "a graph serves fewer requests than it was captured for",
         (eight,),
-        (Turn(full[:5]), Turn(full[6:7]), Turn(full), Turn(full[1:])),
+        (Turn(full[:5]), Turn(full[6:7]), Turn(full[1:])),
     )
     yield Probe(
         "buckets",
@@ -131,8 +131,8 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
         "long decode",
         SINGLE,
         "a graph captured with the shortest lengths serves contexts of hundreds of keys",
-        (Bucket(2, 2, 1),),
-        (Turn(_decodes(_LONG + 3, 3)), Turn(_decodes(2, _LONG // 2))),
+        (Bucket(3, 3, 1),),
+        (Turn(_decodes(_LONG + 3, 3, _LONG // 2)),),
     )
     yield Probe(
         "many requests",
@@ -154,7 +154,7 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
         SINGLE,
         "builders of two groups of layers can be fed from one metadata",
         (four,),
-        (Turn(full[:4]), Turn(full[5:])),
+        (Turn(full[5:]),),
         num_builders=2,
     )
     yield Probe(
@@ -180,10 +180,7 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
             UNIFORM,
             f"a graph of {q} rows a request serves contexts of any length, a fresh prompt, and fewer requests",
             (Bucket(4, 4 * q, q),),
-            (
-                Turn(((q, edge + q // 2), (q, q), (q, 2 * edge + 1 + q), (q, reach + q + 3))),
-                Turn(((q, q + 1), (q, reach + edge + q), (q, q))),
-            ),
+            (Turn(((q, edge + q // 2), (q, q), (q, reach + 2 * edge + 1 + q))),),
             drafts=q - 1,
         )
     four, two = Bucket(4, 16, 4), Bucket(2, 8, 4)
