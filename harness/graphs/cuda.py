@@ -57,6 +57,10 @@ class CudaRecording:
         """Cannot be told: reading host memory is nothing to CUDA."""
         return ()
 
+    def hands_out_memory(self) -> bool:
+        """A capture holds whatever works on its stream, by whom ever it was launched."""
+        return False
+
     def released(self) -> tuple[Released, ...]:
         """Cannot be told before a replay, for the same reason."""
         return ()

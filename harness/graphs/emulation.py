@@ -21,8 +21,8 @@ from attncheck.harness.graphs.watch import Watch
 class EmulatedRecording:
     """The operators of one ``forward``, and the memory they use."""
 
-    def __init__(self, tape: Tape, host_reads: tuple[str, ...]) -> None:
-        self._tape, self._host_reads = tape, host_reads
+    def __init__(self, tape: Tape, host_reads: tuple[str, ...], *, hands_out_memory: bool) -> None:
+        self._tape, self._host_reads, self._hands_out_memory = tape, host_reads, hands_out_memory
 
     def replay(self) -> None:
         """Every operator once more, with the arguments it had, in the memory it had."""
@@ -35,6 +35,10 @@ class EmulatedRecording:
     def host_reads(self) -> tuple[str, ...]:
         """Calls and lines, in order, each once."""
         return self._host_reads
+
+    def hands_out_memory(self) -> bool:
+        """Outside of custom operators, which are computed again as a whole."""
+        return self._hands_out_memory
 
     def released(self) -> tuple[Released, ...]:
         """Memory from before the recording that nobody but it holds any more, and what a resize moved away."""
@@ -77,7 +81,7 @@ class EmulatedRecorder:
         if violations:
             raise CaptureError(tuple(violations))
         tape.close()
-        return EmulatedRecording(tape, self._watch.host_reads())
+        return EmulatedRecording(tape, self._watch.host_reads(), hands_out_memory=self._watch.hands_out_memory)
 
     def _warm_up(self, prepare: Callable[[], Forward]) -> None:
         try:

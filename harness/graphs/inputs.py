@@ -3,9 +3,10 @@
 Smaller graphs are given the front of each. Must not know: backends, recorders, what is judged.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from math import nan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,3 +127,30 @@ def _rows(problem: Problem, num_tokens: int, device: torch.device) -> tuple[Tens
 def _twins(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A buffer on the device and one on the host, apart even where the device is the host."""
     return torch.zeros(length, dtype=torch.int32, device=device), torch.zeros(length, dtype=torch.int32)
+
+
+def a_step_earlier(call: Call) -> Call:
+    """The same requests in the same pages, a token shorter; nothing is written."""
+    common = call.common
+    return replace(
+        call,
+        common=replace(
+            common,
+            seq_lens=(common.seq_lens - 1).clamp(min=0),
+            seq_lens_cpu=(common.seq_lens_cpu - 1).clamp(min=0),
+            num_computed_tokens_cpu=(common.num_computed_tokens_cpu - 1).clamp(min=0),
+            slot_mapping=torch.full_like(common.slot_mapping, -1),
+        ),
+    )
+
+
+def each_of(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
+    """The call with other tensors: copies, to see later what became of those that were lent, or aliases to lend."""
+    common: dict[str, Any] = {
+        field.name: change(value)
+        for field in fields(call.common)
+        if isinstance(value := getattr(call.common, field.name), Tensor)
+    }
+    rows: dict[str, Any] = {name: getattr(call, name) for name in ("query", "key", "value")}
+    rows = {name: None if x is None else change(x) for name, x in rows.items()}
+    return replace(call, common=replace(call.common, **common), **rows)

@@ -79,6 +79,9 @@ class Recording(Protocol):
     def host_reads(self) -> tuple[str, ...]:
         """What ``forward`` read from host memory while it was captured: legal, and frozen. Empty where unknown."""
 
+    def hands_out_memory(self) -> bool:
+        """Whether ``forward`` gave addresses to code that the recorder may not see."""
+
     def released(self) -> tuple[Released, ...]:
         """Memory the graph uses that nobody but graphs holds any more.
 

@@ -6,7 +6,7 @@ One impl, builders, a cache and input buffers live as long as the session. Whate
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from attncheck.harness.config import Layer
 from attncheck.harness.construction import construct_builder, construct_impl
 from attncheck.harness.entry import enter_forward, output_buffers, output_scale_of, result_of
 from attncheck.harness.filling import Filler
-from attncheck.harness.graphs.inputs import PersistentInputs
+from attncheck.harness.graphs.inputs import PersistentInputs, a_step_earlier, each_of
 from attncheck.harness.graphs.probes import Bucket, Probe, Turn
 from attncheck.harness.graphs.recorder import CaptureError, Forward, Recorder, Recording, UnseenError
 from attncheck.harness.graphs.traces import Trace, tensors_in, trace
@@ -112,8 +112,8 @@ class GraphSession:
 
     def step(self, turn: Turn, problem: Problem, capture: Capture | None) -> list[Taken]:
         """One step by the graphs of ``capture``, or without any; one result a builder. Raises StageError."""
-        step, pool, call = self._begin(problem)
-        lent = _copied(call)
+        step, pool, call = self._begin(turn, problem)
+        lent = each_of(call, Tensor.clone)
         traces, forwards = [], []
         for index, builder in enumerate(self._builders):
             metadata = self._enter("build", partial(self._build, builder, turn, call.common))
@@ -139,7 +139,7 @@ class GraphSession:
 
     def capture_step(self, turn: Turn, problem: Problem) -> Capture | CaptureError | UnseenError:
         """Graphs captured at this very step, in place of dummies. Raises StageError as :meth:`capture` does."""
-        step, pool, call = self._begin(problem)
+        step, pool, call = self._begin(turn, problem)
         self._fill(pool, step)
         return self._captured(call, pool, lambda builder, common: self._build(builder, turn, common))
 
@@ -158,13 +158,21 @@ class GraphSession:
         with self.recorder.watching():
             return stage(name, call)
 
-    def _begin(self, problem: Problem) -> tuple[Step, Pool, Call]:
-        """The step's tensors in the persistent buffers, and a cache for it, to be filled."""
+    def _begin(self, turn: Turn, problem: Problem) -> tuple[Step, Pool, Call]:
+        """The step's tensors in the persistent buffers, and a cache for it, to be filled.
+
+        A further draft follows one in the same pages, for which metadata were built.
+        """
         order, threshold = stage("builder", partial(self._request_order, problem))
         step = make_step(problem, self.device, order, pad_seq_len=self.backend.conventions.pad_seq_len)
         (fresh,) = calls_of(step, self.backend.features, threshold)
         if problem.case not in self._pools:
             self._pools[problem.case] = self._pool.beside(problem)
+        if turn.draft_index:
+            before = replace(turn, draft_index=turn.draft_index - 1)
+            earlier = self._inputs.load(a_step_earlier(fresh)).common
+            for builder in self._builders:
+                self._enter("build", partial(self._build, builder, before, earlier))
         return step, self._pools[problem.case], self._inputs.load(fresh)
 
     def _request_order(self, problem: Problem) -> tuple[list[int], int | None]:
@@ -209,12 +217,13 @@ class GraphSession:
         returned: list[object] = []
 
         def prepare() -> Forward:
-            metadata = stage("build for capture", partial(build, replace(call.common)))
+            lent = each_of(call, Tensor.detach)  # a run that resizes what it was lent must not spoil the next
+            metadata = stage("build for capture", partial(build, lent.common))
             latest.clear()
             latest.update(tensors_in(metadata))
             traces.append(trace(metadata))
             returned.clear()  # what a warm-up returned is not the graph's
-            forward = self._forward(call, kv_cache, metadata, out, lse)
+            forward = self._forward(lent, kv_cache, metadata, out, lse)
             return lambda: returned.append(forward())
 
         def attempt() -> Recording | CaptureError | UnseenError:
@@ -264,15 +273,3 @@ class GraphSession:
             breaches=result.breaches,
             protocol=result.protocol,
         )
-
-
-def _copied(call: Call) -> Call:
-    """The call with tensors of its own, to see later what became of those that were lent."""
-    common: dict[str, Any] = {
-        field.name: value.clone()
-        for field in fields(call.common)
-        if isinstance(value := getattr(call.common, field.name), Tensor)
-    }
-    rows: dict[str, Any] = {name: getattr(call, name) for name in ("query", "key", "value")}
-    rows = {name: None if x is None else x.clone() for name, x in rows.items()}
-    return replace(call, common=replace(call.common, **common), **rows)

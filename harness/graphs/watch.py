@@ -60,6 +60,7 @@ class Watch:
         self._placed: Memory | None = None
         self._depth = 0
         self._is_opaque = False
+        self.hands_out_memory = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -81,6 +82,7 @@ class Watch:
         ``boundary``: frames outside of the one that runs it are nobody's to blame.
         """
         self._boundary, self._violations, self._host_reads = boundary, {}, {}
+        self.hands_out_memory = False
         self._tape = Tape(lambda: find_place(boundary), self._tapes)
         try:
             with self.active():
@@ -121,6 +123,7 @@ class Watch:
                 return self._host_device
             if func in ADDRESSES:
                 self._is_opaque = True
+                self.hands_out_memory |= self._depth == 0
             if func in MAKERS and self._memory_of(tensors_in(args)) == "device":
                 self._report("host read", words(func, ""))
             self._placed = self._place_of_new(func, args, kwargs)

@@ -163,6 +163,20 @@ class WritesThroughPointers(RunsOnTheCPU):
                 ctypes.memmove(given.data_ptr(), found.data_ptr(), found.nbytes)
 
 
+class ScratchThroughPointers(RunsOnTheCPU):
+    """A C library copies the lengths to memory of the backend's own, which operators read."""
+
+    class Impl(RowsImpl):
+        scratch = None
+
+        def locate(self, metadata, num_rows):
+            lens = metadata.common.seq_lens
+            if self.scratch is None:
+                self.scratch = torch.zeros(64, dtype=lens.dtype, device=lens.device)
+            ctypes.memmove(self.scratch.data_ptr(), lens.data_ptr(), lens.nbytes)
+            return graphs.locate_by(metadata.common, num_rows, self.scratch[: len(lens)])
+
+
 class ReadsThroughPointers(RunsOnTheCPU):
     """A C library's plan reads the lengths by their address, and says how many pages to gather."""
 

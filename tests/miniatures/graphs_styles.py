@@ -134,3 +134,27 @@ class MovesNothing(Miniature):
             table = torch.as_tensor(table, device=query.device).to(query.device, non_blocking=True)
             rows = int(query.size(0)) * bool(query.numel()) + len(query[:0])
             return super().attend_rows(query[:rows], caches, table, request, position, metadata)
+
+
+class DraftsInTheSamePages(Miniature):
+    """A further draft lies in the pages of the one before: only the first of a chain refreshes the table."""
+
+    class Builder(PagedBuilder):
+        def __init__(self, *args):
+            super().__init__(*args)
+            most = self.vllm_config.scheduler_config.max_num_seqs
+            pages = -(-self.vllm_config.model_config.max_model_len // self.kv_cache_spec.block_size)
+            self.table = torch.zeros(most, pages, dtype=torch.int32, device=self.device)
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            return self.planned(common_attn_metadata, is_new=True)
+
+        def build_for_drafting(self, common_attn_metadata, draft_index):
+            return self.planned(common_attn_metadata, is_new=draft_index == 0)
+
+        def planned(self, common, *, is_new):
+            given = common.block_table_tensor
+            table = self.table[: common.num_reqs, : given.shape[1]]
+            if is_new:
+                table.copy_(given)
+            return super().build(0, replace(common, block_table_tensor=table))
