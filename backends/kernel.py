@@ -76,8 +76,9 @@ def kernel_backend(
     function reads a paged cache: no encoder layers.
 
     ``cudagraph_support`` is the promise that a captured CUDA graph of the function (and of ``writer``) stays right for
-    the level's batches. Such a replay runs no Python, and the tensors of ``metadata`` (all but the ``_cpu`` twins), the
-    rows and the slots have been refilled in place: lengths, tables and slots have to be read from them on the device.
+    the level's batches. Such a replay runs no Python, and the tensors of ``metadata``, the rows and the slots have been
+    refilled in place: lengths, tables and slots have to be read from them on the device. What is read from the ``_cpu``
+    twins is frozen.
     ``num_reqs``, ``num_actual_tokens`` and every shape stay what they were; ``max_query_len`` and ``max_seq_len`` were
     upper bounds. Nothing may wait for the device (``.item()``, ``.tolist()``, ``.cpu()``), come from the host, or have
     a shape that follows from contents (``nonzero``, a bool index). Padding requests have length 0 and no row that
