@@ -4,7 +4,7 @@ Must not know: how calls are made, truths.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.calls import Call
+from attncheck.harness.observation import Observation
 from attncheck.harness.step import Step
 from attncheck.reference import merge_many
 
@@ -103,6 +104,31 @@ def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
     )
 
 
+def observed(
+    whole: Answer,
+    step: Step,
+    results: Sequence[Result],
+    *,
+    pool_before: Tensor | None,
+    pool_after: Tensor | None,
+    changed: Iterable[str],
+) -> Observation:
+    """What was seen of a step: the answer put together of ``results``, its rows in the problem's order."""
+    return Observation(
+        output=in_problem_order(whole.output, step),
+        lse=None if whole.lse is None else in_problem_order(whole.lse, step),
+        unwritten=in_problem_order(whole.unwritten, step),
+        lse_unwritten=None if whole.lse_unwritten is None else in_problem_order(whole.lse_unwritten, step),
+        nth=in_problem_order(whole.nth, step),
+        position=in_problem_order(whole.position, step),
+        pool_before=pool_before,
+        pool_after=pool_after,
+        changed=_distinct(changed),
+        breaches=_distinct(name for result in results for name in result.breaches),
+        protocol=_distinct(name for result in results for name in result.protocol),
+    )
+
+
 def in_problem_order(rows: Tensor, step: Step) -> Tensor:
     """Real rows of a step back where the problem has them; padding rows stay behind."""
     ordered = rows.clone()
@@ -120,3 +146,7 @@ def _at(place: Tensor, pieces: Sequence[Tensor]) -> Tensor:
 
 def _lse_flags(results: Sequence[Result]) -> list[Tensor]:
     return [r.real(r.lse_unwritten) for r in results if r.lse_unwritten is not None]
+
+
+def _distinct(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

@@ -5,7 +5,6 @@ fresh tensors and reports what was seen. Whatever the backend raises is caught h
 Must not know: truths, checks, outcomes.
 """
 
-from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,7 @@ from attncheck.harness.filling import Filler
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
-from attncheck.harness.results import Result, in_problem_order, merged, placed
+from attncheck.harness.results import Result, merged, observed, placed
 from attncheck.harness.stages import StageError, stage
 from attncheck.harness.step import Step, make_step
 
@@ -105,18 +104,13 @@ class Session:
             return replace(failure.raised, touched=(*failure.raised.touched, *made))
         whole = merged(results, self.backend.conventions) if self._is_merged else placed(results)
         pristine = self._calls(self._step(fill))
-        return Observation(
-            output=in_problem_order(whole.output, step),
-            lse=None if whole.lse is None else in_problem_order(whole.lse, step),
-            unwritten=in_problem_order(whole.unwritten, step),
-            lse_unwritten=None if whole.lse_unwritten is None else in_problem_order(whole.lse_unwritten, step),
-            nth=in_problem_order(whole.nth, step),
-            position=in_problem_order(whole.position, step),
+        return observed(
+            whole,
+            step,
+            results,
             pool_before=before,
             pool_after=self._image() if images else None,
-            changed=_distinct(name for was, now in zip(pristine, calls, strict=True) for name in changes(was, now)),
-            breaches=_distinct(name for result in results for name in result.breaches),
-            protocol=_distinct(name for result in results for name in result.protocol),
+            changed=(name for was, now in zip(pristine, calls, strict=True) for name in changes(was, now)),
         )
 
     def run_without_metadata(self) -> Tensor | Raised:
@@ -231,7 +225,3 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return result
-
-
-def _distinct(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))

@@ -29,7 +29,7 @@ from attncheck.harness.graphs.traces import Trace, tensors_in, trace
 from attncheck.harness.observation import Observation
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
-from attncheck.harness.results import Result, in_problem_order, placed
+from attncheck.harness.results import Result, observed, placed
 from attncheck.harness.stages import stage
 from attncheck.harness.step import Step, make_step
 
@@ -259,17 +259,11 @@ class GraphSession:
         return run
 
     def _observe(self, step: Step, lent: Call, result: Result, pool: Pool, before: Tensor) -> Observation:
-        whole = placed([result])
-        return Observation(
-            output=in_problem_order(whole.output, step),
-            lse=None if whole.lse is None else in_problem_order(whole.lse, step),
-            unwritten=in_problem_order(whole.unwritten, step),
-            lse_unwritten=None if whole.lse_unwritten is None else in_problem_order(whole.lse_unwritten, step),
-            nth=in_problem_order(whole.nth, step),
-            position=in_problem_order(whole.position, step),
+        return observed(
+            placed([result]),
+            step,
+            [result],
             pool_before=before,
             pool_after=pool.bytes().clone(),
-            changed=tuple(changes(lent, result.call)),
-            breaches=result.breaches,
-            protocol=result.protocol,
+            changed=changes(lent, result.call),
         )
