@@ -27,7 +27,8 @@ def capture_fault(problem: Problem, capture: Capture) -> str | None:
     wrong = torch.stack([_differs(was, now) for was, now in zip(*pairs, strict=True)]).any(0).nonzero().flatten()
     if not len(wrong):
         return f"{changed}: bytes between the slots"
-    text = f"{changed}: {len(wrong)} slots, first {problem.slot_name(int(wrong[0]))}"
+    count = "1 slot," if len(wrong) == 1 else f"{len(wrong)} slots, first"
+    text = f"{changed}: {count} {problem.slot_name(int(wrong[0]))}"
     if int(wrong[0]) >= problem.cache.block_size:
         return text
     spoilt = torch.stack([~torch.isfinite(rows[wrong].double()).flatten(1).all(1) for rows in pairs[1]]).any()
