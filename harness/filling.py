@@ -1,4 +1,4 @@
-"""Fills a cache by the backend's own writer, where it brings no codec: prompts whose results are dropped.
+"""Makes pools, and fills those of a backend without a codec by its own writer: prompts whose results are dropped.
 
 Must not know: steps, what is judged.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
 from attncheck.harness.config import Layer
 from attncheck.harness.construction import construct_builder, construct_impl
+from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
 
 _LONGEST = 1024
@@ -53,6 +54,16 @@ class Filler:
                 self._impl.forward(
                     self._attn_layer, query, key[piece], value[piece], kv_cache, metadata, output=output, **keywords
                 )
+
+
+def new_pool(
+    backend: type[AttentionBackend], problem: Problem, device: torch.device, attn_layer: Layer, impl: Any
+) -> Pool:
+    """The problem's pool. Raises TypeError where there is neither a codec nor a writer to fill it with."""
+    pool = Pool(backend, problem, device, Filler(backend, problem, device, attn_layer).write)
+    if pool.codec is None and not impl.brings_writer:
+        raise TypeError(f"{backend.get_name()} brings neither a writer nor a cache codec: who fills its cache?")
+    return pool
 
 
 def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:

@@ -61,6 +61,11 @@ class Raised:
     touched: tuple[str, ...] = ()
 
     @property
+    def in_words(self) -> str:
+        """Where what was raised, in a line."""
+        return f"{self.stage} raised {type(self.error).__name__}: {self.message}"
+
+    @property
     def is_refusal(self) -> bool:
         """A documented error raised before anything was changed."""
         return isinstance(self.error, DOCUMENTED_ERRORS) and not self.touched

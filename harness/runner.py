@@ -20,13 +20,13 @@ from attncheck.harness.changes import changes
 from attncheck.harness.config import Layer
 from attncheck.harness.construction import construct_builder, construct_impl
 from attncheck.harness.entry import enter_forward, output_buffers, output_scale_of, result_of
-from attncheck.harness.filling import Filler
+from attncheck.harness.filling import new_pool
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
 from attncheck.harness.results import Result, merged, observed, placed
 from attncheck.harness.stages import StageError, stage
-from attncheck.harness.step import Step, make_step
+from attncheck.harness.step import Step, make_step, request_order
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Session:
 
     def _prepare(self) -> None:
         """Everything that depends on the problem."""
-        self.order = stage("builder", self._request_order)
+        self.order = stage("builder", lambda: request_order(self.problem, self._threshold))
         step = self._step(Fill())
         for _ in range(len(self._builders), num_builders(step)):
             self._add_builder()
@@ -139,19 +139,12 @@ class Session:
             )
         self.pool = None
         if self.problem.has_pool:
-            self.pool = stage("cache", self._make_pool)
+            self.pool = stage(
+                "cache", lambda: new_pool(self.backend, self.problem, self.device, self.attn_layer, self.impl)
+            )
 
     def _add_builder(self) -> None:
         self._builders.append(stage("builder", lambda: construct_builder(self.backend, self._asked, self.device)))
-
-    def _make_pool(self) -> Pool:
-        filler = Filler(self.backend, self.problem, self.device, self.attn_layer)
-        pool = Pool(self.backend, self.problem, self.device, filler.write)
-        if pool.codec is None and not self.impl.brings_writer:
-            raise TypeError(
-                f"{self.backend.get_name()} brings neither a writer nor a cache codec: who fills its cache?"
-            )
-        return pool
 
     def _calls(self, step: Step) -> tuple[Call, ...]:
         return calls_of(step, self.backend.features, self._threshold)
@@ -196,14 +189,6 @@ class Session:
     def _threshold(self) -> int | None:
         threshold: int | None = getattr(self.builder, "reorder_batch_threshold", None)
         return threshold
-
-    def _request_order(self) -> list[int]:
-        """Requests with at most ``reorder_batch_threshold`` new tokens first, as the runner sorts a batch."""
-        threshold = self._threshold
-        requests = range(len(self.problem.requests))
-        if threshold is None:
-            return list(requests)
-        return sorted(requests, key=lambda i: self.problem.requests[i].query_len > threshold)
 
     def _step(self, fill: Fill) -> Step:
         return make_step(

@@ -122,6 +122,14 @@ class Step:
         return torch.cat([*tokens, padding]).to(self.query.device)
 
 
+def request_order(problem: Problem, threshold: int | None) -> list[int]:
+    """Requests with at most ``threshold`` new tokens first, as a runner sorts a batch; None: as they stand."""
+    requests = range(len(problem.requests))
+    if threshold is None:
+        return list(requests)
+    return sorted(requests, key=lambda i: problem.requests[i].query_len > threshold)
+
+
 def make_step(
     problem: Problem,
     device: torch.device,

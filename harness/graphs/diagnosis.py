@@ -1,7 +1,7 @@
 """Why a graph's step is wrong: what moved, what is frozen, or that the graph is not to blame at all.
 
-Runs only after a fault, so it may be slow: the same step without a graph, with a new impl and builder, without padding,
-and once more recorded. Must not know: levels, records.
+Runs only after a fault, so it may be slow: the same step without a graph, with a new impl and builder, and without
+padding. Must not know: levels, records.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Scene:
-    """A step that went wrong: ``turn`` of ``probe`` in a session. ``afresh`` makes another session of the probe."""
+    """One step: ``turn`` of ``probe`` in a session. ``afresh`` makes another session of the probe."""
 
     probe: Probe
     turn: Turn
@@ -40,7 +40,7 @@ class Scene:
         try:
             taken = session.step(self.turn, problem, None)
         except StageError as failure:
-            return f"{failure.raised.stage} raises {type(failure.raised.error).__name__}: {failure.raised.message}"
+            return failure.raised.in_words
         faults = (step_fault(problem, truth, self.conventions, one) for one in taken)
         return next((fault for fault in faults if fault is not None), None)
 

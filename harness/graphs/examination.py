@@ -83,7 +83,7 @@ def measure(backend: type[AttentionBackend], questions: Questions, device: torch
             # A decode, and what is declared, a backend has to be able to do; of batches above nothing is promised.
             if probe.level.value <= max(declared.value, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value):
                 raise
-            outcome = Fault(f"{_raised(failure)}, without a graph, too")
+            outcome = Fault(f"{failure.raised.in_words}, without a graph, too")
         if outcome is None:
             told.append(entry(outcome="passed"))
             continue
@@ -147,7 +147,7 @@ def _play(
         try:
             wrong = _take(scene, problem, None if turn.bucket is None else captures[turn.bucket])
         except StageError as failure:
-            wrong = Fault(f"{_told(scene)}: {_raised(failure)}")
+            wrong = Fault(f"{_told(scene)}: {failure.raised.in_words}")
         if wrong is not None:
             return wrong
     return None
@@ -159,18 +159,13 @@ def _captured(session: GraphSession, bucket: Bucket, turn: Turn, problem: Proble
         capture = session.capture(bucket)
     except StageError as failure:
         session.step(turn, problem, None)
-        return Fault(f"{_raised(failure)} ({bucket})")
+        return Fault(f"{failure.raised.in_words} ({bucket})")
     if isinstance(capture, CaptureError):
         return Fault(f"forward cannot be captured ({bucket}): {capture}")
     if isinstance(capture, UnseenError):
         return Unseen(str(capture))
     fault = capture_fault(problem, capture)
     return capture if fault is None else Fault(f"{fault} ({bucket})")
-
-
-def _raised(failure: StageError) -> str:
-    raised = failure.raised
-    return f"{raised.stage} raised {type(raised.error).__name__}: {raised.message}"
 
 
 def _askable(backend: type[AttentionBackend], probe: Probe, questions: Questions) -> tuple[list[Turn], Fault | None]:
@@ -235,7 +230,7 @@ def _hidden(scene: Scene, problem: Problem) -> str | None:
             scene.session.step(others[0], other, None)
         taken = scene.session.step(scene.turn, problem, capture)
     except StageError as failure:
-        return _raised(failure)
+        return failure.raised.in_words
     truth = scene.questions.truth(problem.case)
     if all(step_fault(problem, truth, scene.conventions, one) is None for one in taken):
         return None

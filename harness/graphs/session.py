@@ -21,7 +21,7 @@ from attncheck.harness.changes import changes
 from attncheck.harness.config import Layer
 from attncheck.harness.construction import construct_builder, construct_impl
 from attncheck.harness.entry import enter_forward, output_buffers, output_scale_of, result_of
-from attncheck.harness.filling import Filler
+from attncheck.harness.filling import new_pool
 from attncheck.harness.graphs.inputs import PersistentInputs, a_step_earlier, each_of
 from attncheck.harness.graphs.probes import Bucket, Probe, Turn
 from attncheck.harness.graphs.recorder import CaptureError, Forward, Recorder, Recording, UnseenError
@@ -31,7 +31,7 @@ from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
 from attncheck.harness.results import Result, observed, placed
 from attncheck.harness.stages import stage
-from attncheck.harness.step import Step, make_step
+from attncheck.harness.step import Step, make_step, request_order
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class GraphSession:
         self._inputs = PersistentInputs(problems, num_reqs, num_tokens, width, device)
         recorder.mark_host(*self._inputs.host_twins)
         self._output_scale = output_scale_of(first, device)
-        self._pool = stage("cache", self._new_pool)
+        self._pool = stage("cache", lambda: new_pool(backend, first, device, self._attn_layer, self.impl))
         self._pools: dict[Case, Pool] = {first.case: self._pool}
 
     def capture(self, bucket: Bucket) -> Capture | CaptureError | UnseenError:
@@ -147,13 +147,6 @@ class GraphSession:
         sizes = tuple(sorted(bucket.num_tokens for bucket in self._probe.buckets))
         return construct_builder(self.backend, self._problems, self.device, capture_sizes=sizes)
 
-    def _new_pool(self) -> Pool:
-        first = self._problems[0]
-        pool = Pool(self.backend, first, self.device, Filler(self.backend, first, self.device, self._attn_layer).write)
-        if pool.codec is None and not self.impl.brings_writer:
-            raise TypeError(f"{self.backend.get_name()} brings neither a writer nor a cache codec")
-        return pool
-
     def _enter(self, name: str, call: Callable[[], T]) -> T:
         with self.recorder.watching():
             return stage(name, call)
@@ -178,11 +171,7 @@ class GraphSession:
     def _request_order(self, problem: Problem) -> tuple[list[int], int | None]:
         """As the model runner sorts the batch, and the threshold it sorts by."""
         threshold: int | None = getattr(self._builders[0], "reorder_batch_threshold", None)
-        order = sorted(
-            range(len(problem.requests)),
-            key=lambda i: threshold is not None and problem.requests[i].query_len > threshold,
-        )
-        return order, threshold
+        return request_order(problem, threshold), threshold
 
     def _fill(self, pool: Pool, step: Step) -> None:
         """The cache before a step: what nobody owns is NaN; without a writer of the backend's, the new rows as well."""
