@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from attncheck.errors import BackendLoadError, BackendUnavailableError, UnknownNameError
+from attncheck.errors import AttncheckError, BackendLoadError, BackendUnavailableError, UnknownNameError
 
 if TYPE_CHECKING:
     from attncheck.backends.contract import AttentionBackend
@@ -35,9 +35,13 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "flex_attention": "attncheck.backends.flex_attention:FlexBackend",
         "reference_mla": "attncheck.backends.reference_mla:ReferenceMLABackend",
         "torch_mla": "attncheck.backends.torch_mla:TorchMLABackend",
+        "vllm": "attncheck.backends.vllm.bridge:VLLMBackend",
     }
 )
 """The backends attncheck brings along, in the order they are listed and run."""
+
+ONLY_NAMED: Mapping[str, str] = MappingProxyType({"vllm": "vllm:CPU_ATTN"})
+"""Built-in names that stand for many backends, and so run only when one is named: how that is typed, by an example."""
 
 ENTRY_POINT_GROUP = "attncheck.backends"
 
@@ -60,8 +64,8 @@ class LoadedBackend:
 
 
 def builtin_names() -> tuple[str, ...]:
-    """Names of the backends attncheck brings along."""
-    return tuple(BUILTIN)
+    """Names of the backends attncheck brings along and runs where none is named."""
+    return tuple(name for name in BUILTIN if name not in ONLY_NAMED)
 
 
 def entry_points() -> dict[str, importlib.metadata.EntryPoint]:
@@ -71,7 +75,7 @@ def entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def known_names() -> tuple[str, ...]:
-    """Every registered name: built in, then from entry points."""
+    """Every registered name: built in (those of :data:`ONLY_NAMED`, too), then from entry points."""
     return (*BUILTIN, *sorted(entry_points()))
 
 
@@ -114,6 +118,9 @@ def load_object(obj: object) -> LoadedBackend:
 
 def _load_registered(ref: str, name: str, argument: str | None, target: str, origin: str) -> LoadedBackend:
     """A registered name's import failing means that a library is missing: an outcome, not a wrong question."""
+    if name in ONLY_NAMED and not argument:
+        raise BackendLoadError(ref, f"{name} stands for many backends", allowed=f"name one, such as {ONLY_NAMED[name]}")
+    full_name = name if argument is None else ref
     module, _, attribute = target.partition(":")
     try:
         found = _attribute(ref, _import_module(ref, module, missing_is_unavailable=True), attribute)
@@ -122,11 +129,15 @@ def _load_registered(ref: str, name: str, argument: str | None, target: str, ori
                 raise BackendLoadError(ref, f"{name} takes no argument", allowed=f"ask for {name!r}")
             try:
                 found = found.from_argument(argument)
+            except (AttncheckError, ImportError):
+                raise
             except ValueError as error:
                 raise BackendLoadError(ref, str(error)) from error
-        return _checked(ref, name if argument is None else ref, found, origin)
+            except Exception as error:
+                raise BackendLoadError(ref, import_story(error)) from error
+        return _checked(ref, full_name, found, origin)
     except ImportError as error:
-        raise BackendUnavailableError(name, [f"{target} cannot be imported: {error}"]) from error
+        raise BackendUnavailableError(full_name, [f"{target} cannot be imported: {error}"]) from error
 
 
 def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
@@ -141,6 +152,8 @@ def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
         except ValueError as error:
             raise BackendLoadError(ref, str(error)) from error
     if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
+        if _is_of_vllm(found):
+            raise BackendLoadError(ref, "is a backend of vLLM's", allowed=f"ask for vllm:{ref}")
         raise BackendLoadError(
             ref,
             f"is {found!r}, neither a backend nor a function",
@@ -153,6 +166,13 @@ def _checked(ref: str, name: str, found: Any, origin: str) -> LoadedBackend:
     if problems:
         raise BackendLoadError(ref, f"breaks the contract: {'; '.join(problems)}")
     return LoadedBackend(name=name, ref=ref, backend=found, version=found.version(), origin=origin)
+
+
+def _is_of_vllm(found: object) -> bool:
+    """Told by name: vLLM is not imported for it."""
+    return isinstance(found, type) and any(
+        base.__name__ == "AttentionBackend" and base.__module__.startswith("vllm.") for base in found.__mro__
+    )
 
 
 def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False) -> ModuleType:

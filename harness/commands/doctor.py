@@ -36,7 +36,10 @@ def doctor() -> int:
 
     typer.echo()
     for name in registry.known_names():
-        _backend(name, devices)
+        if name in registry.ONLY_NAMED:
+            _line(name, f"stands for many backends: name one, such as {registry.ONLY_NAMED[name]}")
+        else:
+            _backend(name, devices)
     return 0
 
 

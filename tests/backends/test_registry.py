@@ -67,8 +67,33 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
         load("torch_spda")
     assert str(caught.value) == (
         "unknown backend 'torch_spda'; did you mean 'torch_sdpa'? (known: reference, torch_sdpa, flex_attention, "
-        "reference_mla, torch_mla)"
+        "reference_mla, torch_mla, vllm)"
     )
+
+
+@pytest.mark.parametrize("ref", ["vllm", "vllm:"])
+def test_a_name_that_stands_for_many_runs_only_when_one_is_named(ref):
+    assert "vllm" not in builtin_names()
+    assert "vllm" in known_names()
+    with pytest.raises(BackendLoadError, match="vllm stands for many backends; name one, such as vllm:CPU_ATTN"):
+        load(ref)
+
+
+def test_a_class_of_vllms_is_answered_with_the_name_that_takes_it(file, monkeypatch):
+    text = """
+        AttentionBackend = type("AttentionBackend", (), {"__module__": "vllm.v1.attention.backend"})
+
+        class Mine(AttentionBackend):
+            pass
+
+        class Other(type("AttentionBackend", (), {"__module__": "elsewhere"})):
+            pass
+    """
+    monkeypatch.syspath_prepend(str(file(text, name="of_vllms.py").parent))
+    with pytest.raises(BackendLoadError, match="is a backend of vLLM's; ask for vllm:of_vllms:Mine"):
+        load("of_vllms:Mine")
+    with pytest.raises(BackendLoadError, match="neither a backend nor a function"):
+        load("of_vllms:Other")
 
 
 def test_a_name_that_takes_no_argument():
@@ -199,7 +224,7 @@ def test_features_that_are_no_set_break_the_contract(file):
 
 def test_an_entry_point_is_a_name(entry_point, file):
     entry_point(theirs="attncheck.backends.torch_sdpa:SDPABackend", reference="no.such:Thing")
-    assert known_names() == (*builtin_names(), "theirs")
+    assert known_names() == (*builtin_names(), "vllm", "theirs")
     loaded = load("theirs")
     assert (loaded.name, loaded.origin) == ("theirs", "entry point of an unknown distribution")
     assert loaded.backend is SDPABackend
@@ -250,6 +275,10 @@ def test_a_registered_name_may_take_an_argument(entry_point, file, monkeypatch):
         class Family:
             @classmethod
             def from_argument(cls, argument):
+                if argument == "cudnn":
+                    import no_such_library
+                if argument == "broken":
+                    raise RuntimeError("driver too old")
                 if argument != "math":
                     raise ValueError(f"no kernel {argument!r}; there is 'math'")
                 return SDPABackend
@@ -260,6 +289,10 @@ def test_a_registered_name_may_take_an_argument(entry_point, file, monkeypatch):
     assert (loaded.name, loaded.ref, loaded.backend) == ("family:math", "family:math", SDPABackend)
     with pytest.raises(BackendLoadError, match="no kernel 'flash'; there is 'math'"):
         load("family:flash")
+    with pytest.raises(BackendUnavailableError, match=r"'family:cudnn' is unavailable here: .*no_such_library"):
+        load("family:cudnn")
+    with pytest.raises(BackendLoadError, match="RuntimeError: driver too old"):
+        load("family:broken")
     with pytest.raises(BackendLoadError, match="neither a backend nor a function"):
         load("family")
 
