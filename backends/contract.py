@@ -12,6 +12,10 @@ drives candidates by this and by nothing else. A step, in order, under ``torch.n
     impl.do_kv_cache_update(attn_layer, key, value, kv_cache, slot_mapping)   # only where forward does not include it
     impl.forward(attn_layer, query, key, value, kv_cache, metadata, output=output)   # [, output_lse=][, output_scale=]
 
+While impl and builder are made, ``get_current_vllm_config()`` is the config the builder is given. There,
+``compilation_config.static_forward_context`` maps the builder's layer names to the layers ``forward`` will get, each
+with its ``impl``.
+
 Of a layer with a latent cache the impl is an ``MLAAttentionImpl``: its constructor takes more keywords, key and value
 are ``kv_c_normed`` and ``k_pe``, and the output is flat.
 
@@ -31,6 +35,7 @@ import torch
 
 from attncheck.backends.codecs import KVCacheCodec, default_codec
 from attncheck.backends.conventions import Conventions
+from attncheck.backends.current_config import get_current_vllm_config
 from attncheck.backends.declarations import MultipleOf, undeclared
 from attncheck.backends.impl import AttentionImpl, AttentionLayer, MLAAttentionImpl
 from attncheck.backends.quantkey import GroupShape, QuantKey, ScaleDesc
@@ -55,6 +60,7 @@ __all__ = [
     "MultipleOf",
     "QuantKey",
     "ScaleDesc",
+    "get_current_vllm_config",
 ]
 
 
@@ -196,6 +202,15 @@ class AttentionBackend(ABC):
         if kind in cls.supported_devices:
             return []
         return [f"device {device}: the backend runs on {', '.join(cls.supported_devices)}"]
+
+    @classmethod
+    def required_environment(cls, device: str) -> dict[str, str]:
+        """Variables that must stand in the environment before Python starts, for the backend to run on ``device``.
+
+        Such as ``TRITON_INTERPRET=1`` on a CPU, which Triton reads when a kernel is decorated. A backend is examined in
+        a process that is started with them; where it is examined in the caller's own, they must stand already.
+        """
+        return {}
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:

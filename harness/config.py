@@ -5,6 +5,9 @@ which leans on an undeclared fact says so at once. Must not know: problems, chec
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,10 +40,11 @@ def vllm_config(
     max_tokens: int,
     path: PathSpec = PathSpec(),  # noqa: B008 (frozen)
     capture_sizes: tuple[int, ...] = (),
+    layers: Mapping[str, "Layer"] = MappingProxyType({}),
 ) -> ConfigNode:
     """What a builder's ``vllm_config`` offers for one layer and cache, asked by ``path``.
 
-    ``capture_sizes``: tokens of the graphs that will be captured, ascending.
+    ``capture_sizes``: tokens of the graphs that will be captured, ascending. ``layers``: those made so far, by name.
     """
     model = ConfigNode(
         "vllm_config.model_config",
@@ -69,7 +73,7 @@ def vllm_config(
             "vllm_config.compilation_config",
             cudagraph_capture_sizes=list(capture_sizes),
             max_cudagraph_capture_size=max(capture_sizes, default=0),
-            static_forward_context={},
+            static_forward_context=dict(layers),
         ),
         speculative_config=_speculative_config(path),
     )
@@ -89,6 +93,9 @@ def _speculative_config(path: PathSpec) -> ConfigNode | None:
 
 class Layer:
     """The ``AttentionLayer`` handed to ``forward``: scales as float32 tensors, and their host copies."""
+
+    impl: Any
+    """What runs its kernels, once that is made: builders find it by the layer's name."""
 
     def __init__(self, cache: CacheSpec, device: torch.device) -> None:
         self._q_scale, self._q_scale_float = _scale(cache.q_scale, device)

@@ -3,15 +3,17 @@
 Must not know: steps, caches, what is judged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from attncheck.backends.contract import AttentionBackend, GroupShape, KVCacheSpec, QuantKey, ScaleDesc
+from attncheck.backends.current_config import set_current_vllm_config
 from attncheck.backends.declarations import is_chunked
 from attncheck.backends.packings import cache_dtype
-from attncheck.harness.config import vllm_config
+from attncheck.harness.config import Layer, vllm_config
 from attncheck.harness.latent_calls import LatentImplView, latent_keywords
 from attncheck.harness.output_codes import output_codes
 from attncheck.harness.problem import Problem
@@ -32,7 +34,8 @@ def construct_impl(
 ) -> Any:
     """The impl of the problem's layer; for a part of the keys that carries no sinks, ``with_sinks`` is off.
 
-    ``writes``: of the layer that fills the cache, where the problem's reads another layer's.
+    ``writes``: of the layer that fills the cache, where the problem's reads another layer's. The config is current
+    while the impl is made, as in vLLM.
     """
     layer = problem.layer
     keywords: dict[str, Any] = {}
@@ -42,19 +45,20 @@ def construct_impl(
         keywords["head_size_v"] = layer.value_head_size
     if layer.mla is not None and problem.up_projections is not None:
         keywords |= latent_keywords(layer.mla, problem.up_projections, device)
-    impl = backend.get_impl_cls()(
-        layer.num_heads,
-        layer.head_size,
-        layer.softmax_scale,
-        layer.num_kv_heads,
-        None if layer.alibi_slopes is None else list(layer.alibi_slopes),
-        layer.sliding_window,
-        problem.cache.kv_cache_dtype,
-        layer.logits_soft_cap,
-        str(layer.attn_type),
-        SHARED_LAYER if problem.writes_nothing and not writes else None,
-        **keywords,
-    )
+    with set_current_vllm_config(builder_arguments(backend, [problem])[1]):
+        impl = backend.get_impl_cls()(
+            layer.num_heads,
+            layer.head_size,
+            layer.softmax_scale,
+            layer.num_kv_heads,
+            None if layer.alibi_slopes is None else list(layer.alibi_slopes),
+            layer.sliding_window,
+            problem.cache.kv_cache_dtype,
+            layer.logits_soft_cap,
+            str(layer.attn_type),
+            SHARED_LAYER if problem.writes_nothing and not writes else None,
+            **keywords,
+        )
     _require_output_quant(impl, problem)
     return impl if layer.mla is None else LatentImplView(impl, problem.dtype)
 
@@ -73,20 +77,24 @@ def construct_builder(
     backend: type[AttentionBackend],
     problems: Sequence[Problem],
     device: torch.device,
+    attn_layer: Layer | None = None,
     *,
     fills: int = 0,
     capture_sizes: tuple[int, ...] = (),
 ) -> Any:
     """The metadata builder of a layer that is asked ``problems``, the first of which says all but the bounds.
 
-    ``fills``: of the layer that fills the cache, by prompts of up to so many tokens. ``capture_sizes``: tokens of the
-    graphs that will be captured, ascending.
+    ``attn_layer``: the layer, with its impl, which builders find in the config's ``static_forward_context``. ``fills``:
+    of the layer that fills the cache, by prompts of up to so many tokens. ``capture_sizes``: tokens of the graphs that
+    will be captured, ascending.
     """
     builder = backend.get_builder_cls()
     if isinstance(problems[0].case.batch.path.options, FastPrefillOptions) and not fills:
         builder = create_fast_prefill_custom_backend("FastPrefill", backend).get_builder_cls()
-    spec, config = builder_arguments(backend, problems, fills=fills, capture_sizes=capture_sizes)
-    return builder(spec, [LAYER], config, device)
+    layers = {} if attn_layer is None else {LAYER: attn_layer}
+    spec, config = builder_arguments(backend, problems, fills=fills, capture_sizes=capture_sizes, layers=layers)
+    with set_current_vllm_config(config):
+        return builder(spec, [LAYER], config, device)
 
 
 def builder_arguments(
@@ -95,6 +103,7 @@ def builder_arguments(
     *,
     fills: int = 0,
     capture_sizes: tuple[int, ...] = (),
+    layers: Mapping[str, Layer] = MappingProxyType({}),
 ) -> tuple[KVCacheSpec, Any]:
     """``kv_cache_spec`` and ``vllm_config`` of such a builder."""
     problem = problems[0]
@@ -119,6 +128,7 @@ def builder_arguments(
         max_tokens=max(fills, *(_num_tokens(one) for one in problems)),
         path=batch.path,
         capture_sizes=capture_sizes,
+        layers=layers,
     )
     return spec, config
 

@@ -59,7 +59,7 @@ class Session:
         self.backend, self.problem, self.device = backend, problem, device
         self._asked = (problem, *later)
         self.attn_layer = Layer(problem.cache, device)
-        self.impl = stage("construct", lambda: construct_impl(backend, problem, device))
+        self.impl = self.attn_layer.impl = stage("construct", lambda: construct_impl(backend, problem, device))
         self._builders: list[Any] = []
         self._add_builder()
         self.pool: Pool | None = None
@@ -144,7 +144,9 @@ class Session:
             )
 
     def _add_builder(self) -> None:
-        self._builders.append(stage("builder", lambda: construct_builder(self.backend, self._asked, self.device)))
+        self._builders.append(
+            stage("builder", lambda: construct_builder(self.backend, self._asked, self.device, self.attn_layer))
+        )
 
     def _calls(self, step: Step) -> tuple[Call, ...]:
         return calls_of(step, self.backend.features, self._threshold)

@@ -91,7 +91,7 @@ class GraphSession:
         self._probe, self._problems = probe, problems
         first = problems[0]
         self._attn_layer = Layer(first.cache, device)
-        self.impl = self._enter("construct", lambda: construct_impl(backend, first, device))
+        self.impl = self._attn_layer.impl = self._enter("construct", lambda: construct_impl(backend, first, device))
         self._builders = [self._enter("builder", self._new_builder) for _ in range(probe.num_builders)]
         sizes = [(problem.case.batch.num_requests + problem.case.batch.padding.requests) for problem in problems]
         tokens = [(problem.case.batch.num_tokens + problem.case.batch.padding.tokens) for problem in problems]
@@ -145,7 +145,7 @@ class GraphSession:
 
     def _new_builder(self) -> Any:
         sizes = tuple(sorted(bucket.num_tokens for bucket in self._probe.buckets))
-        return construct_builder(self.backend, self._problems, self.device, capture_sizes=sizes)
+        return construct_builder(self.backend, self._problems, self.device, self._attn_layer, capture_sizes=sizes)
 
     def _enter(self, name: str, call: Callable[[], T]) -> T:
         with self.recorder.watching():

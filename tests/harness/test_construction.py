@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from attncheck.backends.current_config import get_current_vllm_config
 from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder
 from attncheck.harness.calls import calls_of, num_builders
 from attncheck.harness.checks import next_step, numerics
@@ -139,3 +140,42 @@ def test_one_part_carries_the_sinks(make_case: Any) -> None:
     assert num_builders(step) == 1
     assert construct_impl(ReferenceBackend, problem, CPU).sinks is not None
     assert construct_impl(ReferenceBackend, problem, CPU, with_sinks=False).sinks is None
+
+
+class AsksForTheConfig(ReferenceBackend):
+    """Keeps what stood in the config while impl and builder were made."""
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        class Impl(ReferenceBackend.get_impl_cls()):  # type: ignore[misc]
+            def __init__(self, *args: Any, **keywords: Any) -> None:
+                super().__init__(*args, **keywords)
+                self.config = get_current_vllm_config()
+
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        class Builder(ReferenceBackend.get_builder_cls()):  # type: ignore[misc]
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                self.current = get_current_vllm_config()
+
+        return Builder
+
+
+def test_the_config_is_current_while_impl_and_builder_are_made(make_case: Any) -> None:
+    session = Session(AsksForTheConfig, build_problem(make_case((1, 5)), 0), CPU)
+    assert session.impl.config.model_config.dtype == session.problem.dtype
+    assert session.impl.config.compilation_config.static_forward_context == {}
+    assert session.builder.current is session.builder.vllm_config
+    with pytest.raises(RuntimeError, match="no vllm_config is current"):
+        get_current_vllm_config()
+
+
+def test_a_builder_finds_its_layer_and_the_layers_impl(make_case: Any) -> None:
+    session = Session(ReferenceBackend, build_problem(make_case((1, 5)), 0), CPU)
+    (name,) = session.builder.layer_names
+    layer = session.builder.vllm_config.compilation_config.static_forward_context[name]
+    assert layer is session.attn_layer
+    assert layer.impl is session.impl
