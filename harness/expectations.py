@@ -5,7 +5,7 @@ A file is a YAML list of entries::
     - backend: Wrong              # the backend's name, as reports show it
       case: smoke/window-edge.*   # a pattern on suite/id, or on the id alone
       check: numerics
-      outcome: failed             # or errored
+      outcome: failed             # or errored, crashed
       reason: the window is one key too long, issue 17
 
 A record that fell short as an entry says becomes ``xfailed``; one that passed although expected to fall short becomes
@@ -27,7 +27,7 @@ from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import CaseFileError
 from attncheck.reference.spec import CHECKS
 from attncheck.reports.phrases import what_happened
-from attncheck.reports.records import Errored, Failed, Passed, Record, RecordKey, XFailed, XPassed, graph_of
+from attncheck.reports.records import Crashed, Errored, Failed, Passed, Record, RecordKey, XFailed, XPassed, graph_of
 
 
 class HasNames(Protocol):
@@ -51,7 +51,9 @@ class Expectation:
     backend: str = field(metadata={"description": "name of the backend"})
     case: str = field(metadata={"description": "pattern on suite/id, or on the id"})
     check: str = field(metadata={"description": "name of the check"})
-    outcome: Literal["failed", "errored"] = field(metadata={"description": "what is expected: failed or errored"})
+    outcome: Literal["failed", "errored", "crashed"] = field(
+        metadata={"description": "what is expected: failed, errored or crashed"}
+    )
     reason: str = field(metadata={"description": "why it is expected"})
 
     def fits_case(self, suite: str, case_id: str) -> bool:
@@ -155,7 +157,7 @@ class Expectations:
                 continue
             self._seen.setdefault(entry, record.key)
             who = record.key._asdict() | {"backend_ref": record.backend_ref, "duration_s": record.duration_s}
-            if isinstance(record, Failed | Errored) and record.outcome == wanted.outcome:
+            if isinstance(record, Failed | Errored | Crashed) and record.outcome == wanted.outcome:
                 self._met.add(entry)
                 return XFailed(
                     **who,

@@ -9,7 +9,16 @@ from typing import Literal
 
 from attncheck.reports import markup, phrases
 from attncheck.reports.graph_levels import broken_probe
-from attncheck.reports.records import Errored, GraphLevels, GraphProbe, Record, Unavailable, Unsupported, graph_of
+from attncheck.reports.records import (
+    Crashed,
+    Errored,
+    GraphLevels,
+    GraphProbe,
+    Record,
+    Unavailable,
+    Unsupported,
+    graph_of,
+)
 
 CHECK = "cudagraph"
 
@@ -110,7 +119,7 @@ def _side(record: Record | None) -> Side:
             return Side("no record", examined=False)
         case Unsupported() | Unavailable():
             return Side(f"{record.outcome}: {'; '.join(record.reasons)}", graph_of(record), examined=False)
-        case Errored():
+        case Errored() | Crashed():
             return Side(f"{record.outcome}: {phrases.what_happened(record)}")
         case _:
             graph = graph_of(record)

@@ -12,10 +12,12 @@ from attncheck.reports.records import (
     CUDAGRAPH,
     EXAMINED,
     GRAPH_LEVELS,
+    OUTCOMES,
     GraphLevel,
     GraphLevels,
     GraphProbe,
     Record,
+    XFailed,
     graph_of,
 )
 
@@ -110,13 +112,17 @@ def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
     )
 
 
-def errored_cases(records: Sequence[Record]) -> dict[str, int]:
-    """How many cases of each backend were examined, and raised before a level could be told; none: no entry."""
-    cases: dict[str, set[str]] = {}
+def unmeasured_cases(records: Sequence[Record]) -> dict[str, dict[str, int]]:
+    """How many cases of each backend raised or died before a level could be told, by outcome; none: no entry."""
+    cases: dict[str, dict[str, set[str]]] = {}
     for record in records:
         if record.check == CUDAGRAPH and record.outcome in EXAMINED and graph_of(record) is None:
-            cases.setdefault(record.backend, set()).add(record.case)
-    return {backend: len(errored) for backend, errored in cases.items()}
+            outcome = record.underlying if isinstance(record, XFailed) else record.outcome
+            cases.setdefault(record.backend, {}).setdefault(outcome, set()).add(record.case)
+    return {
+        backend: {outcome: len(by_outcome[outcome]) for outcome in OUTCOMES if outcome in by_outcome}
+        for backend, by_outcome in cases.items()
+    }
 
 
 def legend(rows: Sequence[LevelRow]) -> str:

@@ -8,9 +8,10 @@ how records came about.
 from collections.abc import Iterable, Sequence
 
 from attncheck.reports import markup, phrases
-from attncheck.reports.graph_levels import errored_cases, level_rows, without_reasons
+from attncheck.reports.crashes import died_at
+from attncheck.reports.graph_levels import level_rows, unmeasured_cases, without_reasons
 from attncheck.reports.markdown_levels import graph_levels
-from attncheck.reports.records import Errored, Failed, Record, RunHeader, XFailed, graph_of
+from attncheck.reports.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
@@ -25,7 +26,7 @@ def render_run(run: Run) -> str:
         _circumstances(run),
         f"**{phrases.closing(summary, run.errors, complete=run.complete)}**",
         *_backends(run, summary),
-        *graph_levels(level_rows(run.records), errored_cases(run.records)),
+        *graph_levels(level_rows(run.records), unmeasured_cases(run.records)),
         *(section for provider in summary.providers for section in _functions(run, provider)),
         *_run_errors(run.errors),
         *_failures(summary, run.header),
@@ -151,7 +152,11 @@ def _story_key(record: Record) -> tuple[object, ...]:
     graph = graph_of(record)
     if isinstance(record, Failed) and graph is not None:
         return (without_reasons(graph),)
-    about = record.traceback if isinstance(record, Errored) and record.traceback else graph or record.case
+    about: object = graph or record.case
+    if isinstance(record, Errored):
+        about = record.traceback or about
+    elif isinstance(record, Crashed):
+        about = died_at(record.output) or about
     return about, phrases.what_happened(record)
 
 
@@ -164,7 +169,7 @@ def _failure(records: Sequence[Record], header: RunHeader) -> str:
         f"**{record.outcome}**: {markup.escaped(phrases.what_happened(record))}",
     ]
     if further:
-        shared = "error" if isinstance(record, Errored) else "levels and probes"
+        shared = {"errored": "error", "crashed": "death"}.get(record.outcome, "levels and probes")
         if len({phrases.what_happened(other) for other in records}) > 1:
             shared += ", some with other figures or reasons (see above)"
         lines.append(f"With the same {shared}: {markup.escaped(', '.join(other.case for other in further))}")
@@ -179,6 +184,8 @@ def _failure(records: Sequence[Record], header: RunHeader) -> str:
             )
     if isinstance(record, Errored):
         lines.append(markup.fenced(record.traceback or record.message))
+    if isinstance(record, Crashed) and record.output:
+        lines.append(f"The end of what it printed:\n\n{markup.fenced(record.output)}")
     lines.append(f"Repeat:\n\n{markup.fenced(repro_command(record, header), 'sh')}")
     return "\n\n".join(lines)
 

@@ -19,15 +19,15 @@ HEADINGS = ("backend", "declared", "measured", "cases", "recorder", "probes", "w
 Probes = tuple[GraphProbe, ...]
 
 
-def graph_levels(rows: Sequence[LevelRow], errored: Mapping[str, int]) -> list[str]:
+def graph_levels(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Declared and measured levels, then every probe; nothing in a run that measured none.
 
-    ``errored``: how many cases of a backend have no level; a row each.
+    ``unmeasured``: how many cases of a backend have no level, by outcome; a row each.
     """
     if not rows:
         return []
-    backends = dict.fromkeys([*(row.backend for row in rows), *errored])
-    table = [cells for backend in backends for cells in _rows(backend, rows, errored.get(backend, 0))]
+    backends = dict.fromkeys([*(row.backend for row in rows), *unmeasured])
+    table = [cells for backend in backends for cells in _rows(backend, rows, unmeasured.get(backend, {}))]
     alike: dict[tuple[object, ...], list[LevelRow]] = {}
     for row in rows:
         alike.setdefault((row.backend, row.graph.measured, row.graph.probes), []).append(row)
@@ -39,7 +39,7 @@ def graph_levels(rows: Sequence[LevelRow], errored: Mapping[str, int]) -> list[s
     ]
 
 
-def _rows(backend: str, rows: Sequence[LevelRow], errored: int) -> Iterator[list[str]]:
+def _rows(backend: str, rows: Sequence[LevelRow], unmeasured: Mapping[str, int]) -> Iterator[list[str]]:
     for row in rows:
         if row.backend == backend:
             yield [
@@ -52,8 +52,8 @@ def _rows(backend: str, rows: Sequence[LevelRow], errored: int) -> Iterator[list
                 _why_no_higher(row),
                 f"could declare {row.head_room}" if row.head_room else "-",
             ]
-    if errored:
-        yield [markup.escaped(backend), "-", "**errored**", str(errored), "-", "-", "-", "-"]
+    for outcome, count in unmeasured.items():
+        yield [markup.escaped(backend), "-", f"**{outcome}**", str(count), "-", "-", "-", "-"]
 
 
 def _measured(row: LevelRow) -> str:

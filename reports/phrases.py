@@ -13,6 +13,7 @@ from attncheck.reports.records import (
     OUTCOMES,
     UTILITIES,
     BackendInfo,
+    Crashed,
     Errored,
     Failed,
     GraphLevel,
@@ -146,6 +147,8 @@ def what_happened(record: Record) -> str:
             text = record.summary if record.graph is None else joined(record.summary)
         case Errored():
             text = f"{record.error_type} in {record.stage}: {_first_line(record.message)}"
+        case Crashed():
+            text = " ".join(f"{record.cause} during {record.stage}".split())
         case XPassed():
             text = f"passed, but was expected to fall short: {record.reason}"
         case _:

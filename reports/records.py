@@ -15,18 +15,28 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 FORMAT = 1
-"""Version of the run file. Raised when an older reader would misread a newer file."""
+"""Version of the run file. Raised when an older reader would misread a newer file; what it refuses, such as an outcome
+or a key it does not know, it does not misread."""
 
 Figure = int | float
-Outcome = Literal["passed", "failed", "errored", "unsupported", "unavailable", "xfailed", "xpassed"]
+Outcome = Literal["passed", "failed", "errored", "crashed", "unsupported", "unavailable", "xfailed", "xpassed"]
 
-OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "errored", "unsupported", "unavailable", "xfailed", "xpassed")
+OUTCOMES: tuple[Outcome, ...] = (
+    "passed",
+    "failed",
+    "errored",
+    "crashed",
+    "unsupported",
+    "unavailable",
+    "xfailed",
+    "xpassed",
+)
 """Every outcome, in the order they are reported."""
 
-FALLEN_SHORT: frozenset[Outcome] = frozenset({"failed", "errored", "xpassed"})
-"""Outcomes that make a run fail: a wrong answer, an error, and an expected failure that no longer is one."""
+FALLEN_SHORT: frozenset[Outcome] = frozenset({"failed", "errored", "crashed", "xpassed"})
+"""Outcomes that make a run fail: a wrong answer, an error, a death, and an expected failure that no longer is one."""
 
-EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "xfailed", "xpassed"})
+EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "crashed", "xfailed", "xpassed"})
 """Outcomes of a case that was really put to the backend; the others say why it was not."""
 
 
@@ -154,6 +164,20 @@ class Errored(_RecordBase):
     traceback: str = ""
 
 
+class Crashed(_RecordBase):
+    """The backend's process died. ``stage`` is what it was doing (``check numerics``), ``cause`` what ended it.
+
+    ``cause``: ``killed by SIGABRT``, ``left with exit code 3``. ``output``: the end of what the process printed, with
+    the stack that :mod:`faulthandler` leaves there. The checks of a case that the death kept from being made have the
+    same stage, cause and output.
+    """
+
+    outcome: Literal["crashed"] = "crashed"
+    stage: str
+    cause: str
+    output: str = ""
+
+
 class Unsupported(_RecordBase):
     """Not examined: the backend declares it cannot (``by`` backend), or no code of attncheck asks it yet."""
 
@@ -174,7 +198,7 @@ class XFailed(_RecordBase):
     """Fell short, as expected. ``underlying`` and ``summary``: what happened; ``reason``: why it was expected."""
 
     outcome: Literal["xfailed"] = "xfailed"
-    underlying: Literal["failed", "errored"]
+    underlying: Literal["failed", "errored", "crashed"]
     summary: str
     reason: str
     graph: GraphLevels | None = None
@@ -189,14 +213,14 @@ class XPassed(_RecordBase):
 
 
 Record = Annotated[
-    Passed | Failed | Errored | Unsupported | Unavailable | XFailed | XPassed, Field(discriminator="outcome")
+    Passed | Failed | Errored | Crashed | Unsupported | Unavailable | XFailed | XPassed, Field(discriminator="outcome")
 ]
 """One examined property of one case of one backend."""
 
 
 def graph_of(record: Record) -> GraphLevels | None:
     """The CUDA-graph levels a record carries; None for other checks, and where nothing was examined."""
-    return None if isinstance(record, Errored | Unavailable) else record.graph
+    return None if isinstance(record, Errored | Crashed | Unavailable) else record.graph
 
 
 class Environment(_Frozen):
@@ -225,13 +249,17 @@ class Environment(_Frozen):
 
 
 class BackendInfo(_Frozen):
-    """A backend of the run: its conventions are the differences that are not bugs, shown beside its name."""
+    """A backend of the run: its conventions are the differences that are not bugs, shown beside its name.
+
+    ``required_environment``: the environment variables its process was started with, as it requires.
+    """
 
     name: str
     ref: str
     version: str = ""
     conventions: dict[str, str | bool | int | float | None] = {}
     features: tuple[str, ...] = ()
+    required_environment: dict[str, str] = {}
 
 
 class SuiteInfo(_Frozen):

@@ -19,7 +19,7 @@ def repro_command(record: Record, header: RunHeader | None = None) -> str:
     """``attncheck run ...`` for this backend, case, check and seed alone, in one plain process.
 
     The header adds what a record does not say: the file of a suite that is not built in, and the device. A seed of 0
-    is the default and left out.
+    is the default and left out. What the backend's process must be started with stands before the command.
     """
     if record.check == UTILITIES:
         return _repro_function(record, header)
@@ -32,7 +32,14 @@ def repro_command(record: Record, header: RunHeader | None = None) -> str:
         words += ["--seed", str(record.seed)]
     if header is not None:
         words += ["--device", header.device]
-    return shlex.join([*words, "--in-process"])
+    return _assignments(record, header) + shlex.join([*words, "--in-process"])
+
+
+def _assignments(record: Record, header: RunHeader | None) -> str:
+    """``NAME=value`` for each environment variable that the record's backend requires, and a space."""
+    backends = () if header is None else header.backends
+    required = next((info.required_environment for info in backends if info.name == record.backend), {})
+    return "".join(f"{shlex.quote(name)}={shlex.quote(value)} " for name, value in required.items())
 
 
 def _repro_function(record: Record, header: RunHeader | None) -> str:

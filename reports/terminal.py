@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from tabulate import tabulate
 
 from attncheck.reports import phrases
-from attncheck.reports.graph_levels import LevelRow, errored_cases, legend, level_rows, without_reasons
-from attncheck.reports.records import Errored, Failed, Record, RunHeader, graph_of
+from attncheck.reports.crashes import died_at, last_words
+from attncheck.reports.graph_levels import LevelRow, legend, level_rows, unmeasured_cases, without_reasons
+from attncheck.reports.records import Crashed, Errored, Failed, Record, RunHeader, graph_of
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
@@ -37,6 +38,8 @@ REASON_WIDTH = 440
 """Characters shown of the reason why a probe broke; the Markdown report shows all."""
 HINT_WIDTH = 140
 """Characters of it where a failure is told further down."""
+PRINTED_WIDTH = 280
+"""Characters shown of a line that a process printed before it died."""
 
 
 def opening(header: RunHeader) -> str:
@@ -65,7 +68,7 @@ def render(
     summary = summarise(records, checks=header.checks)
     sections = [
         _check_table(summary, color),
-        _graph_levels(level_rows(records), errored_cases(records), color),
+        _graph_levels(level_rows(records), unmeasured_cases(records), color),
         _suite_table(summary, color) if len(summary.suites) > 1 else "",
         *(_functions(header, records, provider, color) for provider in summary.providers),
         *_failures(summary, header, color),
@@ -101,10 +104,10 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return tabulate(rows, tablefmt="plain", disable_numparse=True)
 
 
-def _graph_levels(rows: Sequence[LevelRow], errored: Mapping[str, int], color: bool) -> str:
+def _graph_levels(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str, int]], color: bool) -> str:
     """Declared and measured CUDA-graph levels; below each row what ended the climb, and head-room.
 
-    ``errored``: how many cases of a backend have no level, told below its rows.
+    ``unmeasured``: how many cases of a backend have no level, by outcome; told below its rows.
     """
     if not rows:
         return ""
@@ -120,9 +123,9 @@ def _graph_levels(rows: Sequence[LevelRow], errored: Mapping[str, int], color: b
     ]
     headings, *lines = _table([["backend", "declared", "measured", "cases", "probes"], *cells]).splitlines()
     told = [f"{line}\n{_level_notes(row, rows)}".rstrip() for line, row in zip(lines, rows, strict=True)]
-    for backend, count in errored.items():
+    for backend, counts in unmeasured.items():
         own = [index for index, row in enumerate(rows) if row.backend == backend]
-        text = f"{phrases.plural(count, 'case')} errored"
+        text = ", ".join(f"{phrases.plural(count, 'case')} {outcome}" for outcome, count in counts.items())
         if own:
             told[own[-1]] += f"\n  and {text}"
         else:
@@ -239,7 +242,12 @@ def story(record: Record, header: RunHeader | None = None) -> str:
         lines += [f"looks like: {phrases.printable(record.meaning)}"] if record.meaning else []
     if isinstance(record, Errored) and (place := raised_at(record.traceback)):
         lines.append(phrases.printable(place))
-    return "\n".join([*(wrap(line, width=WIDTH - 2) for line in lines), f"repeat: {repro_command(record, header)}"])
+    if isinstance(record, Crashed):
+        lines += [phrases.printable(place) for place in died_at(record.output)]
+        words = [phrases.cut(phrases.one_line(line), PRINTED_WIDTH) for line in last_words(record.output)]
+        lines += ["printed last:", *(f"  {word}" for word in words)] if words else []
+    command = phrases.printable(repro_command(record, header))
+    return "\n".join([*(wrap(line, width=WIDTH - 2) for line in lines), f"repeat: {command}"])
 
 
 def _gaps(summary: Summary) -> str:

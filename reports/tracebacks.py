@@ -20,11 +20,12 @@ def raised_at(traceback: str) -> str:
     """
     places = [line.strip() for line in traceback.splitlines()]
     frames = [(match["path"], place) for place in places if (match := _FRAME.match(place))]
-    own = [place for path, place in frames if not _is_foreign(path)]
+    own = [place for path, place in frames if not is_foreign(path)]
     return (own or [place for _, place in frames] or [""])[-1]
 
 
-def _is_foreign(path: str) -> bool:
+def is_foreign(path: str) -> bool:
+    """Whether a file belongs to an installed library, to Python or to attncheck's harness."""
     if _HARNESS in path:
         return True
     return _INSTALLED.search(path) is not None and not _ATTNCHECK_INSTALLED.search(path)

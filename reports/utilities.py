@@ -7,9 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from attncheck.reports.records import UTILITIES, Errored, Failed, Passed, Record, RunHeader, Unsupported, XFailed
+from attncheck.reports.records import (
+    UTILITIES,
+    Crashed,
+    Errored,
+    Failed,
+    Passed,
+    Record,
+    RunHeader,
+    Unsupported,
+    XFailed,
+)
 
-Word = Literal["equal", "drifted", "judged", "differs", "missing", "errored", "stale", "expected"]
+Word = Literal["equal", "drifted", "judged", "differs", "missing", "errored", "crashed", "stale", "expected"]
 
 HEADINGS = ("function", "verdict", "questions", "equal", "drifted", "judged", "differ")
 
@@ -74,6 +84,8 @@ def _word(record: Record) -> Word:
             return "differs"
         case Errored():
             return "errored"
+        case Crashed():
+            return "crashed"
         case XFailed():
             return "expected"
         case Unsupported():

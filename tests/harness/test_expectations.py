@@ -37,6 +37,7 @@ def record(outcome: str, case_id: str = "window.a", check: str = "numerics", bac
         "passed": {},
         "failed": {"summary": "7 of 40 rows"},
         "errored": {"stage": "forward", "error_type": "RuntimeError", "message": "no kernel"},
+        "crashed": {"stage": "check numerics", "cause": "killed by SIGABRT", "output": "free(): invalid pointer"},
         "unsupported": {"reasons": ["no window"]},
     }[outcome]
     names = ("suite", "case_id", "case_hash", "check", "backend", "backend_ref", "backend_version", "environment")
@@ -68,6 +69,15 @@ def test_a_failure_that_was_expected(file: Path) -> None:
     assert isinstance(found, XFailed)
     assert (found.underlying, found.summary, found.reason) == ("failed", "7 of 40 rows", "issue 17")
     assert found.key == record("failed").key
+    assert expected.unmet() == []
+
+
+def test_a_death_that_was_expected_is_no_other_failure(tmp_path: Path) -> None:
+    expected = expectations(write(tmp_path / "expect.yaml", ENTRY | {"outcome": "crashed"}))
+    assert expected.apply(record("failed")) == record("failed")
+    found = expected.apply(record("crashed", "window.b"))
+    assert isinstance(found, XFailed)
+    assert (found.underlying, found.summary) == ("crashed", "killed by SIGABRT during check numerics")
     assert expected.unmet() == []
 
 

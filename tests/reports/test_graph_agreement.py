@@ -47,6 +47,8 @@ UNSEEN = levels(SINGLE, None, "decode:not examined", recorder="emulated")
         (("failed", BROKEN), ("passed", SAME), "no"),
         (("passed", GOOD), ("errored", None), "no"),
         (("errored", None), ("errored", None), "yes"),
+        (("passed", GOOD), ("crashed", None), "no"),
+        (("errored", None), ("crashed", None), "no"),
         (("failed", BROKEN), ("unsupported", UNSEEN), "cannot tell"),
         (("unsupported", None), ("unsupported", None), "cannot tell"),
         (("failed", BROKEN), ("unavailable", None), "cannot tell"),

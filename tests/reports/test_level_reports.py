@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from attncheck.reports import terminal
-from attncheck.reports.graph_levels import errored_cases, level_rows
+from attncheck.reports.graph_levels import level_rows, unmeasured_cases
 from attncheck.reports.records import BUDGET_SHARE, Record, RunHeader
 
 Make = Callable[..., Record]
@@ -90,14 +90,17 @@ def test_cases_without_a_level_are_counted_below_the_rows_of_their_backend(
         graph("errored", None, case_id="b"),
         graph("xfailed", None, case_id="c", underlying="errored"),
         graph("unsupported", None, case_id="d"),
+        graph("crashed", None, case_id="f"),
         make("errored", case_id="e"),
         graph("passed", broken(SINGLE), backend="Wrong", case_id="a"),
     ]
-    assert errored_cases(records) == {"reference": 2}
+    assert unmeasured_cases(records) == {"reference": {"errored": 2, "crashed": 1}}
     lines = level_lines(*records)
-    assert lines[3] == "  and 2 cases errored"
+    assert lines[3] == "  and 2 cases errored, 1 case crashed"
     assert lines[4].startswith("Wrong")
-    assert f"| reference | - | **errored** | 2 | - | - | - | - |\n| Wrong | {SINGLE} |" in as_markdown(*records)
+    text = as_markdown(*records)
+    assert "| reference | - | **errored** | 2 | - | - | - | - |\n" in text
+    assert f"| reference | - | **crashed** | 1 | - | - | - | - |\n| Wrong | {SINGLE} |" in text
 
 
 def test_a_backend_without_any_level_is_named_beside_those_that_have_one(

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from attncheck.reports.records import (
     OUTCOMES,
     BackendInfo,
+    Crashed,
     Environment,
     Errored,
     Failed,
@@ -58,12 +59,20 @@ HEADER = RunHeader(
     checks=("numerics",),
     device="cpu",
     seed=0,
-    backends=(BackendInfo(name="a", ref="a", conventions={"lse_base": "e", "batch_invariant": True}),),
+    backends=(
+        BackendInfo(
+            name="a",
+            ref="a",
+            conventions={"lse_base": "e", "batch_invariant": True},
+            required_environment={"TRITON_INTERPRET": "1"},
+        ),
+    ),
 )
 ONE_OF_EACH: list[Record] = [
     Passed(**WHO, figures={"rows": 40, "worst_budget": 0.5}, notes=("ran math",)),
     Failed(**WHO, figures={"worst_budget": math.inf}, summary="7 of 40 rows", meaning="window", details=("row 3",)),
     Errored(**WHO, stage="forward", error_type="RuntimeError", message="no", traceback="Traceback ..."),
+    Crashed(**WHO, stage="check numerics", cause="killed by SIGABRT", output="free(): \x1b[31minvalid\n\x00 pointer"),
     Unsupported(**WHO, reasons=("head_size 80 is not one of 64",), by="attncheck"),
     Unavailable(**WHO, reasons=("needs CUDA",)),
     XFailed(**WHO, underlying="failed", summary="7 of 40 rows", reason="known"),
@@ -93,7 +102,7 @@ def test_a_line_comes_back_equal_and_of_its_class(line: RunHeader | Record | Run
     assert again == line
 
 
-@pytest.mark.parametrize("record", [r for r in ONE_OF_EACH if r.outcome not in ("errored", "unavailable")])
+@pytest.mark.parametrize("record", [r for r in ONE_OF_EACH if r.outcome not in ("errored", "crashed", "unavailable")])
 def test_levels_come_back_equal_with_every_probe(record: Record) -> None:
     again = parse_line(format_line(record.model_copy(update={"graph": LEVELS})))
     assert not isinstance(again, RunHeader | RunFooter)
@@ -101,7 +110,7 @@ def test_levels_come_back_equal_with_every_probe(record: Record) -> None:
 
 
 def test_most_records_have_no_levels() -> None:
-    assert [graph_of(record) for record in ONE_OF_EACH] == [None] * 7
+    assert [graph_of(record) for record in ONE_OF_EACH] == [None] * 8
 
 
 @pytest.mark.parametrize("change", [{"measured": "SOME"}, {"recorder": "metal"}, {"seconds": 3}])

@@ -23,6 +23,15 @@ def test_a_seed_of_its_own_is_said(make: Make) -> None:
     assert "--seed" not in repro_command(make("failed"))
 
 
+def test_what_a_process_must_be_started_with_stands_first(make: Make, header: RunHeader) -> None:
+    required = {"TRITON_INTERPRET": "1", "FLAGS": "a b;c"}
+    backends = (header.backends[0], header.backends[1].model_copy(update={"required_environment": required}))
+    asked = header.model_copy(update={"backends": backends})
+    line = repro_command(make("failed", backend="Wrong"), asked)
+    assert line.startswith("TRITON_INTERPRET=1 FLAGS='a b;c' attncheck run --backend ./wrong.py:Wrong ")
+    assert repro_command(make("failed"), asked).startswith("attncheck run --backend reference ")
+
+
 def test_a_suite_file_is_named_by_its_path_and_quoted(make: Make, header: RunHeader) -> None:
     words = shlex.split(repro_command(make("failed", suite="mine"), header))
     assert words[words.index("--suite") + 1] == "./my suite.yaml"

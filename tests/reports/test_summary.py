@@ -11,11 +11,11 @@ Make = Callable[..., Record]
 
 def test_every_outcome_has_its_place(make: Make) -> None:
     found = tally([make(outcome) for outcome in OUTCOMES])
-    assert [found[outcome] for outcome in OUTCOMES] == [1] * 7
-    assert found.examined == 5
+    assert [found[outcome] for outcome in OUTCOMES] == [1] * 8
+    assert found.examined == 6
     assert found.not_examined == 2
     assert found["passed"] == 1  # an expected failure is none
-    assert found.short == 3  # failed, errored, xpassed
+    assert found.short == 4  # failed, errored, crashed, xpassed
 
 
 def test_the_worst_share_is_over_passes_and_failures(make: Make) -> None:
@@ -34,6 +34,7 @@ def test_verdicts(make: Make) -> None:
     assert summarise([make("passed"), make("xfailed", check="lse")]).verdict == "passed"
     assert summarise([make("passed"), make("xpassed", check="lse")]).verdict == "failed"
     assert summarise([make("passed"), make("errored", check="lse")]).verdict == "failed"
+    assert summarise([make("passed"), make("crashed", check="lse")]).verdict == "failed"
     assert summarise([make("unsupported"), make("unavailable", check="lse")]).verdict == "not examined"
     assert summarise([]).verdict == "not examined"
 

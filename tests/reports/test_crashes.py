@@ -1,0 +1,142 @@
+"""What a dead process left is told: where it was, its last words, and nothing that could drive a terminal."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.reports import markdown, terminal
+from attncheck.reports.crashes import died_at, last_words
+from attncheck.reports.records import Record, RunHeader
+from attncheck.reports.store import read_run
+
+Make = Callable[..., Record]
+
+HARNESS = "/src/attncheck/harness/stages.py"
+TORCH = "/venv/lib/python3.12/site-packages/torch/_ops.py"
+STANDARD = "/usr/lib/python3.12/threading.py"
+MINE = "/home/me/mine.py"
+HOW = "--check numerics --device cpu --in-process"
+
+ABORTING = """
+import faulthandler, os, threading, time
+faulthandler.enable()
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+def launch():
+    os.abort()
+def forward():
+    launch()
+print("free(): invalid pointer", flush=True)
+forward()
+"""
+
+
+def stack(heading: str, *paths: str) -> str:
+    frames = [f'  File "{path}", line {number} in call' for number, path in enumerate(paths, start=1)]
+    return "\n".join([f"{heading} 0x00007fae5c82fb80 (most recent call first):", *frames, ""])
+
+
+def dump(*stacks: str) -> str:
+    head = "loading kernels\nfree(): invalid pointer\nFatal Python error: Aborted\n"
+    return "\n".join([head, *stacks, "Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)"])
+
+
+def test_a_real_death(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(ABORTING)
+    done = subprocess.run(
+        [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert died_at(done.stdout) == (
+        f'File "{path}", line 6 in launch',
+        f'File "{path}", line 8 in forward',
+        f'File "{path}", line 10 in <module>',
+    )
+    assert last_words(done.stdout) == ("free(): invalid pointer", "Fatal Python error: Aborted")
+
+
+@pytest.mark.parametrize(
+    ("paths", "lines"),
+    [
+        ((MINE, HARNESS), [1]),
+        ((TORCH, MINE, MINE, HARNESS), [2, 3]),
+        ((TORCH, MINE, TORCH, MINE, MINE, MINE, HARNESS), [2, 4, 5]),
+        ((TORCH, "<string>", HARNESS, STANDARD), [1, 2, 3]),
+    ],
+)
+def test_the_innermost_frames_of_the_author_come_first(paths: tuple[str, ...], lines: list[int]) -> None:
+    output = dump(stack("Thread", "/home/me/other.py"), stack("Current thread", *paths))
+    assert died_at(output) == tuple(f'File "{paths[line - 1]}", line {line} in call' for line in lines)
+
+
+def test_what_stands_behind_the_thread_that_died_is_anothers() -> None:
+    output = dump(stack("Current thread", TORCH), stack("Thread", "/home/me/other.py"))
+    assert died_at(output) == (f'File "{TORCH}", line 1 in call',)
+
+
+def test_where_no_thread_of_pythons_died_all_are_looked_at() -> None:
+    output = dump(stack("Thread", STANDARD), stack("Thread", TORCH, MINE))
+    assert died_at(output) == (f'File "{MINE}", line 2 in call',)
+
+
+def test_without_a_stack_there_are_last_words_at_most() -> None:
+    assert died_at("") == died_at("Killed\n") == ()
+    assert last_words("") == last_words(" \n\n") == ()
+    assert last_words("\n".join("abcdef")) == ("c", "d", "e", "f")
+
+
+def test_the_terminal_tells_cause_place_last_words_and_how_to_repeat_it(header: RunHeader, make: Make) -> None:
+    output = dump(stack("Current thread", TORCH, MINE, HARNESS))
+    text = terminal.render(header, [make("crashed", output=output), make("crashed", check="lse", output=output)])
+    paragraph = next(part for part in text.split("\n\n") if part.startswith("crashed  "))
+    assert paragraph.splitlines() == [
+        "crashed  reference  smoke/edge  numerics, lse",
+        "  killed by SIGABRT during check numerics",
+        f'  File "{MINE}", line 2 in call',
+        "  printed last:",
+        "    loading kernels",
+        "    free(): invalid pointer",
+        "    Fatal Python error: Aborted",
+        f"  repeat: attncheck run --backend reference --suite smoke --case edge {HOW}",
+    ]
+    assert text.splitlines()[-1] == "failed: 1 backend, 1 case: 2 crashed"
+
+
+def test_a_silent_death_is_told_as_well(header: RunHeader, make: Make) -> None:
+    text = terminal.render(header, [make("crashed", cause="left with exit code 3")])
+    assert "\n  left with exit code 3 during check numerics\n  repeat: " in text
+
+
+def test_what_a_process_printed_cannot_drive_the_terminal(header: RunHeader, make: Make) -> None:
+    evil = "\x1b]0;owned\x07 \x1b[2J\rhidden\u202e"
+    frame = f'Current thread 0x0 (most recent call first):\n  File "{evil}mine.py", line 1 in f'
+    text = terminal.render(header, [make("crashed", cause=evil, stage=evil, output=f"{evil}\n{'x' * 9000}\n{frame}")])
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e]", text)
+    assert "mine.py" in text
+    assert max(len(line) for line in text.splitlines() if "repeat: " not in line) < 300
+
+
+def test_what_a_process_printed_cannot_become_markup(make: Make, write: Callable[..., Path]) -> None:
+    evil = "<script>alert(1)</script> | cell | [a](javascript:x)"
+    record = make("crashed", cause=evil, stage=evil, output=f"{evil}\n```\n# heading\n\x1b[2J")
+    text = markdown.render_run(read_run(write(record)))
+    assert "\n```\n# heading\n" in text
+    outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", text)
+    assert "\x1b" not in text
+    assert "heading" not in outside
+    assert "<script" not in outside
+    assert not re.search(r"(?<!\\)\]\(", outside)
+
+
+def test_markdown_tells_deaths_at_one_place_once(make: Make, write: Callable[..., Path]) -> None:
+    mine, other = dump(stack("Current thread", MINE)), dump(stack("Current thread", "/home/me/other.py"))
+    outputs = [mine, f"case 2\n{mine}", other, "", ""]
+    records = [make("crashed", case_id=f"c{number}", output=output) for number, output in enumerate(outputs)]
+    text = markdown.render_run(read_run(write(*records)))
+    assert "### reference: smoke/c0 and 1 more case, numerics\n" in text
+    assert "With the same death: smoke/c1\n" in text
+    assert text.count("Repeat:") == 4
+    assert text.count("The end of what it printed:") == 2
