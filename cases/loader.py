@@ -11,6 +11,7 @@ from pathlib import Path
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.suite_file import FILE_KEYS, read_suite
 from attncheck.cases.tree import Place, Table, describe
+from attncheck.cases.variants import read_defaults, split_variant
 from attncheck.cases.vllm_bench import is_vllm_bench, read_vllm_bench
 from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import CaseFileError, UnknownNameError
@@ -37,25 +38,31 @@ def suite_file(name: str) -> Path:
 def load_suite(name_or_path: str) -> Suite:
     """The suite of that name, or the one in that file; a built-in name wins over a file of the same name.
 
+    Defaults in braces behind it replace the suite's own: see :mod:`attncheck.cases.variants`.
+
     Raises :class:`CaseFileError` for a file that cannot be read or says something that cannot be, and
     :class:`UnknownNameError` for what is neither a name nor looks like a file.
     """
-    if name_or_path in suite_names():
-        return load_file(suite_file(name_or_path))
-    path = Path(name_or_path)
+    name, braces = (name_or_path, "") if Path(name_or_path).exists() else split_variant(name_or_path)
+    over = read_defaults(braces, name_or_path) if braces else None
+    if name in suite_names():
+        return load_file(suite_file(name), over)
+    path = Path(name)
     if path.suffix or len(path.parts) > 1 or path.exists():
-        return load_file(path)
-    raise UnknownNameError("suite", name_or_path, suite_names())
+        return load_file(path, over)
+    raise UnknownNameError("suite", name, suite_names())
 
 
-def load_file(path: Path) -> Suite:
-    """The suite in a file of either kind; raises :class:`CaseFileError`."""
+def load_file(path: Path, over: Table | None = None) -> Suite:
+    """The suite in a file of either kind, ``over`` laid over its defaults; raises :class:`CaseFileError`."""
     root = parse_yaml(_read(path), str(path))
     if not isinstance(root, Table):
         raise root.place.fault(
             f"a case file is a mapping, and this is {describe(root)}", allowed="begin with suite: and cases:"
         )
     if is_vllm_bench(root):
+        if over is not None:
+            raise over.place.fault("a benchmark file of vLLM has no defaults", allowed="edit a copy of the file")
         return read_vllm_bench(root, path)
     if root.entries and not set(FILE_KEYS) & set(root.entries):
         raise root.place.fault(
@@ -63,7 +70,7 @@ def load_file(path: Path) -> Suite:
             value=", ".join(root.entries)[:60],
             allowed="a case file has suite: and cases:, a benchmark file batch_specs:",
         )
-    return read_suite(root, path)
+    return read_suite(root, path, over)
 
 
 def select(cases: Iterable[Case], patterns: Sequence[str]) -> tuple[Case, ...]:

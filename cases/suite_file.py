@@ -57,10 +57,11 @@ class _Axis:
     values: tuple[tuple[Tree, str], ...]
 
 
-def read_suite(root: Table, path: Path) -> Suite:
-    """The suite that ``root`` describes; ``path`` is only remembered.
+def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
+    """The suite that ``root`` describes, ``over`` laid over its defaults; ``path`` is only remembered.
 
-    Raises :class:`CaseFileError` for the first mistake.
+    A case that cannot be asked with ``over``, such as a shared prefix that is no longer of whole pages, is left out,
+    and the suite's notes say so. Raises :class:`CaseFileError` for the first mistake.
     """
     known_keys(root, FILE_KEYS, "a case file")
     if "suite" not in root.entries:
@@ -71,18 +72,26 @@ def read_suite(root: Table, path: Path) -> Suite:
     if not isinstance(defaults, Table):
         raise _not_a("mapping", "defaults", defaults)
     known_keys(defaults, ASKED_KEYS, "defaults")
+    for key, value in over.entries.items() if over is not None else ():
+        defaults = put(defaults, (key,), value, value.place, merging=True)
     written = root.entries.get("cases")
     if written is None:
         raise root.place.fault("cases is missing", allowed="give a list of cases")
     if not isinstance(written, Items) or not written.items:
         raise _not_a("list of cases", "cases", written)
     cases: list[Case] = []
+    left_out: list[CaseFileError] = []
     seen: dict[str, Case] = {}
     for item in written.items:
         if not isinstance(item, Table):
             raise _not_a("mapping with an id and a batch", "a case", item)
         known_keys(item, CASE_KEYS, "a case")
         for case, place in _expand(item, defaults, name, len(cases)):
+            if isinstance(case, CaseFileError):
+                if over is None or case.file != item.place.file:
+                    raise case
+                left_out.append(case)
+                continue
             if case.id in seen:
                 where = seen[case.id].origin.rpartition(":")[2]
                 raise place.fault(
@@ -92,11 +101,14 @@ def read_suite(root: Table, path: Path) -> Suite:
                 )
             seen[case.id] = case
             cases.append(case)
-    return Suite(name=name, description=description, cases=tuple(cases), path=path)
+    if not cases:
+        raise left_out[0]
+    notes = tuple(f"left out, since it cannot be asked with these defaults: {error}" for error in left_out)
+    return Suite(name=name, description=description, cases=tuple(cases), path=path, notes=notes)
 
 
-def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[tuple[Case, Place]]:
-    """The cases one entry of ``cases`` stands for, each with the place of its id."""
+def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[tuple[Case | CaseFileError, Place]]:
+    """The cases one entry of ``cases`` stands for, each with the place of its id; the error of one that cannot be."""
     if "id" not in item.entries:
         raise item.place.fault("id is missing", allowed=f"give the case a name: {_ID_RULE}")
     place = item.entries["id"].place
@@ -120,12 +132,12 @@ def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[t
         for axis, (value, _) in zip(axes, values, strict=True):
             tree = put(tree, axis.path, value, axis.place, merging=axis.path[0] in _MERGED_KEYS)
         full = f"{name}.{'-'.join(written for _, written in values)}" if values else name
+        case: Case | CaseFileError
         try:
             case = _read_case(replace(tree, place=item.place), suite, full, description, origin)
         except CaseFileError as error:
-            if not values and not error.key.startswith("defaults."):
-                raise
-            raise _in_case(error, full, item.place.line) from error
+            is_plain = not values and not error.key.startswith("defaults.")
+            case = error if is_plain else _in_case(error, full, item.place.line)
         yield case, place
 
 

@@ -1,0 +1,61 @@
+"""A suite with other defaults: ``decode{cache.block_size: 32, layer.head_size: 128}``.
+
+For backends that take no page, layout or head size of those a suite is written with. What stands in braces replaces
+the suite's ``defaults``; a case that says otherwise for itself keeps what it says, so that no two cases become one.
+Must not know: where suites lie, what a case means.
+"""
+
+from collections.abc import Sequence
+
+from attncheck.cases.overlay import put
+from attncheck.cases.tree import Scalar, Table, Tree, describe
+from attncheck.cases.yaml_tree import parse_yaml
+from attncheck.errors import SelectionError
+
+VARIED_KEYS = ("layer", "cache")
+
+
+def split_variant(ref: str) -> tuple[str, str]:
+    """The suite's own name or path, and what stands in braces behind it, braces included; empty without any."""
+    name, brace, rest = ref.partition("{")
+    return (name, brace + rest) if brace and rest.endswith("}") else (ref, "")
+
+
+def with_defaults(ref: str, settings: Sequence[str]) -> str:
+    """``ref`` with ``key=value`` settings behind those it has.
+
+    Raises SelectionError for a setting that is not of this form.
+    """
+    if not settings:
+        return ref
+    name, braces = split_variant(ref)
+    given = [braces.strip("{} ")] if braces.strip("{} ") else []
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip() or not value.strip():
+            raise SelectionError(f"--set {setting!r}: give KEY=VALUE, such as cache.block_size=32")
+        given.append(f"{key.strip()}: {value.strip()}")
+    return f"{name}{{{', '.join(given)}}}"
+
+
+def read_defaults(braces: str, ref: str) -> Table:
+    """The mapping in braces, its dotted keys resolved.
+
+    Raises CaseFileError, with ``ref`` for a file, for anything but keys of a layer or a cache with their values.
+    """
+    written: Tree = parse_yaml(braces, ref)
+    if not isinstance(written, Table):
+        raise written.place.fault(
+            f"defaults are a mapping, and this is {describe(written)}", allowed="write {cache.block_size: 32}"
+        )
+    laid = Table(written.place, {}, {})
+    for key, value in written.entries.items():
+        path, place = tuple(key.split(".")), written.names[key]
+        if path[0] not in VARIED_KEYS or len(path) < 2 or "" in path:
+            raise place.fault(
+                "no default that can be replaced", value=key[:60], allowed="a dotted key below layer or cache"
+            )
+        if isinstance(value, Scalar) and value.value is None and not value.text:
+            raise place.fault("a default needs a value", value=key[:60], allowed=f"write {key[:60]}: VALUE")
+        laid = put(laid, path, value, place, merging=True)
+    return laid

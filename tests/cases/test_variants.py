@@ -1,0 +1,115 @@
+"""Suites with other defaults: what is replaced, what is kept, what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from attncheck.cases.loader import load_suite
+from attncheck.cases.variants import split_variant, with_defaults
+from attncheck.errors import CaseFileError, SelectionError, UnknownNameError
+
+SUITE = """\
+suite: t
+defaults:
+  layer: {num_heads: 8, num_kv_heads: 2, head_size: 64}
+  cache: {block_size: 16}
+cases:
+  - {id: plain, batch: q1s40}
+  - {id: own, batch: q1s40, cache: {block_size: 8}}
+  - {id: axis, batch: q1s40, matrix: {cache.block_size: [32, 64]}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "t.yaml"
+    path.write_text(SUITE, encoding="utf-8")
+    return str(path)
+
+
+def test_a_default_is_replaced_where_no_case_says_otherwise(file: str) -> None:
+    suite = load_suite(with_defaults(file, ["cache.block_size=128", "layer.head_size=96"]))
+    assert {case.id: case.cache.block_size for case in suite} == {"plain": 128, "own": 8, "axis.32": 32, "axis.64": 64}
+    assert {case.layer.head_size for case in suite} == {96}
+    assert {case.layer.num_heads for case in suite} == {8}
+    plain = load_suite(file)
+    assert [case.id for case in plain] == [case.id for case in suite]
+    assert not {case.hash for case in plain} & {case.hash for case in suite}
+    assert suite.hash != plain.hash
+
+
+def test_a_built_in_suite_is_varied_by_name() -> None:
+    (ref,) = {with_defaults("decode", ["cache.block_size=64", "cache.layout=HND"])}
+    assert ref == "decode{cache.block_size: 64, cache.layout: HND}"
+    assert split_variant(ref) == ("decode", "{cache.block_size: 64, cache.layout: HND}")
+    suite = load_suite(ref)
+    assert suite.name == "decode"
+    assert {case.cache.layout for case in suite if case.id.startswith("ragged")} == {"HND"}
+    assert with_defaults(ref, ["layer.head_size=96"]) == ref[:-1] + ", layer.head_size: 96}"
+    assert with_defaults("decode", []) == "decode"
+
+
+def test_a_case_that_cannot_be_asked_so_is_left_out_and_told(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    shared = "  - {id: shared, batch: [{query_len: 1, seq_len: 40, shared_prefix: 16, count: 2}]}\n"
+    path.write_text(SUITE + shared, encoding="utf-8")
+    assert [case.id for case in load_suite(str(path))][-1] == "shared"
+    suite = load_suite(f"{path}{{cache.block_size: 24}}")
+    assert [case.id for case in suite] == ["plain", "own", "axis.32", "axis.64"]
+    (note,) = suite.notes
+    assert f"{path}:9" in note
+    assert "give a multiple of 24" in note
+    path.write_text(SUITE.partition("  - {id: plain")[0] + shared, encoding="utf-8")
+    with pytest.raises(CaseFileError, match="give a multiple of 24"):
+        load_suite(f"{path}{{cache.block_size: 24}}")
+
+
+def test_lists_are_values_too(file: str) -> None:
+    suite = load_suite(with_defaults(file, ["cache.kv_cache_dtype=fp8", "cache.k_scale=[0.5, 0.25]"]))
+    assert suite.cases[0].cache.k_scale == (0.5, 0.25)
+
+
+def test_a_file_whose_name_ends_in_braces_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "t{1}"
+    path.write_text(SUITE, encoding="utf-8")
+    assert load_suite(str(path)).cases[0].cache.block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [("cache.block_size", "KEY=VALUE"), ("=3", "KEY=VALUE"), ("cache.block_size=", "KEY=VALUE")],
+)
+def test_a_setting_without_key_or_value_is_refused(setting: str, told: str) -> None:
+    with pytest.raises(SelectionError, match=told):
+        with_defaults("decode", [setting])
+
+
+@pytest.mark.parametrize(
+    ("braces", "told"),
+    [
+        ("{batch: q1}", "no default that can be replaced"),
+        ("{cache: 3}", "no default that can be replaced"),
+        ("{cache.block_sise: 3}", "block_size"),
+        ("{cache.block_size: many}", "block_size"),
+        ("{cache.block_size: 1, cache.block_size: 2}", "stands on line 1 already"),
+        ("{cache.block_size}", "needs a value"),
+        ("{cache.block_size: 1, cache.block_size.x: 2}", "there is no x in it"),
+        ("{[}", "single word"),
+    ],
+)
+def test_what_cannot_be_a_default_is_refused_by_the_suites_name(braces: str, told: str) -> None:
+    with pytest.raises(CaseFileError, match=told) as caught:
+        load_suite(f"decode{braces}")
+    assert "decode{" in str(caught.value)
+
+
+def test_an_unknown_suite_is_told_without_its_braces() -> None:
+    with pytest.raises(UnknownNameError, match="'decod'"):
+        load_suite("decod{cache.block_size: 3}")
+
+
+def test_a_benchmark_file_has_no_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "bench.yaml"
+    path.write_text("batch_specs: [q1s1k]\nmodel: {num_q_heads: 8, num_kv_heads: 2, head_dim: 64}\n", encoding="utf-8")
+    with pytest.raises(CaseFileError, match="has no defaults"):
+        load_suite(f"{path}{{cache.block_size: 32}}")
