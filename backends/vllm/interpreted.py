@@ -1,0 +1,152 @@
+"""Runs vLLM's Triton kernels on a CPU, by Triton's own interpreter.
+
+``TRITON_INTERPRET=1`` makes Triton run the source of a kernel with numpy, program by program, instead of compiling it.
+On a machine without a GPU two things of the surroundings keep vLLM's kernels from it, and both are answered here:
+
+- vLLM takes Triton for unusable where no driver is active, and puts a stand-in in its place whose ``jit`` does nothing.
+  Its CPU build makes an exception if Triton lists a backend called ``cpu``: :func:`import_triton_utils` lists one for
+  as long as vLLM looks.
+- The launcher of the cache writer asks the GPU for its compute capability, to choose the size of a tile; a CPU has
+  none. :func:`launches` answers in its place.
+
+No module, kernel or function of vLLM is replaced or edited: what runs is the source that is compiled elsewhere. What
+the interpreter itself computes wrongly is not mended here: :func:`gaps` names it, and it is not asked. A verdict found
+this way bears :data:`MARK`. Must not know: cases, how a backend is driven.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+
+from attncheck.reference.spec import CacheSpec, LayerSpec
+
+ENVIRONMENT: Mapping[str, str] = MappingProxyType({"TRITON_INTERPRET": "1"})
+"""What must stand before Python starts: Triton reads it when a kernel is decorated, its own library included."""
+
+MARK = "interpreted"
+"""Part of the version of a backend whose kernels are interpreted, and so of the key of every record."""
+
+_TRUE = ("1", "true", "yes", "on", "y")
+_CAPABILITY = (9, 0)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton was told to interpret kernels, in the words it understands."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
+
+
+def import_triton_utils() -> None:
+    """Imports vLLM's door to Triton, so that kernels imported later are real ones; call before any of vLLM is imported.
+
+    Without ``TRITON_INTERPRET`` or without Triton vLLM is left to decide by itself.
+    """
+    if not is_interpreted() or importlib.util.find_spec("triton") is None:
+        return
+    listed = importlib.import_module("triton.backends")
+    if "cpu" in listed.backends:
+        importlib.import_module("vllm.triton_utils")
+        return
+    # Abstract classes: nobody can make a compiler or a driver of the entry.
+    bases = [importlib.import_module(f"triton.backends.{name}") for name in ("compiler", "driver")]
+    listed.backends["cpu"] = listed.Backend(compiler=bases[0].BaseBackend, driver=bases[1].DriverBase)
+    try:
+        importlib.import_module("vllm.triton_utils")
+    finally:
+        del listed.backends["cpu"]
+
+
+def missing_triton() -> list[str]:
+    """Why the kernels of vLLM cannot be launched here; empty: they can. ``vllm.triton_utils`` must be imported."""
+    if sys.modules["vllm.triton_utils"].HAS_TRITON:
+        return []
+    if importlib.util.find_spec("triton") is None:
+        return ["it is made of Triton kernels, and Triton is not installed"]
+    if is_interpreted():
+        return ["it is made of Triton kernels, and vLLM was imported without Triton before attncheck could offer it"]
+    return [
+        "it is made of Triton kernels, and vLLM finds no driver for Triton here; TRITON_INTERPRET=1 interprets them"
+    ]
+
+
+def launches() -> AbstractContextManager[None]:
+    """Around calls that launch kernels: interpreted ones get the answer a GPU would give to their launcher."""
+    return _capability_answered() if is_interpreted() else nullcontext()
+
+
+@contextmanager
+def _capability_answered() -> Iterator[None]:
+    """``torch.cuda.get_device_capability`` of a CPU device is that of a Hopper; of any other, what it was."""
+    asked = torch.cuda.get_device_capability
+
+    def answer(device: Any = None) -> tuple[int, int]:
+        return _CAPABILITY if isinstance(device, torch.device) and device.type == "cpu" else asked(device)
+
+    torch.cuda.get_device_capability = answer
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = asked
+
+
+def gaps(layer: LayerSpec, cache: CacheSpec) -> list[str]:
+    """What the interpreter computes wrongly of such a case (triton 3.6.0): each a reason not to ask it; empty: ask."""
+    reasons = []
+    if layer.dtype == "bfloat16":
+        reasons.append("dtype bfloat16: Triton's interpreter multiplies the bits of bfloat16 as if they were integers")
+    if cache.kv_cache_dtype.startswith("fp8"):
+        reasons.append(
+            f"kv_cache_dtype {cache.kv_cache_dtype}: Triton's interpreter loses carries when it rounds to FP8"
+        )
+    if layer.output_quant is not None:
+        reasons.append("output_quant: Triton's interpreter loses carries when it rounds to FP8")
+    return reasons
+
+
+def launches_triton(backend: Any) -> bool:
+    """Whether a method of the backend's impl or builder names a Triton kernel, or a function of a module with Triton.
+
+    Told by what the classes hold, whether or not vLLM has Triton: its stand-in is a module of the same name. A backend
+    of which one path in ten uses Triton is told as well; one whose module merely mentions it is not.
+
+    Args:
+        backend: a vLLM ``AttentionBackend`` class, imported.
+    """
+    classes = (backend.get_impl_cls(), backend.get_builder_cls())
+    return any(_is_of_triton(value) for cls in classes for value in _values_named_by(cls))
+
+
+def _values_named_by(cls: type) -> Iterator[object]:
+    """Module-level values that the methods of ``cls`` name, inherited methods in their own modules."""
+    for attribute in dir(cls):
+        method = getattr(cls, attribute, None)
+        function = getattr(method, "__func__", method)
+        if isinstance(function, FunctionType):
+            for name in _names(function.__code__):
+                yield function.__globals__.get(name)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_of_triton(value: object) -> bool:
+    if isinstance(value, ModuleType):
+        return _is_triton(value)
+    if not (isinstance(value, FunctionType) or type(value).__module__.startswith("triton.")):
+        return False
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    return module is not None and any(_is_triton(held) for held in vars(module).values())
+
+
+def _is_triton(value: object) -> bool:
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "triton"
