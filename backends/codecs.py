@@ -38,36 +38,25 @@ class KVCacheCodec(Protocol):
 
 
 @dataclass(frozen=True)
-class PackedCodec:
-    """A codec for the packings of :mod:`attncheck.backends.packings`; any layout, through the cache's strides.
+class Coding:
+    """How numbers stand in a cache: as they are, or as FP8 codes, which are ``round(x / scale)``.
 
-    dtype: the activation dtype. code_dtype: the float8 dtype of an FP8 cache, else None; its codes are
-    ``round(x / scale)``, and only they are scaled. k_scale, v_scale: a number, or one a KV head.
+    dtype: the activation dtype. code_dtype: the float8 dtype of an FP8 cache, else None; only codes are scaled.
+    k_scale, v_scale: a number, or one a KV head.
     """
 
-    packing: Packing
-    head_size: int
-    """Of a latent cache: the width of its latent part."""
     dtype: torch.dtype
     code_dtype: torch.dtype | None = None
     k_scale: Scale = 1.0
     v_scale: Scale = 1.0
 
-    def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """See :class:`KVCacheCodec`."""
-        for view, new, scale in zip(self._views(kv_cache), (key, value), (self.k_scale, self.v_scale), strict=True):
-            block_size = view.shape[1]
-            view[slots // block_size, slots % block_size] = self._encode(new, scale).to(view.dtype)
+    def encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows as the cache holds them: codes as uint8; without codes as they are, still to be rounded to its dtype."""
+        return self._encode(key, self.k_scale), self._encode(value, self.v_scale)
 
-    def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`KVCacheCodec`."""
-        key, value = (view[slots // view.shape[1], slots % view.shape[1]] for view in self._views(kv_cache))
+    def decode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What stands in the cache as rows in the activation dtype."""
         return self._decode(key, self.k_scale), self._decode(value, self.v_scale)
-
-    def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        if self.packing == "latent":
-            return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
-        return kv_cache_views(kv_cache, self.packing, self.head_size)
 
     def _encode(self, x: Tensor, scale: Scale) -> Tensor:
         if self.code_dtype is None:
@@ -79,6 +68,42 @@ class PackedCodec:
             return stored.to(self.dtype)
         codes = stored.view(self.code_dtype)
         return dequantize_fp8(codes, _per_head(scale, stored.device)).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class PackedCodec:
+    """A codec for the packings of :mod:`attncheck.backends.packings`; any layout, through the cache's strides."""
+
+    packing: Packing
+    head_size: int
+    """Of a latent cache: the width of its latent part."""
+    coding: Coding
+
+    def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """See :class:`KVCacheCodec`."""
+        for view, new in zip(self._views(kv_cache), self.coding.encode(key, value), strict=True):
+            block_size = view.shape[1]
+            view[slots // block_size, slots % block_size] = new.to(view.dtype)
+
+    def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`KVCacheCodec`."""
+        key, value = (view[slots // view.shape[1], slots % view.shape[1]] for view in self._views(kv_cache))
+        return self.coding.decode(key, value)
+
+    def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        if self.packing == "latent":
+            return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
+        return kv_cache_views(kv_cache, self.packing, self.head_size)
+
+
+def coding_of(layer: LayerSpec, cache: CacheSpec) -> Coding:
+    """How a layer's cache holds numbers."""
+    return Coding(
+        dtype=DTYPES[layer.dtype],
+        code_dtype=FP8_DTYPES.get(cache.kv_cache_dtype),
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale if layer.mla is None else cache.k_scale,  # one scale for the whole latent row
+    )
 
 
 def default_codec(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec) -> PackedCodec | None:
@@ -98,14 +123,8 @@ def packed_codec(backend: "type[AttentionBackend]", layer: LayerSpec, cache: Cac
     packing = detect_packing(backend, layer, cache)
     if packing is None:
         return None
-    return PackedCodec(
-        packing=packing,
-        head_size=layer.head_size if layer.mla is None else layer.mla.kv_lora_rank,
-        dtype=DTYPES[layer.dtype],
-        code_dtype=FP8_DTYPES.get(cache.kv_cache_dtype),
-        k_scale=cache.k_scale,
-        v_scale=cache.v_scale if layer.mla is None else cache.k_scale,  # one scale for the whole latent row
-    )
+    head_size = layer.head_size if layer.mla is None else layer.mla.kv_lora_rank
+    return PackedCodec(packing, head_size, coding_of(layer, cache))
 
 
 def _per_head(scale: Scale, device: torch.device) -> Tensor:

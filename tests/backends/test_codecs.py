@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.backends.codecs import PackedCodec, default_codec, packed_codec
+from attncheck.backends.codecs import Coding, PackedCodec, default_codec, packed_codec
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.packings import PACKINGS, allocate_kv_cache
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
@@ -131,4 +131,4 @@ def test_fp8_saturates():
 def test_a_codec_is_a_value():
     made = backend("content")
     first, again = (made.kv_cache_codec(LAYER, CacheSpec()) for _ in range(2))
-    assert first == again == PackedCodec(packing="content", head_size=8, dtype=torch.bfloat16)
+    assert first == again == PackedCodec(packing="content", head_size=8, coding=Coding(torch.bfloat16))

@@ -1,5 +1,6 @@
 """FP8 caches and outputs: codes that right arithmetic reaches, the errors codes stand for, scales in explanations."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def test_a_codec_that_uses_one_scale_for_both_is_not_trusted(make_case: Any) -> 
     right = ReferenceBackend.kv_cache_codec(problem.layer, problem.cache)
     assert isinstance(right, PackedCodec)
     prove_codec(right, ReferenceBackend, problem)
-    wrong = PackedCodec(right.packing, right.head_size, right.dtype, right.code_dtype, 0.3, 0.3)
+    wrong = replace(right, coding=replace(right.coding, k_scale=0.3, v_scale=0.3))
 
     class Mixed:
         write, read = right.write, wrong.read
