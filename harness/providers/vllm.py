@@ -12,10 +12,10 @@ from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from attncheck.backends import registry
+from attncheck.backends.vllm.metadata import their_fields
 from attncheck.errors import ProviderLoadError
 from attncheck.harness.providers.provider import Provider
 from attncheck.harness.providers.vllm_departures import DEPARTURES
@@ -96,7 +96,7 @@ class _Translation:
         if isinstance(value, UBatchSlice):
             return _their("UBatchSlice")(value.request_slice, value.token_slice)
         if isinstance(value, CommonAttentionMetadata):
-            theirs = _their("CommonAttentionMetadata")(**_their_fields(value))
+            theirs = _their("CommonAttentionMetadata")(**their_fields(value, _their("CommonAttentionMetadata")))
             self._handed_over.append((theirs, value))
             return theirs
         return value
@@ -111,26 +111,6 @@ class _Translation:
                     return ours
             return _our_metadata(value)
         return value
-
-
-def _their_fields(metadata: CommonAttentionMetadata) -> dict[str, Any]:
-    """The constructor's arguments: the fields both have, and those of vLLM that say the same under another name."""
-    there = {field.name for field in fields(_their("CommonAttentionMetadata"))}
-    shared = {field.name: getattr(metadata, field.name) for field in fields(metadata) if field.name in there}
-    derived = {
-        "seq_lens_cpu_upper_bound": metadata.seq_lens_cpu,
-        "max_logits_per_req": _max_logits(metadata),
-    }
-    return shared | {name: value for name, value in derived.items() if name in there}
-
-
-def _max_logits(metadata: CommonAttentionMetadata) -> int | None:
-    """The most logits indices any request has; None where the batch is not armed."""
-    if metadata.logits_indices_padded is None or metadata.num_logits_indices is None:
-        return None
-    indices = metadata.logits_indices_padded[: metadata.num_logits_indices].tolist()
-    owners = np.searchsorted(metadata.query_start_loc_cpu[1:].numpy(), np.array(indices), side="right")
-    return int(np.bincount(owners).max(initial=0)) if indices else 0
 
 
 def _our_metadata(theirs: Any) -> CommonAttentionMetadata:

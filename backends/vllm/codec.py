@@ -1,0 +1,79 @@
+"""The codec of a backend of vLLM's, learned from its own writer: vLLM says nowhere what lies where in a page.
+
+Must not know: how learning works, what is judged by a codec.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.codecs import coding_of
+from attncheck.backends.current_config import set_current_vllm_config
+from attncheck.backends.declarations import DTYPES, has_cache
+from attncheck.backends.learned_codec import NoCodec, learn_codec
+from attncheck.backends.packings import allocate_kv_cache
+from attncheck.backends.placed_codec import PlacedCodec
+from attncheck.backends.vllm import package
+from attncheck.backends.vllm.config import plain_config
+from attncheck.reference.spec import CacheSpec, LayerSpec
+
+if TYPE_CHECKING:
+    from attncheck.backends.vllm.bridge import VLLMBackend
+
+_REMEMBERED = 64
+
+
+def codec_of(backend: "type[VLLMBackend]", layer: LayerSpec, cache: CacheSpec) -> PlacedCodec | None:
+    """The codec for a layer's cache; None where there is no cache, or no writer apart from ``forward`` to watch."""
+    if not has_cache(layer) or backend.forward_includes_kv_cache_update:
+        return None
+    # Nothing else of a layer decides where a row lies.
+    plain_layer = LayerSpec(
+        num_heads=layer.num_kv_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        head_size_v=layer.head_size_v,
+        dtype=layer.dtype,
+    )
+    plain_cache = CacheSpec(block_size=cache.block_size, layout=cache.layout, kv_cache_dtype=cache.kv_cache_dtype)
+    learned = _learned(backend, plain_layer, plain_cache)
+    return None if isinstance(learned, NoCodec) else replace(learned, coding=coding_of(layer, cache))
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _learned(backend: "type[VLLMBackend]", layer: LayerSpec, cache: CacheSpec) -> PlacedCodec | NoCodec:
+    device = torch.device(package.platform().device_type)
+    plain = plain_config(
+        dtype=DTYPES[layer.dtype],
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        block_size=cache.block_size,
+        cache_dtype=cache.kv_cache_dtype,
+    )
+    extra: dict[str, Any] = {} if layer.head_size_v is None else {"head_size_v": layer.head_size_v}
+    with set_current_vllm_config(plain):
+        impl = backend.get_impl_cls()(
+            layer.num_heads, layer.head_size, layer.softmax_scale, layer.num_kv_heads, **extra
+        )
+    unscaled = _Unscaled(device)
+
+    def write(kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        impl.do_kv_cache_update(unscaled, key, value, kv_cache, slots)
+
+    def allocate(num_blocks: int) -> Tensor:
+        return allocate_kv_cache(backend, layer, cache, num_blocks, device)
+
+    return learn_codec(write, allocate, layer, cache, device)
+
+
+class _Unscaled:
+    """An ``AttentionLayer`` whose scales are all 1."""
+
+    def __init__(self, device: torch.device) -> None:
+        one = torch.ones(1, dtype=torch.float32, device=device)
+        self._q_scale = self._k_scale = self._v_scale = self._prob_scale = one
+        self._q_scale_float = self._k_scale_float = self._v_scale_float = 1.0
