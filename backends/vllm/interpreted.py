@@ -14,6 +14,7 @@ the interpreter itself computes wrongly is not mended here: :func:`gaps` names i
 this way bears :data:`MARK`. Must not know: cases, how a backend is driven.
 """
 
+import dis
 import importlib
 import importlib.util
 import os
@@ -133,7 +134,7 @@ def _values_named_by(cls: type) -> Iterator[object]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
