@@ -204,6 +204,14 @@ class AttentionBackend(ABC):
         return [f"device {device}: the backend runs on {', '.join(cls.supported_devices)}"]
 
     @classmethod
+    def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        """Why this one case, which the backend supports, cannot be examined on ``device`` here; empty: it can.
+
+        For what the machine gets wrong in the backend's place, as an interpreter of kernels may.
+        """
+        return []
+
+    @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:
         """Variables that must stand in the environment before Python starts, for the backend to run on ``device``.
 

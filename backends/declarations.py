@@ -69,6 +69,12 @@ def required_features(
     return layer_needs | frozenset(_cache_needs(cache)) | path_needs
 
 
+def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> tuple[str, ...]:
+    """What a case is about, in words reports count by: :func:`required_features`, and an ``attn_type`` of its own."""
+    kind = [] if layer.attn_type == AttentionType.DECODER else [str(layer.attn_type)]
+    return (*kind, *sorted(required_features(layer, cache, batch, declared)))
+
+
 def is_chunked(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> bool:
     """Whether the path is played by virtual requests, one a chunk; else the backend is told of the chunks itself."""
     are_whole_pages = (layer.attn_chunk_size or 1) % cache.block_size == 0

@@ -62,6 +62,11 @@ class LoadedBackend:
     version: str
     origin: str
 
+    @property
+    def features(self) -> frozenset[str]:
+        """What the backend declares to support beyond plain causal attention."""
+        return self.backend.features
+
 
 def builtin_names() -> tuple[str, ...]:
     """Names of the backends attncheck brings along and runs where none is named."""

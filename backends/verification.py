@@ -71,6 +71,10 @@ def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
     shape_arguments = ("num_blocks", "block_size", "num_kv_heads", "head_size")
     yield from _uncallable(backend.get_kv_cache_shape, "get_kv_cache_shape", shape_arguments, value_size)
     yield from _uncallable(backend.unavailable_reasons, "unavailable_reasons", ("device",))
+    yield from _uncallable(
+        backend.unavailable_case_reasons, "unavailable_case_reasons", ("device", "layer", "cache", "batch")
+    )
+    yield from _uncallable(backend.required_environment, "required_environment", ("device",))
     yield from _uncallable(backend.unsupported_reasons, "unsupported_reasons", ("layer", "cache", "batch"))
     yield from _uncallable(backend.kv_cache_codec, "kv_cache_codec", ("layer", "cache"))
 

@@ -156,7 +156,9 @@ class Expectations:
             if not wanted.fits_case(record.suite, record.case_id):
                 continue
             self._seen.setdefault(entry, record.key)
-            who = record.key._asdict() | {"backend_ref": record.backend_ref, "duration_s": record.duration_s}
+            who = record.key._asdict() | {
+                name: getattr(record, name) for name in ("backend_ref", "needs", "duration_s")
+            }
             if isinstance(record, Failed | Errored | Crashed) and record.outcome == wanted.outcome:
                 self._met.add(entry)
                 return XFailed(

@@ -6,9 +6,11 @@ Runner, engine, command line and plugin all go through here. Must not know: how 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from attncheck.backends.declarations import needs_of
+from attncheck.cases.model import Case
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.observation import Raised
-from attncheck.reports.records import Errored, Failed, Passed, Record, Unavailable, Unsupported
+from attncheck.reports.records import Crashed, Errored, Failed, Passed, Record, Unavailable, Unsupported
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Named(Protocol):
     @property
     def version(self) -> str:
         """Its version, empty where unknown."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features it declares, empty where unknown."""
 
 
 class Asked(Protocol):
@@ -83,6 +89,14 @@ def unavailable(
     return Unavailable(**_identity(circumstances, case, backend, check), reasons=reasons)
 
 
+def crashed(
+    circumstances: Circumstances, case: Asked, backend: Named, check: str, stage: str, cause: str, output: str
+) -> Record:
+    """The record of a check that was not made, since the backend's process ended during ``stage``, or before."""
+    who = _identity(circumstances, case, backend, check)
+    return Crashed(**who, stage=stage, cause=cause, output=output)
+
+
 def _identity(circumstances: Circumstances, case: Asked, backend: Named, check: str) -> dict[str, Any]:
     return {
         "suite": case.suite,
@@ -95,4 +109,5 @@ def _identity(circumstances: Circumstances, case: Asked, backend: Named, check: 
         "backend_version": backend.version,
         "environment": circumstances.environment,
         "attncheck_version": circumstances.attncheck_version,
+        "needs": needs_of(case.layer, case.cache, case.batch, backend.features) if isinstance(case, Case) else (),
     }

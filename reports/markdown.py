@@ -15,6 +15,7 @@ from attncheck.reports.records import Crashed, Errored, Failed, Record, RunHeade
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
+from attncheck.reports.support import support_rows
 from attncheck.reports.utilities import HEADINGS, LEGEND, function_rows, known_departures, provider_title
 
 
@@ -70,7 +71,7 @@ def _backends(run: Run, summary: Summary) -> list[str]:
         _suite_table(summary, run.header),
         "## Backends and checks",
         _check_table(summary),
-        *_features(run.header, summary),
+        *_features(run, summary),
     ]
 
 
@@ -125,13 +126,22 @@ def _cell(tally: Tally | None) -> str:
     return f"**{text}**" if tally.short else text
 
 
-def _features(header: RunHeader, summary: Summary) -> list[str]:
+def _features(run: Run, summary: Summary) -> list[str]:
+    """What each backend declares, then what the cases showed, a row a feature."""
     features = [
         f"- {markup.escaped(backend.name)} declares: {', '.join(sorted(backend.features)) or 'no optional feature'}"
-        for backend in header.backends
+        for backend in run.header.backends
         if backend.name in summary.backends
     ]
-    return ["\n".join(features)] if features else []
+    cells = {(row.feature, row.backend): row.in_words for row in support_rows(run.records, run.header)}
+    names = sorted({feature for feature, _ in cells})
+    rows = [[f"`{name}`", *(cells.get((name, backend), "-") for backend in summary.backends)] for name in names]
+    table = [
+        "## Features",
+        "What came of the cases that need a feature; numbers count cases, and a case may need several.",
+        markup.table(["feature", *map(markup.escaped, summary.backends)], rows),
+    ]
+    return [*(["\n".join(features)] if features else []), *(table if rows else [])]
 
 
 def _run_errors(errors: Sequence[str]) -> list[str]:
@@ -191,22 +201,21 @@ def _failure(records: Sequence[Record], header: RunHeader) -> str:
 
 
 def _expected(records: Iterable[XFailed]) -> list[str]:
-    rows = [
-        [
-            markup.escaped(record.backend),
-            markup.escaped(record.case),
-            record.check,
-            markup.escaped(record.summary),
-            markup.escaped(record.reason),
-        ]
-        for record in records
-    ]
-    if not rows:
+    """By backend and reason, what fell short for it: of each check the first record, and how many more."""
+    reasons: dict[tuple[str, str], dict[str, list[XFailed]]] = {}
+    for record in records:
+        reasons.setdefault((record.backend, record.reason), {}).setdefault(record.check, []).append(record)
+    if not reasons:
         return []
-    return [
-        "## Fell short as expected",
-        markup.table(["backend", "case", "check", "what happened", "expected because"], rows),
-    ]
+    sections = ["## Fell short as expected"]
+    for (backend, reason), checks in reasons.items():
+        sections.append(f"### {markup.escaped(backend)}: {markup.escaped(reason)}")
+        rows = []
+        for check, (first, *further) in checks.items():
+            more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
+            rows.append([check, markup.escaped(first.case) + more, first.underlying, markup.escaped(first.summary)])
+        sections.append(markup.table(["check", "case", "outcome", "what happened"], rows))
+    return sections
 
 
 def _gaps(summary: Summary) -> list[str]:

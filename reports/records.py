@@ -74,7 +74,10 @@ class RecordKey(NamedTuple):
 
 
 class _RecordBase(_Frozen):
-    """What every record says. ``backend_ref`` is what to type after ``--backend``; ``environment`` is a digest."""
+    """What every record says. ``backend_ref`` is what to type after ``--backend``; ``environment`` is a digest.
+
+    ``needs``: the features the case is about, and its kind of attention where that is not ``decoder``.
+    """
 
     kind: Literal["record"] = "record"
     suite: str
@@ -87,6 +90,7 @@ class _RecordBase(_Frozen):
     backend_version: str
     environment: str
     attncheck_version: str
+    needs: tuple[str, ...] = ()
     duration_s: float = 0.0
 
     @property

@@ -14,6 +14,7 @@ from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.problem import Problem
 from attncheck.harness.runner import Session
 from attncheck.harness.truth import Truth
+from attncheck.reports.support import ANSWERED, REFUSED
 
 NOT_REFUSABLE = frozenset({"short_keys"})
 """Features whose absence cannot be noticed without reading lengths on the host: compared only where declared."""
@@ -52,7 +53,7 @@ def examine_undeclared(
     """A case the declarations leave out, tried all the same: refusing is right, answering right is fine."""
     if isinstance(attempt, Raised):
         if attempt.is_refusal:
-            return Holds(notes=(f"refused at {attempt.stage}: {attempt.message}",))
+            return Holds(notes=(f"{REFUSED} {attempt.stage}: {attempt.message}",))
         after = f" after changing {' and '.join(attempt.touched)}" if attempt.touched else ""
         return Broken(
             f"not declared, and no clear refusal: {type(attempt.error).__name__} at {attempt.stage}{after}: "
@@ -67,7 +68,7 @@ def examine_undeclared(
             {"budget_share": float(shares.max())},
             explain(problem, truth, attempt.output[: len(shares)], shares),
         )
-    return Holds(notes=(f"answered right without declaring it: {'; '.join(reasons)}",))
+    return Holds(notes=(f"{ANSWERED}: {'; '.join(reasons)}",))
 
 
 def unprobed(problem: Problem, features: frozenset[str]) -> NotExamined | None:

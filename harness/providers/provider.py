@@ -50,6 +50,11 @@ class Provider:
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     departures: Departures = field(default_factory=Departures)
 
+    @property
+    def features(self) -> frozenset[str]:
+        """None: functions are offered, and no attention."""
+        return frozenset()
+
     def find(self, name: str, generation: str = "v1") -> Offered | None:
         """The object called ``name``, or None. A name both generations have is looked for in its own modules only."""
         modules = [*self.modules] if generation == "v1" else [*self.v0]

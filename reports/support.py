@@ -1,0 +1,105 @@
+"""What a backend supports by measurement, feature by feature, beside what it declares.
+
+Told by what became of the cases that need a feature. A case may need several: that it fell short is told in the row of
+each. Rows only; tables are made by ``markdown``. Must not know: what a feature means, how a check looks.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from attncheck.reports.records import EXAMINED, FALLEN_SHORT, UTILITIES, Passed, Record, RunHeader, XFailed
+
+CLAIMS = "claims"
+"""The check that tries what is not declared."""
+
+REFUSED = "refused at"
+ANSWERED = "answered right without declaring it"
+"""How the notes of :data:`CLAIMS` begin where an undeclared case was refused, or answered right."""
+
+_AS_DECLARED = ("right", "short")
+
+
+@dataclass(frozen=True)
+class SupportRow:
+    """Cases of one backend that need one feature, by what became of them.
+
+    right, short: examined as declared, and all well, or something fell short. Of the rest, which the declarations leave
+    out: refused, answered (right all the same), wrong (accepted and wrong, or no clear refusal); left: never put.
+    """
+
+    backend: str
+    feature: str
+    is_declared: bool
+    right: int = 0
+    short: int = 0
+    refused: int = 0
+    answered: int = 0
+    wrong: int = 0
+    left: int = 0
+
+    @property
+    def in_words(self) -> str:
+        """``yes (12)``, ``falls short in 2 of 12``, ``not declared: refused (4)``; numbers count cases."""
+        asked = self.right + self.short
+        words = []
+        if asked:
+            words.append(f"falls short in {self.short} of {asked}" if self.short else f"yes ({asked})")
+        words += [
+            f"{what} ({count})"
+            for what, count in (
+                ("refused", self.refused),
+                ("right all the same", self.answered),
+                ("accepted, and wrong", self.wrong),
+            )
+            if count
+        ]
+        told = "; ".join(words) or "not examined"
+        return told if asked else f"{'declared' if self.is_declared else 'not declared'}: {told}"
+
+
+def support_rows(records: Sequence[Record], header: RunHeader) -> tuple[SupportRow, ...]:
+    """A row a backend and feature that any case needs; backends in the header's order, features by name.
+
+    A case outside the declarations says something of those features alone that are not declared.
+    """
+    cases: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.check != UTILITIES:
+            cases.setdefault((record.backend, record.case), []).append(record)
+    became = {key: _became(members) for key, members in cases.items()}
+    declared = {backend.name: set(backend.features) for backend in header.backends}
+    for (backend, case), what in became.items():
+        if what in _AS_DECLARED:
+            declared[backend].update(cases[backend, case][0].needs)
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for (backend, case), what in became.items():
+        for feature in cases[backend, case][0].needs:
+            counted = counts.setdefault((backend, feature), Counter())
+            if what in _AS_DECLARED or feature not in declared[backend]:
+                counted[what] += 1
+    order = list(declared)
+    return tuple(
+        SupportRow(backend, feature, feature in declared[backend], **counts[backend, feature])
+        for backend, feature in sorted(counts, key=lambda key: (order.index(key[0]), key[1]))
+    )
+
+
+def _became(records: Iterable[Record]) -> str:
+    """Which count of a :class:`SupportRow` one case of one backend belongs to."""
+    examined = [record for record in records if record.outcome in EXAMINED]
+    if not examined:
+        return "left"
+    if all(record.check == CLAIMS for record in examined):
+        (claim,) = examined
+        notes = claim.notes if isinstance(claim, Passed) else ()
+        if any(note.startswith(REFUSED) for note in notes):
+            return "refused"
+        if any(note.startswith(ANSWERED) for note in notes):
+            return "answered"
+        return "wrong" if _is_short(claim) else "right"
+    return "short" if any(map(_is_short, examined)) else "right"
+
+
+def _is_short(record: Record) -> bool:
+    return record.outcome in FALLEN_SHORT or isinstance(record, XFailed)

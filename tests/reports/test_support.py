@@ -1,0 +1,71 @@
+"""Features by measurement: what became of the cases that need them."""
+
+from typing import Any
+
+import pytest
+
+from attncheck.reports.records import BackendInfo, Record
+from attncheck.reports.support import ANSWERED, REFUSED, SupportRow, support_rows
+
+
+@pytest.fixture
+def rows(header: Any) -> Any:
+    def support(*records: Record, features: tuple[str, ...] = ()) -> dict[str, SupportRow]:
+        stated = header.model_copy(update={"backends": (BackendInfo(name="reference", ref="r", features=features),)})
+        return {row.feature: row for row in support_rows(records, stated)}
+
+    return support
+
+
+@pytest.fixture
+def outside(make: Any) -> Any:
+    """The records of a case that the declarations leave out; ``claim``: what ``claims`` found, None: it did not try."""
+
+    def records(case: str, *needs: str, claim: dict[str, Any] | None) -> list[Record]:
+        told = [make("unsupported", case_id=case, needs=needs)]
+        return told if claim is None else [*told, make(**claim, case_id=case, needs=needs, check="claims")]
+
+    return records
+
+
+def test_declared_cases_are_right_or_fall_short(rows: Any, make: Any) -> None:
+    found = rows(
+        make("passed", case_id="one", needs=("alibi", "sinks")),
+        make("passed", case_id="one", check="claims", needs=("alibi", "sinks")),
+        make("passed", case_id="two", needs=("alibi",)),
+        make("failed", case_id="two", check="containment", needs=("alibi",)),
+        make("xfailed", case_id="three", needs=("alibi",)),
+        make("errored", case_id="four", needs=("alibi",)),
+        make("crashed", case_id="five", needs=("alibi",)),
+        features=("alibi", "sinks", "lse"),
+    )
+    assert found["alibi"].in_words == "falls short in 4 of 5"
+    assert found["sinks"].in_words == "yes (1)"
+    assert "lse" not in found
+
+
+def test_cases_outside_the_declarations_speak_of_what_is_not_declared_alone(rows: Any, make: Any, outside: Any) -> None:
+    refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
+    answered = {"outcome": "passed", "notes": (f"{ANSWERED}: sinks",)}
+    found = rows(
+        make("passed", case_id="in", needs=("alibi",)),
+        *outside("refused", "alibi", "sinks", claim=refused),
+        *outside("answered", "sinks", claim=answered),
+        *outside("wrong", "sinks", claim={"outcome": "failed"}),
+        *outside("left", "short_keys", claim=None),
+        features=("alibi", "lse"),
+    )
+    assert found["alibi"].in_words == "yes (1)"
+    assert (found["sinks"].refused, found["sinks"].answered, found["sinks"].wrong) == (1, 1, 1)
+    assert found["sinks"].in_words == "not declared: refused (1); right all the same (1); accepted, and wrong (1)"
+    assert found["short_keys"].in_words == "not declared: not examined"
+
+
+def test_a_declared_feature_of_which_no_case_was_put(rows: Any, outside: Any) -> None:
+    assert rows(*outside("big", "alibi", claim=None), features=("alibi",))["alibi"].in_words == "declared: not examined"
+
+
+def test_kinds_of_attention_are_declared_where_a_case_of_them_was_put(rows: Any, make: Any, outside: Any) -> None:
+    kind = "encoder_only"
+    found = rows(make("passed", case_id="in", needs=(kind,)), *outside("capped", kind, "sinks", claim=None))
+    assert found[kind].in_words == "yes (1)"
