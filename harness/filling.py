@@ -1,69 +1,91 @@
-"""Makes pools, and fills those of a backend without a codec by its own writer: prompts whose results are dropped.
+"""Makes pools: finds their codec, and where there is none has them filled by the backend's own writer.
 
-Must not know: steps, what is judged.
+A writer that is no method of its own is entered by prompts whose results are dropped. Must not know: steps, what is
+judged.
 """
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
+from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheCodec
+from attncheck.backends.learned_codec import NoCodec, learn_codec
+from attncheck.backends.packings import allocate_kv_cache
 from attncheck.harness.config import Layer
 from attncheck.harness.construction import construct_builder, construct_impl
 from attncheck.harness.pool import Pool
 from attncheck.harness.problem import Problem
+from attncheck.reference.spec import CacheSpec
 
 _LONGEST = 1024
 """Tokens of a prompt: a pool has many times as many slots, and attention over all of them would take too long."""
 
 
 class Filler:
-    """Stores rows in a problem's cache, as the layer would that fills it."""
+    """Stores rows in a problem's cache, as the layer would that fills it; ``cache`` has the scales that it is told."""
 
     def __init__(
-        self, backend: type[AttentionBackend], problem: Problem, device: torch.device, attn_layer: Layer
+        self, backend: type[AttentionBackend], problem: Problem, device: torch.device, cache: CacheSpec
     ) -> None:
-        self._backend, self._problem, self._device, self._attn_layer = backend, problem, device, attn_layer
+        self._backend, self._problem, self._device = backend, problem, device
+        self._attn_layer = Layer(cache, device)
         self._capacity = min(_LONGEST, problem.num_blocks * problem.cache.block_size)
 
     @cached_property
-    def _impl(self) -> Any:
-        return construct_impl(self._backend, self._problem, self._device, writes=True)
-
-    @cached_property
-    def _builder(self) -> Any:
-        return construct_builder(self._backend, (self._problem,), self._device, fills=self._capacity)
+    def _made(self) -> tuple[Any, Any]:
+        """Impl and builder. A builder may tell its layers what their writers need."""
+        impl = self._attn_layer.impl = construct_impl(self._backend, self._problem, self._device, writes=True)
+        layer, capacity = self._attn_layer, self._capacity
+        return impl, construct_builder(self._backend, (self._problem,), self._device, layer, fills=capacity)
 
     def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Rows ``key`` and ``value`` to ``slots``."""
+        impl, builder = self._made
         if not self._backend.forward_includes_kv_cache_update:
-            self._impl.do_kv_cache_update(self._attn_layer, key, value, kv_cache, slots)
+            impl.do_kv_cache_update(self._attn_layer, key, value, kv_cache, slots)
             return
         for first in range(0, len(slots), self._capacity):
             piece = slice(first, first + self._capacity)
             common = _prefill_metadata(slots[piece], self._problem, self._device)
-            metadata = self._builder.build(common_prefix_len=0, common_attn_metadata=common)
+            metadata = builder.build(common_prefix_len=0, common_attn_metadata=common)
             query = key.new_zeros(len(slots[piece]), *self._problem.query.shape[1:])
             output = key.new_zeros(len(query), self._problem.layer.num_heads, self._problem.output_size)
             keywords = {}
             if "lse" in self._backend.features:
                 keywords["output_lse"] = torch.zeros(output.shape[:2], device=self._device)
             with torch.no_grad():
-                self._impl.forward(
+                impl.forward(
                     self._attn_layer, query, key[piece], value[piece], kv_cache, metadata, output=output, **keywords
                 )
 
 
-def new_pool(
-    backend: type[AttentionBackend], problem: Problem, device: torch.device, attn_layer: Layer, impl: Any
-) -> Pool:
+def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.device, impl: Any) -> Pool:
     """The problem's pool. Raises TypeError where there is neither a codec nor a writer to fill it with."""
-    pool = Pool(backend, problem, device, Filler(backend, problem, device, attn_layer).write)
-    if pool.codec is None and not impl.brings_writer:
+    codec = backend.kv_cache_codec(problem.layer, problem.cache)
+    if codec is None and not impl.brings_writer:
         raise TypeError(f"{backend.get_name()} brings neither a writer nor a cache codec: who fills its cache?")
-    return pool
+    writer = Filler(backend, problem, device, problem.cache).write
+    return Pool(backend, problem, device, _learned(backend, problem, device) if codec is None else codec, writer)
+
+
+def _learned(backend: type[AttentionBackend], problem: Problem, device: torch.device) -> KVCacheCodec | NoCodec:
+    """What the backend's own writer tells of its cache."""
+    layer, cache = problem.layer, problem.cache
+    filler = Filler(backend, problem, device, replace(cache, k_scale=1.0, v_scale=1.0))
+
+    def write_latent(kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        filler.write(kv_cache, slots, key[:, None], value[:, None])
+
+    write = filler.write if layer.mla is None else write_latent
+    found = learn_codec(
+        write, lambda blocks: allocate_kv_cache(backend, layer, cache, blocks, device), layer, cache, device
+    )
+    if isinstance(found, NoCodec):
+        return NoCodec(f"the backend brings no cache codec, and its writer shows none: {found.reason}")
+    return found
 
 
 def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:

@@ -1,7 +1,7 @@
 """The paged cache of one session: allocated, filled with the problem's context, poisoned where nobody owns it.
 
-Filled and read only through the backend's codec, which is proven first; a backend without one is filled through its own
-writer. Must not know: checks, truths. Slots are int64 indices into the pool, page * block_size + offset.
+Filled and read only through the backend's codec, which is proven first; without one, through the backend's own writer.
+Must not know: checks, truths. Slots are int64 indices into the pool, page * block_size + offset.
 """
 
 import math
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from attncheck.backends.codecs import KVCacheCodec
 from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.learned_codec import NoCodec
 from attncheck.backends.packings import allocate_kv_cache
+from attncheck.backends.placed_codec import PlacedCodec
 from attncheck.harness.codec_proof import prove_codec
 from attncheck.harness.latent import stored_sizes
 from attncheck.harness.latent_calls import LatentCodecView
@@ -35,13 +37,25 @@ _E5M2_INFINITY = 0x7C
 
 
 class Pool:
-    """A backend's KV cache for one problem. ``codec`` is None where the backend brings none we know."""
+    """A backend's KV cache for one problem.
+
+    ``codec`` is None where there is none, and ``no_codec`` says why. ``note``: what a reader of findings about the
+    cache should know of the codec.
+    """
 
     def __init__(
-        self, backend: type[AttentionBackend], problem: Problem, device: torch.device, own_writer: Writer
+        self,
+        backend: type[AttentionBackend],
+        problem: Problem,
+        device: torch.device,
+        codec: KVCacheCodec | NoCodec,
+        own_writer: Writer,
     ) -> None:
+        """``own_writer``: the backend's, used where there is no codec."""
         self._device = device
-        self.codec = backend.kv_cache_codec(problem.layer, problem.cache)
+        self.no_codec = codec.reason if isinstance(codec, NoCodec) else ""
+        self.note = codec.note if isinstance(codec, PlacedCodec) else ""
+        self.codec: KVCacheCodec | None = None if isinstance(codec, NoCodec) else codec
         if self.codec is not None and problem.layer.mla is not None:
             self.codec = LatentCodecView(self.codec)
         if self.codec is not None:

@@ -139,9 +139,7 @@ class Session:
             )
         self.pool = None
         if self.problem.has_pool:
-            self.pool = stage(
-                "cache", lambda: new_pool(self.backend, self.problem, self.device, self.attn_layer, self.impl)
-            )
+            self.pool = stage("cache", lambda: new_pool(self.backend, self.problem, self.device, self.impl))
 
     def _add_builder(self) -> None:
         self._builders.append(

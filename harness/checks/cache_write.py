@@ -7,6 +7,7 @@ the same (:mod:`attncheck.harness.functions.block_moves`). Cannot see: writes ou
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,7 +34,12 @@ _EXPLAINED = 0.98
 def examine(problem: Problem, session: Session, seen: Observation) -> Finding:
     """Judge what one step did to the cache and to its inputs, one more with extreme rows, and functions on pages."""
     finding = _examine_steps(problem, session, seen)
-    if isinstance(finding, Broken | Raised) or session.pool is None:
+    pool = session.pool
+    if isinstance(finding, Holds) and pool is not None and pool.note:
+        finding = replace(finding, notes=(*finding.notes, pool.note))
+    if isinstance(finding, Broken) and pool is not None and pool.note:
+        finding = replace(finding, details=(*finding.details, pool.note))
+    if isinstance(finding, Broken | Raised) or pool is None:
         return finding
     return block_moves.examine(problem, session.backend, session.device, finding)
 
@@ -43,7 +49,7 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
     if pool is None:
         return NotExamined((f"attn_type {problem.layer.attn_type} has no cache",), "attncheck")
     if pool.codec is None:
-        return NotExamined(("the backend brings no cache codec, and its packing is none of the usual ones",))
+        return NotExamined((pool.no_codec,))
     if not session.impl.brings_writer:
         return NotExamined(("the backend brings no writer: attncheck wrote the new K/V",))
     storable = problem.keys, problem.values

@@ -101,7 +101,7 @@ class GraphSession:
         self._inputs = PersistentInputs(problems, num_reqs, num_tokens, width, device)
         recorder.mark_host(*self._inputs.host_twins)
         self._output_scale = output_scale_of(first, device)
-        self._pool = stage("cache", lambda: new_pool(backend, first, device, self._attn_layer, self.impl))
+        self._pool = stage("cache", lambda: new_pool(backend, first, device, self.impl))
         self._pools: dict[Case, Pool] = {first.case: self._pool}
 
     def capture(self, bucket: Bucket) -> Capture | CaptureError | UnseenError:
