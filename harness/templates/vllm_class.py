@@ -12,19 +12,15 @@ from vllm.v1.attention.backend import (
 
 
 class Mine(AttentionBackend):
-    """Causal attention of vLLM's decoder layers, with a sliding window or without."""
+    """Causal attention; what it supports beyond that, it says by overriding vLLM's ``supports_*`` methods."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes = ["auto"]
     forward_includes_kv_cache_update = False
 
-    get_name = staticmethod(lambda: "MINE")
+    get_name = staticmethod(lambda: "CUSTOM")  # the name of AttentionBackendEnum that is left for such classes
     get_impl_cls = staticmethod(lambda: Impl)
     get_builder_cls = staticmethod(lambda: Builder)
-
-    @classmethod
-    def supports_sliding_window(cls):
-        return True
 
 
 @dataclass
@@ -37,10 +33,12 @@ class Step:
 class Builder(AttentionMetadataBuilder[Step]):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if kv_cache_spec.head_size_v != kv_cache_spec.head_size:
+            raise NotImplementedError(f"head_size_v {kv_cache_spec.head_size_v}: Mine has values as wide as keys")
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         if common_attn_metadata.causal is not True:
-            raise NotImplementedError("MINE attends causally")
+            raise NotImplementedError("Mine attends causally")
         return Step(common_attn_metadata)
 
 
@@ -59,11 +57,12 @@ class Impl(AttentionImpl[Step]):
         kv_sharing_target_layer_name=None,
     ):
         # What is not done below is refused here: ignored, it would be a wrong answer.
-        if alibi_slopes is not None or logits_soft_cap or attn_type != AttentionType.DECODER:
-            raise NotImplementedError("MINE has no ALiBi, no soft cap and no encoders")
+        if alibi_slopes is not None or sliding_window is not None or logits_soft_cap:
+            raise NotImplementedError("Mine has no ALiBi, no sliding window and no soft cap")
+        if attn_type != AttentionType.DECODER or kv_cache_dtype != "auto":
+            raise NotImplementedError(f"Mine is for decoders and their own dtype: {attn_type}, {kv_cache_dtype}")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        self.head_size, self.scale, self.sliding_window = head_size, scale, sliding_window
-        self.kv_cache_dtype = kv_cache_dtype
+        self.head_size, self.scale, self.kv_cache_dtype = head_size, scale, kv_cache_dtype
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         """The cache is [blocks, KV heads, block size, 2 * head size]; a slot of -1 stores nothing."""
@@ -85,7 +84,7 @@ class Impl(AttentionImpl[Step]):
         output_block_scale=None,
     ):
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("MINE does not quantise its output")
+            raise NotImplementedError("Mine does not quantise its output")
         if attn_metadata is None:  # the profiling run, which has no cache
             return output.fill_(0)
         common, block_size = attn_metadata.common, kv_cache.shape[2]
@@ -101,8 +100,6 @@ class Impl(AttentionImpl[Step]):
             grouped = query[rows].float().unflatten(1, (self.num_kv_heads, -1))
             scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * self.scale
             visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(context)
-            if self.sliding_window is not None:
-                visible = visible.triu(context - self.sliding_window + 1)
             weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
             output[rows] = torch.einsum("hgqk,khd->qhgd", weights, values).flatten(1, 2).to(output.dtype)
         return output
