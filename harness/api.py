@@ -12,9 +12,11 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import LoadedBackend, load_object
 from attncheck.errors import BackendLoadError, BackendUnavailableError, SelectionError
-from attncheck.harness.candidates import load_backends, refuse_unavailable, suite_device
+from attncheck.harness.candidates import refuse_unavailable, suite_device
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
+from attncheck.harness.introduction import Introduction
+from attncheck.harness.loading import introduce, load_backend, usable_here
 from attncheck.harness.selection import check_seed, select_cases
 from attncheck.reports import terminal
 from attncheck.reports.records import FALLEN_SHORT, Record, RunHeader
@@ -92,12 +94,12 @@ def examine(
     """
     selection = select_cases(_listed(suite), _listed(cases), _listed(checks))
     chosen, notes = suite_device(selection.suites, device)
-    backend = _load(candidate, chosen, kernel_options)
+    backend, introduction = _load(candidate, chosen, kernel_options)
     plan = Plan(
         cases=selection.cases, backends=(backend,), checks=selection.checks, device=chosen, seed=check_seed(seed)
     )
     examiner = Examiner(plan)
-    header = make_header(selection, plan, examiner.environment, notes=notes)
+    header = make_header(selection, plan, [introduction.info], examiner.environment, notes=notes)
     records: list[Record] = []
     for record in examiner.run():
         records.append(record)
@@ -112,18 +114,21 @@ def _listed(names: str | Iterable[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _load(candidate: Candidate, device: str, kernel_options: dict[str, Any]) -> LoadedBackend | Missing:
-    """The candidate as a backend that can run on ``device``."""
-    backend = _resolve(candidate, kernel_options)
-    refuse_unavailable([backend], device)
-    return backend
+def _load(
+    candidate: Candidate, device: str, kernel_options: dict[str, Any]
+) -> tuple[LoadedBackend | Missing, Introduction]:
+    """The candidate as a backend that can run on ``device``, and what it says of itself."""
+    backend = usable_here(_resolve(candidate, kernel_options), device)
+    introduction = introduce(backend, device)
+    refuse_unavailable([introduction])
+    return backend, introduction
 
 
 def _resolve(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | Missing:
     if isinstance(candidate, str | type) and kernel_options:
         raise SelectionError(f"{', '.join(kernel_options)}: options for a function, and this is {candidate!r}")
     if isinstance(candidate, str):
-        return load_backends([candidate])[0]
+        return load_backend(candidate)
     if isinstance(candidate, type):
         return _handed_over(candidate)
     if not callable(candidate):

@@ -1,20 +1,17 @@
 """From names to candidates: the device of a run and the backends put on it.
 
 The command line, the pytest plugin and ``attncheck.examine`` all choose here, so that they refuse the same things with
-the same words. Nothing is left out silently: a backend that cannot run here stays in the run with its reasons, or, if
-it was asked for by name, is refused with them. Must not know: how anything is examined or shown.
+the same words, wherever backends are loaded: what is chosen among is what they say of themselves. Nothing is left out
+silently: a backend that cannot run here stays in the run with its reasons, or, if it was asked for by name, is refused
+with them. Importing this module loads no torch. Must not know: how anything is examined or shown.
 """
 
 from collections.abc import Sequence
 
-import torch
-
 from attncheck.backends import registry
-from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
-from attncheck.harness.engine import Missing
-from attncheck.harness.stages import StageError, declared_reasons
+from attncheck.harness.introduction import Introduce, Introduction, unloaded
 
 
 def choose_device(wanted: str | None) -> str:
@@ -23,6 +20,8 @@ def choose_device(wanted: str | None) -> str:
     Raises:
         DeviceError: no such kind of device, or this machine or this torch does not have it.
     """
+    import torch
+
     if wanted is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -57,92 +56,67 @@ def suite_device(suites: Sequence[Suite], wanted: str | None) -> tuple[str, tupl
         return best, (f"the suite asks for {error}: examined on {best} instead",)
 
 
-def load_backends(refs: Sequence[str]) -> tuple[LoadedBackend | Missing, ...]:
-    """The backends asked for by name; a built-in one that cannot be loaded here is :class:`Missing`, with its reasons.
-
-    Raises:
-        QuestionError: a name nobody knows, a file that does not import, a contract broken, two of one name.
-    """
-    found: list[LoadedBackend | Missing] = []
-    for ref in dict.fromkeys(refs):
-        try:
-            backend: LoadedBackend | Missing = registry.load(ref)
-        except BackendUnavailableError as error:
-            backend = Missing(error.name, ref, error.reasons)
-        if any(other.name == backend.name for other in found):
-            raise SelectionError(f"two of the backends are called {backend.name!r}; examine them in two runs")
-        found.append(backend)
-    return tuple(found)
-
-
-def refuse_unavailable(backends: Sequence[LoadedBackend | Missing], device: str) -> None:
-    """Raises SelectionError for the first backend that cannot run here on ``device``, with its reasons."""
-    for backend in backends:
-        reasons = backend.reasons if isinstance(backend, Missing) else unavailable_reasons(backend, device)
-        if reasons:
-            raise SelectionError(str(BackendUnavailableError(backend.name, reasons)))
-
-
-def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
-    """Why the backend cannot run here; empty where it says it can, or where asking it raises.
-
-    A declaration that raises is an outcome of the examination (``errored``), and not for this place to judge.
-    """
-    try:
-        return declared_reasons(lambda: backend.backend.unavailable_reasons(device))
-    except StageError:
-        return ()
+def asked_first(refs: Sequence[str], suites: Sequence[Suite]) -> tuple[str, ...]:
+    """Whom a run asks in any case: those of ``refs``, else those the suites wish for, else the built-in ones."""
+    wishes = [name for suite in suites for name in suite.default_backends]
+    return tuple(dict.fromkeys(refs or wishes or registry.builtin_names()))
 
 
 def choose_backends(
-    refs: Sequence[str], suites: Sequence[Suite], device: str, cases: Sequence[Case] = ()
-) -> tuple[tuple[LoadedBackend | Missing, ...], tuple[str, ...]]:
+    refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case], introduce: Introduce
+) -> tuple[tuple[Introduction, ...], tuple[str, ...]]:
     """The backends of a run, and what to tell about the choice.
 
     Those of ``refs``. Without any, those the suites wish for, if one of them can run here; else the built-in ones
-    too, where ``cases`` (default: any) has layers of the kind they serve. What cannot run here stays in the run, with
-    its reasons.
+    too, where ``cases`` (none: any) have layers of the kind they serve. What cannot run here stays in the run, with its
+    reasons; so does what ``refs`` does not name and cannot be loaded.
 
     Raises:
-        QuestionError: as :func:`load_backends` does.
+        QuestionError: one of ``refs`` is a name nobody knows, does not import or breaks the contract; two backends have
+            one name.
     """
+    first = asked_first(refs, suites)
+    found = introduce(first)
     if refs:
-        return load_backends(refs), ()
-    wished = [
-        _load_or_miss(name) for name in dict.fromkeys(name for suite in suites for name in suite.default_backends)
-    ]
-    if any(isinstance(backend, LoadedBackend) and not unavailable_reasons(backend, device) for backend in wished):
-        return tuple(wished), ()
-    defaults, left_out = _serving(load_backends(registry.builtin_names()), cases)
-    notes = ("none of the backends the suite asks for can run here: the built-in ones run as well",) if wished else ()
-    return (*wished, *defaults), (*notes, *left_out)
+        for each in found:
+            if isinstance(each, QuestionError):
+                raise each
+    introductions = list(map(_or_unloaded, first, found))
+    notes: list[str] = []
+    has_wishes = not refs and any(suite.default_backends for suite in suites)
+    if has_wishes and all(each.unavailable_reasons for each in introductions):
+        others = [name for name in registry.builtin_names() if name not in first]
+        defaults, notes = _serving(list(map(_or_unloaded, others, introduce(others))), cases)
+        notes.insert(0, "none of the backends the suite asks for can run here: the built-in ones run as well")
+        introductions += defaults
+    elif not refs and not has_wishes:
+        introductions, notes = _serving(introductions, cases)
+    names = [each.name for each in introductions]
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise SelectionError(f"two of the backends are called {name!r}; examine them in two runs")
+    return tuple(introductions), tuple(notes)
 
 
-def _serving(
-    backends: Sequence[LoadedBackend | Missing], cases: Sequence[Case]
-) -> tuple[list[LoadedBackend | Missing], list[str]]:
+def refuse_unavailable(introductions: Sequence[Introduction]) -> None:
+    """Raises SelectionError for the first backend that cannot run here, with its reasons."""
+    for each in introductions:
+        if each.unavailable_reasons:
+            raise SelectionError(str(BackendUnavailableError(each.name, each.unavailable_reasons)))
+
+
+def _serving(introductions: Sequence[Introduction], cases: Sequence[Case]) -> tuple[list[Introduction], list[str]]:
     """The backends that serve the kind of layers ``cases`` have, and what to tell about the others."""
     kinds = {case.layer.mla is not None for case in cases} or {True, False}
-    kept: list[LoadedBackend | Missing] = []
-    others: dict[bool, list[str]] = {True: [], False: []}
-    for backend in backends:
-        is_mla = isinstance(backend, LoadedBackend) and backend.backend.is_mla()
-        if is_mla in kinds:
-            kept.append(backend)
-        else:
-            others[is_mla].append(backend.name)
     notes = []
-    for is_mla, names in others.items():
+    for is_mla in (True, False):
+        names = [each.name for each in introductions if each.is_mla == is_mla and is_mla not in kinds]
         if names:
             what = "no case has" if is_mla else "every case has"
             notes.append(f"not examined, since {what} a latent cache: {', '.join(names)}")
-    return kept, notes
+    return [each for each in introductions if each.is_mla in kinds], notes
 
 
-def _load_or_miss(name: str) -> LoadedBackend | Missing:
-    """A wish of a suite: a foreign file may name what attncheck has no adapter for, and is no wrong question."""
-    try:
-        (backend,) = load_backends([name])
-    except QuestionError as error:
-        return Missing(name, name, (str(error),))
-    return backend
+def _or_unloaded(ref: str, found: Introduction | QuestionError) -> Introduction:
+    """What nobody asked for by name is no wrong question: a foreign file may name what attncheck has no adapter for."""
+    return unloaded(ref, ref, (str(found),)) if isinstance(found, QuestionError) else found

@@ -3,6 +3,7 @@
 Must not know: checks, records.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def _weights(problem: Problem) -> dict[str, Tensor]:
 def dump_tensors(folder: Path, case: Case, seed: int, backend: str, content: Mapping[str, Tensor | int | None]) -> Path:
     """Write ``content`` (its tensors from the CPU) beside what names the case; returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{case.suite}.{case.id}.{backend}.seed{seed}.pt"
+    name = re.sub(r"[^\w.:-]", "_", backend)  # that of a file's class has slashes
+    path = folder / f"{case.suite}.{case.id}.{name}.seed{seed}.pt"
     named: dict[str, object] = {"case": case.key, "case_hash": case.hash, "seed": seed}
     # A view would bring all the memory behind it.
     plain = {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in content.items()}

@@ -4,15 +4,16 @@ An exception or a refusal of a backend is a record, never the end of a run; a ca
 kept aside as a fault of the question. Must not know: files, terminals, pytest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
 import attncheck
+from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
@@ -46,13 +47,21 @@ class Missing:
     reasons: tuple[str, ...]
     version: str = ""
 
+    @property
+    def features(self) -> frozenset[str]:
+        """Unknown, since it cannot be loaded."""
+        return frozenset()
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be examined. ``checks`` of None: those each case asks for, or all."""
+    """What is to be examined. ``checks`` of None: those each case asks for, or all.
+
+    ``backends``: those that are examined in this process.
+    """
 
     cases: tuple[Case, ...]
-    backends: tuple[LoadedBackend | Missing, ...]
+    backends: tuple[LoadedBackend | Missing, ...] = ()
     checks: tuple[str, ...] | None = None
     device: str = "cpu"
     seed: int = 0
@@ -64,22 +73,32 @@ class Plan:
         return tuple(name for name in BACKEND_CHECKS if name in asked and (self.checks is None or name in self.checks))
 
 
-@dataclass
+def environment_of(device: str) -> Environment:
+    """The circumstances of an examination on ``device``, with the numerical policy that is in force while it lasts."""
+    with _exact_float32():
+        return collect_environment(device)
+
+
+def _ignore(_stage: str) -> None:
+    """For callers who need not know what is being done."""
+
+
 class Examiner:
-    """Examines a plan, pair by pair. Problem and truth of the latest case are kept for the backends that follow."""
+    """Examines a plan, pair by pair. Problem and truth of the latest case are kept for the backends that follow.
 
-    plan: Plan
-    blind: list[QuestionError] = field(default_factory=list)
-    """Cases that could not be put at all; the command line ends with exit code 2 if there are any."""
-    _latest: tuple[Case, Problem, Truth] | None = field(default=None, init=False, repr=False)
-    _faults: dict[Case, QuestionError] = field(default_factory=dict, init=False, repr=False)
+    blind: cases that could not be put at all; the command line ends with exit code 2 if there are any. environment:
+    whose digest the records carry; None: this process's.
+    """
 
-    def __post_init__(self) -> None:
-        self.device = torch.device(self.plan.device)
-        with _exact_float32():
-            self.environment: Environment = collect_environment(self.plan.device)
-        self._graphs = GraphDesk(self.plan.seed, self.device)
-        self._circumstances = Circumstances(self.plan.seed, self.environment.digest, attncheck.__version__)
+    def __init__(self, plan: Plan, environment: Environment | None = None) -> None:
+        self.plan = plan
+        self.blind: list[QuestionError] = []
+        self.device = torch.device(plan.device)
+        self.environment = environment or environment_of(plan.device)
+        self._latest: tuple[Case, Problem, Truth] | None = None
+        self._faults: dict[Case, QuestionError] = {}
+        self._graphs = GraphDesk(plan.seed, self.device)
+        self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
     def run(self) -> Iterator[Record]:
         """Every record, grouped by case, then by backend."""
@@ -89,51 +108,73 @@ class Examiner:
 
     def examine(self, case: Case, backend: LoadedBackend | Missing) -> list[Record]:
         """The records of one pair; empty where the case itself is at fault (see ``blind``)."""
+        return list(self.records(case, backend))
+
+    def records(
+        self, case: Case, backend: LoadedBackend | Missing, begin: Callable[[str], None] = _ignore
+    ) -> Iterator[Record]:
+        """The same, each as it is found; ``begin`` is told of every stage that is entered, such as ``check lse``."""
         checks = self.plan.checks_of(case)
         if isinstance(backend, Missing):
-            return [unavailable(self._circumstances, case, backend, check, backend.reasons) for check in checks]
+            for check in checks:
+                yield unavailable(self._circumstances, case, backend, check, backend.reasons)
+            return
         with _exact_float32(), _current(self.device):
-            return self._examine(case, backend, checks)
+            yield from self._records(case, backend, checks, begin)
 
     def fault_of(self, case: Case) -> QuestionError | None:
         """Why the case could not be put, if it was tried and could not."""
         return self._faults.get(case)
 
-    def _examine(self, case: Case, backend: LoadedBackend, checks: tuple[str, ...]) -> list[Record]:
+    def _records(
+        self, case: Case, backend: LoadedBackend, checks: tuple[str, ...], begin: Callable[[str], None]
+    ) -> Iterator[Record]:
         def same_for_all(finding: Finding) -> list[Record]:
             return [record_of(self._circumstances, case, backend, check, finding, 0.0) for check in checks]
 
+        def gone(reasons: tuple[str, ...]) -> list[Record]:
+            return [unavailable(self._circumstances, case, backend, check, reasons) for check in checks]
+
         cls = backend.backend
+        begin("declarations")
         try:
-            absent = declared_reasons(lambda: cls.unavailable_reasons(self.plan.device))
+            absent = declared_reasons(lambda: self._unavailable(cls, case))
             reasons = declared_reasons(lambda: cls.unsupported_reasons(case.layer, case.cache, case.batch))
         except StageError as failure:
-            return same_for_all(failure.raised)
+            yield from same_for_all(failure.raised)
+            return
         if absent:
-            return [unavailable(self._circumstances, case, backend, check, absent) for check in checks]
+            yield from gone(absent)
+            return
         unanswered = unanswered_reasons(case)
         if unanswered:
-            return same_for_all(NotExamined(unanswered, "attncheck"))
+            yield from same_for_all(NotExamined(unanswered, "attncheck"))
+            return
         if case in self._faults:
-            return []
+            return
+        begin("the preparation of the case")
         if self._latest is None or self._latest[0] != case:
             self._latest = None  # before free memory is looked at: the case before needs none any more
             lacking = shortage(case, self.device)
             if lacking is not None:
-                return [unavailable(self._circumstances, case, backend, check, (lacking,)) for check in checks]
+                yield from gone((lacking,))
+                return
         try:
             desk = self._desk(case, backend, reasons)
         except StageError as failure:
-            return same_for_all(failure.raised)
+            yield from same_for_all(failure.raised)
+            return
         except QuestionError as error:
             self._faults[case] = error.with_traceback(None)  # whose frames hold the case's tensors
             self.blind.append(error)
-            return []
+            return
         except (MemoryError, torch.OutOfMemoryError) as error:
             reason = f"out of memory while the truth was computed: {error}"
-            return [unavailable(self._circumstances, case, backend, check, (reason,)) for check in checks]
-        records, is_broken = [], False
+            yield from gone((reason,))
+            return
+        is_broken = False
         for check in checks:
+            begin(f"check {check}")
             began = perf_counter()
             try:
                 finding = desk.examine(check)
@@ -141,11 +182,14 @@ class Examiner:
                 finding = failure.raised
             except Exception as error:  # noqa: BLE001 (ours: one case is lost and told, the rest of the run is not)
                 finding = capture(OURSELVES, error)
-            records.append(record_of(self._circumstances, case, backend, check, finding, perf_counter() - began))
+            yield record_of(self._circumstances, case, backend, check, finding, perf_counter() - began)
             is_broken |= isinstance(finding, Broken)
         if is_broken and self.plan.dump is not None:
             desk.dump(self.plan.dump, backend.name)
-        return records
+
+    def _unavailable(self, backend: type[AttentionBackend], case: Case) -> list[str]:
+        device, asked = self.plan.device, (case.layer, case.cache, case.batch)
+        return [*backend.unavailable_reasons(device), *backend.unavailable_case_reasons(device, *asked)]
 
     def _desk(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> "_Desk | FunctionDesk":
         if case.batch.path.name in FUNCTION_PATHS:

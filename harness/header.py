@@ -4,10 +4,8 @@ Must not know: how the run is examined or stored.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
-from attncheck.backends.registry import LoadedBackend
-from attncheck.harness.engine import Missing, Plan
+from attncheck.harness.engine import Plan
 from attncheck.harness.selection import Selection
 from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.records import BackendInfo, Environment, RunHeader, SuiteInfo
@@ -17,12 +15,13 @@ from attncheck.reports.store import now
 def make_header(
     selection: Selection,
     plan: Plan,
+    backends: Sequence[BackendInfo],
     environment: Environment,
     *,
     command: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> RunHeader:
-    """The header of the run that ``plan`` describes; the suites' own notes join ``notes``."""
+    """The header of the run that ``plan`` and ``backends`` describe; the suites' own notes join ``notes``."""
     counts = {suite.name: sum(case.suite == suite.name for case in plan.cases) for suite in selection.suites}
     return RunHeader(
         started=now(),
@@ -34,20 +33,7 @@ def make_header(
         checks=plan.checks or BACKEND_CHECKS,
         device=plan.device,
         seed=plan.seed,
-        backends=tuple(map(_info, plan.backends)),
+        backends=tuple(backends),
         command=tuple(command),
         notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),
-    )
-
-
-def _info(backend: LoadedBackend | Missing) -> BackendInfo:
-    if isinstance(backend, Missing):
-        return BackendInfo(name=backend.name, ref=backend.ref, version=backend.version)
-    declared = backend.backend
-    return BackendInfo(
-        name=backend.name,
-        ref=backend.ref,
-        version=backend.version,
-        conventions=asdict(declared.conventions),
-        features=tuple(sorted(declared.features)),
     )

@@ -36,15 +36,15 @@ class Silent:
 
 
 class _Tally:
-    """How many of the run's cases have begun, and how many records fell short."""
+    """How many of the run's pairs of a case and a backend have begun, and how many records fell short."""
 
     def __init__(self, cases: int) -> None:
         self.cases = cases
         self.short = 0
-        self._begun: set[tuple[str, str]] = set()
+        self._begun: set[tuple[str, str, str]] = set()
 
     def see(self, record: Record) -> None:
-        self._begun.add((record.suite, record.case_id))
+        self._begun.add((record.backend, record.suite, record.case_id))
         self.short += record.outcome in FALLEN_SHORT
 
     @property
@@ -72,7 +72,7 @@ class Lines:
 
 
 class Bar:
-    """A progress bar over the run's cases."""
+    """A progress bar over the cases of every backend."""
 
     def __init__(self, progress: Progress, cases: int) -> None:
         self._progress = progress
@@ -89,7 +89,7 @@ class Bar:
 
 @contextmanager
 def watching(cases: int, *, silent: bool = False) -> Iterator[Watcher]:
-    """The watcher that suits where stderr goes; ``cases`` is how many the run has."""
+    """The watcher that suits where stderr goes; ``cases`` is how many the run has, counted anew for each backend."""
     if silent:
         yield Silent()
     elif not sys.stderr.isatty():

@@ -16,6 +16,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.candidates import choose_backends, suite_device
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
+from attncheck.harness.loading import Loader
 from attncheck.harness.selection import check_seed, select_cases
 from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports import phrases, terminal
@@ -42,14 +43,15 @@ class Collection:
             )
             device, _ = suite_device(self.selection.suites, option("attncheck_device"))
             seed = check_seed(option("attncheck_seed"))
-            backends, _ = choose_backends(
-                option("attncheck_backend"), self.selection.suites, device, self.selection.cases
+            loader = Loader(device)
+            self.introductions, _ = choose_backends(
+                option("attncheck_backend"), self.selection.suites, self.selection.cases, loader.introduce
             )
         except QuestionError as error:
             raise pytest.UsageError(f"attncheck: {error}") from error
         self.plan = Plan(
             cases=self.selection.cases,
-            backends=backends,
+            backends=loader.backends(self.introductions),
             checks=self.selection.checks,
             device=device,
             seed=seed,
@@ -97,7 +99,8 @@ class Collection:
                 seed=self.plan.seed,
             )
             examiner = Examiner(plan)
-            self._examined = (examiner, make_header(self.selection, plan, examiner.environment))
+            infos = [introduction.info for introduction in self.introductions]
+            self._examined = (examiner, make_header(self.selection, plan, infos, examiner.environment))
         return self._examined
 
 

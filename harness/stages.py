@@ -31,7 +31,7 @@ def stage(name: str, call: Callable[[], T]) -> T:
     A backend's ``sys.exit()`` is its failure, not the end of the run; only the user's Ctrl-C passes through.
     """
     try:
-        with _settings_kept():
+        with settings_kept():
             return call()
     except (StageError, KeyboardInterrupt):
         raise
@@ -52,7 +52,7 @@ def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:
 
 
 @contextmanager
-def _settings_kept() -> Iterator[None]:
+def settings_kept() -> Iterator[None]:
     """Process-wide settings as they were before: the next backend, and attncheck itself, rely on them."""
     dtype, device, folder = torch.get_default_dtype(), torch.get_default_device(), Path.cwd()
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()

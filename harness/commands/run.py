@@ -16,8 +16,8 @@ import typer
 from attncheck.errors import QuestionError, SelectionError
 
 if TYPE_CHECKING:
-    from attncheck.harness.engine import Examiner, Plan
     from attncheck.harness.expectations import Expectations
+    from attncheck.harness.lineup import Examination
     from attncheck.harness.progress import Watcher
     from attncheck.harness.providers.plan import ProviderPlan
     from attncheck.harness.selection import Selection
@@ -85,60 +85,72 @@ def run(
         bool,
         typer.Option(
             "--in-process",
-            help="One case of one backend, or one function of one provider, without a progress display: for debuggers, "
-            "profilers, sanitizers.",
+            help="Examine backends in this process, not each in one of its own, and without a progress display: for "
+            "debuggers, profilers, sanitizers.",
         ),
     ] = False,
 ) -> int:
     """Examine backends, or providers of metadata utilities, and print what they are worth.
 
-    Without options: suite smoke, every built-in backend, the best device. Every record goes into a run file, which
+    Without options: suite smoke, every built-in backend, the best device. Each backend is examined in a process of its
+    own: one that kills its process loses a case, and the others nothing. Every record goes into a run file, which
     `attncheck report` reads.
     """
-    from attncheck.harness.engine import OURSELVES, Examiner
-    from attncheck.harness.header import make_header
-    from attncheck.harness.outcomes import Circumstances
-    from attncheck.harness.progress import watching
-    from attncheck.harness.providers.plan import plan_providers
-    from attncheck.harness.providers.records import announced, examine_providers
+    from attncheck.harness.candidates import asked_first
+    from attncheck.harness.crew import Crew
     from attncheck.harness.providers.request import ProviderRequest
     from attncheck.harness.selection import select_cases
-    from attncheck.reports import phrases, terminal
-    from attncheck.reports.records import FALLEN_SHORT
 
     began = time.monotonic()
     request = ProviderRequest(tuple(provider or ()), tuple(function or ()), tuple(check or ()), bool(backend))
     selection = select_cases(request.suites(suite or ()), case or (), request.backend_checks)
-    plan, notes = _plan(selection, backend or [], device, seed, dump, no_backends=request.are_alone)
-    functions = plan_providers(request.refs, request.patterns, plan.cases, plan.device, seed)
-    if in_process and functions.count > 1 and not plan.backends:
-        raise SelectionError(f"--in-process takes one function, and these are {functions.count}; narrow --function")
-    if in_process and len(plan.cases) * len(plan.backends) + functions.count != 1:
-        raise SelectionError(
-            f"--in-process takes one case of one backend, and this is {phrases.plural(len(plan.cases), 'case')} "
-            f"of {phrases.plural(len(plan.backends), 'backend')}; add --case and --backend"
-        )
+    refs = None if request.are_alone else tuple(backend or ())
     _make_folder(dump)
-    examiner = Examiner(plan)
-    header = make_header(selection, plan, examiner.environment, command=context.obj or (), notes=notes)
-    header = announced(header, functions)
-    circumstances = Circumstances(seed, examiner.environment.digest, header.environment.attncheck)
-    found = itertools.chain(examiner.run(), examine_providers(functions, circumstances))
-    expectations = _expectations(expect, selection, functions, header)
-    path = output or _free_path()
-    typer.echo(terminal.opening(header))
-    with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
-        faulthandler.enable()  # a kernel that kills the process says at least where
-    try:
-        with watching(len(plan.cases) * bool(plan.backends) + functions.count, silent=in_process) as watcher:
-            records, unmet, stopped = _examine(
-                found, examiner, header, path, expectations, watcher, exitfirst=exitfirst
-            )
-    except KeyboardInterrupt:
-        typer.echo(f"what was found so far is in {path}", err=True)
-        raise
+    with Crew() as crew:
+        if refs is not None and not in_process:
+            crew.start(asked_first(refs, selection.suites))  # they import torch while this process does
+
+        from attncheck.harness.engine import OURSELVES
+        from attncheck.harness.header import make_header
+        from attncheck.harness.lineup import line_up
+        from attncheck.harness.outcomes import Circumstances
+        from attncheck.harness.progress import watching
+        from attncheck.harness.providers.plan import plan_providers
+        from attncheck.harness.providers.records import announced, examine_providers
+        from attncheck.reports import terminal
+        from attncheck.reports.records import FALLEN_SHORT
+
+        lineup = line_up(
+            selection,
+            refs,
+            device=device,
+            seed=seed,
+            dump=dump,
+            patterns=case or (),
+            crew=None if in_process else crew,
+        )
+        plan, examination = lineup.plan, lineup.examination
+        functions = plan_providers(request.refs, request.patterns, plan.cases, plan.device, seed)
+        infos = [each.info for each in lineup.backends]
+        header = make_header(selection, plan, infos, lineup.environment, command=context.obj or (), notes=lineup.notes)
+        header = announced(header, functions)
+        circumstances = Circumstances(seed, lineup.environment.digest, lineup.environment.attncheck)
+        found = itertools.chain(examination.run(), examine_providers(functions, circumstances))
+        expectations = _expectations(expect, selection, functions, header)
+        path = output or _free_path()
+        typer.echo(terminal.opening(header))
+        with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
+            faulthandler.enable()  # a kernel that kills the process says at least where
+        try:
+            with watching(len(plan.cases) * len(lineup.backends) + functions.count, silent=in_process) as watcher:
+                records, unmet, stopped = _examine(
+                    found, examination, header, path, expectations, watcher, exitfirst=exitfirst
+                )
+        except KeyboardInterrupt:
+            typer.echo(f"what was found so far is in {path}", err=True)
+            raise
     typer.echo()
-    errors = [*map(str, examiner.blind), *unmet]
+    errors = [*map(str, examination.blind), *unmet]
     typer.echo(terminal.render(header, records, errors=errors, color=use_color()))
     if stopped:
         typer.echo("stopped at the first record that fell short (--exitfirst): what follows it was not examined")
@@ -149,7 +161,7 @@ def run(
         return 3
     if unmet or any(record.outcome in FALLEN_SHORT for record in records):
         return 1
-    if examiner.blind:
+    if examination.blind:
         raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
     _refuse_the_unexamined(records, header, by_name=bool(backend or provider))
     return 0
@@ -158,23 +170,6 @@ def run(
 def use_color() -> bool:
     """Whether stdout is a terminal whose user has not asked for plain text (https://no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def _plan(
-    selection: "Selection", refs: list[str], device: str | None, seed: int, dump: Path | None, *, no_backends: bool
-) -> "tuple[Plan, tuple[str, ...]]":
-    """The plan, and what to tell about how it was chosen."""
-    from attncheck.harness.candidates import choose_backends, refuse_unavailable, suite_device
-    from attncheck.harness.engine import Plan
-
-    chosen, notes = suite_device(selection.suites, device)
-    if no_backends:
-        return Plan(cases=selection.cases, backends=(), device=chosen, seed=seed), notes
-    backends, more = choose_backends(refs, selection.suites, chosen, selection.cases)
-    if refs:
-        refuse_unavailable(backends, chosen)
-    plan = Plan(cases=selection.cases, backends=backends, checks=selection.checks, device=chosen, seed=seed, dump=dump)
-    return plan, (*notes, *more)
 
 
 def _expectations(
@@ -213,7 +208,7 @@ def _free_path() -> Path:
 
 def _examine(
     found: "Iterator[Record]",
-    examiner: "Examiner",
+    examination: "Examination",
     header: "RunHeader",
     path: Path,
     expectations: "Expectations | None",
@@ -237,7 +232,7 @@ def _examine(
                 stopped = True
                 break
         unmet = expectations.unmet(stopped_early=stopped) if expectations else []
-        for error in (*map(str, examiner.blind), *unmet):
+        for error in (*map(str, examination.blind), *unmet):
             writer.fail(error)
     return records, unmet, stopped
 

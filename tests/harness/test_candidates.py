@@ -1,5 +1,8 @@
 """Choosing a device and backends: what is not there is refused or stays visible, never dropped."""
 
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,17 +11,23 @@ import torch
 from attncheck.backends import registry
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.loader import load_suite
-from attncheck.cases.model import Suite
-from attncheck.errors import BackendUnavailableError, DeviceError, SelectionError, UnknownNameError
+from attncheck.cases.model import Case, Suite
+from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError, UnknownNameError
 from attncheck.harness.candidates import (
+    asked_first,
     choose_backends,
     choose_device,
-    load_backends,
     refuse_unavailable,
     suite_device,
-    unavailable_reasons,
 )
-from attncheck.harness.engine import Missing
+from attncheck.harness.introduction import Introduction, unloaded
+from attncheck.harness.loading import Loader
+
+
+def choose(
+    refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case] = ()
+) -> tuple[tuple[Introduction, ...], tuple[str, ...]]:
+    return choose_backends(refs, suites, cases, Loader("cpu").introduce)
 
 
 def suite(*backends: str, device: str | None = None) -> Suite:
@@ -80,62 +89,75 @@ def test_a_suite_may_wish_for_a_device_and_a_user_decides() -> None:
 
 @pytest.mark.usefixtures("without_flex")
 def test_by_default_all_built_in_backends_run_and_what_is_missing_stays_visible() -> None:
-    backends, notes = choose_backends([], [suite()], "cpu")
+    backends, notes = choose([], [suite()])
     assert [backend.name for backend in backends] == list(registry.builtin_names())
-    assert [backend for backend in backends if isinstance(backend, Missing)] == [
-        Missing("flex_attention", "flex_attention", ("no library",))
+    assert [backend for backend in backends if not backend.is_loaded] == [
+        unloaded("flex_attention", "flex_attention", ("no library",))
     ]
     assert notes == ()
 
 
 @pytest.mark.usefixtures("without_flex")
 def test_asked_for_by_name_it_is_refused_with_the_reasons() -> None:
-    backends = load_backends(["reference", "flex_attention"])
+    backends, _ = choose(["reference", "flex_attention"], [suite()])
     with pytest.raises(SelectionError, match="'flex_attention' is unavailable here: no library"):
-        refuse_unavailable(backends, "cpu")
-    refuse_unavailable(backends[:1], "cpu")
+        refuse_unavailable(backends)
+    refuse_unavailable(backends[:1])
 
 
 def test_the_same_reference_twice_is_one_backend() -> None:
-    assert [backend.name for backend in load_backends(["reference", "reference"])] == ["reference"]
+    backends, _ = choose(["reference", "reference"], [suite()])
+    assert [backend.name for backend in backends] == ["reference"]
     with pytest.raises(UnknownNameError):
-        load_backends(["reference", "nothing"])
+        choose(["reference", "nothing"], [suite()])
+
+
+def test_two_backends_of_one_name_are_refused() -> None:
+    with pytest.raises(SelectionError, match="two of the backends are called 'mine'"):
+        choose_backends(
+            ["a.py:mine", "b.py:mine"], [suite()], (), lambda refs: [unloaded("mine", ref, ()) for ref in refs]
+        )
 
 
 def test_wishes_of_a_suite() -> None:
-    backends, notes = choose_backends([], [suite("torch_sdpa", "vllm:FLASH_ATTN")], "cpu")
-    assert [(backend.name, isinstance(backend, Missing)) for backend in backends] == [
-        ("torch_sdpa", False),
-        ("vllm:FLASH_ATTN", True),
-    ]
+    assert asked_first([], [suite("torch_sdpa", "trt:FMHA"), suite("torch_sdpa")]) == ("torch_sdpa", "trt:FMHA")
+    backends, notes = choose([], [suite("torch_sdpa", "trt:FMHA")])
+    assert [(backend.name, backend.is_loaded) for backend in backends] == [("torch_sdpa", True), ("trt:FMHA", False)]
+    assert "No module named 'trt'" in backends[1].unavailable_reasons[0]
     assert notes == ()
 
 
+@pytest.mark.usefixtures("without_flex")
 def test_wishes_that_cannot_be_met_do_not_leave_a_run_empty() -> None:
-    backends, notes = choose_backends([], [suite("vllm:FLASH_ATTN")], "cpu")
-    assert [backend.name for backend in backends] == ["vllm:FLASH_ATTN", *registry.builtin_names()]
+    backends, notes = choose([], [suite("trt:FMHA", "flex_attention")])
+    others = [name for name in registry.builtin_names() if name != "flex_attention"]
+    assert [backend.name for backend in backends] == ["trt:FMHA", "flex_attention", *others]
     assert "the built-in ones run as well" in notes[0]
-    assert [backend.name for backend in choose_backends(["reference"], [suite("vllm:X")], "cpu")[0]] == ["reference"]
+    assert [backend.name for backend in choose(["reference"], [suite("trt:X")])[0]] == ["reference"]
 
 
-def test_a_declaration_that_raises_is_not_judged_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    (loaded,) = load_backends(["reference"])
-    assert isinstance(loaded, LoadedBackend)
+def test_a_default_backend_that_breaks_is_no_wrong_question() -> None:
+    def introduce(refs: Sequence[str]) -> list[Introduction | QuestionError]:
+        return [QuestionError("its process ended") if ref == "torch_sdpa" else unloaded(ref, ref, ()) for ref in refs]
 
-    def broken(device: str) -> list[str]:
-        raise RuntimeError("no idea")
-
-    monkeypatch.setattr(loaded.backend, "unavailable_reasons", broken)
-    assert unavailable_reasons(loaded, "cpu") == ()
+    backends, _ = choose_backends([], [suite()], (), introduce)
+    assert backends[1] == unloaded("torch_sdpa", "torch_sdpa", ("its process ended",))
+    with pytest.raises(QuestionError, match="its process ended"):
+        choose_backends(["torch_sdpa"], [suite()], (), introduce)
 
 
 def test_by_default_backends_of_the_other_kind_are_left_out_and_named() -> None:
     plain, latent = (load_suite(name).cases[:2] for name in ("decode", "mla"))
-    backends, notes = choose_backends([], [suite()], "cpu", plain)
+    backends, notes = choose([], [suite()], plain)
     assert [backend.name for backend in backends] == ["reference", "torch_sdpa", "flex_attention"]
     assert notes == ("not examined, since no case has a latent cache: reference_mla, torch_mla",)
-    backends, notes = choose_backends([], [suite()], "cpu", latent)
+    backends, notes = choose([], [suite()], latent)
     assert [backend.name for backend in backends] == ["reference_mla", "torch_mla"]
     assert notes == ("not examined, since every case has a latent cache: reference, torch_sdpa, flex_attention",)
-    assert len(choose_backends([], [suite()], "cpu", [*plain, *latent])[0]) == len(registry.builtin_names())
-    assert len(choose_backends(["torch_mla"], [suite()], "cpu", plain)[0]) == 1
+    assert len(choose([], [suite()], [*plain, *latent])[0]) == len(registry.builtin_names())
+    assert len(choose(["torch_mla"], [suite()], plain)[0]) == 1
+
+
+def test_choosing_loads_no_torch() -> None:
+    code = "import sys, attncheck.harness.candidates as c; c.asked_first([], []); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -80,6 +80,12 @@ def run(folder: Path) -> Attncheck:
     return run
 
 
+@pytest.fixture
+def here(run: Attncheck) -> Attncheck:
+    """The same without processes of the backends' own, where these are not what is tested: they cost seconds."""
+    return lambda *words: run("--in-process", *words)
+
+
 def the_run(folder: Path) -> Path:
     (path,) = (folder / "results").iterdir()
     return path
@@ -119,9 +125,9 @@ def test_a_wrong_answer_is_exit_code_1_and_its_repro_line_works(
 
 
 def test_an_exception_of_a_backend_is_a_record(
-    run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+    here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--backend", "./wrong.py:Raising") == 1
+    assert here("--backend", "./wrong.py:Raising") == 1
     printed = capsys.readouterr()
     assert "RuntimeError in forward: no such kernel" in printed.out
     assert "Traceback" not in printed.err
@@ -145,10 +151,8 @@ def test_an_exception_of_a_backend_is_a_record(
         (["--check", "numeric"], "did you mean 'numerics'?"),
         (["--device", "tpu"], "give cpu, cuda or cuda:N"),
         (["--device", "meta"], "attncheck examines on cpu, cuda or cuda:N"),
-        (["--in-process"], "--in-process takes one case of one backend"),
-        (["--in-process", "--backend", "reference"], "2 cases of 1 backend"),
-        (["--expect", "nothing.yaml"], "cannot be read"),
-        (["--output", "wrong.py"], "wrong.py: exists already"),
+        (["--backend", "reference", "--expect", "nothing.yaml"], "cannot be read"),
+        (["--backend", "reference", "--output", "wrong.py"], "wrong.py: exists already"),
     ],
 )
 def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
@@ -165,10 +169,10 @@ def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
 
 
 def test_two_files_of_one_suite_name_are_a_wrong_question(
-    run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+    here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "again.yaml").write_text(SUITE)
-    assert run("--suite", "again.yaml") == 2
+    assert here("--suite", "again.yaml") == 2
     assert "both called 'small'" in capsys.readouterr().err
 
 
@@ -187,57 +191,57 @@ def test_what_there_is_not_is_a_usage_error(words: list[str], capsys: pytest.Cap
 
 
 def test_a_backend_asked_for_by_name_must_have_been_examined(
-    run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+    here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--backend", "./wrong.py:Nothing") == 2
+    assert here("--backend", "./wrong.py:Nothing") == 2
     printed = capsys.readouterr()
     assert "not one case of backend 'Nothing' was examined: cannot" in printed.err
     assert "unsupported" in printed.out
     assert read_run(the_run(folder)).complete
 
 
-def test_exitfirst_stops_at_the_first_that_falls_short(run: Attncheck, folder: Path) -> None:
-    assert run("--backend", "./wrong.py:Wrong", "--exitfirst") == 1
+def test_exitfirst_stops_at_the_first_that_falls_short(here: Attncheck, folder: Path) -> None:
+    assert here("--backend", "./wrong.py:Wrong", "--exitfirst") == 1
     records = read_run(the_run(folder)).records
     assert [record.outcome for record in records] == ["failed"]
 
 
-def test_filters_reach_the_run(run: Attncheck, folder: Path) -> None:
-    assert run("--backend", "reference", "--case", "small/dec*", "--check", "lse", "--check", "numerics") == 0
+def test_filters_reach_the_run(here: Attncheck, folder: Path) -> None:
+    assert here("--backend", "reference", "--case", "small/dec*", "--check", "lse", "--check", "numerics") == 0
     records = read_run(the_run(folder)).records
     assert [(record.case_id, record.check) for record in records] == [("decode", "numerics"), ("decode", "lse")]
 
 
-def test_without_a_backend_all_built_in_ones_run(run: Attncheck, folder: Path) -> None:
-    assert run("--check", "numerics") == 0
+def test_without_a_backend_all_built_in_ones_run(here: Attncheck, folder: Path) -> None:
+    assert here("--check", "numerics") == 0
     names = {record.backend for record in read_run(the_run(folder)).records}
     assert {"reference", "torch_sdpa", "flex_attention"} <= names
 
 
-def test_a_second_run_gets_a_file_of_its_own(run: Attncheck, folder: Path) -> None:
+def test_a_second_run_gets_a_file_of_its_own(here: Attncheck, folder: Path) -> None:
     for _ in range(3):
-        assert run("--backend", "reference", "--case", "prefill") == 0
+        assert here("--backend", "reference", "--case", "prefill") == 0
     assert len(list((folder / "results").iterdir())) == 3
 
 
-def test_expected_failures(run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_expected_failures(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry = {"backend": "Wrong", "case": "small/*", "check": "numerics", "outcome": "failed", "reason": "issue 17"}
     (folder / "expect.yaml").write_text(json.dumps([entry]))
-    assert run("--backend", "./wrong.py:Wrong", "--check", "numerics", "--expect", "expect.yaml") == 0
+    assert here("--backend", "./wrong.py:Wrong", "--check", "numerics", "--expect", "expect.yaml") == 0
     assert "2 xfailed" in capsys.readouterr().out
     stale = entry | {"case": "small/dekode"}
     (folder / "expect.yaml").write_text(json.dumps([entry, stale]))
-    assert run("--backend", "./wrong.py:Wrong", "--check", "numerics", "--expect", "expect.yaml") == 1
+    assert here("--backend", "./wrong.py:Wrong", "--check", "numerics", "--expect", "expect.yaml") == 1
     assert "error: expect.yaml:1: Wrong, small/dekode, numerics: failed expected, but it" in capsys.readouterr().out
     (folder / "expect.yaml").write_text(json.dumps([entry | {"backend": "reference"}]))
-    assert run("--backend", "reference", "--check", "numerics", "--expect", "expect.yaml") == 1
+    assert here("--backend", "reference", "--check", "numerics", "--expect", "expect.yaml") == 1
     assert "2 xpassed" in capsys.readouterr().out
 
 
 def test_a_dump_that_is_a_file_is_refused_before_the_run(
-    run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+    here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--backend", "reference", "--dump", "wrong.py") == 2
+    assert here("--backend", "reference", "--dump", "wrong.py") == 2
     assert "--dump wrong.py cannot be a folder: File exists" in capsys.readouterr().err
     assert not (folder / "results").exists()
 
@@ -259,8 +263,8 @@ def test_lines_for_ci_go_to_stderr(run: Attncheck, capsys: pytest.CaptureFixture
     assert "\033" not in printed.out + printed.err
 
 
-def test_what_is_printed_fits_100_columns(run: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
-    run("--backend", "./wrong.py:Wrong", "--backend", "torch_sdpa", "--backend", "reference")
+def test_what_is_printed_fits_100_columns(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+    here("--backend", "./wrong.py:Wrong", "--backend", "torch_sdpa", "--backend", "reference")
     for line in capsys.readouterr().out.splitlines():
         assert len(line) <= 100 or line.strip().startswith("repeat: ")
 
@@ -353,8 +357,8 @@ def test_doctor_says_what_can_run_and_why_not(capsys: pytest.CaptureFixture[str]
     assert max(map(len, printed.splitlines())) <= 100
 
 
-def test_report_reads_runs(run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--backend", "./wrong.py:Wrong", "--output", "a.jsonl") == 1
+def test_report_reads_runs(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("--backend", "./wrong.py:Wrong", "--output", "a.jsonl") == 1
     told = capsys.readouterr().out
     assert cli.main(["report", "a.jsonl"]) == 0
     assert set(told.splitlines()[1:-1]) <= set(capsys.readouterr().out.splitlines())
@@ -369,9 +373,9 @@ def test_report_reads_runs(run: Attncheck, folder: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     "words", [["--help"], ["run", "--help"], ["list"], ["list", "cases"], ["schema"], ["report", "a.jsonl"]]
 )
-def test_light_commands_load_no_torch(run: Attncheck, folder: Path, words: list[str]) -> None:
+def test_light_commands_load_no_torch(here: Attncheck, folder: Path, words: list[str]) -> None:
     if words[0] == "report":
-        assert run("--backend", "reference", "--case", "prefill", "--output", "a.jsonl") == 0
+        assert here("--backend", "reference", "--case", "prefill", "--output", "a.jsonl") == 0
     code = (
         "import sys\nfrom attncheck.__main__ import main\ncode = main()\n"
         "heavy = sorted({'torch', 'numpy'} & set(sys.modules))\n"
@@ -386,8 +390,8 @@ def test_help_loads_no_pydantic_either() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_run_that_stopped_early_says_so(run: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--backend", "./wrong.py:Wrong", "--exitfirst") == 1
+def test_a_run_that_stopped_early_says_so(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("--backend", "./wrong.py:Wrong", "--exitfirst") == 1
     assert "stopped at the first record that fell short (--exitfirst)" in capsys.readouterr().out
 
 

@@ -128,7 +128,7 @@ def test_refusing_what_one_declares_is_errored_never_unsupported(make_case: Any)
     assert claim.summary == "declared, but refused at construct: NotImplementedError: windows are not for me"
 
 
-@pytest.mark.parametrize("name", ["unsupported_reasons", "unavailable_reasons"])
+@pytest.mark.parametrize("name", ["unsupported_reasons", "unavailable_reasons", "unavailable_case_reasons"])
 def test_a_declaration_that_raises_is_errored(make_case: Any, name: str) -> None:
     def broken(_cls: Any, *_args: Any) -> Any:
         raise KeyError(name)
@@ -193,6 +193,17 @@ def test_other_machines_and_missing_libraries_are_unavailable(make_case: Any) ->
     assert set(outcomes(examine(variant(supported_devices=("cuda",)), make_case())).values()) == {"unavailable"}
     examiner = Examiner(Plan(cases=(make_case(),), backends=(Missing("gone", "gone", ("no module named gone",)),)))
     assert {record.outcome for record in examiner.run()} == {"unavailable"}
+
+
+def test_one_case_that_this_machine_gets_wrong_is_unavailable_and_no_other(make_case: Any) -> None:
+    def gaps(device: str, layer: Any, cache: Any, batch: Any) -> list[str]:
+        return [f"{layer.dtype} on {device}"] if layer.dtype == "bfloat16" else []
+
+    backend = variant(unavailable_case_reasons=staticmethod(gaps))
+    record = examine(backend, make_case(dtype="bfloat16"))["claims"]
+    assert record.outcome == "unavailable"
+    assert record.reasons == ("bfloat16 on cpu",)
+    assert examine(backend, make_case(dtype="float16"))["numerics"].outcome == "passed"
 
 
 def test_what_this_version_cannot_ask_is_said_to_be_its_own_limit(make_case: Any) -> None:

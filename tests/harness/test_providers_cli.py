@@ -112,7 +112,6 @@ def test_what_is_no_provider_ends_with_2(ref: str, why: str, capsys: pytest.Capt
         (("--provider", "right.py", "--check", "numerics", "--check", "utilities"), "give --backend"),
         (("--provider", "right.py", "--backend", "reference", "--check", "utilities"), "leave out --backend"),
         (("--provider", "right.py", "--function", "slice_query"), "did you mean 'slice_query_start_locs'"),
-        (("--provider", "right.py", "--function", "*prefill*", "--in-process"), "narrow --function"),
         (("--provider", "right.py", "--provider", "./right.py"), "two of the providers are called 'right'"),
     ],
 )

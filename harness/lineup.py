@@ -1,0 +1,94 @@
+"""Who is examined in a run, and where: each backend in a process of its own, or all of them in this one.
+
+Must not know: run files, terminals.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from attncheck.errors import QuestionError
+from attncheck.harness.candidates import choose_backends, refuse_unavailable, suite_device
+from attncheck.harness.crew import Crew
+from attncheck.harness.engine import Examiner, Plan, environment_of
+from attncheck.harness.introduction import Introduction
+from attncheck.harness.loading import Loader
+from attncheck.harness.messages import Assignment
+from attncheck.harness.selection import Selection
+from attncheck.harness.supervisor import Supervisor
+from attncheck.reports.records import Environment, Record
+
+
+class Examination(Protocol):
+    """What comes of a plan, wherever it is examined."""
+
+    @property
+    def blind(self) -> list[QuestionError]:
+        """Cases that could not be put at all."""
+
+    def run(self) -> Iterator[Record]:
+        """Every record, as it is found."""
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """The plan of a run, its circumstances, its backends, and what to tell about how these were chosen."""
+
+    plan: Plan
+    environment: Environment
+    backends: tuple[Introduction, ...]
+    notes: tuple[str, ...]
+    examination: Examination
+
+
+def line_up(
+    selection: Selection,
+    refs: Sequence[str] | None,
+    *,
+    device: str | None,
+    seed: int,
+    dump: Path | None,
+    patterns: Sequence[str] = (),
+    crew: Crew | None = None,
+) -> Lineup:
+    """The backends of ``refs`` (empty: the default ones; None: nobody), in processes of ``crew``; without one, here.
+
+    There the cases are selected once more, by the ``patterns`` that have led to ``selection``.
+
+    Raises:
+        QuestionError: the device is not there, a backend cannot be loaded, or one asked for cannot run here.
+        WorkerError: attncheck itself failed in one of the processes.
+    """
+    chosen, notes = suite_device(selection.suites, device)
+    plan = Plan(cases=selection.cases, checks=selection.checks, device=chosen, seed=seed, dump=dump)
+    environment = environment_of(chosen)
+    if refs is None:
+        return Lineup(plan, environment, (), notes, Examiner(plan, environment))
+    loader = Loader(chosen)
+    if crew is not None:
+        crew.assign(_assignment(selection, plan, environment, patterns))
+    backends, more = choose_backends(
+        refs, selection.suites, selection.cases, loader.introduce if crew is None else crew.introduce
+    )
+    if refs:
+        refuse_unavailable(backends)
+    examination: Examination
+    if crew is None:
+        examination = Examiner(replace(plan, backends=loader.backends(backends)), environment)
+    else:
+        examination = Supervisor(plan, backends, crew, environment)
+    return Lineup(plan, environment, backends, (*notes, *more), examination)
+
+
+def _assignment(selection: Selection, plan: Plan, environment: Environment, patterns: Sequence[str]) -> Assignment:
+    return Assignment(
+        suites=selection.refs,
+        patterns=tuple(patterns),
+        checks=selection.checks or (),
+        digests=tuple(suite.hash for suite in selection.suites),
+        device=plan.device,
+        seed=plan.seed,
+        dump=None if plan.dump is None else str(plan.dump.absolute()),
+        environment=environment,
+    )

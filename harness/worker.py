@@ -1,0 +1,154 @@
+"""The process of one backend: loads it, introduces it, and examines the cases it is asked for, one after another.
+
+Whatever the backend prints goes elsewhere: answers have a pipe of their own. A copy of the process that the backend
+made (``os.fork``) and let come back from its call must not answer as well: its pipes are closed, and it ends at its
+first word. Must not know: other backends, run files, what becomes of an answer.
+"""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from attncheck.errors import QuestionError
+from attncheck.harness.messages import (
+    Answer,
+    Assignment,
+    Begun,
+    Done,
+    Examine,
+    Fault,
+    Introduced,
+    Refused,
+    Request,
+    format_message,
+    parse_request,
+)
+
+if TYPE_CHECKING:
+    from attncheck.backends.registry import LoadedBackend
+    from attncheck.harness.engine import Examiner, Missing
+
+
+class SeveredError(Exception):
+    """A pipe to the run is gone: the run has ended, or the backend closed what was not its own."""
+
+
+class Wire:
+    """The worker's two pipes. Of a forked copy they are closed, and :meth:`send` ends it without a word."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._process = os.getpid()
+        self._requests = os.fdopen(reading, "rb")
+        self._writing = writing
+        for descriptor in (reading, writing):
+            os.set_inheritable(descriptor, False)
+        os.register_at_fork(after_in_child=self._close)
+
+    def receive(self) -> Request | None:
+        """The next request; None: there will be none.
+
+        Raises:
+            SeveredError: the pipe is gone.
+        """
+        try:
+            line = self._requests.readline()
+        except (OSError, ValueError) as error:
+            raise SeveredError from error
+        return parse_request(line) if line else None
+
+    def send(self, answer: Answer) -> None:
+        """Send one answer, whole.
+
+        Raises:
+            SeveredError: the pipe is gone.
+        """
+        if os.getpid() != self._process:
+            os._exit(0)
+        rest = memoryview(format_message(answer))
+        try:
+            while rest:
+                rest = rest[os.write(self._writing, rest) :]
+        except OSError as error:
+            raise SeveredError from error
+
+    def _close(self) -> None:
+        for descriptor in (self._requests.fileno(), self._writing):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def main(reading: int, writing: int, ref: str) -> None:
+    """Serve the run at the other end of the two pipes, as the process of the backend ``ref``."""
+    # A kernel that kills the process says at least where, even if the backend closed what it prints to.
+    faulthandler.enable(os.dup(2))
+    wire = Wire(reading, writing)
+    try:
+        _serve(wire, ref)
+    except SeveredError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's where nothing of it is expected)
+        line = traceback.format_exception_only(error)[-1].strip()
+        wire.send(Fault(error=line, traceback="".join(traceback.format_exception(error))))
+
+
+def _serve(wire: Wire, ref: str) -> None:
+    from attncheck.harness.loading import introduce, load_backend
+
+    backend: LoadedBackend | Missing | QuestionError
+    try:
+        backend = load_backend(ref)
+    except QuestionError as error:
+        backend = error
+    assignment = wire.receive()
+    if not isinstance(assignment, Assignment):
+        return
+    try:
+        if isinstance(backend, QuestionError):
+            raise backend
+        introduction = introduce(backend, assignment.device)
+        examiner = _examiner(assignment)
+    except QuestionError as error:
+        wire.send(Refused(reason=str(error)))
+        return
+    wire.send(Introduced(introduction=introduction))
+    while isinstance(request := wire.receive(), Examine):
+        _examine(wire, examiner, backend, request.index)
+
+
+def _examiner(assignment: Assignment) -> "Examiner":
+    """Raises QuestionError where the assignment means something else here than where it comes from."""
+    from pathlib import Path
+
+    from attncheck.harness.engine import Examiner, Plan
+    from attncheck.harness.selection import select_cases
+
+    selection = select_cases(assignment.suites, assignment.patterns, assignment.checks)
+    for suite, digest in zip(selection.suites, assignment.digests, strict=True):
+        if suite.hash != digest:
+            raise QuestionError(f"{suite.path} has changed since the run began")
+    plan = Plan(
+        cases=selection.cases,
+        checks=selection.checks,
+        device=assignment.device,
+        seed=assignment.seed,
+        dump=None if assignment.dump is None else Path(assignment.dump),
+    )
+    return Examiner(plan, assignment.environment)
+
+
+def _examine(wire: Wire, examiner: "Examiner", backend: "LoadedBackend | Missing", index: int) -> None:
+    case = examiner.plan.cases[index]
+    for record in examiner.records(case, backend, lambda stage: wire.send(Begun(stage=stage))):
+        wire.send(record)
+    fault = examiner.fault_of(case)
+    wire.send(Done(blind=None if fault is None else str(fault)))
+
+
+def run_as_process(words: list[str]) -> None:
+    """What :mod:`attncheck.harness.child` starts: ``words`` are two descriptors and a reference."""
+    reading, writing, ref = words
+    sys.argv[:] = ["attncheck"]
+    main(int(reading), int(writing), ref)
