@@ -106,6 +106,14 @@ def _name_reason(name: str, template: str) -> str:
         return f"that is a registered backend; taken are {', '.join(known_names())}"
     if _class_name(name) != "Mine" and re.search(rf"\b{_class_name(name)}\b", template):
         return f"its class would be called {_class_name(name)}, as another name in the file"
-    if find_spec(name) is not None:
+    if _is_installed(name):
         return f"{name}.py would hide an installed module of that name"
     return ""
+
+
+def _is_installed(name: str) -> bool:
+    """Whether ``import name`` finds something elsewhere than in this folder, where ``python -m`` looks as well."""
+    if (spec := find_spec(name)) is None:
+        return False
+    places = (spec.origin, *(spec.submodule_search_locations or ()))
+    return all(Path(place).parent != Path.cwd() for place in places if place)

@@ -118,6 +118,15 @@ def test_nothing_is_overwritten(there: str, tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / there).read_text() == "years of work"
 
 
+def test_what_stands_beside_is_not_hidden(tmp_path: Path) -> None:
+    (tmp_path / "fast.py").write_text("")
+    (tmp_path / "kernels").mkdir()
+    for name in ("fast", "kernels"):
+        command = [sys.executable, "-m", "attncheck", "new", "backend", name, "--output", "new"]
+        subprocess.run(command, cwd=tmp_path, check=True)
+    assert len(list((tmp_path / "new").iterdir())) == 4
+
+
 def test_a_folder_that_cannot_be_written_is_a_wrong_question(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
