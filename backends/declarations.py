@@ -70,9 +70,16 @@ def required_features(
 
 
 def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> tuple[str, ...]:
-    """What a case is about, in words reports count by: :func:`required_features`, and an ``attn_type`` of its own."""
-    kind = [] if layer.attn_type == AttentionType.DECODER else [str(layer.attn_type)]
-    return (*kind, *sorted(required_features(layer, cache, batch, declared)))
+    """What a case takes, in words reports count by.
+
+    Its :func:`required_features`; as ``key=value`` the sizes and forms of the layer, and of the cache if it has one.
+    """
+    forms: dict[str, object] = {"attn_type": layer.attn_type, "dtype": layer.dtype, "head_size": layer.head_size}
+    if has_cache(layer):
+        names = ("block_size", "layout", "kv_cache_dtype")
+        forms |= {name: getattr(cache, name) for name in names}
+    features = sorted(required_features(layer, cache, batch, declared))
+    return (*features, *(f"{name}={value}" for name, value in forms.items()))
 
 
 def is_chunked(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> bool:

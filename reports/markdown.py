@@ -11,11 +11,11 @@ from attncheck.reports import markup, phrases
 from attncheck.reports.crashes import died_at
 from attncheck.reports.graph_levels import level_rows, unmeasured_cases, without_reasons
 from attncheck.reports.markdown_levels import graph_levels
+from attncheck.reports.markdown_support import support
 from attncheck.reports.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
-from attncheck.reports.support import support_rows
 from attncheck.reports.utilities import HEADINGS, LEGEND, function_rows, known_departures, provider_title
 
 
@@ -71,7 +71,7 @@ def _backends(run: Run, summary: Summary) -> list[str]:
         _suite_table(summary, run.header),
         "## Backends and checks",
         _check_table(summary),
-        *_features(run, summary),
+        *support(run, summary.backends),
     ]
 
 
@@ -124,24 +124,6 @@ def _cell(tally: Tally | None) -> str:
         return "-"
     text = f"{tally['passed']}/{tally.examined}"
     return f"**{text}**" if tally.short else text
-
-
-def _features(run: Run, summary: Summary) -> list[str]:
-    """What each backend declares, then what the cases showed, a row a feature."""
-    features = [
-        f"- {markup.escaped(backend.name)} declares: {', '.join(sorted(backend.features)) or 'no optional feature'}"
-        for backend in run.header.backends
-        if backend.name in summary.backends
-    ]
-    cells = {(row.feature, row.backend): row.in_words for row in support_rows(run.records, run.header)}
-    names = sorted({feature for feature, _ in cells})
-    rows = [[f"`{name}`", *(cells.get((name, backend), "-") for backend in summary.backends)] for name in names]
-    table = [
-        "## Features",
-        "What came of the cases that need a feature; numbers count cases, and a case may need several.",
-        markup.table(["feature", *map(markup.escaped, summary.backends)], rows),
-    ]
-    return [*(["\n".join(features)] if features else []), *(table if rows else [])]
 
 
 def _run_errors(errors: Sequence[str]) -> list[str]:

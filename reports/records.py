@@ -76,7 +76,7 @@ class RecordKey(NamedTuple):
 class _RecordBase(_Frozen):
     """What every record says. ``backend_ref`` is what to type after ``--backend``; ``environment`` is a digest.
 
-    ``needs``: the features the case is about, and its kind of attention where that is not ``decoder``.
+    ``needs``: the features the case takes, and its sizes and forms as ``key=value`` (``head_size=64``).
     """
 
     kind: Literal["record"] = "record"

@@ -1,7 +1,8 @@
-"""What a backend supports by measurement, feature by feature, beside what it declares.
+"""What a backend supports by measurement, feature by feature, beside what it declares; sizes and forms likewise.
 
-Told by what became of the cases that need a feature. A case may need several: that it fell short is told in the row of
-each. Rows only; tables are made by ``markdown``. Must not know: what a feature means, how a check looks.
+Told by what became of the cases that need a feature, or have a form such as ``head_size=64``. A case needs several:
+that it fell short is told in the row of each. Rows only; tables are made by ``markdown_support``. Must not know: what a
+feature means, how a check looks.
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ _AS_DECLARED = ("right", "short")
 
 @dataclass(frozen=True)
 class SupportRow:
-    """Cases of one backend that need one feature, by what became of them.
+    """Cases of one backend that need one feature, or have one form (``key=value``), by what became of them.
 
     right, short: examined as declared, and all well, or something fell short. Of the rest, which the declarations leave
     out: refused, answered (right all the same), wrong (accepted and wrong, or no clear refusal); left: never put.
@@ -37,6 +38,11 @@ class SupportRow:
     answered: int = 0
     wrong: int = 0
     left: int = 0
+
+    @property
+    def is_form(self) -> bool:
+        """Whether this is a size or form, and no feature."""
+        return _is_form(self.feature)
 
     @property
     def in_words(self) -> str:
@@ -61,7 +67,8 @@ class SupportRow:
 def support_rows(records: Sequence[Record], header: RunHeader) -> tuple[SupportRow, ...]:
     """A row a backend and feature that any case needs; backends in the header's order, features by name.
 
-    A case outside the declarations says something of those features alone that are not declared.
+    A case outside the declarations says something of those features alone that are not declared, and only where there
+    are none of its forms: one refused for its sinks says nothing of its head size.
     """
     cases: dict[tuple[str, str], list[Record]] = {}
     for record in records:
@@ -74,15 +81,21 @@ def support_rows(records: Sequence[Record], header: RunHeader) -> tuple[SupportR
             declared[backend].update(cases[backend, case][0].needs)
     counts: dict[tuple[str, str], Counter[str]] = {}
     for (backend, case), what in became.items():
-        for feature in cases[backend, case][0].needs:
+        needs = cases[backend, case][0].needs
+        outside = [feature for feature in needs if feature not in declared[backend]]
+        told = needs if what in _AS_DECLARED else [f for f in outside if not _is_form(f)] or outside
+        for feature in needs:
             counted = counts.setdefault((backend, feature), Counter())
-            if what in _AS_DECLARED or feature not in declared[backend]:
-                counted[what] += 1
+            counted[what] += feature in told
     order = list(declared)
     return tuple(
         SupportRow(backend, feature, feature in declared[backend], **counts[backend, feature])
         for backend, feature in sorted(counts, key=lambda key: (order.index(key[0]), key[1]))
     )
+
+
+def _is_form(feature: str) -> bool:
+    return "=" in feature
 
 
 def _became(records: Iterable[Record]) -> str:

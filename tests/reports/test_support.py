@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from attncheck.reports.markdown_support import support
 from attncheck.reports.records import BackendInfo, Record
+from attncheck.reports.store import Run
 from attncheck.reports.support import ANSWERED, REFUSED, SupportRow, support_rows
 
 
@@ -65,7 +67,25 @@ def test_a_declared_feature_of_which_no_case_was_put(rows: Any, outside: Any) ->
     assert rows(*outside("big", "alibi", claim=None), features=("alibi",))["alibi"].in_words == "declared: not examined"
 
 
-def test_kinds_of_attention_are_declared_where_a_case_of_them_was_put(rows: Any, make: Any, outside: Any) -> None:
-    kind = "encoder_only"
-    found = rows(make("passed", case_id="in", needs=(kind,)), *outside("capped", kind, "sinks", claim=None))
-    assert found[kind].in_words == "yes (1)"
+def test_a_form_is_declared_where_a_case_of_it_was_put(rows: Any, make: Any, outside: Any) -> None:
+    form = "attn_type=encoder_only"
+    refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
+    found = rows(
+        make("passed", case_id="in", needs=(form, "head_size=64")),
+        *outside("capped", "sinks", form, "head_size=256", claim=refused),
+        *outside("odd", form, "head_size=72", claim=refused),
+    )
+    assert found[form].in_words == "yes (1)"
+    assert found["head_size=72"].refused == 1
+    assert found["head_size=256"].in_words == "not declared: not examined"  # it was refused for the sinks
+    assert found["sinks"].refused == 1
+
+
+def test_markdown_puts_the_values_of_a_form_under_their_verdicts(header: Any, make: Any, outside: Any) -> None:
+    sizes = [make("passed", case_id=f"h{size}", needs=("alibi", f"head_size={size}")) for size in (128, 64)]
+    short = make("failed", case_id="h96", needs=("head_size=96",))
+    refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
+    records = (*sizes, short, *outside("h72", "head_size=72", claim=refused))
+    text = "\n".join(support(Run("run", header, records), ["reference"]))
+    assert "| `alibi` | yes (2) |" in text
+    assert "| `head_size` | 64, 128; some cases fall short: 96; refused: 72 |" in text

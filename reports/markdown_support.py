@@ -1,0 +1,84 @@
+"""What backends support, as Markdown: a table of features, and one of sizes and forms, each value under its verdict.
+
+Must not know: what a feature means, how records came about.
+"""
+
+from collections.abc import Sequence
+
+from attncheck.reports import markup
+from attncheck.reports.store import Run
+from attncheck.reports.support import SupportRow, support_rows
+
+_VERDICTS = (
+    "",
+    "some cases fall short",
+    "**not declared, accepted and wrong**",
+    "not declared, and right all the same",
+    "refused",
+    "not examined",
+)
+
+
+def support(run: Run, backends: Sequence[str]) -> list[str]:
+    """The features each backend declares, then what the cases showed of them, and of sizes and forms."""
+    declared = [
+        f"- {markup.escaped(backend.name)} declares: {', '.join(sorted(backend.features)) or 'no optional feature'}"
+        for backend in run.header.backends
+        if backend.name in backends
+    ]
+    rows = support_rows(run.records, run.header)
+    features, forms = [row for row in rows if not row.is_form], [row for row in rows if row.is_form]
+    sections = ["\n".join(declared)] if declared else []
+    if features:
+        sections += [
+            "## Features",
+            "What came of the cases that need a feature; numbers count cases, and a case may need several.",
+            _feature_table(features, backends),
+        ]
+    if forms:
+        sections += [
+            "## Sizes and forms",
+            "The values that the cases had; those without a word were examined, and nothing fell short.",
+            _form_table(forms, backends),
+        ]
+    return sections
+
+
+def _feature_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
+    cells = {(row.feature, row.backend): row.in_words for row in rows}
+    names = sorted({row.feature for row in rows})
+    lines = [[f"`{name}`", *(cells.get((name, backend), "-") for backend in backends)] for name in names]
+    return markup.table(["feature", *map(markup.escaped, backends)], lines)
+
+
+def _form_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
+    """A row a key; of each backend the values, those alike together."""
+    values: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for row in rows:
+        key, _, value = row.feature.partition("=")
+        values.setdefault((key, row.backend), {}).setdefault(_verdict(row), []).append(value)
+    cells = {
+        place: "; ".join(_values(verdict, words[verdict]) for verdict in _VERDICTS if verdict in words)
+        for place, words in values.items()
+    }
+    keys = dict.fromkeys(key for key, _ in values)
+    lines = [[f"`{key}`", *(cells.get((key, backend), "-") for backend in backends)] for key in keys]
+    return markup.table(["", *map(markup.escaped, backends)], lines)
+
+
+def _values(verdict: str, values: Sequence[str]) -> str:
+    ordered = sorted(values, key=lambda value: (not value.isdigit(), int(value) if value.isdigit() else 0, value))
+    text = markup.escaped(", ".join(ordered))
+    return f"{verdict}: {text}" if verdict else text
+
+
+def _verdict(row: SupportRow) -> str:
+    """One of :data:`_VERDICTS`, without numbers."""
+    well, short, wrong, answered, refused, left = _VERDICTS
+    if row.right or row.short:
+        return short if row.short else well
+    if row.wrong:
+        return wrong
+    if row.answered:
+        return answered
+    return refused if row.refused else left
