@@ -52,6 +52,15 @@ def run(
             "named_batches and padding.",
         ),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Replace a default of the suites, such as cache.block_size=32, cache.layout=HND, layer.head_size=96. "
+            "Cases that say otherwise for themselves keep what they say. May be repeated.",
+        ),
+    ] = None,
     case: Annotated[
         list[str] | None,
         typer.Option(
@@ -96,14 +105,16 @@ def run(
     own: one that kills its process loses a case, and the others nothing. Every record goes into a run file, which
     `attncheck report` reads.
     """
+    from attncheck.cases.variants import with_defaults
     from attncheck.harness.candidates import asked_first
     from attncheck.harness.crew import Crew
     from attncheck.harness.providers.request import ProviderRequest
-    from attncheck.harness.selection import select_cases
+    from attncheck.harness.selection import DEFAULT_SUITE, select_cases
 
     began = time.monotonic()
     request = ProviderRequest(tuple(provider or ()), tuple(function or ()), tuple(check or ()), bool(backend))
-    selection = select_cases(request.suites(suite or ()), case or (), request.backend_checks)
+    suites = [with_defaults(ref, settings or ()) for ref in request.suites(suite or ()) or (DEFAULT_SUITE,)]
+    selection = select_cases(suites, case or (), request.backend_checks)
     refs = None if request.are_alone else tuple(backend or ())
     _make_folder(dump)
     with Crew() as crew:

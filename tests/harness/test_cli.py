@@ -212,6 +212,19 @@ def test_filters_reach_the_run(here: Attncheck, folder: Path) -> None:
     assert [(record.case_id, record.check) for record in records] == [("decode", "numerics"), ("decode", "lse")]
 
 
+def test_defaults_of_the_suites_can_be_set(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--backend", "reference", "--suite", "small.yaml", "--set", "layer.head_size=64", "--set"]
+    assert here(*words, "cache.block_size=8", "--output", "set.jsonl") == 0
+    run = read_run(folder / "set.jsonl")
+    needs = {need for record in run.records for need in record.needs}
+    assert {"head_size=64", "block_size=8"} <= needs
+    assert "head_size=32" not in needs
+    (suite,) = run.header.suites
+    assert suite.ref == "small.yaml{layer.head_size: 64, cache.block_size: 8}"
+    assert here(*words, "cache.block_size") == 2
+    assert "KEY=VALUE" in capsys.readouterr().err
+
+
 def test_without_a_backend_all_built_in_ones_run(here: Attncheck, folder: Path) -> None:
     assert here("--check", "numerics") == 0
     names = {record.backend for record in read_run(the_run(folder)).records}
