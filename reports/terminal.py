@@ -275,9 +275,11 @@ def _expected(summary: Summary) -> str:
 
 
 def _conventions(header: RunHeader, summary: Summary) -> str:
-    """Each backend's conventions, those that are alike together."""
+    """Each backend's conventions, those that are alike together; beside a foreign backend's name its version."""
     groups: dict[str, list[str]] = {}
     for backend in header.backends:
         if backend.name in summary.backends and backend.conventions:
-            groups.setdefault(phrases.conventions(backend), []).append(backend.name)
+            is_ours = backend.version in ("", header.environment.attncheck)
+            name = backend.name if is_ours else f"{backend.name} ({phrases.printable(backend.version)})"
+            groups.setdefault(phrases.conventions(backend), []).append(name)
     return "\n".join(wrap(f"conventions of {', '.join(names)}: {text}") for text, names in groups.items())

@@ -66,6 +66,13 @@ def test_terminal_tells_each_failure_whole(header: RunHeader, records: list[Reco
     assert "conventions of Wrong: lse_base: 2, batch_invariant: yes" in text
 
 
+def test_terminal_names_the_version_of_a_foreign_backend(header: RunHeader, records: list[Record]) -> None:
+    foreign = header.backends[1].model_copy(update={"version": "0.32.0, interpreted"})
+    text = terminal.render(header.model_copy(update={"backends": (header.backends[0], foreign)}), records)
+    assert "conventions of reference: " in text
+    assert "conventions of Wrong (0.32.0, interpreted): " in text
+
+
 def test_terminal_says_what_was_not_examined_and_why(header: RunHeader, records: list[Record]) -> None:
     text = terminal.render(header, records)
     assert "3 cases (lse)" in text
