@@ -1,0 +1,88 @@
+"""docs/adding-a-backend.md is true: its files are the templates, its commands work and print what is said.
+
+The file for vLLM is tried out in tests/vllm, the others once more, in a clean installation, by scripts/check_wheel.py.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from attncheck.harness.cli import app
+from attncheck.harness.commands.new import TEMPLATES, Kind, fill_in
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")
+FUNCTION, CLASSES, VLLM, TEST = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+FILES = {Kind.FUNCTION: FUNCTION, Kind.CLASSES: CLASSES, Kind.VLLM: VLLM}
+CONSOLE = [
+    (command, output)
+    for body in re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", body, re.MULTILINE)
+]
+NEW, FUNCTION_RUN, CLASSES_RUN, VLLM_RUN, FAILING_RUN, FIRST_ONLY = CONSOLE
+((WRONG, RIGHT),) = re.findall(r"`(: seq_len.*?)` for `(.*?)`", TEXT)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_file_of_the_page_is_the_one_that_is_written(kind):
+    written = fill_in(kind, "mine")
+    assert FILES[kind] == written["mine.py"]
+    assert FILES[kind] == (ROOT / "harness" / "templates" / TEMPLATES[kind]).read_text(encoding="utf-8")
+    assert written["test_mine.py"].replace("vllm:", "") == TEST
+
+
+def test_the_function_of_the_readme_is_the_same():
+    assert f"```python\n{FUNCTION}```\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_is_written_is_said(shell, tmp_path):
+    assert shell(NEW[0], tmp_path)[0] == 0
+    (said,) = re.findall(r"^writes `(.*?)`.*`(.*?)`", TEXT, re.MULTILINE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(said)
+
+
+@pytest.mark.parametrize(
+    ("file", "run"), [(FUNCTION, FUNCTION_RUN), (CLASSES, CLASSES_RUN)], ids=["function", "classes"]
+)
+def test_a_file_is_right_and_prints_what_is_said(shell, assert_printed, tmp_path, file, run):
+    (tmp_path / "mine.py").write_text(file, encoding="utf-8")
+    command, output = run
+    code, printed = shell(command, tmp_path)
+    assert code == 0, printed
+    assert_printed(output, printed)
+
+
+def test_the_failure_is_told_as_is_said_and_can_be_repeated(shell, assert_printed, tmp_path):
+    assert FUNCTION.count(RIGHT) == 1
+    (tmp_path / "mine.py").write_text(FUNCTION.replace(RIGHT, WRONG), encoding="utf-8")
+    command, output = FAILING_RUN
+    code, printed = shell(command, tmp_path)
+    assert code == 1, printed
+    assert_printed(output, printed)
+    code, printed = shell(re.search(r"repeat: (.*)", output)[1], tmp_path)
+    assert code == 1, printed
+    assert "the last, partly filled page is missing" in printed
+    code, printed = shell(f"{FIRST_ONLY[0]} --dump wrong", tmp_path)
+    assert code == 1, printed
+    assert printed.count("repeat: ") == 1
+    assert [path.suffix for path in (tmp_path / "wrong").iterdir()] == [".pt"]
+
+
+def test_every_option_that_is_named_is_there():
+    command = typer.main.get_command(app)
+    options = {option for name in ("run", "list") for each in command.commands[name].params for option in each.opts} | {
+        option for each in command.commands["new"].commands["backend"].params for option in each.opts
+    }
+    told = {word for code in re.findall(r"`(--[^`]*)`", TEXT) for word in shlex.split(code) if word.startswith("--")}
+    assert told
+    assert told <= options
+
+
+@pytest.mark.parametrize(("file", "section"), re.findall(r"\]\(([\w.-]*)#?([\w-]*)\)", TEXT))
+def test_a_link_leads_somewhere(file, section):
+    text = (ROOT / "docs" / file).read_text(encoding="utf-8")
+    headings = [re.sub(r"[^\w -]", "", line).lower() for line in re.findall(r"^#+ (.*)", text, re.MULTILINE)]
+    assert not section or section in [heading.replace(" ", "-") for heading in headings]
