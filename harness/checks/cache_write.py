@@ -16,7 +16,7 @@ from attncheck.harness.checks import fp8_write
 from attncheck.harness.checks.fp8_write import Rows
 from attncheck.harness.coordinates import decode
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.float8 import alike
+from attncheck.harness.float8 import alike, numbers_of
 from attncheck.harness.functions import block_moves
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.pool import Pool
@@ -121,12 +121,16 @@ def _coding_fault(
 ) -> str | None:
     """Which fault of a writer explains nearly all bytes that differ; ``guesses``: (fault, pool after it)."""
     expected, got = alike(expected, held), alike(got, held)
-    differs = expected != got
-    if fp8_write.is_unsaturated(expected, got, held):
-        return "numbers beyond the range of the format become NaN or Inf; they have to saturate"
+    is_lost = torch.isnan(numbers_of(expected, held)) & ~torch.isnan(numbers_of(got, held))
+    differs = (expected != got) & ~is_lost
+    faults = ["NaN is stored as a number"] if bool(is_lost.any()) else []
+    if not bool(differs.any()):
+        return "; ".join(faults) or None
+    if fp8_write.is_unsaturated(expected[~is_lost], got[~is_lost], held):
+        return "; ".join(["numbers beyond the range of the format become NaN or Inf; they have to saturate", *faults])
     for meaning, image in guesses:
         if float((alike(image, held) == got)[differs].double().mean()) >= _EXPLAINED:
-            return meaning
+            return "; ".join([meaning, *faults])
     return None
 
 

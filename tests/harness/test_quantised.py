@@ -14,7 +14,7 @@ from attncheck.harness.checks import cache_write, fp8_write, numerics
 from attncheck.harness.codec_proof import CodecError, prove_codec
 from attncheck.harness.engine import Examiner, Plan
 from attncheck.harness.findings import Broken, Finding, Holds
-from attncheck.harness.float8 import numbers_of
+from attncheck.harness.float8 import nearest_code, numbers_of, truncated_code
 from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.output_codes import OutputCodes, output_codes
 from attncheck.harness.problem import build_problem
@@ -61,6 +61,29 @@ def test_dividing_and_multiplying_by_the_reciprocal_are_both_right(make_case: An
     case = make_case(cache={"kv_cache_dtype": kind} | SCALES)
     for backend in (ReferenceBackend, multiplies):
         assert all(isinstance(finding, Holds) for finding in findings(backend, case).values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_cut", "meaning"),
+    [
+        ("fp8_e5m2", True, "codes are truncated, not rounded to the nearest; NaN is stored as a number"),
+        ("fp8_e4m3", False, "NaN is stored as a number"),
+    ],
+)
+def test_a_writer_that_makes_numbers_of_nan_is_told_so(make_case: Any, kind: str, is_cut: bool, meaning: str) -> None:
+    class Impl(ReferenceImpl):
+        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):  # type: ignore[no-untyped-def]
+            limit = torch.finfo(key_cache.dtype).max
+            for new, cache in ((key, key_cache), (value, value_cache)):
+                scaled = (new.double() / 0.25).nan_to_num(nan=limit).clamp(-limit, limit)
+                codes = truncated_code(scaled, cache.dtype) if is_cut else nearest_code(scaled, cache.dtype)
+                cache.view(torch.uint8)[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = codes
+
+    backend = type("Backend", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    case = make_case(cache={"kv_cache_dtype": kind, "k_scale": 0.25, "v_scale": 0.25})
+    finding = findings(backend, case)["cache_write"]
+    assert isinstance(finding, Broken)
+    assert finding.meaning == meaning
 
 
 def test_the_rows_reach_codes_that_only_one_of_the_two_makes() -> None:
