@@ -94,6 +94,11 @@ class VLLMBackend(AttentionBackend):
         return reasons or ([trouble] if trouble else [])
 
     @classmethod
+    def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        """See the contract; what Triton's interpreter would get wrong in the backend's place."""
+        return interpreted.gaps(layer, cache) if availability.is_interpreted(cls.their_backend) else []
+
+    @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:
         """See the contract; a variable of Triton's, for kernels of Triton on a CPU."""
         return availability.required_environment(cls.their_backend, device)
@@ -102,10 +107,7 @@ class VLLMBackend(AttentionBackend):
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """See the contract; what the declarations say, and what vLLM's own check of a configuration says besides."""
         reasons = super().unsupported_reasons(layer, cache, batch)
-        reasons += configuration_problems(cls.their_backend, layer, cache, told=bool(reasons))
-        if availability.is_interpreted(cls.their_backend):
-            reasons += interpreted.gaps(layer, cache)
-        return reasons
+        return [*reasons, *configuration_problems(cls.their_backend, layer, cache, told=bool(reasons))]
 
     @classmethod
     def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:

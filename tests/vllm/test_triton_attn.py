@@ -1,0 +1,87 @@
+"""vLLM's Triton kernels, their source run by Triton's interpreter: what they get right, and every known fault."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from attncheck.backends.vllm import package
+from attncheck.backends.vllm.interpreted import launches_triton
+from attncheck.reports.store import read_run
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+SUITES = Path(__file__).parent / "suites"
+QUIET = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+    "VLLM_LOGGING_LEVEL": "ERROR"
+}
+
+
+def examine(output, *arguments, **environment):
+    """The run of a command that ends well."""
+    command = [sys.executable, "-m", "attncheck", "run", "--backend", "vllm:TRITON_ATTN", "--output", str(output)]
+    done = subprocess.run(
+        [*command, "--suite", str(SUITES / "interpreted.yaml"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=QUIET | environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_run(output), done.stdout
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory):
+    """The whole suite, in a process that was started as Triton needs it."""
+    expected = ("--expect", str(SUITES / "interpreted-expected.yaml"))
+    return examine(tmp_path_factory.mktemp("run") / "run.jsonl", "--in-process", *expected, TRITON_INTERPRET="1")
+
+
+def test_every_kernel_is_right_but_for_the_known_faults(examined):
+    run, _ = examined
+    outcomes = Counter(record.outcome for record in run.records)
+    assert set(outcomes) == {"passed", "xfailed", "unavailable", "unsupported"}
+    asked = {record.case_id for record in run.records if record.outcome == "passed"}
+    assert {"decode", "mixed", "window", "soft-cap", "alibi", "sinks", "non-causal", "cross", "encoder-only"} <= asked
+    assert outcomes["xfailed"] == 4
+
+
+def test_what_the_interpreter_computes_wrongly_is_not_asked(examined):
+    run, _ = examined
+    left_out = {record.case_id: record.reasons for record in run.records if record.outcome == "unavailable"}
+    assert set(left_out) == {"bfloat16", "fp8-kv", "output-quant"}
+    assert all("Triton's interpreter" in reason for reasons in left_out.values() for reason in reasons)
+
+
+def test_a_graph_of_bare_launches_is_not_judged(examined):
+    run, _ = examined
+    (record,) = (record for record in run.records if record.check == "cudagraph")
+    assert record.outcome == "unsupported"
+    assert "cannot be examined here: forward does work that torch's dispatcher does not see" in record.reasons[0]
+
+
+def test_every_verdict_tells_that_it_is_the_interpreters(examined):
+    run, text = examined
+    assert {record.backend_version for record in run.records} == {"0.32.0, interpreted"}
+    assert "vllm:TRITON_ATTN (0.32.0, interpreted)" in text
+
+
+def test_a_process_is_started_as_triton_needs_it(tmp_path):
+    run, _ = examine(tmp_path / "run.jsonl", "--case", "soft-cap", "--check", "numerics")
+    assert [record.outcome for record in run.records] == ["passed"]
+    assert run.header.backends[0].required_environment == {"TRITON_INTERPRET": "1"}
+    assert run.header.backends[0].version == "0.32.0, interpreted"
+
+
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [("TRITON_ATTN", True), ("TRITON_MLA", True), ("CPU_ATTN", False), ("CPU_MLA", False), ("FLEX_ATTENTION", False)],
+)
+def test_backends_made_of_triton_kernels_are_told_from_others(name, launches):
+    registry = package.module("vllm.v1.attention.backends.registry")
+    assert launches_triton(registry.AttentionBackendEnum[name].get_class()) is launches
