@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attncheck.reports import markup
 from attncheck.reports.store import Run
-from attncheck.reports.support import SupportRow, support_rows
+from attncheck.reports.support import ANSWERS, SupportRow, support_rows
 
 _VERDICTS = (
     "",
@@ -32,13 +32,13 @@ def support(run: Run, backends: Sequence[str]) -> list[str]:
     if features:
         sections += [
             "## Features",
-            "What came of the cases that need a feature; numbers count cases, and a case may need several.",
+            f"Answers to the cases that need a feature ({', '.join(ANSWERS)}); numbers count cases, which may need several.",
             _feature_table(features, backends),
         ]
     if forms:
         sections += [
             "## Sizes and forms",
-            "The values that the cases had; those without a word were examined, and nothing fell short.",
+            "The values that the cases had; to those without a word all answers were right.",
             _form_table(forms, backends),
         ]
     return sections

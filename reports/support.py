@@ -1,8 +1,9 @@
 """What a backend supports by measurement, feature by feature, beside what it declares; sizes and forms likewise.
 
-Told by what became of the cases that need a feature, or have a form such as ``head_size=64``. A case needs several:
-that it fell short is told in the row of each. Rows only; tables are made by ``markdown_support``. Must not know: what a
-feature means, how a check looks.
+Told by the answers to the cases that need a feature, or have a form such as ``head_size=64``; what other checks found
+(of poison, graphs, claims) is true of a backend whatever the feature. A case needs several: that it fell short is told
+in the row of each. Rows only; tables are made by ``markdown_support``. Must not know: what a feature means, how a check
+looks.
 """
 
 from collections import Counter
@@ -13,6 +14,9 @@ from attncheck.reports.records import EXAMINED, FALLEN_SHORT, UTILITIES, Passed,
 
 CLAIMS = "claims"
 """The check that tries what is not declared."""
+
+ANSWERS = ("numerics", "lse", "cache_write")
+"""The checks that judge an answer."""
 
 REFUSED = "refused at"
 ANSWERED = "answered right without declaring it"
@@ -25,8 +29,8 @@ _AS_DECLARED = ("right", "short")
 class SupportRow:
     """Cases of one backend that need one feature, or have one form (``key=value``), by what became of them.
 
-    right, short: examined as declared, and all well, or something fell short. Of the rest, which the declarations leave
-    out: refused, answered (right all the same), wrong (accepted and wrong, or no clear refusal); left: never put.
+    right, short: examined as declared, and all answers right, or one fell short. Of the rest, which the declarations
+    leave out: refused, answered (right all the same), wrong (accepted and wrong, or no clear refusal); left: never put.
     """
 
     backend: str
@@ -111,7 +115,8 @@ def _became(records: Iterable[Record]) -> str:
         if any(note.startswith(ANSWERED) for note in notes):
             return "answered"
         return "wrong" if _is_short(claim) else "right"
-    return "short" if any(map(_is_short, examined)) else "right"
+    answers = [record for record in examined if record.check in ANSWERS] or examined
+    return "short" if any(map(_is_short, answers)) else "right"
 
 
 def _is_short(record: Record) -> bool:

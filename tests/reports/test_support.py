@@ -35,13 +35,15 @@ def test_declared_cases_are_right_or_fall_short(rows: Any, make: Any) -> None:
         make("passed", case_id="one", needs=("alibi", "sinks")),
         make("passed", case_id="one", check="claims", needs=("alibi", "sinks")),
         make("passed", case_id="two", needs=("alibi",)),
-        make("failed", case_id="two", check="containment", needs=("alibi",)),
+        make("failed", case_id="two", check="cache_write", needs=("alibi",)),
         make("xfailed", case_id="three", needs=("alibi",)),
         make("errored", case_id="four", needs=("alibi",)),
         make("crashed", case_id="five", needs=("alibi",)),
+        make("passed", case_id="six", needs=("alibi",)),
+        make("failed", case_id="six", check="containment", needs=("alibi",)),
         features=("alibi", "sinks", "lse"),
     )
-    assert found["alibi"].in_words == "falls short in 4 of 5"
+    assert found["alibi"].in_words == "falls short in 4 of 6"
     assert found["sinks"].in_words == "yes (1)"
     assert "lse" not in found
 
@@ -61,6 +63,11 @@ def test_cases_outside_the_declarations_speak_of_what_is_not_declared_alone(rows
     assert (found["sinks"].refused, found["sinks"].answered, found["sinks"].wrong) == (1, 1, 1)
     assert found["sinks"].in_words == "not declared: refused (1); right all the same (1); accepted, and wrong (1)"
     assert found["short_keys"].in_words == "not declared: not examined"
+
+
+def test_where_no_answer_was_judged_the_other_checks_count(rows: Any, make: Any) -> None:
+    found = rows(make("failed", check="cudagraph", needs=("alibi",)), features=("alibi",))
+    assert found["alibi"].in_words == "falls short in 1 of 1"
 
 
 def test_a_declared_feature_of_which_no_case_was_put(rows: Any, outside: Any) -> None:
