@@ -32,7 +32,7 @@ def support(run: Run, backends: Sequence[str]) -> list[str]:
     if features:
         sections += [
             "## Features",
-            f"Answers to the cases that need a feature ({', '.join(ANSWERS)}); numbers count cases, which may need several.",
+            f"Answers to the cases that need a feature ({', '.join(ANSWERS)}); numbers count cases, some need several.",
             _feature_table(features, backends),
         ]
     if forms:
