@@ -11,7 +11,9 @@ On a machine without a GPU two things of the surroundings keep vLLM's kernels fr
 
 No module, kernel or function of vLLM is replaced or edited: what runs is the source that is compiled elsewhere. What
 the interpreter itself computes wrongly is not mended here: :func:`gaps` names it, and it is not asked. A verdict found
-this way bears :data:`MARK`. Must not know: cases, how a backend is driven.
+this way bears :data:`MARK`; it is about the source, not about what a compiler makes of it: products of float32, which
+are TF32 when compiled, are exact here, and programs run one after another. Must not know: cases, how a backend is
+driven.
 """
 
 import dis
@@ -64,8 +66,8 @@ def import_triton_utils() -> None:
 
 
 def missing_triton() -> list[str]:
-    """Why the kernels of vLLM cannot be launched here; empty: they can. ``vllm.triton_utils`` must be imported."""
-    if sys.modules["vllm.triton_utils"].HAS_TRITON:
+    """Why the kernels of vLLM cannot be launched here; empty: they can."""
+    if importlib.import_module("vllm.triton_utils").HAS_TRITON:
         return []
     if importlib.util.find_spec("triton") is None:
         return ["it is made of Triton kernels, and Triton is not installed"]
