@@ -38,7 +38,6 @@ _PLAIN = LayerArguments(
     logits_soft_cap=None,
     attn_type=AttentionType.DECODER.value,
     kv_sharing_target_layer_name=None,
-    head_size_v=None,
     sinks=None,
 )
 

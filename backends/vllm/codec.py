@@ -5,7 +5,7 @@ Must not know: how learning works, what is judged by a codec.
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,15 +27,17 @@ _REMEMBERED = 64
 
 
 def codec_of(backend: "type[VLLMBackend]", layer: LayerSpec, cache: CacheSpec) -> PlacedCodec | None:
-    """The codec for a layer's cache; None where there is no cache, or no writer apart from ``forward`` to watch."""
-    if not has_cache(layer) or backend.forward_includes_kv_cache_update:
+    """The codec for a layer's cache; None where there is no cache, or no writer apart from ``forward`` to watch.
+
+    None also for values of another size than keys, which no impl is made for, and where the writer makes no layout.
+    """
+    if not has_cache(layer) or backend.forward_includes_kv_cache_update or layer.value_head_size != layer.head_size:
         return None
     # Nothing else of a layer decides where a row lies.
     plain_layer = LayerSpec(
         num_heads=layer.num_kv_heads,
         num_kv_heads=layer.num_kv_heads,
         head_size=layer.head_size,
-        head_size_v=layer.head_size_v,
         dtype=layer.dtype,
     )
     plain_cache = CacheSpec(block_size=cache.block_size, layout=cache.layout, kv_cache_dtype=cache.kv_cache_dtype)
@@ -54,11 +56,8 @@ def _learned(backend: "type[VLLMBackend]", layer: LayerSpec, cache: CacheSpec) -
         block_size=cache.block_size,
         cache_dtype=cache.kv_cache_dtype,
     )
-    extra: dict[str, Any] = {} if layer.head_size_v is None else {"head_size_v": layer.head_size_v}
     with set_current_vllm_config(plain):
-        impl = backend.get_impl_cls()(
-            layer.num_heads, layer.head_size, layer.softmax_scale, layer.num_kv_heads, **extra
-        )
+        impl = backend.get_impl_cls()(layer.num_heads, layer.head_size, layer.softmax_scale, layer.num_kv_heads)
     unscaled = _Unscaled(device)
 
     def write(kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:

@@ -43,6 +43,11 @@ class VLLMImpl(AttentionImpl[Any]):
     ) -> None:
         """See the contract; the cache's dtype is the current config's, as vLLM's layer has it."""
         plain = get_current_vllm_config()
+        if head_size_v not in (None, head_size):
+            # Its layer takes one and says nothing of it to the impl, which then writes past the end of the output.
+            raise NotImplementedError(
+                f"head_size_v {head_size_v}: vLLM tells an impl one head size, and this is another"
+            )
         given = LayerArguments(
             num_heads=num_heads,
             head_size=head_size,
@@ -53,7 +58,6 @@ class VLLMImpl(AttentionImpl[Any]):
             logits_soft_cap=logits_soft_cap,
             attn_type=str(attn_type),
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            head_size_v=head_size_v,
             sinks=sinks,
         )
         self.config = their_config(plain)

@@ -30,7 +30,6 @@ class LayerArguments:
     logits_soft_cap: float | None
     attn_type: str
     kv_sharing_target_layer_name: str | None
-    head_size_v: int | None
     sinks: torch.Tensor | None
 
 
@@ -42,8 +41,6 @@ def make_layer(their_backend: type[Any], config: Any, given: LayerArguments) -> 
     attention = package.find("Attention", "vllm.model_executor.layers.attention", "vllm.attention.layer")
     kinds = package.find("AttentionType", "vllm.v1.attention.backend", "vllm.attention.backends.abstract")
     extra: dict[str, Any] = {} if given.sinks is None else {"sinks": given.sinks}
-    if given.head_size_v is not None:
-        extra["head_size_v"] = given.head_size_v
 
     def made(name: str, target: str | None) -> Any:
         return attention(
