@@ -4,6 +4,7 @@ Text in, text out. Must not know: what a probe does, tables, colours, Markdown.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 _FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
@@ -56,6 +57,17 @@ def shortened(reason: str, width: int) -> str:
     if clause * 2 >= width:
         return f"{reason[:clause]} ..."
     return f"{reason[:word]} ..." if word > 0 else f"{reason[: width - 3]}..."
+
+
+def listed(reasons: Sequence[str]) -> str:
+    """Reasons that differ in their first figure alone as one: ``block_size 1, 8, 16: supported are ...``."""
+    figures = dict.fromkeys(match[0] for reason in reasons if (match := _FIGURE.search(reason)))
+    return _FIGURE.sub(", ".join(sorted(figures, key=float)), reasons[0], count=1)
+
+
+def without_first_figure(reason: str) -> str:
+    """What reasons have in common that :func:`listed` makes one."""
+    return _FIGURE.sub("#", reason, count=1)
 
 
 def without_figures(reason: str) -> str:

@@ -8,6 +8,7 @@ error with its line, never a smaller report.
 Must not know: how a record came about, or how it is shown.
 """
 
+import lzma
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +37,9 @@ from attncheck.reports.records import (
 )
 
 SYNC_EVERY_S = 1.0
+
+COMPRESSED = ".xz"
+"""How the names of compressed run files end: kept as evidence, they take a fiftieth of the room."""
 
 
 def now() -> str:
@@ -133,7 +137,7 @@ class Run:
 
 
 def read_run(path: Path | str) -> Run:
-    """Read and verify a run file.
+    """Read and verify a run file; one whose name ends in ``.xz`` is taken to be compressed, as by ``xz``.
 
     Raises:
         RunFileError: with the line where one is to blame. The file cannot be read, is empty, has no header, is of
@@ -143,8 +147,12 @@ def read_run(path: Path | str) -> Run:
     path = str(path)
     try:
         content = Path(path).read_bytes()
+        if path.endswith(COMPRESSED):
+            content = lzma.decompress(content)
     except OSError as error:
         raise RunFileError(path, f"cannot be read: {error.strerror}") from error
+    except lzma.LZMAError as error:
+        raise RunFileError(path, f"is not what its name says, compressed by xz: {error}") from error
     if not content.strip():
         raise RunFileError(path, "is empty; a run begins with its header")
     lines = content.split(b"\n")

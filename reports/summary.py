@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from attncheck.reports.reasons import listed, without_first_figure
 from attncheck.reports.records import (
     BUDGET_SHARE,
     EXAMINED,
@@ -55,7 +56,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class Gap:
-    """Something not examined: one backend, one set of reasons, and the ``cases`` and ``checks`` it concerns."""
+    """Something not examined: one backend, one set of reasons, and the ``cases`` and ``checks`` it concerns.
+
+    Reasons that differ in a size or a number at their beginning are one, which lists them.
+    """
 
     backend: str
     outcome: Outcome
@@ -153,20 +157,23 @@ def _in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _gaps(records: Sequence[Record], checks: Sequence[str]) -> tuple[Gap, ...]:
-    """Everything not examined, equal reasons of a backend together; backends in order, most cases first."""
-    cases: dict[tuple[str, Outcome, str, tuple[str, ...]], dict[tuple[str, str], set[str]]] = {}
+    """Everything not examined, like reasons of a backend together; backends in order, most cases first."""
+    groups: dict[tuple[str, Outcome, str, tuple[str, ...]], list[Unsupported | Unavailable]] = {}
     for record in records:
         if isinstance(record, Unsupported | Unavailable):
             by = record.by if isinstance(record, Unsupported) else "machine"
-            group = cases.setdefault((record.backend, record.outcome, by, record.reasons), {})
-            group.setdefault((record.suite, record.case_id), set()).add(record.check)
+            alike = tuple(map(without_first_figure, record.reasons))
+            groups.setdefault((record.backend, record.outcome, by, alike), []).append(record)
     gaps = [
         Gap(
-            *group,
-            cases=len(members),
-            checks=tuple(check for check in checks if any(check in asked for asked in members.values())),
+            backend=backend,
+            outcome=outcome,
+            by=by,
+            reasons=tuple(listed(reason) for reason in zip(*(record.reasons for record in members), strict=True)),
+            cases=len({(record.suite, record.case_id) for record in members}),
+            checks=tuple(check for check in checks if any(record.check == check for record in members)),
         )
-        for group, members in cases.items()
+        for (backend, outcome, by, _), members in groups.items()
     ]
     order = _in_order(record.backend for record in records)
     return tuple(sorted(gaps, key=lambda gap: (order.index(gap.backend), -gap.cases, gap.reasons)))

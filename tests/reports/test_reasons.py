@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncheck.reports.reasons import joined, shortened
+from attncheck.reports.reasons import joined, listed, shortened, without_first_figure
 
 SHAPE = "data-dependent shape: x[...] (aten.index)"
 
@@ -60,3 +60,12 @@ def test_whatever_differs_in_more_stays(reason: str) -> None:
 def test_a_reason_ends_after_a_clause_or_a_word(reason: str, width: int, short: str) -> None:
     assert shortened(reason, width) == short
     assert len(short) <= width
+
+
+def test_reasons_that_differ_in_their_first_figure_list_it() -> None:
+    sizes = [f"block_size {size}: supported are multiples of 32" for size in (16, 8, 128, 8)]
+    assert listed(sizes) == "block_size 8, 16, 128: supported are multiples of 32"
+    assert len(set(map(without_first_figure, sizes))) == 1
+    assert listed(["cap 5.0: no", "cap 30.0: no"]) == "cap 5.0, 30.0: no"
+    assert listed(["no figure in it"]) == "no figure in it"
+    assert without_first_figure("head_size 72: 64, 128") != without_first_figure("head_size 72: 64")

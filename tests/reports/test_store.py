@@ -1,6 +1,7 @@
 """Run files: written safely, read strictly."""
 
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,6 +139,16 @@ def test_a_file_that_contradicts_itself_is_refused_with_the_line(
 
 def edit(line: str, **changes: object) -> str:
     return json.dumps(json.loads(line) | changes)
+
+
+def test_a_compressed_run_is_read_by_its_name(write: Write, make: Make, tmp_path: Path) -> None:
+    path = write(make("passed"))
+    packed = tmp_path / "run.jsonl.xz"
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    assert read_run(packed).records == read_run(path).records
+    packed.write_bytes(path.read_bytes())
+    with pytest.raises(RunFileError, match="compressed by xz"):
+        read_run(packed)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

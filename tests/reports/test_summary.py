@@ -72,3 +72,12 @@ def test_equal_reasons_are_one_gap(make: Make) -> None:
         ("unsupported", "attncheck", tuple(small), 1, ("a",)),
         ("unavailable", "machine", tuple(small), 1, ("a",)),
     ]
+
+
+def test_reasons_that_differ_in_a_size_are_one_gap(make: Make) -> None:
+    sizes = [
+        make("unsupported", case_id=f"c{size}", reasons=[f"head_size {size}: no", "no window"]) for size in (80, 8)
+    ]
+    (gap,) = summarise(sizes).gaps
+    assert gap.reasons == ("head_size 8, 80: no", "no window")
+    assert gap.cases == 2
