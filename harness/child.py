@@ -123,11 +123,11 @@ class Child:
             self._told = True
             os.close(self._writing)
 
-    def close(self) -> None:
-        """End the process with all it started: at once, or, if it was dismissed, after a moment. May be repeated."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the process with all it started; one that was dismissed gets a moment for it. May be repeated."""
         if self._printed.closed:
             return
-        if self._told:
+        if self._told and not at_once:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GRACE_S)
         self._kill()

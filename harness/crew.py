@@ -39,7 +39,7 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for child in (*self._children.values(), *self._dismissed):
-            child.close()
+            child.close(at_once=kind is not None)
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the processes of ``refs`` that are not there yet; they load their backends by themselves."""

@@ -88,7 +88,7 @@ def main(reading: int, writing: int, ref: str) -> None:
     try:
         _serve(wire, ref)
     except SeveredError:
-        raise
+        sys.exit("a pipe between attncheck and this process is closed")
     except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's where nothing of it is expected)
         line = traceback.format_exception_only(error)[-1].strip()
         wire.send(Fault(error=line, traceback="".join(traceback.format_exception(error))))
