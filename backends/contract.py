@@ -230,10 +230,11 @@ class AttentionBackend(ABC):
 
     @classmethod
     def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
-        """How the cache is written and read from outside; None: only through the backend's own writer.
+        """How the cache is written and read from outside; None: as the backend's own writer shows when it is watched.
 
-        The default recognises the usual packings by asking ``get_kv_cache_shape`` with unmistakable numbers; a value
-        head size of its own, or any other packing, needs a codec of the backend's own.
+        The default recognises the usual packings by asking ``get_kv_cache_shape`` with unmistakable numbers; it is None
+        for others, and for a value head size of its own. A backend whose cache has a usual shape, but is laid out in
+        another way within, overrides it to return None.
         """
         return default_codec(cls, layer, cache)
 
