@@ -1,0 +1,46 @@
+"""The file of docs/adding-a-backend.md for vLLM: what is written runs as is said, and its test passes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")
+(COMMAND, OUTPUT), *OTHERS = re.findall(
+    r"^```console\n\$ (attncheck run --backend vllm:.*)\n([^$]*?)^```$", TEXT, re.MULTILINE
+)
+
+
+@pytest.fixture(scope="module")
+def folder(shell, tmp_path_factory):
+    """A folder with the two files as they are written."""
+    made = tmp_path_factory.mktemp("own")
+    code, printed = shell("attncheck new backend mine --kind vllm", made)
+    assert code == 0, printed
+    return made
+
+
+def test_what_is_written_is_what_the_page_shows_and_prints(shell, assert_printed, folder):
+    assert not OTHERS
+    assert f"```python\n{(folder / 'mine.py').read_text(encoding='utf-8')}```\n" in TEXT
+    code, printed = shell(f"VLLM_LOGGING_LEVEL=ERROR {COMMAND}", folder)
+    assert code == 0, printed
+    assert_printed(OUTPUT, printed)
+
+
+def test_its_test_passes(shell, folder):
+    code, printed = shell("VLLM_LOGGING_LEVEL=ERROR python -m pytest -q test_mine.py", folder)
+    assert code == 0, printed
+    assert "1 passed" in printed
+
+
+def test_an_attention_that_is_wrong_is_found(shell, folder, tmp_path):
+    text = (folder / "mine.py").read_text(encoding="utf-8")
+    assert text.count(".tril(context)") == 1
+    (tmp_path / "mine.py").write_text(text.replace(".tril(context)", ".tril(context + 1)"), encoding="utf-8")
+    command = "attncheck run --backend vllm:./mine.py:Mine --case extend --check numerics"
+    code, printed = shell(f"VLLM_LOGGING_LEVEL=ERROR {command}", tmp_path)
+    assert code == 1, printed
+    assert "looks like: " in printed
