@@ -8,6 +8,9 @@ A file is a YAML list of entries::
       outcome: failed             # or errored, crashed
       reason: the window is one key too long, issue 17
 
+An entry may narrow down what it is about: ``needs`` (features and forms, as records name them) and ``says`` (a pattern
+on what the record tells). With ``says`` it is about a finding, wherever that turns up: a case that passes is none.
+
 A record that fell short as an entry says becomes ``xfailed``; one that passed although expected to fall short becomes
 ``xpassed`` and fails the run. An entry that matches no case of the run's suites, or that no record bears out, fails the
 run as well, by its line. Entries for suites, backends, cases or checks this run leaves out are not looked at.
@@ -27,7 +30,7 @@ from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import CaseFileError
 from attncheck.reference.spec import CHECKS
 from attncheck.reports.phrases import what_happened
-from attncheck.reports.records import Crashed, Errored, Failed, Passed, Record, RecordKey, XFailed, XPassed, graph_of
+from attncheck.reports.records import Crashed, Errored, Failed, Passed, Record, XFailed, XPassed, graph_of
 
 
 class HasNames(Protocol):
@@ -55,10 +58,27 @@ class Expectation:
         metadata={"description": "what is expected: failed, errored or crashed"}
     )
     reason: str = field(metadata={"description": "why it is expected"})
+    needs: tuple[str, ...] = field(default=(), metadata={"description": "only cases that take all of these"})
+    says: str | None = field(default=None, metadata={"description": "pattern on what the record tells"})
 
     def fits_case(self, suite: str, case_id: str) -> bool:
         """Whether the pattern matches this case."""
         return fnmatchcase(f"{suite}/{case_id}", self.case) or fnmatchcase(case_id, self.case)
+
+    def is_about(self, record: Record) -> bool:
+        """Whether the record is of a case and a check that the entry names."""
+        return (
+            (record.backend, record.check) == (self.backend, self.check)
+            and self.fits_case(record.suite, record.case_id)
+            and set(self.needs) <= set(record.needs)
+        )
+
+    def foresees(self, record: Failed | Errored | Crashed) -> bool:
+        """Whether this is how the record was to fall short."""
+        if record.outcome != self.outcome:
+            return False
+        meaning = (record.meaning or "") if isinstance(record, Failed) else ""
+        return self.says is None or any(fnmatchcase(told, self.says) for told in (what_happened(record), meaning))
 
     def fits_suite(self, suite: str) -> bool:
         """Whether the pattern could match a case of this suite."""
@@ -145,21 +165,20 @@ class Expectations:
             ):
                 self._live.append(entry)
         self._met: set[Entry] = set()
-        self._seen: dict[Entry, RecordKey] = {}
+        self._seen: set[Entry] = set()
+        self._is_whole = len(selected) == len(cases)
 
     def apply(self, record: Record) -> Record:
         """The record as it stands in the light of the expectations: itself, or an ``xfailed`` or ``xpassed`` one."""
         for entry in self._live:
             wanted = entry.expectation
-            if (record.backend, record.check) != (wanted.backend, wanted.check):
+            if not wanted.is_about(record):
                 continue
-            if not wanted.fits_case(record.suite, record.case_id):
-                continue
-            self._seen.setdefault(entry, record.key)
+            self._seen.add(entry)
             who = record.key._asdict() | {
                 name: getattr(record, name) for name in ("backend_ref", "needs", "duration_s")
             }
-            if isinstance(record, Failed | Errored | Crashed) and record.outcome == wanted.outcome:
+            if isinstance(record, Failed | Errored | Crashed) and wanted.foresees(record):
                 self._met.add(entry)
                 return XFailed(
                     **who,
@@ -168,7 +187,7 @@ class Expectations:
                     reason=wanted.reason,
                     graph=graph_of(record),
                 )
-            if isinstance(record, Passed):
+            if isinstance(record, Passed) and wanted.says is None:
                 self._met.add(entry)  # not borne out, but its record says so
                 reason = f"{wanted.reason} ({entry.place.file}:{entry.place.line})"
                 return XPassed(**who, reason=reason, graph=record.graph)
@@ -183,6 +202,12 @@ class Expectations:
         missed = [
             f"{entry}, but no record bears it out; remove it if this is mended"
             for entry in self._live
-            if entry not in self._met and not (stopped_early and entry not in self._seen)
+            if entry not in self._met and self._is_judged(entry, stopped_early=stopped_early)
         ]
         return blind + missed
+
+    def _is_judged(self, entry: Entry, *, stopped_early: bool) -> bool:
+        """Whether the run could have borne the entry out. A finding may turn up in any of the cases it is about."""
+        if entry.expectation.says is not None:
+            return entry in self._seen and self._is_whole and not stopped_early
+        return entry in self._seen or not stopped_early

@@ -29,7 +29,7 @@ from attncheck.reference.spec import (
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TEXT = (DOCS / "case-files.md").read_text(encoding="utf-8")
-CASE_FILE, EXPECTED = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+CASE_FILE, *EXPECTED = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 BACKENDS = (DOCS / "backends.md").read_text(encoding="utf-8")
 FUNCTION, LEVEL_BY_CONFIG = re.findall(r"^```python\n(.*?)^```$", BACKENDS, re.MULTILINE | re.DOTALL)
 LAYER, CACHE = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32"), CacheSpec(block_size=4)
@@ -44,11 +44,12 @@ def test_the_case_file_is_one(tmp_path: Path) -> None:
     assert question(cases[0])["layer"]["logits_soft_cap"] == 30.0
 
 
-def test_the_expectation_file_is_one(tmp_path: Path) -> None:
+def test_the_expectation_files_are_some(tmp_path: Path) -> None:
     path = tmp_path / "known.yaml"
-    path.write_text(EXPECTED, encoding="utf-8")
-    (entry,) = load_expectations(path)
-    assert entry.expectation.fits_case("smoke", "window-decode")
+    path.write_text("".join(EXPECTED), encoding="utf-8")
+    place, finding = load_expectations(path)
+    assert place.expectation.fits_case("smoke", "window-decode")
+    assert finding.expectation.needs == ("logits_soft_cap", "dtype=float16")
 
 
 def test_the_backend_is_one_and_every_feature_and_convention_is_told(tmp_path: Path) -> None:

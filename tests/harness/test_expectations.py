@@ -48,7 +48,7 @@ def record(outcome: str, case_id: str = "window.a", check: str = "numerics", bac
     return parsed
 
 
-def write(path: Path, *entries: dict[str, str]) -> Path:
+def write(path: Path, *entries: dict[str, Any]) -> Path:
     path.write_text(json.dumps(list(entries), indent=1))  # JSON is YAML
     return path
 
@@ -184,3 +184,40 @@ def test_a_wrong_file_is_answered_with_the_place(tmp_path: Path, text: str | Non
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CaseFileError, match="No such file"):
         load_expectations(tmp_path / "expect.yaml")
+
+
+FINDING = ENTRY | {"case": "*", "says": "* not a number *", "reason": "the cap overflows"}
+
+
+def told(summary: str, meaning: str | None = None, needs: tuple[str, ...] = (), case_id: str = "cap") -> Record:
+    return record("failed", case_id).model_copy(update={"summary": summary, "meaning": meaning, "needs": needs})
+
+
+def test_a_finding_is_expected_wherever_it_turns_up_and_nothing_else_is(tmp_path: Path) -> None:
+    expected = expectations(write(tmp_path / "e.yaml", FINDING))
+    assert isinstance(expected.apply(told("row 3 is not a number at head 2")), XFailed)
+    assert isinstance(
+        expected.apply(told("7 of 40 rows", "it is not a number by overflow", case_id="window.a")), XFailed
+    )
+    assert isinstance(expected.apply(told("7 of 40 rows", "the cap is ignored")), Failed)
+    assert isinstance(expected.apply(record("passed", "window.b")), Passed)
+    assert expected.unmet() == []
+
+
+def test_a_finding_may_be_narrowed_down_to_what_cases_take(tmp_path: Path) -> None:
+    expected = expectations(write(tmp_path / "e.yaml", FINDING | {"needs": ["logits_soft_cap", "dtype=float16"]}))
+    summary = "row 3 is not a number at head 2"
+    assert isinstance(expected.apply(told(summary, needs=("logits_soft_cap",))), Failed)
+    assert isinstance(expected.apply(told(summary, needs=("logits_soft_cap", "sinks", "dtype=float16"))), XFailed)
+
+
+def test_a_finding_that_no_longer_turns_up_fails_a_whole_run_only(tmp_path: Path) -> None:
+    file = write(tmp_path / "e.yaml", FINDING)
+    whole, part, elsewhere = expectations(file), expectations(file, selected=CASES[:1]), expectations(file)
+    for run in (whole, part):
+        run.apply(record("passed"))
+    (error,) = whole.unmet()
+    assert "no record bears it out" in error
+    assert part.unmet() == []
+    assert elsewhere.unmet() == []  # nothing was examined that it is about
+    assert whole.unmet(stopped_early=True) == []
