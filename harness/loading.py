@@ -4,6 +4,7 @@ Must not know: which backends a run chooses, how they are examined.
 """
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -91,7 +92,7 @@ def usable_here(backend: LoadedBackend | Missing, device: str) -> LoadedBackend 
     needs = lacking(required_environment(backend, device), os.environ)
     if not needs:
         return backend
-    words = " ".join(f"{name}={value}" for name, value in needs.items())
+    words = " ".join(f"{name}={shlex.quote(value)}" for name, value in needs.items())
     reason = f"this process must have been started with {words}: type it before the command"
     return Missing(backend.name, backend.ref, (reason,), backend.version)
 
