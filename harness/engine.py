@@ -172,7 +172,6 @@ class Examiner:
             reason = f"out of memory while the truth was computed: {error}"
             yield from gone((reason,))
             return
-        is_broken = False
         for check in checks:
             begin(f"check {check}")
             began = perf_counter()
@@ -182,10 +181,10 @@ class Examiner:
                 finding = failure.raised
             except Exception as error:  # noqa: BLE001 (ours: one case is lost and told, the rest of the run is not)
                 finding = capture(OURSELVES, error)
-            yield record_of(self._circumstances, case, backend, check, finding, perf_counter() - began)
-            is_broken |= isinstance(finding, Broken)
-        if is_broken and self.plan.dump is not None:
-            desk.dump(self.plan.dump, backend.name)
+            record = record_of(self._circumstances, case, backend, check, finding, perf_counter() - began)
+            if isinstance(finding, Broken) and self.plan.dump is not None:
+                desk.dump(self.plan.dump, backend.name)  # whoever stops at this record will not come back
+            yield record
 
     def _unavailable(self, backend: type[AttentionBackend], case: Case) -> list[str]:
         device, asked = self.plan.device, (case.layer, case.cache, case.batch)

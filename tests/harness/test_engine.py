@@ -318,6 +318,12 @@ def test_a_failing_case_is_dumped_as_plain_tensors(make_case: Any, tmp_path: Pat
     examine(ReferenceBackend, make_case(name="right"), dump=tmp_path)
     assert list(tmp_path.iterdir()) == [path], "what passes is not dumped"
 
+    path.unlink()
+    wrong = loaded(with_impl(attend=attend))
+    first = next(Examiner(Plan(cases=(make_case(),), backends=(wrong,), dump=tmp_path)).run())
+    assert first.outcome == "failed"
+    assert list(tmp_path.iterdir()) == [path], "whoever stops at the first failure has its tensors"
+
 
 def test_a_case_too_large_for_the_machine_is_unavailable_before_anything_is_allocated(make_case: Any) -> None:
     case = make_case((1, 2**20), cache={"num_blocks": 2**31})
