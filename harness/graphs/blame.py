@@ -15,6 +15,9 @@ from types import CodeType, FrameType
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 """Folders of code that a backend uses, but did not write; a backend may be installed there all the same."""
 
+_OURS = ("attncheck.harness.", "attncheck.backends.vllm.")
+"""Code that only drives a backend: the harness, and the bridge to vLLM's."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -25,8 +28,8 @@ class Line:
 
     def __str__(self) -> str:
         path = Path(self.code.co_filename)
-        here = Path.cwd()
-        shown = path.relative_to(here) if path.is_relative_to(here) else path
+        roots = (*map(Path, reversed(_LIBRARIES)), Path.cwd())
+        shown = next((path.relative_to(root) for root in roots if path.is_relative_to(root)), path)
         return f"{shown}:{self.number} in {self.code.co_name}"
 
 
@@ -63,8 +66,9 @@ def _stack(frame: FrameType | None, boundary: CodeType | None) -> Iterator[tuple
 def _innermost_own(frames: Iterable[tuple[FrameType, int]]) -> Place:
     """The first of ``frames``, innermost first and each with its line, that is the backend's own.
 
-    torch and attncheck.harness never are. Code of other installed libraries is only where no frame further out is: a
-    backend that calls a library is to blame for what the library does, and a backend may be an installed library.
+    torch and what only drives a backend never are. Code of other installed libraries is only where no frame further
+    out is: a backend that calls a library is to blame for what the library does, and a backend may be an installed
+    library.
     """
     library: Place | None = None
     interpreted = False
@@ -73,7 +77,7 @@ def _innermost_own(frames: Iterable[tuple[FrameType, int]]) -> Place:
         root = module.partition(".")[0]
         if root == "triton":
             interpreted = True
-        elif root not in {"torch", "numpy"} and not f"{module}.".startswith("attncheck.harness."):
+        elif root not in {"torch", "numpy"} and not f"{module}.".startswith(_OURS):
             place = Place(Line(frame.f_code, line), interpreted)
             if not _is_library(frame.f_code.co_filename):
                 return place

@@ -1,4 +1,7 @@
-"""What the emulation must know of an operator, read from its schema and its tags. Must not know: tapes, modes."""
+"""What the emulation must know of an operator, read from its schema, its tags and its kernels.
+
+Must not know: tapes, modes.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +9,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 AnyOperator = OpOverload | HigherOrderOperator
 
@@ -21,6 +25,15 @@ _ALLOCATIONS = frozenset(
 )
 _READS = frozenset({"aten::equal", "aten::allclose", "aten::is_nonzero"})
 """Beside those that torch tags."""
+
+_PREFERRED = (
+    DispatchKey.CPU,
+    DispatchKey.CompositeExplicitAutograd,
+    DispatchKey.CompositeExplicitAutogradNonFunctional,
+    DispatchKey.AutogradCPU,
+    DispatchKey.Autograd,
+)
+"""Whose kernels a call on the CPU meets before a composite one."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +81,37 @@ def describe(func: AnyOperator) -> Operator:
         written=frozenset(written),
         is_dynamic=torch.Tag.dynamic_output_shape in func.tags,
         follows=follows,
-        is_composite=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
+        is_composite=func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+        and not passes_unseen(func),
     )
+
+
+def passes_unseen(func: OpOverload) -> bool:
+    """Whether dispatch modes see no call of ``func`` on the CPU, nor, as a rule, what it does.
+
+    So it is with C++ functions that a library registers without a dispatch key, ``m.def(schema, fn)``: to torch they
+    are composite, and run before any mode is asked. Those of torch itself call operators that modes do see, and so does
+    a composite operator written in Python.
+    """
+    key = DispatchKey.CompositeImplicitAutograd
+    if func.namespace in _TORCHS_OWN or not func.has_kernel_for_dispatch_key(key):
+        return False
+    # torch.library notes what is registered from Python; without a key it notes none.
+    noted = (f"{func._name.replace('::', '/', 1)}/{name}" for name in (key.name, ""))
+    is_python = key in func.py_kernels or not torch.library._impls.isdisjoint(noted)
+    return not is_python and not any(map(func.has_kernel_for_dispatch_key, _PREFERRED))
+
+
+def unseen_overload(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> OpOverload | None:
+    """What a Python function stands for, if it is an operator that passes unseen, and is given a tensor.
+
+    Without one it is the host's business, such as what the CPU can do or a handle's release: no graph repeats it.
+    """
+    if not isinstance(func, OpOverload | OpOverloadPacket) or next(tensors_in((args, kwargs)), None) is None:
+        return None
+    if isinstance(func, OpOverloadPacket):
+        func = getattr(func, torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs))
+    return func if isinstance(func, OpOverload) and passes_unseen(func) else None
 
 
 def _work(func: OpOverload, writes: bool, follows: bool) -> Work:

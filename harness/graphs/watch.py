@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from attncheck.harness.graphs.blame import find_place
 from attncheck.harness.graphs.functions import (
@@ -32,7 +32,7 @@ from attncheck.harness.graphs.functions import (
 )
 from attncheck.harness.graphs.host_memory import HostMemory, storage_key
 from attncheck.harness.graphs.judgement import Call, forbidden
-from attncheck.harness.graphs.operators import AnyOperator, Operator, describe, tensors_in
+from attncheck.harness.graphs.operators import AnyOperator, Operator, describe, tensors_in, unseen_overload
 from attncheck.harness.graphs.recorder import Violation, ViolationKind
 from attncheck.harness.graphs.tape import Tape
 from attncheck.harness.graphs.uncompiled import uncompiled
@@ -127,6 +127,9 @@ class Watch:
             if func in MAKERS and self._memory_of(tensors_in(args)) == "device":
                 self._report("host read", words(func, ""))
             self._placed = self._place_of_new(func, args, kwargs)
+            if (unseen := unseen_overload(func, args, kwargs)) and isinstance(_get_current_dispatch_mode(), _Operators):
+                with _pop_mode_temporarily():
+                    return self.operator(unseen, args, kwargs)
             return func(*args, **kwargs)
         finally:
             self._function, self._placed = outer
@@ -228,16 +231,20 @@ class Watch:
     def _custom(self, func: OpOverload, call: Call, memory: Memory, tape: Tape | None) -> object:
         """A custom operator: taped as what it is made of, since whatever Python decides in between is frozen.
 
-        Where part of it is hidden (a kernel that is handed addresses, C++ code), it is one step, computed as a whole.
+        Where part of it is hidden (a kernel that is handed addresses, C++ code), it is one step, computed as a whole,
+        whatever its schema says that it writes.
         """
         mark = None if tape is None else tape.mark()
         args, kwargs = cast(tuple[Args, Kwargs], self.host.snapshot((call.args, call.kwargs)))
+        num_host_reads = len(self._host_reads)
         with torch._C._EnableTorchFunction():
             result, is_opaque = self._run_inside(func, call.args, call.kwargs)
         known = {storage_key(tensor) for tensor in call.given}
         fresh = tuple(None if storage_key(tensor) in known else tensor for tensor in tensors_in(result))
         self._place(memory, fresh)
         if tape is not None and mark is not None and (is_opaque or not tape.has_grown_since(mark)):
+            if call.on_host and len(self._host_reads) == num_host_reads:
+                self._note_host_read(call.operator.name)
             tape.go_back_to(mark)
             tape.add(func, *tape.freeze(call.operator.name, args, kwargs, self.host), fresh)
         return result

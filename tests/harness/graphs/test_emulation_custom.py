@@ -61,6 +61,18 @@ def test_hidden_work_inside_an_operator_is_done_again() -> None:
         assert out.tolist() == [4.0 * factor, 5.0 * factor, 6.0 * factor]
 
 
+def test_what_a_hidden_operator_is_given_on_the_host_is_frozen_and_told() -> None:
+    recorder, (out, twin) = EmulatedRecorder(), buffers()
+    recorder.mark_host(twin)
+    recording = recorder.record(lambda: lambda: by_address(out, twin))
+    twin.fill_(7)
+    recording.replay()
+    assert out.tolist() == [1.0] * 3
+    assert not recording.reads(twin)
+    (read,) = recording.host_reads()
+    assert read.startswith("attncheck_custom.by_address at ")
+
+
 def test_a_hidden_operator_within_one_that_is_seen_is_the_only_opaque_step() -> None:
     out, x = buffers()
     recording = recorded(both, out, x)

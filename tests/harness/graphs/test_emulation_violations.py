@@ -206,6 +206,15 @@ def test_who_records_is_not_to_blame() -> None:
     assert [v.where for v in caught.value.violations] == [""]
 
 
+def test_who_only_drives_a_library_is_not_to_blame_for_it() -> None:
+    lens = [*inputs().lens]
+    bridge = {"__name__": "attncheck.backends.vllm.impl", "statistics": statistics, "lens": lens}
+    forward = eval("lambda: statistics.median(lens)", bridge)
+    with pytest.raises(CaptureError) as caught:
+        EmulatedRecorder().record(lambda: forward)
+    assert all(v.where.startswith("statistics.py:") for v in caught.value.violations)
+
+
 def test_what_a_warm_up_reads_is_no_violation() -> None:
     b, runs = inputs(), []
 
