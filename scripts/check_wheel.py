@@ -1,25 +1,33 @@
-"""Prove a built wheel: the rooms are whole in it, and it works where neither the checkout nor torch is.
+"""Prove a built wheel: the rooms are whole in it, and it works where the checkout is not; some of it without torch.
 
     python scripts/check_wheel.py DIST_FOLDER SCRATCH_FOLDER
 
 The import root reaches the rooms by links; a build that did not follow them, or lost the suites, still installs. So the
 wheel's list of files is compared with the rooms, and the wheel is installed into a clean environment of SCRATCH_FOLDER
 together with its light dependencies only. There `attncheck list` and `attncheck schema` must name every suite and load
-no torch. Exits with a message when something is missing.
+no torch. In a second one, with all it depends on, an author's first steps are taken as docs/adding-a-backend.md tells
+them: `attncheck new backend`, the command that it names, and the test that it wrote. Exits with a message when
+something is missing.
 """
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+import tempfile
 import venv
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("reference", "cases", "backends", "reports", "harness")
 LIGHT = ("pydantic", "PyYAML", "typer", "rich", "tabulate")
 """What listing, validating and reporting need."""
+WAYS = ("function", "classes")
+"""Kinds of backends that need no more than attncheck; what needs vLLM is tried by `tox run -e vllm`."""
 
 
 def expected_files() -> set[str]:
@@ -39,32 +47,60 @@ def check_files(wheel: Path) -> None:
         sys.exit(f"{wheel.name}: missing {sorted(expected - packed)}, unexpected {sorted(packed - expected)}")
 
 
-def check_installed(wheel: Path, scratch: Path) -> None:
-    """Install without torch, away from the checkout, and ask the two commands that must not need it."""
-    home = scratch / "installed"
-    venv.create(home, clear=True, with_pip=True)
-    python = str(home / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, *LIGHT], check=True)
-    subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
+class Home:
+    """A clean environment with what pip is told to install; what is asked of it is asked in ``outside``."""
 
-    def ask(*arguments: str) -> str:
+    def __init__(self, folder: Path, outside: Path, *installations: Sequence[str]) -> None:
+        self.folder, self.outside = folder, outside
+        venv.create(folder, clear=True, with_pip=True)
+        pip = [self.tool("python"), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
+        for words in installations:
+            subprocess.run([*pip, *words], check=True)
+        found = self.ask("python", "-c", "import attncheck; print(attncheck.__file__)")
+        if not found.startswith(str(folder)):
+            sys.exit(f"the clean environment is not clean: attncheck is at {found}")
+
+    def tool(self, name: str) -> str:
+        """The path of one of its programs."""
+        return str(self.folder / "bin" / name)
+
+    def ask(self, program: str, *arguments: str) -> str:
+        """What one of its programs prints; the end, with all it printed, where it fails."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        done = subprocess.run(arguments, check=True, cwd=home, env=environment, capture_output=True, text=True)
+        words = [self.tool(program), *arguments]
+        done = subprocess.run(words, cwd=self.outside, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{shlex.join(words)} left with {done.returncode}:\n{done.stdout}{done.stderr}")
         return done.stdout
 
-    found = ask(
-        python, "-c", "import importlib.util as u; print(u.find_spec('torch'), u.find_spec('attncheck').origin)"
-    )
-    if not found.startswith("None ") or str(home) not in found:
+
+def check_without_torch(wheel: Path, scratch: Path, outside: Path) -> None:
+    """Install without torch, and ask the two commands that must not need it."""
+    home = Home(scratch / "without_torch", outside, LIGHT, ["--no-deps", str(wheel)])
+    if (found := home.ask("python", "-c", "import importlib.util as u; print(u.find_spec('torch'))").strip()) != "None":
         sys.exit(f"the clean environment is not clean: {found}")
-    command = str(home / "bin" / "attncheck")
-    listed = ask(command, "list")
+    listed = home.ask("attncheck", "list")
     absent = [path.stem for path in (ROOT / "cases" / "suites").glob("*.yaml") if path.stem not in listed.split()]
     if absent:
         sys.exit(f"`attncheck list` does not name the suites {absent}:\n{listed}")
-    if "properties" not in json.loads(ask(command, "schema")):
+    if "properties" not in json.loads(home.ask("attncheck", "schema")):
         sys.exit("`attncheck schema` printed no JSON schema")
+
+
+def check_first_steps(wheel: Path, scratch: Path, outside: Path) -> None:
+    """Install all, and bring a backend in every way that needs no more."""
+    home = Home(scratch / "with_torch", outside, [str(wheel)])
+    page = (ROOT / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")
+    for kind in WAYS:
+        printed = home.ask("attncheck", "new", "backend", "mine", "--kind", kind, "--output", kind)
+        written = (outside / kind / "mine.py").read_text(encoding="utf-8")
+        if f"```python\n{written}```\n" not in page:
+            sys.exit(f"docs/adding-a-backend.md does not show the {kind} that is written:\n{written}")
+        run, test = (shlex.split(line) for line in re.findall(r"^  (.*)$", printed, re.MULTILINE))
+        if "passed: 1 backend, 4 cases" not in (told := home.ask(*run, "--case", "decode*")):
+            sys.exit(f"the {kind} that is written does not pass:\n{told}")
+        if "1 passed" not in (told := home.ask(*test)):
+            sys.exit(f"the test of the {kind} that is written does not pass:\n{told}")
 
 
 def main() -> None:
@@ -72,8 +108,11 @@ def main() -> None:
     dist, scratch = (Path(argument).resolve() for argument in sys.argv[1:3])
     (wheel,) = dist.glob("attncheck-*.whl")
     check_files(wheel)
-    check_installed(wheel, scratch)
-    print(f"{wheel.name}: whole, and works without torch and the checkout")
+    # SCRATCH_FOLDER may lie in the checkout, where pytest would find our settings.
+    with tempfile.TemporaryDirectory() as outside:
+        check_without_torch(wheel, scratch, Path(outside))
+        check_first_steps(wheel, scratch, Path(outside))
+    print(f"{wheel.name}: whole, works without the checkout, and without torch where it need not compute")
 
 
 if __name__ == "__main__":
