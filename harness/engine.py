@@ -19,7 +19,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.answerable import unanswered_reasons
 from attncheck.harness.checks import cache_write, claims, containment, lse, next_step, numerics
-from attncheck.harness.checks.cudagraph import GraphDesk
+from attncheck.harness.checks.cudagraph import GraphDesk, unexamined_reasons
 from attncheck.harness.dump import dump_case
 from attncheck.harness.environment import collect_environment
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
@@ -202,6 +202,17 @@ class Examiner:
         return self._latest[1:]
 
 
+def unasked(check: str, case: Case, features: frozenset[str]) -> NotExamined | None:
+    """Why ``check`` asks a backend of these features nothing, as far as can be told without it; None: it asks."""
+    if case.batch.path.name in FUNCTION_PATHS:
+        return None
+    if check == "lse" and "lse" not in features:
+        return NotExamined(("feature 'lse' is not declared",))
+    if check == "cudagraph" and (reasons := unexamined_reasons(case)):
+        return NotExamined(reasons, "attncheck")
+    return None
+
+
 class _Desk:
     """One case of one backend: the session and the first observation are shared by the checks that need them."""
 
@@ -227,8 +238,8 @@ class _Desk:
         """The finding of one check."""
         if self._reasons:
             return self._undeclared(check)
-        if check == "lse" and "lse" not in self._backend.features:
-            return NotExamined(("feature 'lse' is not declared",))
+        if (skipped := unasked(check, self._problem.case, self._backend.features)) is not None:
+            return skipped
         if check == "cudagraph":
             return self._graphs.examine(self._backend, self._problem.case)
         session, seen = self._observe()

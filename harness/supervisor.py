@@ -1,7 +1,8 @@
 """Execution: the cases of every backend of a run, each backend in a process of its own, one backend after the other.
 
-What a backend's process dies of costs the checks of one case that have no record yet: they are ``crashed``, and a fresh
-process takes the cases that follow. Must not know: how a process is watched, files, terminals.
+What a backend's process dies of costs the checks of one case that have no record yet: they are ``crashed``, but for
+those that would have asked nothing, and a fresh process takes the cases that follow. Must not know: how a process is
+watched, files, terminals.
 """
 
 from collections.abc import Iterator
@@ -11,10 +12,10 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.child import Child, ProcessEndedError
 from attncheck.harness.crew import Crew, WorkerError
-from attncheck.harness.engine import Plan
+from attncheck.harness.engine import Plan, unasked
 from attncheck.harness.introduction import Introduction
 from attncheck.harness.messages import Begun, Done, Examine, Fault, Introduced, Refused
-from attncheck.harness.outcomes import Circumstances, crashed, unavailable
+from attncheck.harness.outcomes import Circumstances, crashed, record_of, unavailable
 from attncheck.reports.records import Environment, Record
 
 
@@ -90,4 +91,7 @@ class Supervisor:
         self, backend: Introduction, case: Case, checks: tuple[str, ...], stage: str, cause: str, output: str = ""
     ) -> Iterator[Record]:
         for check in checks:
-            yield crashed(self._circumstances, case, backend, check, stage, cause, output)
+            if (skipped := unasked(check, case, backend.features)) is not None:
+                yield record_of(self._circumstances, case, backend, check, skipped, 0.0)
+            else:
+                yield crashed(self._circumstances, case, backend, check, stage, cause, output)

@@ -81,7 +81,7 @@ DEATH = ProcessEndedError("killed by SIGSEGV", "the end of it")
 
 def supervisor(crew: FakeCrew, *cases: Case, backends: tuple[Introduction, ...] = ()) -> Supervisor:
     plan = Plan(cases=cases, checks=CHECKS)
-    known = backends or (Introduction(info=BackendInfo(name="a", ref="a")),)
+    known = backends or (Introduction(info=BackendInfo(name="a", ref="a", features=("lse",))),)
     return Supervisor(plan, known, cast(Crew, crew), ENVIRONMENT)
 
 
@@ -113,12 +113,19 @@ def test_one_that_dies_before_the_case_began_loses_it(make_case: Any) -> None:
     assert told(records) == [(check, "crashed", "the wait for this case", "killed by SIGSEGV") for check in CHECKS]
 
 
+def test_a_check_that_asks_nothing_is_lost_by_no_death(make_case: Any) -> None:
+    crew = FakeCrew(plain=[[Begun(stage="check numerics"), DEATH]])
+    known = (Introduction(info=BackendInfo(name="plain", ref="plain")),)
+    records = list(supervisor(crew, make_case(), backends=known).run())
+    assert [(record.check, record.outcome) for record in records] == [("numerics", "crashed"), ("lse", "unsupported")]
+
+
 @pytest.mark.parametrize("error", [QuestionError("the suite has changed"), OSError("no more processes")])
 def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_nothing(
     make_case: Any, error: Exception
 ) -> None:
     crew = FakeCrew([error], a=[[DEATH]], b=[WELL, WELL, WELL])
-    known = tuple(Introduction(info=BackendInfo(name=name, ref=name)) for name in "ab")
+    known = tuple(Introduction(info=BackendInfo(name=name, ref=name, features=("lse",))) for name in "ab")
     cases = (make_case(), make_case(name="second"), make_case(name="third"))
     records = list(supervisor(crew, *cases, backends=known).run())
     cause = f"its process died before, and no other could be started: {error}"
