@@ -17,10 +17,9 @@ def unavailable_reasons(their_backend: type[Any], device: str) -> list[str]:
         return [f"device {device}: vLLM {package.version()} is built for {platform.device_type or 'no device'} here"]
     reasons = []
     capability = platform.get_device_capability()
-    # Without a GPU there is none to compare: a class that needs one does not support the lowest.
-    lowest = package.module("vllm.platforms.interface").DeviceCapability(0, 0)
     supports = getattr(their_backend, "supports_compute_capability", None)
-    if supports is not None and not supports(capability or lowest):
+    # Without a GPU there is none to compare: a class that needs one does not support the lowest.
+    if supports is not None and not supports(capability or package.lowest_capability()):
         found = "there is none" if capability is None else f"this one has {capability.as_version_str()}"
         reasons.append(f"vLLM's class names the compute capabilities of GPUs that it supports, and {found}")
     if interpreted.launches_triton(their_backend):

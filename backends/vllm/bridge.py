@@ -17,6 +17,7 @@ from attncheck.backends.vllm.codec import codec_of
 from attncheck.backends.vllm.configuration import configuration_problems
 from attncheck.backends.vllm.impl import VLLMImpl
 from attncheck.backends.vllm.selection import select
+from attncheck.backends.vllm.writer import missing_operators
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 
@@ -88,10 +89,11 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
-        """See the contract; what vLLM says of the machine, and what making a plain layer raised here."""
+        """See the contract; what vLLM says of the machine, else what a plain layer and its writer say here."""
         reasons = availability.unavailable_reasons(cls.their_backend, device)
-        trouble = cls.claims.trouble
-        return reasons or ([trouble] if trouble else [])
+        if cls.claims.trouble:
+            reasons = reasons or [cls.claims.trouble]
+        return reasons or missing_operators(cls)
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:

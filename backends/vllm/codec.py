@@ -7,17 +7,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from attncheck.backends.codecs import coding_of
-from attncheck.backends.current_config import set_current_vllm_config
-from attncheck.backends.declarations import DTYPES, has_cache
+from attncheck.backends.declarations import has_cache
 from attncheck.backends.learned_codec import NoCodec, learn_codec
 from attncheck.backends.packings import allocate_kv_cache
 from attncheck.backends.placed_codec import PlacedCodec
-from attncheck.backends.vllm import package
-from attncheck.backends.vllm.config import plain_config
+from attncheck.backends.vllm.writer import device, writer_of
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 if TYPE_CHECKING:
@@ -47,32 +44,7 @@ def codec_of(backend: "type[VLLMBackend]", layer: LayerSpec, cache: CacheSpec) -
 
 @lru_cache(maxsize=_REMEMBERED)
 def _learned(backend: "type[VLLMBackend]", layer: LayerSpec, cache: CacheSpec) -> PlacedCodec | NoCodec:
-    device = torch.device(package.platform().device_type)
-    plain = plain_config(
-        dtype=DTYPES[layer.dtype],
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
-        head_size=layer.head_size,
-        block_size=cache.block_size,
-        cache_dtype=cache.kv_cache_dtype,
-    )
-    with set_current_vllm_config(plain):
-        impl = backend.get_impl_cls()(layer.num_heads, layer.head_size, layer.softmax_scale, layer.num_kv_heads)
-    unscaled = _Unscaled(device)
-
-    def write(kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        impl.do_kv_cache_update(unscaled, key, value, kv_cache, slots)
-
     def allocate(num_blocks: int) -> Tensor:
-        return allocate_kv_cache(backend, layer, cache, num_blocks, device)
+        return allocate_kv_cache(backend, layer, cache, num_blocks, device())
 
-    return learn_codec(write, allocate, layer, cache, device)
-
-
-class _Unscaled:
-    """An ``AttentionLayer`` whose scales are all 1."""
-
-    def __init__(self, device: torch.device) -> None:
-        one = torch.ones(1, dtype=torch.float32, device=device)
-        self._q_scale = self._k_scale = self._v_scale = self._prob_scale = one
-        self._q_scale_float = self._k_scale_float = self._v_scale_float = 1.0
+    return learn_codec(writer_of(backend, layer, cache), allocate, layer, cache, device())

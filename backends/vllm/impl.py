@@ -14,6 +14,7 @@ from attncheck.backends.impl import AttentionImpl, AttentionLayer
 from attncheck.backends.vllm import interpreted
 from attncheck.backends.vllm.cache import their_spec
 from attncheck.backends.vllm.config import their_config
+from attncheck.backends.vllm.configuration import refuse_as_vllm_does
 from attncheck.backends.vllm.layers import LayerArguments, current, make_layer, take_scales
 from attncheck.backends.vllm.quantisation import fuses
 from attncheck.reference.spec import AttentionType
@@ -61,6 +62,7 @@ class VLLMImpl(AttentionImpl[Any]):
             sinks=sinks,
         )
         self.config = their_config(plain)
+        refuse_as_vllm_does(self.their_backend, self.config, given)
         self.layer = make_layer(self.their_backend, self.config, given)
         """vLLM's."""
         self._has_builder = False

@@ -48,6 +48,11 @@ def platform() -> Any:
     return module("vllm.platforms").current_platform
 
 
+def lowest_capability() -> Any:
+    """The compute capability that no GPU falls short of."""
+    return module("vllm.platforms.interface").DeviceCapability(0, 0)
+
+
 @contextmanager
 def kept_environment() -> Iterator[None]:
     """The environment is afterwards what it was: vLLM prepares its workers by writing to it (``LD_PRELOAD``, ...)."""

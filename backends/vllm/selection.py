@@ -20,13 +20,15 @@ def select(argument: str) -> type[Any]:
         ValueError: there is no such class, or it is none that the bridge can drive; the message says what is.
         BackendLoadError: the file or the class in it cannot be had.
     """
+    package.module("vllm")  # first, so that it is quiet whoever else imports it
     place, _, attribute = argument.rpartition(":")
-    if place.endswith(".py"):
-        found = getattr(registry.import_file(argument, Path(place)), attribute, None)
-    elif place:
-        found = getattr(_module(argument, place), attribute, None)
-    else:
+    if not place:
         found = _named(argument)
+    else:
+        module = registry.import_file(argument, Path(place)) if place.endswith(".py") else _module(argument, place)
+        if not hasattr(module, attribute):
+            raise ValueError(f"{place} has no {attribute!r}")
+        found = getattr(module, attribute)
     base = package.find("AttentionBackend", "vllm.v1.attention.backend", "vllm.attention.backends.abstract")
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(  # noqa: TRY004 (the argument's value is what is wrong)
