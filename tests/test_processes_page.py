@@ -1,0 +1,23 @@
+"""docs/processes.md is true: its file crashes as is said, alone, and where nothing stands between it and the run."""
+
+import re
+from pathlib import Path
+
+TEXT = (Path(__file__).resolve().parent.parent / "docs" / "processes.md").read_text(encoding="utf-8")
+((NAME, FILE),) = re.findall(r"^```python\n(# (?:\S+)\n)(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+(APART, OUTPUT), (HERE, _) = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def test_a_crash_is_told_as_is_said(shell, assert_printed, tmp_path):
+    (tmp_path / "crashing.py").write_text(NAME + FILE, encoding="utf-8")
+    code, printed = shell(APART, tmp_path)
+    assert code == 1, printed
+    frame = 'File "crashing.py", line 11 in forward'  # a longer path is folded
+    assert_printed(OUTPUT, re.sub(r'File "\S*/crashing\.py", line 11 in\s+forward', frame, printed))
+
+
+def test_in_process_it_ends_the_run_and_says_where(shell, tmp_path):
+    (tmp_path / "crashing.py").write_text(NAME + FILE, encoding="utf-8")
+    code, printed = shell(HERE, tmp_path)
+    assert code in (-6, 128 + 6), printed  # SIGABRT, as bash tells it or as it is
+    assert 'crashing.py", line 11 in forward' in printed
