@@ -1,0 +1,217 @@
+"""The bridge to the real vLLM: its own objects are made, told what the contract says, and driven as its runner does."""
+
+import os
+import socket
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attncheck.backends import registry
+from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
+from attncheck.backends.current_config import set_current_vllm_config
+from attncheck.backends.vllm.cache import their_spec
+from attncheck.backends.vllm.config import plain_config, their_config
+from attncheck.reference.metadata import CommonAttentionMetadata
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+SIZES = {"dtype": torch.float32, "num_heads": 4, "num_kv_heads": 2, "head_size": 64, "block_size": 32}
+SPEC = KVCacheSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def cpu_attn():
+    return registry.load("vllm:CPU_ATTN").backend
+
+
+@pytest.fixture
+def scaled():
+    """The contract's layer: of the scales, one for the whole tensor each."""
+    tensors = {f"_{name}_scale": torch.tensor([scale]) for name, scale in (("q", 2.0), ("k", 0.5), ("v", 4.0))}
+    floats = {"_q_scale_float": 2.0, "_k_scale_float": 0.5, "_v_scale_float": 4.0}
+    return SimpleNamespace(**tensors, **floats, _prob_scale=torch.ones(1))
+
+
+def made(backend, *arguments, plain=None, **keywords):
+    """An impl of the bridge."""
+    with set_current_vllm_config(plain or plain_config(**SIZES)):
+        return backend.get_impl_cls()(4, 64, 0.125, 2, *arguments, **keywords)
+
+
+def test_the_config_says_what_the_plain_one_says_without_a_download_or_a_trace(cpu_attn, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the network was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    before = dict(os.environ)
+    plain = plain_config(**SIZES | {"block_size": 96, "max_tokens": 77}, cache_dtype="fp8")
+    config = their_config(plain, {"layer.7": "a layer"})
+    assert dict(os.environ) == before
+    assert config.model_config.dtype == torch.float32
+    assert config.model_config.max_model_len == 77
+    assert config.model_config.get_num_attention_heads(config.parallel_config) == 4
+    assert config.model_config.get_num_kv_heads(config.parallel_config) == 2
+    assert config.model_config.get_head_size() == 64
+    assert (config.cache_config.block_size, config.cache_config.cache_dtype) == (96, "fp8")
+    assert config.scheduler_config.max_num_batched_tokens == 77
+    assert config.scheduler_config.max_num_seqs == 4
+    assert config.compilation_config.static_forward_context == {"layer.7": "a layer"}
+    assert config.compilation_config.cudagraph_mode.name == "NONE"
+    assert config.speculative_config is None
+
+
+def test_a_builder_that_is_captured_believes_in_graphs():
+    plain = plain_config(**SIZES)
+    plain.compilation_config.cudagraph_capture_sizes = [1, 8]
+    plain.compilation_config.max_cudagraph_capture_size = 8
+    compilation = their_config(plain).compilation_config
+    assert compilation.cudagraph_mode.name == "FULL"
+    assert compilation.cudagraph_capture_sizes == [1, 8]
+    assert compilation.max_cudagraph_capture_size == 8
+
+
+def test_drafts_are_told_and_a_tree_of_them_is_refused():
+    plain = plain_config(**SIZES)
+    plain.speculative_config = SimpleNamespace(num_speculative_tokens=3, speculative_token_tree=None)
+    assert their_config(plain).speculative_config.num_speculative_tokens == 3
+    plain.speculative_config.speculative_token_tree = [(0,), (1,)]
+    with pytest.raises(NotImplementedError, match="tree"):
+        their_config(plain)
+
+
+def test_declarations_are_the_class_s_own(cpu_attn):
+    assert cpu_attn.get_name() == "CPU_ATTN"
+    assert cpu_attn.version() == "0.32.0"
+    assert not cpu_attn.forward_includes_kv_cache_update
+    assert cpu_attn.get_supported_dtypes() == [torch.float16, torch.bfloat16, torch.float32]
+    assert cpu_attn.supported_layouts == ("HND",)
+    assert [str(size) for size in cpu_attn.get_supported_kernel_block_sizes()] == ["multiples of 32"]
+    assert cpu_attn.supported_kv_cache_dtypes == ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+    assert cpu_attn.supported_attn_types == ("decoder", "encoder", "encoder_only", "encoder_decoder")
+    by_predicates = {"sliding_window", "non_causal", "fp8_kv"}  # sinks it takes, and does not declare
+    assert cpu_attn.features == by_predicates | {"alibi", "logits_soft_cap", "kv_sharing"}
+    assert cpu_attn.unavailable_reasons("cpu") == []
+    assert cpu_attn.unavailable_reasons("cuda") == ["device cuda: vLLM 0.32.0 is built for cpu here"]
+    assert cpu_attn.required_environment("cpu") == {}
+
+
+def test_its_level_is_asked_with_vllm_s_objects(cpu_attn):
+    level = cpu_attn.get_builder_cls().get_cudagraph_support(plain_config(**SIZES), SPEC)
+    assert level is AttentionCGSupport.NEVER
+
+
+def test_vllm_s_own_check_adds_what_the_declarations_do_not_say(cpu_attn, monkeypatch):
+    layer = LayerSpec(num_heads=4, num_kv_heads=2, head_size=72, dtype="float32")
+    case = (layer, CacheSpec(block_size=32, layout="HND"), BatchSpec(requests=(RequestSpec(query_len=1, seq_len=3),)))
+    (reason,) = cpu_attn.unsupported_reasons(*case)
+    assert reason.startswith("head_size 72: supported are 32")
+    monkeypatch.setattr(cpu_attn.their_backend, "supports_combination", lambda *_: "a moon at the full")
+    values = "head_size 72, dtype float32, kv_cache_dtype auto, block_size 32"
+    told = cpu_attn.unsupported_reasons(*case)
+    assert told[1:] == [f"vLLM's validate_configuration: a moon at the full ({values})"]
+
+
+def test_the_layer_is_vllm_s_and_made_as_told(cpu_attn):
+    sinks = torch.zeros(4)
+    impl = made(cpu_attn, [0.5, 0.25, 0.125, 0.0625], 17, "auto", 30.0, sinks=sinks)
+    layer = impl.layer
+    assert type(layer).__module__ == "vllm.model_executor.layers.attention.attention"
+    assert isinstance(layer.impl, cpu_attn.their_backend.get_impl_cls())
+    assert layer.impl.alibi_slopes.tolist() == [0.5, 0.25, 0.125, 0.0625]
+    assert (layer.impl.sliding_window, layer.impl.logits_soft_cap, layer.impl.scale) == (17, 30.0, 0.125)
+    assert layer.impl.sinks is sinks
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_layer_that_reads_another_s_cache_names_one_that_is_there(cpu_attn):
+    impl = made(cpu_attn, None, None, "auto", None, "decoder", "layer.0")
+    assert impl.layer.kv_sharing_target_layer_name == "layer.0"
+    assert set(impl.config.compilation_config.static_forward_context) == {"layer.0", "layer.1"}
+
+
+def test_values_of_another_size_are_refused_for_vllm_tells_no_impl(cpu_attn):
+    with pytest.raises(NotImplementedError, match="head_size_v 32"):
+        made(cpu_attn, head_size_v=32)
+    assert made(cpu_attn, head_size_v=64)
+
+
+@pytest.mark.parametrize(
+    ("attn_type", "spec"),
+    [
+        ("decoder", "FullAttentionSpec"),
+        ("encoder_only", "EncoderOnlyAttentionSpec"),
+        ("encoder_decoder", "CrossAttentionSpec"),
+    ],
+)
+def test_each_kind_of_layer_has_the_spec_vllm_gives_it(cpu_attn, attn_type, spec):
+    impl = made(cpu_attn, None, None, "auto", None, attn_type)
+    theirs = their_spec(impl.layer, cpu_attn.their_backend, impl.config, SPEC)
+    assert (type(theirs).__name__, theirs.block_size, theirs.num_kv_heads) == (spec, 32, 2)
+
+
+def test_a_window_s_spec_has_the_pages_asked_for(cpu_attn):
+    impl = made(cpu_attn, None, 17)
+    theirs = their_spec(impl.layer, cpu_attn.their_backend, impl.config, replace(SPEC, block_size=64))
+    assert (type(theirs).__name__, theirs.block_size, theirs.sliding_window) == ("SlidingWindowSpec", 64, 17)
+
+
+def test_a_builder_s_group_is_the_contract_s_layer_with_its_scales(cpu_attn, scaled):
+    impl = scaled.impl = made(cpu_attn)
+    plain = plain_config(**SIZES)
+    plain.compilation_config.static_forward_context["layer.1"] = scaled
+    builder = cpu_attn.get_builder_cls()(SPEC, ["layer.1"], plain, CPU)
+    assert builder.config.compilation_config.static_forward_context == {"layer.1": impl.layer}
+    assert impl.layer.isa == builder.theirs.isa  # what vLLM's builder leaves with the layers of its group
+    assert [float(getattr(impl.layer, f"_{name}_scale")) for name in "qkv"] == [2.0, 0.5, 4.0]
+    assert impl.layer._k_scale.shape == ()
+    assert (impl.layer._k_scale_float, float(impl.layer._v_scale_cpu)) == (0.5, 4.0)
+
+
+def test_a_writer_is_ready_though_no_builder_was_made(cpu_attn, scaled):
+    impl = made(cpu_attn)
+    kv_cache = torch.zeros(cpu_attn.get_kv_cache_shape(2, 32, 2, 64))
+    row = torch.ones(1, 2, 64)
+    impl.do_kv_cache_update(scaled, row, row, kv_cache, torch.tensor([33]))
+    assert int(kv_cache.count_nonzero()) == 2 * row.numel()
+    assert not kv_cache[0].any()
+
+
+def test_metadata_refer_to_the_common_ones_and_to_one_buffer_of_positions(cpu_attn):
+    builder = cpu_attn.get_builder_cls()(SPEC, ["layer.1"], plain_config(**SIZES), CPU)
+    starts, lens = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([9, 5], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts.clone(),
+        query_start_loc_cpu=starts,
+        seq_lens=lens.clone(),
+        seq_lens_cpu=lens,
+        num_computed_tokens_cpu=lens - starts.diff(),
+        num_reqs=2,
+        num_actual_tokens=4,
+        max_query_len=3,
+        max_seq_len=9,
+        block_table_tensor=torch.ones(2, 1, dtype=torch.int32),
+        slot_mapping=torch.arange(4),
+    )
+    first, second = builder._translated(common), builder._translated(common)
+    assert first.positions.tolist() == [8, 2, 3, 4]
+    assert first.positions.data_ptr() == second.positions.data_ptr()
+    metadata = builder.build(0, common)
+    assert metadata.query_start_loc is common.query_start_loc
+    assert metadata.slot_mapping is common.slot_mapping
+    assert builder.reorder_batch_threshold is None
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("FLEX_ATTENTION", "reshape_and_cache_flash"),
+        ("FLASH_ATTN", "compute capabilities of GPUs"),
+    ],
+)
+def test_what_this_build_cannot_run_is_unavailable_with_the_reason(name, why):
+    (reason, *_) = registry.load(f"vllm:{name}").backend.unavailable_reasons("cpu")
+    assert why in reason
