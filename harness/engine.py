@@ -18,17 +18,15 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.answerable import unanswered_reasons
-from attncheck.harness.checks import cache_write, claims, containment, lse, next_step, numerics
-from attncheck.harness.checks.cudagraph import GraphDesk, unexamined_reasons
-from attncheck.harness.dump import dump_case
+from attncheck.harness.checks.cudagraph import GraphDesk
+from attncheck.harness.desk import Desk
 from attncheck.harness.environment import collect_environment
-from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.findings import Broken, Finding, NotExamined
 from attncheck.harness.functions.desk import FUNCTION_PATHS, FunctionDesk
 from attncheck.harness.memory import shortage
-from attncheck.harness.observation import Observation, Raised, capture
+from attncheck.harness.observation import capture
 from attncheck.harness.outcomes import Circumstances, record_of, unavailable
 from attncheck.harness.problem import Problem, build_problem
-from attncheck.harness.runner import Session
 from attncheck.harness.stages import StageError, declared_reasons
 from attncheck.harness.truth import Truth, truth_of
 from attncheck.reference.spec import BACKEND_CHECKS
@@ -190,101 +188,16 @@ class Examiner:
         device, asked = self.plan.device, (case.layer, case.cache, case.batch)
         return [*backend.unavailable_reasons(device), *backend.unavailable_case_reasons(device, *asked)]
 
-    def _desk(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> "_Desk | FunctionDesk":
+    def _desk(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> Desk | FunctionDesk:
         if case.batch.path.name in FUNCTION_PATHS:
             return FunctionDesk(backend.backend, case, self.plan.seed, self.device, reasons)
-        return _Desk(backend, *self._problem_and_truth(case), self.device, reasons, self._graphs)
+        return Desk(backend, *self._problem_and_truth(case), self.device, reasons, self._graphs)
 
     def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:
         if self._latest is None or self._latest[0] != case:
             problem = build_problem(case, self.plan.seed)
             self._latest = (case, problem, truth_of(problem, self.device))
         return self._latest[1:]
-
-
-def unasked(check: str, case: Case, features: frozenset[str]) -> NotExamined | None:
-    """Why ``check`` asks a backend of these features nothing, as far as can be told without it; None: it asks."""
-    if case.batch.path.name in FUNCTION_PATHS:
-        return None
-    if check == "lse" and "lse" not in features:
-        return NotExamined(("feature 'lse' is not declared",))
-    if check == "cudagraph" and (reasons := unexamined_reasons(case)):
-        return NotExamined(reasons, "attncheck")
-    return None
-
-
-class _Desk:
-    """One case of one backend: the session and the first observation are shared by the checks that need them."""
-
-    def __init__(
-        self,
-        backend: LoadedBackend,
-        problem: Problem,
-        truth: Truth,
-        device: torch.device,
-        reasons: tuple[str, ...],
-        graphs: GraphDesk,
-    ) -> None:
-        self._backend, self._problem, self._truth = backend.backend, problem, truth
-        self._device, self._reasons, self._graphs = device, reasons, graphs
-        self._session: Session | Raised | None = None
-        self._seen: Observation | Raised | None = None
-
-    def dump(self, folder: Path, backend: str) -> None:
-        """The case as a file, with the first observation if the backend was driven at all."""
-        dump_case(folder, self._problem, self._truth, backend, self._seen)
-
-    def examine(self, check: str) -> Finding:
-        """The finding of one check."""
-        if self._reasons:
-            return self._undeclared(check)
-        if (skipped := unasked(check, self._problem.case, self._backend.features)) is not None:
-            return skipped
-        if check == "cudagraph":
-            return self._graphs.examine(self._backend, self._problem.case)
-        session, seen = self._observe()
-        if check == "claims":
-            if isinstance(session, Raised):
-                return claims.broken_promise(session)
-            return claims.examine_declared(session, seen)
-        if isinstance(session, Raised):
-            return session
-        if isinstance(seen, Raised):
-            return seen
-        match check:
-            case "numerics":
-                first = numerics.examine(self._problem, self._truth, seen)
-                if not isinstance(first, Holds):
-                    return first
-                return next_step.examine(self._problem, self._truth, session, first)
-            case "lse":
-                return lse.examine(self._problem, self._truth, seen, self._backend.conventions)
-            case "cache_write":
-                return cache_write.examine(self._problem, session, seen)
-            case "containment":
-                return containment.examine(self._problem, self._truth, session, seen)
-            case _:
-                raise ValueError(f"check {check!r} has no examiner; known: {', '.join(BACKEND_CHECKS)}")
-
-    def _undeclared(self, check: str) -> Finding:
-        if check != "claims":
-            return NotExamined(self._reasons)
-        skipped = claims.unprobed(self._problem, self._backend.features)
-        if skipped is not None:
-            return skipped
-        session, seen = self._observe()
-        attempt = session if isinstance(session, Raised) else seen
-        return claims.examine_undeclared(self._problem, self._truth, attempt, self._reasons)
-
-    def _observe(self) -> tuple[Session | Raised, Observation | Raised]:
-        if self._session is None:
-            try:
-                self._session = Session(self._backend, self._problem, self._device)
-            except StageError as failure:
-                self._session = failure.raised
-        if self._seen is None:
-            self._seen = self._session if isinstance(self._session, Raised) else self._session.run()
-        return self._session, self._seen
 
 
 @contextmanager

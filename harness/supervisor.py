@@ -12,7 +12,8 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.child import Child, ProcessEndedError
 from attncheck.harness.crew import Crew, WorkerError
-from attncheck.harness.engine import Plan, unasked
+from attncheck.harness.desk import unasked
+from attncheck.harness.engine import Plan
 from attncheck.harness.introduction import Introduction
 from attncheck.harness.messages import Begun, Done, Examine, Fault, Introduced, Refused
 from attncheck.harness.outcomes import Circumstances, crashed, record_of, unavailable

@@ -6,8 +6,10 @@ first word. Must not know: other backends, run files, what becomes of an answer.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import os
+import signal
 import sys
 import traceback
 from typing import TYPE_CHECKING
@@ -30,6 +32,9 @@ from attncheck.harness.messages import (
 if TYPE_CHECKING:
     from attncheck.backends.registry import LoadedBackend
     from attncheck.harness.engine import Examiner, Missing
+
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class SeveredError(Exception):
@@ -151,4 +156,6 @@ def run_as_process(words: list[str]) -> None:
     """What :mod:`attncheck.harness.child` starts: ``words`` are two descriptors and a reference."""
     reading, writing, ref = words
     sys.argv[:] = ["attncheck"]
+    if sys.platform == "linux":  # a run that is killed tells nobody, and this process may be busy for hours
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     main(int(reading), int(writing), ref)

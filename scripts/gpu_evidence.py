@@ -166,7 +166,7 @@ def _run(job: Job, deadline: float) -> Job:
     if limit <= 0:
         return job.ended("not begun: out of time")
     began = time.monotonic()
-    command = [sys.executable, "-P", "-m", "attncheck", "run", *job.words, "--output", str(job.file)]
+    command = [sys.executable, "-P", "-m", "attncheck", "run", "--in-process", *job.words, "--output", str(job.file)]
     output = job.file.with_suffix(".txt")  # a file: a grandchild that lives on would hold a pipe open
     with output.open("wb") as sink:
         process = subprocess.Popen(

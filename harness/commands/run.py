@@ -32,8 +32,8 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="REF",
-            help="A backend: its name, module:NAME, or file.py:NAME of a class or function. May be repeated. "
-            "Default: all built-in ones.",
+            help="A backend: its name, vllm:NAME, module:NAME, or file.py:NAME of a class or function. May be "
+            "repeated. Default: all built-in ones.",
         ),
     ] = None,
     provider: Annotated[

@@ -158,10 +158,14 @@ def test_ctrl_c_at_the_terminal_does_not_reach_it(monkeypatch: pytest.MonkeyPatc
         assert os.getsid(process._process.pid) == process._process.pid != os.getsid(0)
 
 
-def test_when_the_run_is_killed_an_idle_process_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_when_the_run_is_killed_its_process_ends(tmp_path: Path, *, busy: bool) -> None:
+    (tmp_path / "endless.py").write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(1000)")
     code = (
-        "import time\nfrom attncheck.harness.child import Child\n"
-        "child = Child('reference', {})\nprint(child._process.pid, flush=True)\ntime.sleep(60)"
+        "import pathlib, sys, time\nfrom attncheck.harness.child import Child\n"
+        f"child = Child({'endless.py:Mine' if busy else 'reference'!r}, {{}})\n"
+        f"while {busy} and not pathlib.Path('began').exists(): time.sleep(0.02)\n"
+        "print(child._process.pid, flush=True)\ntime.sleep(60)"
     )
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     try:
