@@ -80,17 +80,18 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
     if not isinstance(written, Items) or not written.items:
         raise _not_a("list of cases", "cases", written)
     cases: list[Case] = []
-    left_out: list[CaseFileError] = []
+    left_out: dict[str, CaseFileError] = {}
     seen: dict[str, Case] = {}
     for item in written.items:
         if not isinstance(item, Table):
             raise _not_a("mapping with an id and a batch", "a case", item)
         known_keys(item, CASE_KEYS, "a case")
-        for case, place in _expand(item, defaults, name, len(cases)):
+        for full, case, place in _expand(item, defaults, name, len(cases)):
             if isinstance(case, CaseFileError):
                 if over is None or case.file != item.place.file:
-                    raise case
-                left_out.append(case)
+                    is_plain = full == plain(item.entries["id"]) and not case.key.startswith("defaults.")
+                    raise case if is_plain else _in_case(case, full, item.place.line)
+                left_out[full] = case
                 continue
             if case.id in seen:
                 where = seen[case.id].origin.rpartition(":")[2]
@@ -102,13 +103,16 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
             seen[case.id] = case
             cases.append(case)
     if not cases:
-        raise left_out[0]
-    notes = tuple(f"left out, since it cannot be asked with these defaults: {error}" for error in left_out)
+        raise next(iter(left_out.values()))
+    notes = tuple(
+        f"{full} cannot be asked with these defaults: {error.reason} (found {error.value})"
+        for full, error in left_out.items()
+    )
     return Suite(name=name, description=description, cases=tuple(cases), path=path, notes=notes)
 
 
-def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[tuple[Case | CaseFileError, Place]]:
-    """The cases one entry of ``cases`` stands for, each with the place of its id; the error of one that cannot be."""
+def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[tuple[str, Case | CaseFileError, Place]]:
+    """The cases one entry of ``cases`` stands for, by id, each with the id's place; the error of one that cannot be."""
     if "id" not in item.entries:
         raise item.place.fault("id is missing", allowed=f"give the case a name: {_ID_RULE}")
     place = item.entries["id"].place
@@ -136,9 +140,8 @@ def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[t
         try:
             case = _read_case(replace(tree, place=item.place), suite, full, description, origin)
         except CaseFileError as error:
-            is_plain = not values and not error.key.startswith("defaults.")
-            case = error if is_plain else _in_case(error, full, item.place.line)
-        yield case, place
+            case = error
+        yield full, case, place
 
 
 def _read_case(tree: Table, suite: str, name: str, description: str, origin: str) -> Case:
