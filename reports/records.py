@@ -127,12 +127,16 @@ class GraphProbe(_Frozen):
 
 
 class GraphLevels(_Frozen):
-    """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and every probe."""
+    """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and every probe.
+
+    ``notes``: what a reader should know of how it was measured.
+    """
 
     declared: GraphLevel
     measured: GraphLevel | None
     recorder: GraphRecorder
     probes: tuple[GraphProbe, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Passed(_RecordBase):

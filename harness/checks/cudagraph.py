@@ -64,7 +64,7 @@ def judge(measurement: Measurement) -> Finding:
     holds = declared.value <= reached.value
     # Of NEVER nothing is promised: to confirm it takes a probe that was seen to break, or to hold.
     if broke is None or (holds and not (is_unseen and reached is AttentionCGSupport.NEVER)):
-        notes = []
+        notes = [*graph.notes]
         if reached.value > declared.value:
             notes.append(f"head-room: {declared.name} is declared, {reached.name} measured")
         if broke is not None and is_unseen:
@@ -77,7 +77,7 @@ def judge(measurement: Measurement) -> Finding:
         f"declared {declared.name}, measured {reached.name}: probe {probe.name!r} broke: {reason.what}",
         figures,
         reason.why,
-        (f"the probe shows whether {probe.establishes}",),
+        (f"the probe shows whether {probe.establishes}", *graph.notes),
         graph,
     )
 

@@ -1,4 +1,4 @@
-"""Why a graph's step is wrong: what moved, what is frozen, or that the graph is not to blame at all.
+"""Why a graph's step is wrong: what moved, what is frozen, or that the graph, or even the step, is not to blame.
 
 Runs only after a fault, so it may be slow: the same step without a graph, with a new impl and builder, and without
 padding. Must not know: levels, records.
@@ -20,18 +20,22 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Scene:
-    """One step: ``turn`` of ``probe`` in a session. ``afresh`` makes another session of the probe."""
+    """One step: ``turn`` of ``probe`` in a session. ``make`` makes sessions of the probe, with its last argument."""
 
     probe: Probe
     turn: Turn
     questions: Questions
     session: GraphSession
-    afresh: Callable[[], GraphSession]
+    make: Callable[..., GraphSession]
 
     @property
     def conventions(self) -> Conventions:
         """The backend's."""
         return self.session.backend.conventions
+
+    def afresh(self, *, is_pool_finite: bool) -> GraphSession:
+        """Another session of the probe."""
+        return self.make(is_pool_finite=is_pool_finite)
 
     def fault_without_graph(self, session: GraphSession, *, is_padded: bool = True) -> str | None:
         """What is wrong with this step, made by ``forward`` itself."""
@@ -43,6 +47,24 @@ class Scene:
             return failure.raised.in_words
         faults = (step_fault(problem, truth, self.conventions, one) for one in taken)
         return next((fault for fault in faults if fault is not None), None)
+
+
+def lets_nan_through(scene: Scene) -> bool:
+    """Whether the step is wrong only for NaN in slots that nobody owns: graphs have no part in that.
+
+    It is made without a graph, by a new impl and builder, and without padding, of which rows of NaN are no such fault.
+    """
+    if scene.session.is_pool_finite:
+        return False
+
+    def is_wrong(*, is_pool_finite: bool) -> bool:
+        session = scene.afresh(is_pool_finite=is_pool_finite)
+        return scene.fault_without_graph(session, is_padded=False) is not None
+
+    try:
+        return is_wrong(is_pool_finite=False) and not is_wrong(is_pool_finite=True)
+    except StageError:  # it cannot be set up anew
+        return False
 
 
 def why_wrong(scene: Scene, capture: Capture, made_of: Trace, index: int) -> str:
@@ -75,7 +97,7 @@ def why_wrong(scene: Scene, capture: Capture, made_of: Trace, index: int) -> str
 def _why_wrong_anyway(scene: Scene, fault: str) -> str:
     """Of a step that is wrong without a graph, too."""
     try:
-        anew = scene.fault_without_graph(scene.afresh())
+        anew = scene.fault_without_graph(scene.afresh(is_pool_finite=scene.session.is_pool_finite))
     except StageError as failure:
         anew = failure.raised.message
     if anew is None:

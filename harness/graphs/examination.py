@@ -4,7 +4,7 @@ A level is measured where its probes, and those of all lower ones, come out righ
 checks, terminals.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.harness.construction import builder_arguments
-from attncheck.harness.graphs.diagnosis import Scene, why_wrong
+from attncheck.harness.graphs.diagnosis import Scene, lets_nan_through, why_wrong
 from attncheck.harness.graphs.faults import capture_fault, step_fault
 from attncheck.harness.graphs.probes import Bucket, Probe, Turn
 from attncheck.harness.graphs.questions import Questions
@@ -27,13 +27,22 @@ from attncheck.reports.records import GRAPH_LEVELS, GraphLevel, GraphLevels, Gra
 _TOLD = 10
 """Requests of a step whose lengths are told."""
 
+OVER_NUMBERS = (
+    "the probes were played with huge finite numbers in slots that nobody owns: NaN there reaches the output without a "
+    "graph, too (see containment)"
+)
+
 
 @dataclass(frozen=True)
 class Fault:
-    """A probe came out wrong. ``what``: where and how much; ``why``: what it looks like, if that is known."""
+    """A probe came out wrong. ``what``: where and how much; ``why``: what it looks like, if that is known.
+
+    ``is_leak``: it is wrong for NaN in slots that nobody owns, with a graph or without.
+    """
 
     what: str
     why: str | None = None
+    is_leak: bool = False
 
     def __str__(self) -> str:
         return self.what if self.why is None else f"{self.what}; {self.why}"
@@ -65,12 +74,15 @@ class Measurement:
 def measure(backend: type[AttentionBackend], questions: Questions, device: torch.device) -> Measurement:
     """Plays the probes until one breaks; a level is looked at only if the ones below hold.
 
+    NaN stands in slots that nobody owns, until it is seen to reach the output without a graph, too: that one probe, and
+    those behind it, are played with finite numbers there, since a level says nothing about foreign memory.
     Raises StageError where the backend's declarations do, and where it breaks without a graph on decodes or on the
     steps of a level that it declares.
     """
     declared = declared_level(backend, questions)
     recorder = recorder_for(device)
     told: list[GraphProbe] = []
+    notes: tuple[str, ...] = ()
     broke: tuple[Probe, Fault | Unseen] | None = None
     for probe in questions.probes:
         entry = partial(GraphProbe, name=probe.name, level=_name(probe.level))
@@ -78,7 +90,10 @@ def measure(backend: type[AttentionBackend], questions: Questions, device: torch
             told.append(entry(outcome="not run", reason=f"probe {broke[0].name!r} of {broke[0].level.name} broke"))
             continue
         try:
-            outcome = _play(backend, probe, questions, device, recorder)
+            outcome = _play(backend, probe, questions, device, recorder, is_pool_finite=bool(notes))
+            if isinstance(outcome, Fault) and outcome.is_leak:
+                notes = (OVER_NUMBERS,)
+                outcome = _play(backend, probe, questions, device, recorder, is_pool_finite=True)
         except StageError as failure:
             # A decode, and what is declared, a backend has to be able to do; of batches above nothing is promised.
             if probe.level.value <= max(declared.value, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value):
@@ -92,7 +107,9 @@ def measure(backend: type[AttentionBackend], questions: Questions, device: torch
     reached = AttentionCGSupport.ALWAYS if broke is None else AttentionCGSupport(broke[0].level.value - 1)
     is_known = broke is None or isinstance(broke[1], Fault)
     measured = _name(reached) if is_known else None
-    levels = GraphLevels(declared=_name(declared), measured=measured, recorder=recorder.name, probes=tuple(told))
+    levels = GraphLevels(
+        declared=_name(declared), measured=measured, recorder=recorder.name, probes=tuple(told), notes=notes
+    )
     return Measurement(declared, reached, levels, broke)
 
 
@@ -124,7 +141,13 @@ def _name(level: AttentionCGSupport) -> GraphLevel:
 
 
 def _play(
-    backend: type[AttentionBackend], probe: Probe, questions: Questions, device: torch.device, recorder: Recorder
+    backend: type[AttentionBackend],
+    probe: Probe,
+    questions: Questions,
+    device: torch.device,
+    recorder: Recorder,
+    *,
+    is_pool_finite: bool,
 ) -> Fault | Unseen | None:
     """One probe from capture to its last step; None: all came out right.
 
@@ -135,7 +158,7 @@ def _play(
         return refused
     problems = [questions.problem(questions.case(probe, turn)) for turn in turns]
     make = partial(GraphSession, backend, probe, problems, device, recorder)
-    session = make()
+    session = make(is_pool_finite=is_pool_finite)
     captures: list[Capture] = []
     for bucket in probe.buckets:
         capture = _captured(session, bucket, turns[0], problems[0])
@@ -149,7 +172,7 @@ def _play(
         except StageError as failure:
             wrong = Fault(f"{_told(scene)}: {failure.raised.in_words}")
         if wrong is not None:
-            return wrong
+            return replace(wrong, is_leak=lets_nan_through(scene)) if isinstance(wrong, Fault) else wrong
     return None
 
 

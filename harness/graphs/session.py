@@ -77,7 +77,10 @@ class Taken:
 
 
 class GraphSession:
-    """A backend under one probe; ``problems`` are those of its turns. Raises StageError where set-up breaks."""
+    """A backend under one probe; ``problems`` are those of its turns. Raises StageError where set-up breaks.
+
+    ``is_pool_finite``: slots that nobody owns hold huge finite numbers in place of NaN.
+    """
 
     def __init__(
         self,
@@ -86,8 +89,11 @@ class GraphSession:
         problems: Sequence[Problem],
         device: torch.device,
         recorder: Recorder,
+        *,
+        is_pool_finite: bool = False,
     ) -> None:
         self.backend, self.device, self.recorder = backend, device, recorder
+        self.is_pool_finite = is_pool_finite or backend.conventions.needs_finite_pool
         self._probe, self._problems = probe, problems
         first = problems[0]
         self._attn_layer = Layer(first.cache, device)
@@ -174,9 +180,9 @@ class GraphSession:
         return request_order(problem, threshold), threshold
 
     def _fill(self, pool: Pool, step: Step) -> None:
-        """The cache before a step: what nobody owns is NaN; without a writer of the backend's, the new rows as well."""
+        """The cache before a step: poison where nobody owns it, and new rows that no writer brings."""
         huge = float(torch.finfo(step.problem.dtype).max) / 4
-        pool.filled(huge if self.backend.conventions.needs_finite_pool else math.nan)
+        pool.filled(huge if self.is_pool_finite else math.nan)
         if not self.impl.brings_writer and step.key is not None and step.value is not None:
             pool.write(step.slot_mapping, step.key, step.value)
 

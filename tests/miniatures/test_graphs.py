@@ -12,6 +12,7 @@ import pytest
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.harness.engine import Examiner, Plan
+from attncheck.harness.graphs.examination import OVER_NUMBERS
 
 HERE = Path(__file__).resolve().parent
 NEVER, SINGLE, UNIFORM, ALWAYS = "NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"
@@ -131,6 +132,9 @@ LIARS = {
 }
 """Miniature: the level measured, which is below the one it declares, and words that must name the cause."""
 
+LEAKING = {"LeaksTheTail": ALWAYS, "LeaksAndCutsAlike": UNIFORM, "LeaksAndClaims": UNIFORM}
+"""Of ``graphs_leaking.py``: the level measured; all but the last declare just that."""
+
 HIDDEN = ("WritesThroughPointers", "WritesTheCacheThroughPointers", "ScratchThroughPointers")
 """Of ``graphs_kernels.py``: what the emulation cannot see it must not judge."""
 
@@ -142,6 +146,7 @@ BASES = {
     "graphs_plans.py": {"KnowsCaptures"},
     "graphs_adversary.py": {"OwnLengths"},
     "graphs_kernels.py": {"RunsOnTheCPU"},
+    "graphs_leaking.py": {"PageImpl", *LEAKING},
 }
 
 
@@ -185,6 +190,33 @@ def test_a_liar_is_measured_below_its_claim_and_told_why(file, name):
     assert [word for word in words if word not in told] == [], told
 
 
+@pytest.mark.xdist_group("graphs_leaking.py")
+@pytest.mark.parametrize("name", LEAKING)
+def test_nan_in_foreign_slots_is_containment_s_to_tell_and_no_graph_s(name):
+    record = level_records("graphs_leaking.py", tuple(LEAKING))[name]
+    assert record.graph.measured == LEAKING[name], record
+    assert record.graph.notes == (OVER_NUMBERS,)
+    if name == "LeaksAndClaims":
+        assert record.outcome == "failed"
+        assert OVER_NUMBERS in record.details
+        assert FROZEN in record.meaning
+        assert "max_query_len" in record.meaning
+    else:
+        assert record.outcome == "passed"
+        assert record.notes == (OVER_NUMBERS,)
+
+
+@pytest.mark.xdist_group("graphs_leaking.py")
+def test_a_backend_that_lets_nan_through_fails_containment_and_nothing_else():
+    cases = load_suite(str(HERE / "graphs.yaml")).cases
+    backends = tuple(load(f"{HERE / 'graphs_leaking.py'}:{name}") for name in LEAKING)
+    checks = ("numerics", "lse", "cache_write", "containment", "claims")
+    records = list(Examiner(Plan(cases=cases, backends=backends, checks=checks)).run())
+    assert [record.outcome for record in records if record.check == "containment"] == ["failed"] * len(LEAKING)
+    assert {record.outcome for record in records if record.check != "containment"} == {"passed"}
+    assert all("only NaN and Inf leak" in record.meaning for record in records if record.check == "containment")
+
+
 @pytest.mark.xdist_group("graphs_kernels.py")
 @pytest.mark.parametrize("name", HIDDEN)
 def test_work_that_no_operator_shows_is_not_judged(name):
@@ -204,7 +236,7 @@ def test_honest_backends_pass_every_check_on_a_small_case(file):
     assert {record.outcome for record in records} == {"passed"}, [r for r in records if r.outcome != "passed"]
 
 
-@pytest.mark.parametrize("file", sorted({*HONEST, *LIARS}))
+@pytest.mark.parametrize("file", sorted({*HONEST, *LIARS, *BASES}))
 def test_every_miniature_is_expected_somewhere(file):
     tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
     found = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -12,6 +12,7 @@ from attncheck.cases.model import Case
 from attncheck.harness.checks import cudagraph
 from attncheck.harness.checks.cudagraph import GraphDesk
 from attncheck.harness.findings import Broken, Holds, NotExamined
+from attncheck.harness.graphs import examination
 from attncheck.harness.graphs.examination import declared_level, measure
 from attncheck.harness.graphs.questions import Questions
 from attncheck.harness.stages import StageError
@@ -107,6 +108,23 @@ def test_one_layer_and_cache_is_measured_once_a_backend(monkeypatch):
     desk.examine(ReferenceBackend, replace(CASE, layer=replace(LAYER, head_size=32)))
     desk.examine(SDPABackend, CASE)
     assert asked == [ReferenceBackend, ReferenceBackend, SDPABackend]
+
+
+@pytest.mark.parametrize("backend", [SDPABackend, ReferenceBackend])
+def test_who_is_right_over_nan_is_never_asked_over_anything_else(questions, monkeypatch, backend):
+    made = []
+
+    class Counted(examination.GraphSession):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self.is_pool_finite)
+
+    monkeypatch.setattr(examination, "GraphSession", Counted)
+    levels = measure(backend, questions, CPU).levels
+    examined = [probe for probe in levels.probes if probe.outcome != "not run"]
+    assert set(made) == {False}
+    assert len(made) <= len(examined) + 1  # after the one fault, to see whether it is a leak
+    assert levels.notes == ()
 
 
 @pytest.mark.parametrize("attn_type", [AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])
