@@ -83,14 +83,14 @@ class _Student:
         per_slot = sum(self._sizes)
         two, three = (self._places_in(blocks).view(blocks, self._block_size, per_slot) for blocks in (2, 3))
         growth = three[0] - two[0]
-        steps = torch.stack([two[1] - two[0], three[1] - three[0], three[2] - three[1]])
+        steps = two[1] - two[0]
         found = []
         for name, shape, first, more, step in zip(
             ("keys", "values"),
             self._shapes,
             (two[0] - 2 * growth).split(self._sizes, dim=1),
             growth.split(self._sizes, dim=1),
-            steps.split(self._sizes, dim=2),
+            steps.split(self._sizes, dim=1),
             strict=True,
         ):
             stride = int(step.flatten()[0])
@@ -106,7 +106,7 @@ class _Student:
         if written.numel() != blocks * codec.page:
             raise _UnfitError("the memory of a page depends on how many there are")
         slots = torch.arange(blocks * self._block_size)
-        self._require_apart(codec, slots, written)
+        self._require_within(codec, slots, written)
         generator = torch.Generator().manual_seed(len(slots))
         disorder = slots[torch.randperm(len(slots), generator=generator)]
         batches = {
@@ -122,7 +122,7 @@ class _Student:
             for kv_cache, write in ((written, self._write), (predicted, codec.write)):
                 memory = flat_memory(kv_cache, self._coding)
                 memory.copy_(numbers)
-                write(kv_cache, batch.to(self._device), *(row.clone() for row in rows))
+                write(kv_cache, batch.to(self._device), *rows)
                 images.append(memory.view(torch.uint8))
             if not torch.equal(*images):
                 raise _UnfitError(f"writing {name} does not do to memory what the layout of whole pages says")
@@ -144,11 +144,7 @@ class _Student:
             )
             memory.zero_()
             self._write(kv_cache, slots, key, value)
-            reached = memory != 0
-            if touched is None:
-                touched = reached
-            if not torch.equal(touched, reached):
-                raise _UnfitError("where the writer stores depends on what it stores")
+            touched = memory != 0 if touched is None else touched
             stored = memory if self._coding.code_dtype is None else memory.view(self._coding.code_dtype)
             found += weight * self._digits(stored.double(), touched, base)
             weight *= base
@@ -185,14 +181,11 @@ class _Student:
         place = f"page {slot // self._block_size}, offset {slot % self._block_size}"
         return f"element {number} of the {'value' if is_value else 'key'} of head {head} ({place})"
 
-    def _require_apart(self, codec: PlacedCodec, slots: Tensor, kv_cache: Tensor) -> None:
-        """Every element of every page has a place of its own, within the pool."""
-        blocks = len(slots) // self._block_size
-        places = torch.cat([part.of(slots, blocks).flatten() for part in (codec.keys, codec.values)])
-        if int(places.min()) < 0 or int(places.max()) >= kv_cache.numel():
-            raise _UnfitError("slots of the first or the last page are stored outside the pool")
-        if bool((torch.bincount(places) > 1).any()):
-            raise _UnfitError(f"in a pool of {blocks} pages, different slots are stored in one place")
+    def _require_within(self, codec: PlacedCodec, slots: Tensor, kv_cache: Tensor) -> None:
+        """The places of all slots lie in the pool."""
+        for places in (part.of(slots, len(slots) // self._block_size) for part in (codec.keys, codec.values)):
+            if int(places.min()) < 0 or int(places.max()) >= kv_cache.numel():
+                raise _UnfitError("slots of the first or the last page are stored outside the pool")
 
     def _rows(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Keys and values of small whole numbers that every format holds, none of them zero."""
@@ -214,7 +207,7 @@ class _Student:
 
     def _write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         try:
-            self._writer(kv_cache, slots, key, value)
+            self._writer(kv_cache, slots.clone(), key.clone(), value.clone())
         except Exception as error:
             raise _UnfitError(f"the writer raised {_told(error)}") from error
 

@@ -197,6 +197,17 @@ def test_values_of_another_size_and_views_into_larger_memory():
     assert int(memory.count_nonzero()) == int(kv_cache.count_nonzero())
 
 
+def test_what_a_writer_does_to_its_arguments_does_not_matter():
+    def write(kv_cache, slots, key, value):
+        transposed_keys(kv_cache, slots, key, value)
+        for argument in (slots, key, value):
+            argument.zero_()
+
+    assert torch.equal(
+        learned(write, grid(None, 3, 4, 16)).keys.base, learned(transposed_keys, grid(None, 3, 4, 16)).keys.base
+    )
+
+
 def test_no_slots_are_nothing():
     codec, kv_cache = learned(transposed_keys, grid(None, 3, 4, 16)), grid(None, 3, 4, 16)(BLOCKS)
     codec.write(kv_cache, *numbers(0))

@@ -133,6 +133,43 @@ def test_memory_that_is_not_the_cache_alone_is_refused():
     assert refusal(by_token, spare) == "the memory of a page depends on how many there are"
 
 
+def beside(summary):
+    """The right writer into rows with a column to spare, where it keeps what ``summary`` makes of the keys."""
+
+    def write(kv_cache, slots, key, value):
+        right(kv_cache[..., :8], slots, key, value)
+        kv_cache[0, slots // 4, slots % 4, :, 8] = summary(key)
+
+    return write
+
+
+def test_what_is_kept_beside_the_rows_is_refused():
+    spare = lambda blocks: torch.zeros(2, blocks, 4, 3, 9, dtype=torch.bfloat16)  # noqa: E731
+    first = refusal(beside(lambda key: key[..., 0]), spare)
+    assert first == "element 0 of the key of head 0 (page 0, offset 0) is stored 2 times"
+    assert refusal(beside(lambda key: key.max()), spare) == "numbers are stored that are mixed of those given"
+    assert "0.5 is stored where only whole numbers" in refusal(beside(lambda _: 0.5), spare)
+    rarely = beside(lambda key: float(key.max() < 100))
+    assert refusal(rarely, spare).startswith("writing a slot alone does not do to memory")
+    untouched = lambda kv_cache, *rows: right(kv_cache[..., :8], *rows)  # noqa: E731
+    assert not isinstance(learn_codec(untouched, spare, LAYER, CACHE, "cpu"), NoCodec)
+
+
+def test_a_writer_at_fault_in_the_very_last_slot_is_refused():
+    """Of which a few slots of a large pool would tell nothing."""
+    cache = CacheSpec(block_size=64)
+
+    def write(kv_cache, slots, key, value):
+        last = kv_cache.shape[1] * 64 - 1
+        slots = torch.where((slots == last) & (last > 3 * 64), last - 1, slots)
+        for half, new in zip(kv_cache, (key, value), strict=True):
+            half[slots // 64, slots % 64] = new
+
+    codec = learn_codec(write, lambda n: torch.zeros(2, n, 64, 3, 8, dtype=torch.bfloat16), LAYER, cache, "cpu")
+    assert isinstance(codec, NoCodec)
+    assert codec.reason.startswith("writing the last page, backwards does not")
+
+
 def test_a_cache_that_cannot_be_made_is_a_reason():
     def allocate(blocks):
         raise ValueError("block size 4 is too small")
