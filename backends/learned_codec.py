@@ -1,4 +1,4 @@
-"""A codec found out by watching a backend's own writer, for packings that nobody has told us.
+"""A codec found out by watching a backend's own writer, for packings that nobody has told.
 
 The writer is given rows of which every number says, digit by digit over a few rounds, which element of which slot it
 is; the memory afterwards says where each lies. Done for pools of two and of three pages, that gives the places within
