@@ -19,8 +19,8 @@ _AT_ONCE = 1 << 22
 class Places:
     """Where all keys, or all values, lie in a cache's memory, counted in elements from its beginning.
 
-    base: int64 ``[block_size, *row]``, of page 0. growth: of the same shape, how much further that is with every page
-    the pool has. stride: from page to page.
+    base: int64 ``[block_size, *row]``, of page 0, as if the pool had no pages. growth: of the same shape, how much
+    further that is with every page the pool has. stride: from page to page.
     """
 
     base: Tensor
