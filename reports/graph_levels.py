@@ -125,6 +125,15 @@ def unmeasured_cases(records: Sequence[Record]) -> dict[str, dict[str, int]]:
     }
 
 
+def level_notes(rows: Sequence[LevelRow]) -> dict[str, tuple[str, ...]]:
+    """What is to be known of how each backend's levels were measured, each thing once; backends without: no entry."""
+    notes: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for note in row.graph.notes:
+            notes.setdefault(row.backend, {})[note] = None
+    return {backend: tuple(found) for backend, found in notes.items()}
+
+
 def legend(rows: Sequence[LevelRow]) -> str:
     """What the words of these rows mean."""
     emulated = any(row.graph.recorder == "emulated" for row in rows)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from attncheck.reports import markup, phrases
-from attncheck.reports.graph_levels import LevelRow, legend
+from attncheck.reports.graph_levels import LevelRow, legend, level_notes
 from attncheck.reports.reasons import joined, without_figures
 from attncheck.reports.records import GraphProbe
 
@@ -35,6 +35,10 @@ def graph_levels(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str,
         "## CUDA-graph levels",
         f"{markup.escaped(legend(rows))}.",
         markup.table(HEADINGS, table),
+        "\n".join(
+            f"- {markup.escaped(backend)}: {markup.escaped('; '.join(notes))}."
+            for backend, notes in level_notes(rows).items()
+        ),
         *(section for members in alike.values() for section in _probes(members)),
     ]
 

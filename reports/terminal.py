@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from attncheck.reports import phrases
 from attncheck.reports.crashes import died_at, last_words
-from attncheck.reports.graph_levels import LevelRow, legend, level_rows, unmeasured_cases, without_reasons
+from attncheck.reports.graph_levels import LevelRow, legend, level_notes, level_rows, unmeasured_cases, without_reasons
 from attncheck.reports.records import Crashed, Errored, Failed, Record, RunHeader, graph_of
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
@@ -142,6 +142,8 @@ def _level_notes(row: LevelRow, rows: Sequence[LevelRow]) -> str:
     notes += [phrases.why_no_higher(row, width=HINT_WIDTH if row.falls_short else REASON_WIDTH)]
     notes += [phrases.other_reasons(row)] if row.other_cases else []
     notes += [f"head-room: could declare {row.head_room}"] if row.head_room else []
+    if row is next(other for other in rows if other.backend == row.backend):
+        notes += [phrases.one_line(note) for note in level_notes(rows).get(row.backend, ())]
     return "\n".join(wrap(note, "  ") for note in notes if note)
 
 

@@ -77,7 +77,7 @@ def judge(measurement: Measurement) -> Finding:
         f"declared {declared.name}, measured {reached.name}: probe {probe.name!r} broke: {reason.what}",
         figures,
         reason.why,
-        (f"the probe shows whether {probe.establishes}", *graph.notes),
+        (f"the probe shows whether {probe.establishes}",),
         graph,
     )
 

@@ -198,7 +198,6 @@ def test_nan_in_foreign_slots_is_containment_s_to_tell_and_no_graph_s(name):
     assert record.graph.notes == (OVER_NUMBERS,)
     if name == "LeaksAndClaims":
         assert record.outcome == "failed"
-        assert OVER_NUMBERS in record.details
         assert FROZEN in record.meaning
         assert "max_query_len" in record.meaning
     else:

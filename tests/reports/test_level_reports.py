@@ -49,6 +49,21 @@ def test_places_of_one_violation_are_joined_wherever_a_reason_is_told(
         assert "wrong.py:12 in" not in text
 
 
+def test_how_a_backend_was_measured_is_told_once(
+    graph: Make, level_lines: Callable[..., list[str]], as_markdown: AsMarkdown
+) -> None:
+    note = "over huge numbers, since NaN | leaks"
+    records = [
+        graph("passed", broken(declared) | {"notes": [note]}, backend="Wrong", case_id=declared)
+        for declared in (SINGLE, "NEVER")
+    ]
+    lines = level_lines(graph("passed", broken(SINGLE)), *records)
+    assert [line for line in lines if "huge" in line] == [f"  {note}"]
+    text = as_markdown(graph("passed", broken(SINGLE)), *records)
+    assert text.count("huge") == 1
+    assert "\n\n- Wrong: over huge numbers, since NaN \\| leaks.\n\n" in text
+
+
 def test_a_reason_that_rows_of_a_backend_share_is_told_once(
     graph: Make, level_lines: Callable[..., list[str]], as_markdown: AsMarkdown
 ) -> None:

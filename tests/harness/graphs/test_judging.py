@@ -1,5 +1,7 @@
 """A measured level held against the declared one: below is a failure, above is head-room, unknown is neither."""
 
+from dataclasses import replace
+
 import pytest
 
 from attncheck.harness.checks.cudagraph import judge
@@ -62,6 +64,15 @@ def test_head_room_is_told_as_far_as_it_was_seen():
     finding = judge(measurement(NEVER, SINGLE, Unseen("hidden")))
     assert isinstance(finding, Holds)
     assert finding.notes[0] == "head-room: NEVER is declared, UNIFORM_SINGLE_TOKEN_DECODE measured"
+
+
+def test_how_it_was_measured_stands_beside_a_level_that_holds():
+    measured = measurement(SINGLE, UNIFORM)
+    noted = replace(measured, levels=measured.levels.model_copy(update={"notes": ("over numbers",)}))
+    assert judge(noted).notes == (
+        "over numbers",
+        "head-room: UNIFORM_SINGLE_TOKEN_DECODE is declared, UNIFORM_BATCH measured",
+    )
 
 
 def test_a_confirmed_level_holds_although_nothing_is_known_above_it():
