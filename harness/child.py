@@ -24,8 +24,8 @@ from attncheck.harness.messages import Answer, Request, format_message, parse_an
 _START = """\
 import sys
 sys.path[:] = sys.argv.pop().split(chr(10))
-from attncheck.harness.worker import run_as_process
-run_as_process(sys.argv[1:])
+from attncheck.harness.worker import main
+main(sys.argv[1:])
 """
 _LOOK_EVERY_MS = 200
 """How often a silent process is looked after."""
@@ -81,6 +81,11 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
     def send(self, request: Request) -> None:
         """Send one request. That nobody is there to read it any more is told by :meth:`receive`."""
         rest = memoryview(format_message(request))
@@ -105,7 +110,7 @@ class Child:
                     raise ProcessEndedError(
                         "stopped, since it wrote into attncheck's own pipe", self._output()
                     ) from None
-            has_ended = self._process.poll() is not None  # before the pipe is looked at: nothing comes behind it
+            has_ended = self.has_ended  # before the pipe is looked at: nothing comes behind it
             if self._poll.poll(0 if has_ended else _LOOK_EVERY_MS):
                 chunk = os.read(self._reading, 2**16)
                 self._received += chunk

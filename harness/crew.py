@@ -10,7 +10,7 @@ from typing import Self
 
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.child import Child, ProcessEndedError
-from attncheck.harness.introduction import Introduction
+from attncheck.harness.introduction import Introduction, lacking
 from attncheck.harness.messages import Assignment, Fault, Introduced, Refused
 from attncheck.reports.crashes import last_words
 
@@ -134,5 +134,4 @@ class Crew:
     def _lacking(self, ref: str, found: Introduction | QuestionError) -> dict[str, str]:
         if isinstance(found, QuestionError):
             return {}
-        given = {**os.environ, **self._environments.get(ref, {})}
-        return {name: value for name, value in found.info.required_environment.items() if given.get(name) != value}
+        return lacking(found.info.required_environment, {**os.environ, **self._environments.get(ref, {})})

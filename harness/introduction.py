@@ -3,7 +3,7 @@
 Loads no torch. Must not know: how a backend is loaded, or where.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -50,6 +50,11 @@ def unloaded(name: str, ref: str, reasons: Sequence[str], version: str = "") -> 
     """The introduction of a backend that cannot be loaded here, for these reasons."""
     info = BackendInfo(name=name, ref=ref, version=version)
     return Introduction(info=info, is_loaded=False, unavailable_reasons=tuple(reasons))
+
+
+def lacking(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """What of a required environment does not stand in ``environment``."""
+    return {name: value for name, value in required.items() if environment.get(name) != value}
 
 
 Introduce = Callable[[Sequence[str]], Sequence[Introduction | QuestionError]]

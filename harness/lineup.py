@@ -12,7 +12,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.candidates import choose_backends, refuse_unavailable, suite_device
 from attncheck.harness.crew import Crew
 from attncheck.harness.engine import Examiner, Plan, environment_of
-from attncheck.harness.introduction import Introduction
+from attncheck.harness.introduction import Introduce, Introduction
 from attncheck.harness.loading import Loader
 from attncheck.harness.messages import Assignment
 from attncheck.harness.selection import Selection
@@ -66,11 +66,11 @@ def line_up(
     if refs is None:
         return Lineup(plan, environment, (), notes, Examiner(plan, environment))
     loader = Loader(chosen)
+    introduce: Introduce = loader.introduce
     if crew is not None:
         crew.assign(_assignment(selection, plan, environment, patterns))
-    backends, more = choose_backends(
-        refs, selection.suites, selection.cases, loader.introduce if crew is None else crew.introduce
-    )
+        introduce = crew.introduce
+    backends, more = choose_backends(refs, selection.suites, selection.cases, introduce)
     if refs:
         refuse_unavailable(backends)
     examination: Examination

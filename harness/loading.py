@@ -5,14 +5,14 @@ Must not know: which backends a run chooses, how they are examined.
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from attncheck.backends import registry
 from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BackendLoadError, BackendUnavailableError, QuestionError
 from attncheck.harness.engine import Missing
-from attncheck.harness.introduction import Introduction, unloaded
+from attncheck.harness.introduction import Introduction, lacking, unloaded
 from attncheck.harness.stages import StageError, declared_reasons, settings_kept, stage
 from attncheck.reports.records import BackendInfo
 
@@ -78,11 +78,6 @@ def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:
     ):
         raise BackendLoadError(backend.ref, f"required_environment answered {required!r}, no dict of names to texts")
     return required
-
-
-def lacking(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """What of ``required`` does not stand in ``environment``."""
-    return {name: value for name, value in required.items() if environment.get(name) != value}
 
 
 def usable_here(backend: LoadedBackend | Missing, device: str) -> LoadedBackend | Missing:

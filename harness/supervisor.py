@@ -51,13 +51,16 @@ class Supervisor:
                 yield unavailable(self._circumstances, case, backend, check, backend.unavailable_reasons)
 
     def _examine_all(self, backend: Introduction) -> Iterator[Record]:
+        waiting = self._crew.child(backend.ref)
+        if waiting is not None and waiting.has_ended:  # while others were examined: it was asked nothing yet
+            self._crew.discard(backend.ref)
         for index, case in enumerate(self._plan.cases):
             child = self._crew.child(backend.ref)
             if child is None:
                 try:
                     child = self._crew.renew(backend.ref)
                 except (QuestionError, OSError) as error:
-                    cause = f"its process died before, and no other could be started: {error}"
+                    cause = f"its process has ended, and no other could be started: {error}"
                     for left in self._plan.cases[index:]:
                         yield from self._crashed(backend, left, self._plan.checks_of(left), "the start", cause)
                     return

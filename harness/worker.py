@@ -85,11 +85,18 @@ class Wire:
                 os.close(descriptor)
 
 
-def main(reading: int, writing: int, ref: str) -> None:
-    """Serve the run at the other end of the two pipes, as the process of the backend ``ref``."""
+def main(words: list[str]) -> None:
+    """What :mod:`attncheck.harness.child` starts: serve the run, as the process of a backend.
+
+    ``words``: the descriptors of the pipe to read and the pipe to write, and the backend's reference.
+    """
+    reading, writing, ref = words
+    sys.argv[:] = ["attncheck"]
+    if sys.platform == "linux":  # a run that is killed tells nobody, and this process may be busy for hours
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A kernel that kills the process says at least where, even if the backend closed what it prints to.
     faulthandler.enable(os.dup(2))
-    wire = Wire(reading, writing)
+    wire = Wire(int(reading), int(writing))
     try:
         _serve(wire, ref)
     except SeveredError:
@@ -150,12 +157,3 @@ def _examine(wire: Wire, examiner: "Examiner", backend: "LoadedBackend | Missing
         wire.send(record)
     fault = examiner.fault_of(case)
     wire.send(Done(blind=None if fault is None else str(fault)))
-
-
-def run_as_process(words: list[str]) -> None:
-    """What :mod:`attncheck.harness.child` starts: ``words`` are two descriptors and a reference."""
-    reading, writing, ref = words
-    sys.argv[:] = ["attncheck"]
-    if sys.platform == "linux":  # a run that is killed tells nobody, and this process may be busy for hours
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    main(int(reading), int(writing), ref)

@@ -30,18 +30,20 @@ class FakeCrew:
     def __init__(self, renewals: list[Exception | None] | None = None, **scripts: Script) -> None:
         self._scripts, self._renewals = scripts, renewals or []
         self.alive = set(scripts)
+        self.gone: set[str] = set()
         self.dismissed: list[str] = []
 
     def keep(self, refs: Iterator[str]) -> None:
         self.alive &= set(refs)
 
     def child(self, ref: str) -> "FakeChild | None":
-        return FakeChild(self._scripts[ref]) if ref in self.alive else None
+        return FakeChild(self._scripts[ref], has_ended=ref in self.gone) if ref in self.alive else None
 
     def renew(self, ref: str) -> "FakeChild":
         if self._renewals and (error := self._renewals.pop(0)) is not None:
             raise error
         self.alive.add(ref)
+        self.gone.discard(ref)
         return FakeChild(self._scripts[ref])
 
     def discard(self, ref: str) -> None:
@@ -52,8 +54,8 @@ class FakeCrew:
 
 
 class FakeChild:
-    def __init__(self, script: Script) -> None:
-        self._script = script
+    def __init__(self, script: Script, *, has_ended: bool = False) -> None:
+        self._script, self.has_ended = script, has_ended
 
     def forget_output(self) -> None:
         pass
@@ -120,6 +122,13 @@ def test_a_check_that_asks_nothing_is_lost_by_no_death(make_case: Any) -> None:
     assert [(record.check, record.outcome) for record in records] == [("numerics", "crashed"), ("lse", "unsupported")]
 
 
+def test_one_that_is_gone_before_it_was_asked_anything_loses_nothing(make_case: Any) -> None:
+    crew = FakeCrew(a=[WELL])
+    crew.gone = {"a"}
+    assert told(list(supervisor(crew, make_case()).run())) == [("numerics", "passed"), ("lse", "passed")]
+    assert not crew.gone
+
+
 @pytest.mark.parametrize("error", [QuestionError("the suite has changed"), OSError("no more processes")])
 def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_nothing(
     make_case: Any, error: Exception
@@ -128,7 +137,7 @@ def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_no
     known = tuple(Introduction(info=BackendInfo(name=name, ref=name, features=("lse",))) for name in "ab")
     cases = (make_case(), make_case(name="second"), make_case(name="third"))
     records = list(supervisor(crew, *cases, backends=known).run())
-    cause = f"its process died before, and no other could be started: {error}"
+    cause = f"its process has ended, and no other could be started: {error}"
     assert told(records[2:6]) == [(check, "crashed", "the start", cause) for check in (*CHECKS, *CHECKS)]
     assert [record.case_id for record in records[:6]] == ["case", "case", "second", "second", "third", "third"]
     assert [record.outcome for record in records[6:]] == ["passed"] * 6
