@@ -13,7 +13,6 @@ from attncheck.backends.vllm import availability, interpreted, package
 from attncheck.backends.vllm.builder import VLLMBuilder
 from attncheck.backends.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
 from attncheck.backends.vllm.claims import Claims, claims_of
-from attncheck.backends.vllm.codec import codec_of
 from attncheck.backends.vllm.configuration import configuration_problems
 from attncheck.backends.vllm.impl import VLLMImpl
 from attncheck.backends.vllm.selection import select
@@ -113,8 +112,11 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def kv_cache_codec(cls, layer: LayerSpec, cache: CacheSpec) -> KVCacheCodec | None:
-        """See the contract; learned from the backend's own writer, for vLLM says nowhere what lies where in a page."""
-        return codec_of(cls, layer, cache)
+        """None, so that the backend's own writer is watched: vLLM says nowhere what lies where in a page.
+
+        A shape says nothing: keys of the CPU's cache are transposed within one that a usual packing has.
+        """
+        return None
 
     @classmethod
     def version(cls) -> str:

@@ -44,11 +44,11 @@ def their_config(plain: Any, layers: Mapping[str, Any] = MappingProxyType({})) -
 
 
 def plain_config(
-    *,
     dtype: torch.dtype,
     num_heads: int,
     num_kv_heads: int,
     head_size: int,
+    *,
     block_size: int,
     cache_dtype: str = "auto",
     max_tokens: int = 1024,

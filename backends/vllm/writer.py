@@ -1,13 +1,8 @@
-"""A backend's own writer outside of any case: to watch what it does, and to find out whether it is there at all.
+"""A backend's own writer outside of any case, to find out whether this build of vLLM has it. Must not know: cases."""
 
-Must not know: what is learned from it, what a case asks.
-"""
-
-from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
 
 from attncheck.backends.current_config import set_current_vllm_config
 from attncheck.backends.declarations import DTYPES, MultipleOf
@@ -21,28 +16,6 @@ if TYPE_CHECKING:
 
 _ABSENT = "'_OpNamespace'"
 """Of the message with which torch answers for an operator that no library has registered."""
-
-
-def writer_of(
-    backend: "type[VLLMBackend]", layer: LayerSpec, cache: CacheSpec
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """``write(kv_cache, slots, key, value)`` of a layer of these sizes; scales are 1."""
-    plain = plain_config(
-        dtype=DTYPES[layer.dtype],
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
-        head_size=layer.head_size,
-        block_size=cache.block_size,
-        cache_dtype=cache.kv_cache_dtype,
-    )
-    with set_current_vllm_config(plain):
-        impl = backend.get_impl_cls()(layer.num_heads, layer.head_size, layer.softmax_scale, layer.num_kv_heads)
-    unscaled = _Unscaled(device())
-
-    def write(kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        impl.do_kv_cache_update(unscaled, key, value, kv_cache, slots)
-
-    return write
 
 
 def missing_operators(backend: "type[VLLMBackend]") -> list[str]:
@@ -60,10 +33,8 @@ def missing_operators(backend: "type[VLLMBackend]") -> list[str]:
         block_size=max(16, size.base) if isinstance(size, MultipleOf) else size,
         layout=cast(Layout, backend.supported_layouts[0]),
     )
-    row = torch.zeros(1, 1, layer.head_size, dtype=DTYPES[dtype], device=device())
     try:
-        kv_cache = allocate_kv_cache(backend, layer, cache, 2, device())
-        writer_of(backend, layer, cache)(kv_cache, torch.ones(1, dtype=torch.int64, device=device()), row, row)
+        _write_a_row(backend, layer, cache)
     except AttributeError as error:
         return [f"this build of vLLM lacks an operator of its writer: {error}"] if _ABSENT in str(error) else []
     except Exception:  # noqa: BLE001 (someone else's code)
@@ -71,9 +42,15 @@ def missing_operators(backend: "type[VLLMBackend]") -> list[str]:
     return []
 
 
-def device() -> torch.device:
-    """Where the installed vLLM keeps its tensors."""
-    return torch.device(package.platform().device_type)
+def _write_a_row(backend: "type[VLLMBackend]", layer: LayerSpec, cache: CacheSpec) -> None:
+    device, dtype = torch.device(package.platform().device_type), DTYPES[layer.dtype]
+    sizes = (layer.num_heads, layer.num_kv_heads, layer.head_size)
+    plain = plain_config(dtype, *sizes, block_size=cache.block_size)
+    with set_current_vllm_config(plain):
+        impl = backend.get_impl_cls()(layer.num_heads, layer.head_size, layer.softmax_scale, layer.num_kv_heads)
+    kv_cache = allocate_kv_cache(backend, layer, cache, 2, device)
+    row, slots = torch.zeros(1, 1, layer.head_size, dtype=dtype, device=device), torch.ones(1, dtype=torch.int64)
+    impl.do_kv_cache_update(_Unscaled(device), row, row, kv_cache, slots.to(device))
 
 
 class _Unscaled:
