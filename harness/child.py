@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from typing import Self
 
@@ -32,7 +33,9 @@ _LOOK_EVERY_MS = 200
 _GRACE_S = 5.0
 """How long a process may take to end that was asked to, or has closed its pipe."""
 _SHOWN = 20_000
-"""Bytes kept of what a process printed."""
+"""Bytes told of what a process printed."""
+_LONGEST = 2**27
+"""Bytes it may print while it is at one case; then they are forgotten, and it may begin again."""
 
 
 class ProcessEndedError(AttncheckError):
@@ -51,7 +54,7 @@ class Child:
 
     def __init__(self, ref: str, environment: Mapping[str, str]) -> None:
         self.ref = ref
-        self._told = False
+        self._told_at: float | None = None
         self._received = bytearray()
         with contextlib.ExitStack() as started:
             self._printed = started.enter_context(tempfile.TemporaryFile())
@@ -110,12 +113,14 @@ class Child:
                     raise ProcessEndedError(
                         "stopped, since it wrote into attncheck's own pipe", self._output()
                     ) from None
-            has_ended = self.has_ended  # before the pipe is looked at: nothing comes behind it
-            if self._poll.poll(0 if has_ended else _LOOK_EVERY_MS):
+            is_over = self.has_ended  # before the pipe is looked at: nothing comes behind it
+            if self._poll.poll(0 if is_over else _LOOK_EVERY_MS):
                 chunk = os.read(self._reading, 2**16)
                 self._received += chunk
-                has_ended = not chunk
-            if has_ended:
+                is_over = not chunk
+            elif os.fstat(self._printed.fileno()).st_size > _LONGEST:
+                self.forget_output()  # before the disk is full
+            if is_over:
                 raise ProcessEndedError(self._cause(), self._output())
 
     def forget_output(self) -> None:
@@ -124,17 +129,17 @@ class Child:
 
     def dismiss(self) -> None:
         """Tell the process that nothing more will be asked; it ends by itself, and is closed later."""
-        if not self._told:
-            self._told = True
+        if self._told_at is None:
+            self._told_at = time.monotonic()
             os.close(self._writing)
 
     def close(self, *, at_once: bool = False) -> None:
         """End the process with all it started; one that was dismissed gets a moment for it. May be repeated."""
         if self._printed.closed:
             return
-        if self._told and not at_once:
+        if self._told_at is not None and not at_once:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE_S)
+                self._process.wait(max(self._told_at + _GRACE_S - time.monotonic(), 0))
         self._kill()
         self.dismiss()
         os.close(self._reading)

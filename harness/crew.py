@@ -95,7 +95,9 @@ class Crew:
             child.close()
 
     def dismiss(self, ref: str) -> None:
-        """Let the process of ``ref`` end by itself."""
+        """Let the process of ``ref`` end by itself; those dismissed before have had their time."""
+        while self._dismissed:
+            self._dismissed.pop().close()
         if (child := self._children.pop(ref, None)) is not None:
             child.dismiss()
             self._dismissed.append(child)

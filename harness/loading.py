@@ -73,11 +73,17 @@ def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:
         required: object = stage("required_environment", lambda: backend.backend.required_environment(device))
     except StageError as failure:
         raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
-    if not isinstance(required, dict) or not all(
-        isinstance(text, str) and "\0" not in text for pair in required.items() for text in pair
-    ):
+    if not isinstance(required, dict) or not all(map(_is_variable, required.items())):
         raise BackendLoadError(backend.ref, f"required_environment answered {required!r}, no dict of names to texts")
     return required
+
+
+def _is_variable(pair: tuple[object, object]) -> bool:
+    """Whether name and value can stand in an environment."""
+    name, value = pair
+    if not isinstance(name, str) or not isinstance(value, str):
+        return False
+    return name != "" and "=" not in name and "\0" not in name + value
 
 
 def usable_here(backend: LoadedBackend | Missing, device: str) -> LoadedBackend | Missing:

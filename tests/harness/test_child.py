@@ -100,6 +100,17 @@ def test_of_what_was_printed_the_end_is_kept_from_a_lines_start_on(monkeypatch: 
     assert 5_000 < len(lines) < 20_000
 
 
+def test_one_that_prints_without_end_fills_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_LONGEST", 10_000)
+    monkeypatch.setattr(child, "_LOOK_EVERY_MS", 1)
+    code = "import time\nfor _ in range(100): os.write(1, b'x' * 2_000); time.sleep(0.005)\n"
+    code += "time.sleep(0.1); os.write(1, f'{os.fstat(1).st_size} stood there'.encode())"
+    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
+        process.receive()
+    stood = caught.value.output.removesuffix(" stood there").lstrip("x")
+    assert int(stood) <= 10_000
+
+
 def test_what_was_printed_before_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "print('old', flush=True); say('{\"kind\":\"done\"}'); sys.stdin; os.read(int(sys.argv[1]), 1); print('new')"
     with start(monkeypatch, code) as process:

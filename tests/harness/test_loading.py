@@ -82,7 +82,7 @@ def test_a_backend_that_requires_an_environment_is_usable_where_it_stands(
     assert loaded.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
 
 
-@pytest.mark.parametrize("answer", [None, {"A": 1}, {"A": "a\0b"}, ["A=1"]])
+@pytest.mark.parametrize("answer", [None, {"A": 1}, {"A": "a\0b"}, {"": "1"}, {"A=": "1"}, ["A=1"]])
 def test_an_environment_that_is_none_is_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     backend = of("torch_sdpa")
     monkeypatch.setattr(backend.backend, "required_environment", classmethod(lambda cls, device: answer))
