@@ -58,7 +58,10 @@ def vllm_config(
         "vllm_config",
         model_config=model,
         cache_config=ConfigNode(
-            "vllm_config.cache_config", block_size=cache.block_size, cache_dtype=cache.kv_cache_dtype
+            "vllm_config.cache_config",
+            block_size=cache.block_size,
+            cache_dtype=cache.kv_cache_dtype,
+            kv_cache_layout=cache.layout,
         ),
         scheduler_config=ConfigNode(
             "vllm_config.scheduler_config", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens

@@ -5,7 +5,9 @@ before, a method of the class said the shape, and another one its memory order. 
 page.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,11 +16,11 @@ from attncheck.backends.contract import KVCacheSpec, MultipleOf
 from attncheck.backends.vllm import package
 from attncheck.reference.spec import AttentionType
 
-LAYOUTS: dict[str, tuple[int, ...]] = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)}
-"""Memory orders of the four dimensions (blocks, heads, tokens, content)."""
+THEIR_LAYOUTS: Mapping[str, str] = MappingProxyType({"HND": "LBHNC", "NHD": "LBNHC"})
+"""The contract's layouts by vLLM's names, for one layer after the other, block after block."""
 
-_NAMES = {"LBHNC": "HND", "LBNHC": "NHD"}
-"""vLLM's layouts of one layer after the other, block after block."""
+_ORDERS: Mapping[str, tuple[int, ...]] = MappingProxyType({"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)})
+"""Memory orders of the four dimensions (blocks, heads, tokens, content)."""
 
 _ITEM = torch.bfloat16
 
@@ -99,7 +101,8 @@ def layouts(their_backend: type[Any]) -> tuple[str, ...]:
     found = None if ask is None else ask()
     if found is None:
         return ("NHD", "HND")
-    return tuple(_NAMES[layout.name] for layout in found if layout.name in _NAMES)
+    ours = {theirs: name for name, theirs in THEIR_LAYOUTS.items()}
+    return tuple(ours[layout.name] for layout in found if layout.name in ours)
 
 
 def stride_order(their_backend: type[Any], cache_layout: str) -> tuple[int, ...]:
@@ -113,4 +116,4 @@ def stride_order(their_backend: type[Any], cache_layout: str) -> tuple[int, ...]
         raise ValueError(f"layout {cache_layout}: kernels of {their_backend.get_name()} read {', '.join(read)}")
     if hasattr(their_backend, "get_kv_cache_shape"):
         return tuple(their_backend.get_kv_cache_stride_order())
-    return LAYOUTS[cache_layout]
+    return _ORDERS[cache_layout]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attncheck.backends.vllm import package
+from attncheck.backends.vllm.cache import THEIR_LAYOUTS
 
 
 def their_config(plain: Any, layers: Mapping[str, Any] = MappingProxyType({})) -> Any:
@@ -51,6 +52,7 @@ def plain_config(
     *,
     block_size: int,
     cache_dtype: str = "auto",
+    kv_cache_layout: str = "NHD",
     max_tokens: int = 1024,
 ) -> Any:
     """A config as the contract hands it out, for a layer that no case asks about."""
@@ -62,7 +64,7 @@ def plain_config(
             get_num_kv_heads=lambda _parallel_config: num_kv_heads,
             get_head_size=lambda: head_size,
         ),
-        cache_config=SimpleNamespace(block_size=block_size, cache_dtype=cache_dtype),
+        cache_config=SimpleNamespace(block_size=block_size, cache_dtype=cache_dtype, kv_cache_layout=kv_cache_layout),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=max_tokens),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=[], max_cudagraph_capture_size=0, static_forward_context={}
@@ -81,6 +83,8 @@ def _restore(config: Any, plain: Any) -> None:
     compilation.cudagraph_capture_sizes = sizes
     compilation.max_cudagraph_capture_size = plain.compilation_config.max_cudagraph_capture_size
     config.cache_config.block_size = plain.cache_config.block_size
+    if hasattr(config.cache_config, "kv_cache_layout"):  # which an engine resolves, once it knows all of its layers
+        config.cache_config.kv_cache_layout = THEIR_LAYOUTS[plain.cache_config.kv_cache_layout]
     config.scheduler_config.max_num_seqs = plain.scheduler_config.max_num_seqs
     config.scheduler_config.max_num_batched_tokens = plain.scheduler_config.max_num_batched_tokens
 

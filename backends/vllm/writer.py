@@ -45,7 +45,7 @@ def missing_operators(backend: "type[VLLMBackend]") -> list[str]:
 def _write_a_row(backend: "type[VLLMBackend]", layer: LayerSpec, cache: CacheSpec) -> None:
     device, dtype = torch.device(package.platform().device_type), DTYPES[layer.dtype]
     sizes = (layer.num_heads, layer.num_kv_heads, layer.head_size)
-    plain = plain_config(dtype, *sizes, block_size=cache.block_size)
+    plain = plain_config(dtype, *sizes, block_size=cache.block_size, kv_cache_layout=cache.layout)
     with set_current_vllm_config(plain):
         impl = backend.get_impl_cls()(layer.num_heads, layer.head_size, layer.softmax_scale, layer.num_kv_heads)
     kv_cache = allocate_kv_cache(backend, layer, cache, 2, device)

@@ -126,6 +126,11 @@ def test_drafts_and_trees_are_written_as_vllm_writes_them(make_case: Any) -> Non
     assert config_of(make_case()).speculative_config is None
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_config_names_the_layout_for_builders_that_see_no_cache(make_case: Any, layout: str) -> None:
+    assert config_of(make_case(cache={"layout": layout})).cache_config.kv_cache_layout == layout
+
+
 def test_a_layer_that_shares_a_cache_is_told_whose(make_case: Any) -> None:
     problem = build_problem(make_case((1, 40), kv_sharing=True), 0)
     assert construct_impl(ReferenceBackend, problem, CPU).kv_sharing_target_layer_name == "layer.0"

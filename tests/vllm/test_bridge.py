@@ -48,7 +48,7 @@ def test_the_config_says_what_the_plain_one_says_without_a_download_or_a_trace(c
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     before = dict(os.environ)
-    plain = plain_config(**SIZES | {"block_size": 96, "max_tokens": 77}, cache_dtype="fp8")
+    plain = plain_config(**SIZES | {"block_size": 96, "max_tokens": 77}, cache_dtype="fp8", kv_cache_layout="HND")
     config = their_config(plain, {"layer.7": "a layer"})
     assert dict(os.environ) == before
     assert config.model_config.dtype == torch.float32
@@ -57,6 +57,7 @@ def test_the_config_says_what_the_plain_one_says_without_a_download_or_a_trace(c
     assert config.model_config.get_num_kv_heads(config.parallel_config) == 2
     assert config.model_config.get_head_size() == 64
     assert (config.cache_config.block_size, config.cache_config.cache_dtype) == (96, "fp8")
+    assert config.cache_config.get_resolved_kv_cache_layout().name == "LBHNC"
     assert config.scheduler_config.max_num_batched_tokens == 77
     assert config.scheduler_config.max_num_seqs == 4
     assert config.compilation_config.static_forward_context == {"layer.7": "a layer"}
