@@ -20,7 +20,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Scene:
-    """One step: ``turn`` of ``probe`` in a session. ``make`` makes sessions of the probe, with its last argument."""
+    """One step: ``turn`` of ``probe`` in a session. ``make`` makes sessions of the probe, of either kind of pool."""
 
     probe: Probe
     turn: Turn

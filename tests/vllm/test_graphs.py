@@ -7,6 +7,7 @@ from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.harness.engine import Examiner, Plan
 from attncheck.harness.graphs.emulation import EmulatedRecorder
+from attncheck.harness.graphs.examination import OVER_NUMBERS
 from attncheck.harness.graphs.operators import passes_unseen
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
@@ -63,4 +64,5 @@ def test_the_plan_of_the_cpu_s_attention_moves_with_every_build(ops):
     assert (record.outcome, record.graph.declared, record.graph.measured) == ("passed", "NEVER", "NEVER")
     reason = record.graph.probes[0].reason
     assert "build puts metadata.scheduler_metadata into new memory" in reason
+    assert record.notes == (OVER_NUMBERS,)
     assert "first used by _C.cpu_attention_with_kv_cache at vllm/_custom_ops.py:" in reason
