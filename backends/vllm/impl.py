@@ -68,11 +68,10 @@ class VLLMImpl(AttentionImpl[Any]):
         self._has_builder = False
         self._scaled_as: AttentionLayer | None = None
 
-    def join(self, attn_layer: AttentionLayer | None) -> Any:
+    def join(self, attn_layer: AttentionLayer) -> Any:
         """The layer in vLLM's form for a builder's group, with the scales of the contract's ``attn_layer``."""
         self._has_builder = True
-        if attn_layer is not None:
-            self._take_scales(attn_layer)
+        self._take_scales(attn_layer)
         return self.layer
 
     def do_kv_cache_update(

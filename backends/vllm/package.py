@@ -39,7 +39,7 @@ def find(name: str, *modules: str) -> Any:
 
 
 def version() -> str:
-    """VLLM's version."""
+    """The installed version."""
     return str(module("vllm").__version__)
 
 
@@ -73,6 +73,9 @@ def _import_quietly() -> None:
     leave them as Python's defaults are, which print every warning. Both are served; handlers are touched by neither.
     """
     before = os.environ.get(_LEVEL)
+    logger = logging.getLogger("vllm")
+    if logger.level == logging.NOTSET:
+        logger.setLevel((before or _QUIET).upper())
     os.environ[_LEVEL] = before or _QUIET
     try:
         interpreted.import_triton_utils()
@@ -80,9 +83,6 @@ def _import_quietly() -> None:
     finally:
         if before is None:
             del os.environ[_LEVEL]
-    logger = logging.getLogger("vllm")
-    if logger.level == logging.NOTSET:
-        logger.setLevel((before or _QUIET).upper())
 
 
 def _if_there(name: str) -> ModuleType | None:
