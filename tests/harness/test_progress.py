@@ -11,14 +11,14 @@ from attncheck.harness.progress import Bar, Lines, Silent, watching
 from attncheck.reports.records import Failed, Passed
 
 
-def record(number: int, *, failed: bool = False) -> Failed | Passed:
+def record(number: int, *, failed: bool = False, backend: str = "b[1]") -> Failed | Passed:
     who = {
         "suite": "s",
         "case_id": f"case{number}",
         "case_hash": "0" * 12,
         "check": "numerics",
         "seed": 0,
-        "backend": "b[1]",
+        "backend": backend,
         "backend_ref": "b",
         "backend_version": "",
         "environment": "e" * 12,
@@ -48,6 +48,15 @@ def test_lines_say_now_and_then_how_far_it_is(
         for number in range(3):
             watcher.see(record(number))
     assert "case 2 of 3, 0 fell short" in capsys.readouterr().err.splitlines()
+
+
+def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(step=11.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with watching(4) as watcher:
+        for backend in ("a", "a", "b"):
+            watcher.see(record(0, backend=backend))
+    assert capsys.readouterr().err.splitlines()[-1] == "case 2 of 4, 0 fell short"
 
 
 def test_a_terminal_gets_a_bar_that_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
