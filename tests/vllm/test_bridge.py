@@ -11,6 +11,7 @@ import torch
 from attncheck.backends import registry
 from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
 from attncheck.backends.current_config import set_current_vllm_config
+from attncheck.backends.vllm import package
 from attncheck.backends.vllm.cache import their_spec
 from attncheck.backends.vllm.config import plain_config, their_config
 from attncheck.reference.metadata import CommonAttentionMetadata
@@ -138,6 +139,15 @@ def test_values_of_another_size_are_refused_for_vllm_tells_no_impl(cpu_attn):
     with pytest.raises(NotImplementedError, match="head_size_v 32"):
         made(cpu_attn, head_size_v=32)
     assert made(cpu_attn, head_size_v=64)
+
+
+def test_what_a_gpu_platform_refuses_is_refused_there_and_taken_on_a_cpu(cpu_attn, monkeypatch):
+    plain = plain_config(**SIZES | {"block_size": 16})
+    assert made(cpu_attn, plain=plain)
+    gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cpu", get_device_capability=lambda: None)
+    monkeypatch.setattr(package, "platform", lambda: gpu)
+    with pytest.raises(ValueError, match="CPU_ATTN is not valid for this configuration: block_size not supported$"):
+        made(cpu_attn, plain=plain)
 
 
 @pytest.mark.parametrize(
