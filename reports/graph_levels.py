@@ -38,13 +38,14 @@ class SharedResult:
 class LevelRow:
     """Results of one backend that are alike but for their reasons, those with most cases first.
 
-    ``graph`` is what they have in common: the levels and the outcome of every probe, without reasons. ``repeats``: an
-    earlier row of the backend broke at the same probe for the same reason.
+    ``graph`` is what they have in common: the levels and the outcome of every probe, without reasons. ``notes``: of any
+    of them. ``repeats``: an earlier row of the backend broke at the same probe for the same reason.
     """
 
     backend: str
     graph: GraphLevels
     results: tuple[SharedResult, ...]
+    notes: tuple[str, ...] = ()
     repeats: bool = False
 
     @property
@@ -95,11 +96,14 @@ def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
     A row that breaks at the same probe for the same reason as one before it follows that one.
     """
     groups: dict[tuple[str, GraphLevels], dict[GraphLevels, dict[str, None]]] = {}
+    notes: dict[tuple[str, GraphLevels], dict[str, None]] = {}
     for record in records:
-        if (graph := graph_of(record)) is not None:
-            results = groups.setdefault((record.backend, without_reasons(graph)), {})
-            results.setdefault(graph, {})[record.case] = None
-    rows = [LevelRow(backend, graph, _results(members)) for (backend, graph), members in groups.items()]
+        if (told := graph_of(record)) is not None:
+            graph = told.model_copy(update={"notes": ()})
+            group = (record.backend, without_reasons(graph))
+            groups.setdefault(group, {}).setdefault(graph, {})[record.case] = None
+            notes.setdefault(group, {}).update(dict.fromkeys(told.notes))
+    rows = [LevelRow(*group, _results(members), tuple(notes[group])) for group, members in groups.items()]
     order = list(dict.fromkeys(record.backend for record in records))
     rows.sort(key=lambda row: (order.index(row.backend), -row.cases))
     alike: dict[tuple[str, GraphProbe | None], list[LevelRow]] = {}
@@ -129,7 +133,7 @@ def level_notes(rows: Sequence[LevelRow]) -> dict[str, tuple[str, ...]]:
     """What is to be known of how each backend's levels were measured, each thing once; backends without: no entry."""
     notes: dict[str, dict[str, None]] = {}
     for row in rows:
-        for note in row.graph.notes:
+        for note in row.notes:
             notes.setdefault(row.backend, {})[note] = None
     return {backend: tuple(found) for backend, found in notes.items()}
 

@@ -79,7 +79,7 @@ def _probes(rows: Sequence[LevelRow]) -> list[str]:
     found = sorted(cases, key=lambda probes: -len(cases[probes]))
     differing = [index for index, column in enumerate(zip(*found, strict=True)) if len(set(column)) > 1]
     measured = phrases.measured_level(rows[0].graph.measured)
-    declared = " or ".join(row.graph.declared for row in rows)
+    declared = " or ".join(dict.fromkeys(row.graph.declared for row in rows))
     count = phrases.plural(sum(row.cases for row in rows), "case")
     return [
         f"### {markup.escaped(rows[0].backend)}: declared {declared}, measured {measured}, {count}",

@@ -13,8 +13,10 @@ _VERDICTS = (
     "",
     "some cases fall short",
     "**not declared, accepted and wrong**",
+    "**not declared, and the process died**",
     "not declared, and right all the same",
     "refused",
+    "refused unclearly",
     "not examined",
 )
 
@@ -74,11 +76,8 @@ def _values(verdict: str, values: Sequence[str]) -> str:
 
 def _verdict(row: SupportRow) -> str:
     """One of :data:`_VERDICTS`, without numbers."""
-    well, short, wrong, answered, refused, left = _VERDICTS
+    well, short, wrong, died, answered, refused, unclear, left = _VERDICTS
     if row.right or row.short:
         return short if row.short else well
-    if row.wrong:
-        return wrong
-    if row.answered:
-        return answered
-    return refused if row.refused else left
+    counted = ((row.wrong, wrong), (row.died, died), (row.answered, answered), (row.unclear, unclear))
+    return next((verdict for count, verdict in counted if count), refused if row.refused else left)

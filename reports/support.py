@@ -10,7 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from attncheck.reports.records import EXAMINED, FALLEN_SHORT, UTILITIES, Passed, Record, RunHeader, XFailed
+from attncheck.reports.records import (
+    EXAMINED,
+    FALLEN_SHORT,
+    UTILITIES,
+    Crashed,
+    Failed,
+    Passed,
+    Record,
+    RunHeader,
+    XFailed,
+)
 
 CLAIMS = "claims"
 """The check that tries what is not declared."""
@@ -22,6 +32,9 @@ REFUSED = "refused at"
 ANSWERED = "answered right without declaring it"
 """How the notes of :data:`CLAIMS` begin where an undeclared case was refused, or answered right."""
 
+UNCLEAR = "not declared, and no clear refusal"
+"""How its summary begins where such a case raised something else than a refusal."""
+
 _AS_DECLARED = ("right", "short")
 
 
@@ -30,7 +43,8 @@ class SupportRow:
     """Cases of one backend that need one feature, or have one form (``key=value``), by what became of them.
 
     right, short: examined as declared, and all answers right, or one fell short. Of the rest, which the declarations
-    leave out: refused, answered (right all the same), wrong (accepted and wrong, or no clear refusal); left: never put.
+    leave out: refused, unclear (raised, and no clear refusal), died (the process), answered (right all the same), wrong
+    (accepted, and wrong); left: never put.
     """
 
     backend: str
@@ -39,6 +53,8 @@ class SupportRow:
     right: int = 0
     short: int = 0
     refused: int = 0
+    unclear: int = 0
+    died: int = 0
     answered: int = 0
     wrong: int = 0
     left: int = 0
@@ -59,6 +75,8 @@ class SupportRow:
             f"{what} ({count})"
             for what, count in (
                 ("refused", self.refused),
+                ("refused unclearly", self.unclear),
+                ("died", self.died),
                 ("right all the same", self.answered),
                 ("accepted, and wrong", self.wrong),
             )
@@ -114,9 +132,18 @@ def _became(records: Iterable[Record]) -> str:
             return "refused"
         if any(note.startswith(ANSWERED) for note in notes):
             return "answered"
-        return "wrong" if _is_short(claim) else "right"
+        if _is_short(claim):
+            return _how_short(claim)
+        return "right"
     answers = [record for record in examined if record.check in ANSWERS] or examined
     return "short" if any(map(_is_short, answers)) else "right"
+
+
+def _how_short(claim: Record) -> str:
+    if isinstance(claim, Crashed) or (isinstance(claim, XFailed) and claim.underlying == "crashed"):
+        return "died"
+    is_unclear = isinstance(claim, Failed | XFailed) and claim.summary.startswith(UNCLEAR)
+    return "unclear" if is_unclear else "wrong"
 
 
 def _is_short(record: Record) -> bool:

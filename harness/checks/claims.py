@@ -14,7 +14,7 @@ from attncheck.harness.observation import Observation, Raised
 from attncheck.harness.problem import Problem
 from attncheck.harness.runner import Session
 from attncheck.harness.truth import Truth
-from attncheck.reports.support import ANSWERED, REFUSED
+from attncheck.reports.support import ANSWERED, REFUSED, UNCLEAR
 
 NOT_REFUSABLE = frozenset({"short_keys"})
 """Features whose absence cannot be noticed without reading lengths on the host: compared only where declared."""
@@ -56,8 +56,7 @@ def examine_undeclared(
             return Holds(notes=(f"{REFUSED} {attempt.stage}: {attempt.message}",))
         after = f" after changing {' and '.join(attempt.touched)}" if attempt.touched else ""
         return Broken(
-            f"not declared, and no clear refusal: {type(attempt.error).__name__} at {attempt.stage}{after}: "
-            f"{attempt.message}",
+            f"{UNCLEAR}: {type(attempt.error).__name__} at {attempt.stage}{after}: {attempt.message}",
             meaning="a case the backend cannot do must be refused with ValueError, NotImplementedError or TypeError",
             details=(*reasons, attempt.trace),
         )

@@ -7,7 +7,7 @@ import pytest
 from attncheck.reports.markdown_support import support
 from attncheck.reports.records import BackendInfo, Record
 from attncheck.reports.store import Run
-from attncheck.reports.support import ANSWERED, REFUSED, SupportRow, support_rows
+from attncheck.reports.support import ANSWERED, REFUSED, UNCLEAR, SupportRow, support_rows
 
 
 @pytest.fixture
@@ -56,12 +56,16 @@ def test_cases_outside_the_declarations_speak_of_what_is_not_declared_alone(rows
         *outside("refused", "alibi", "sinks", claim=refused),
         *outside("answered", "sinks", claim=answered),
         *outside("wrong", "sinks", claim={"outcome": "failed"}),
+        *outside("raised", "tree", claim={"outcome": "failed", "summary": f"{UNCLEAR}: RuntimeError at forward"}),
+        *outside("died", "head_size_v", claim={"outcome": "crashed"}),
         *outside("left", "short_keys", claim=None),
         features=("alibi", "lse"),
     )
     assert found["alibi"].in_words == "yes (1)"
     assert (found["sinks"].refused, found["sinks"].answered, found["sinks"].wrong) == (1, 1, 1)
     assert found["sinks"].in_words == "not declared: refused (1); right all the same (1); accepted, and wrong (1)"
+    assert found["tree"].in_words == "not declared: refused unclearly (1)"
+    assert found["head_size_v"].in_words == "not declared: died (1)"
     assert found["short_keys"].in_words == "not declared: not examined"
 
 
