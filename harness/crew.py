@@ -13,6 +13,7 @@ from attncheck.harness.child import Child, ProcessEndedError
 from attncheck.harness.introduction import Introduction, lacking
 from attncheck.harness.messages import Assignment, Fault, Introduced, Refused
 from attncheck.reports.crashes import last_words
+from attncheck.reports.records import BackendInfo
 
 
 class WorkerError(Exception):
@@ -29,6 +30,7 @@ class Crew:
     def __init__(self) -> None:
         self._children: dict[str, Child] = {}
         self._environments: dict[str, dict[str, str]] = {}
+        self._said: dict[str, BackendInfo] = {}
         self._dismissed: list[Child] = []
         self._assignment: Assignment | None = None
 
@@ -64,10 +66,17 @@ class Crew:
         for ref, needs in again.items():
             self.discard(ref)
             self._environments[ref] = self._environments.get(ref, {}) | needs
-        found |= zip(again, self._introduced(tuple(again)), strict=True)
+            try:
+                self.start([ref])
+            except OSError as error:  # a variable longer than the system takes
+                reason = f"its process cannot be started with the environment it requires: {error.strerror}"
+                found[ref] = BackendLoadError(ref, reason)
+        started = tuple(ref for ref in again if ref in self._children)
+        found |= zip(started, self._introduced(started), strict=True)
         for ref, given in again.items():
             if needs := self._lacking(ref, found[ref]):
                 found[ref] = BackendLoadError(ref, f"started with {given}, it now requires {needs}")
+        self._said |= {ref: each.info for ref, each in found.items() if isinstance(each, Introduction)}
         return list(found.values())
 
     def child(self, ref: str) -> Child | None:
@@ -78,7 +87,7 @@ class Crew:
         """A fresh process in place of the one of ``ref``.
 
         Raises:
-            QuestionError: it does not come as far as the first one did.
+            QuestionError: it does not come as far as the first one did, or introduces itself otherwise.
             WorkerError: attncheck itself failed in it.
         """
         self.discard(ref)
@@ -87,6 +96,8 @@ class Crew:
             raise introduction
         if not introduction.is_loaded:
             raise QuestionError("; ".join(introduction.unavailable_reasons))
+        if introduction.info != self._said[ref]:
+            raise QuestionError(f"{ref} is not what it was when the run began")
         return self._children[ref]
 
     def discard(self, ref: str) -> None:

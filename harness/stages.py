@@ -71,8 +71,16 @@ def settings_kept() -> Iterator[None]:
             torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:
             torch.use_deterministic_algorithms(deterministic)
-        if Path.cwd() != folder:
+        if not _stands_in(folder):
             os.chdir(folder)
+
+
+def _stands_in(folder: Path) -> bool:
+    """Whether ``folder`` is the current one; the one that is may be gone, which no code can ask for by name."""
+    try:
+        return Path.cwd() == folder
+    except FileNotFoundError:
+        return False
 
 
 def _matmul_precision() -> str | None:

@@ -113,6 +113,19 @@ def test_one_that_is_never_content_is_refused(started: list[Fake]) -> None:
     assert "started with {'A': '1'}, it now requires {'A': '2'}" in str(found)
 
 
+def test_one_that_requires_more_than_a_process_can_be_given_is_refused_alone(started: list[Fake]) -> None:
+    greedy = introduced("greedy", A="x" * 200_000)
+    Fake.script = {"greedy": [greedy], "content": [introduced("content")]}
+    with assigned() as processes:
+        processes.start(["greedy", "content"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(crew, "Child", Child)
+            refused, content = processes.introduce(["greedy", "content"])
+    assert isinstance(refused, BackendLoadError)
+    assert "cannot be started with the environment it requires: Argument list too long" in str(refused)
+    assert content == introduced("content").introduction
+
+
 def test_one_that_dies_as_it_is_loaded_says_how_and_what_it_said_last(started: list[Fake]) -> None:
     Fake.script = {"dead": [ProcessEndedError("killed by SIGABRT", "loading\nno driver\n")]}
     with assigned() as processes:
@@ -142,6 +155,16 @@ def test_one_that_does_not_come_up_again(started: list[Fake]) -> None:
             processes.renew("a")
         with pytest.raises(QuestionError, match="no library; no GPU"):
             processes.renew("b")
+
+
+def test_one_that_comes_up_as_another_is_not_taken_for_the_first(started: list[Fake]) -> None:
+    edited = Introduced(introduction=Introduction(info=BackendInfo(name="a", ref="a", features=("lse",))))
+    Fake.script = {"a": [introduced("a"), introduced("a"), edited]}
+    with assigned() as processes:
+        processes.introduce(["a"])
+        processes.renew("a")
+        with pytest.raises(QuestionError, match="a is not what it was when the run began"):
+            processes.renew("a")
 
 
 def test_those_not_chosen_end_and_those_that_are_done_may_take_a_moment(started: list[Fake]) -> None:

@@ -20,6 +20,19 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 }
 
 
+def test_a_folder_that_is_gone_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def foreign() -> str:
+        Path("gone").mkdir()
+        os.chdir("gone")
+        (tmp_path / "gone").rmdir()
+        return "answer"
+
+    assert stage("forward", foreign) == "answer"
+    assert Path.cwd() == tmp_path
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("raises", [False, True])
 def test_settings_are_as_before(name: str, raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
