@@ -1,21 +1,23 @@
 """Execution: the cases of every backend of a run, each backend in a process of its own, one backend after the other.
 
 What a backend's process dies of costs the checks of one case that have no record yet: they are ``crashed``, but for
-those that would have asked nothing, and a fresh process takes the cases that follow. Must not know: how a process is
-watched, files, terminals.
+those that would have asked nothing, and a fresh process takes the cases that follow. Where attncheck itself fails in a
+process, a fresh one is asked once more; if it fails again, the case is lost and told, the rest of the run is not. Must
+not know: how a process is watched, files, terminals.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.child import Child, ProcessEndedError
+from attncheck.harness.child import ProcessEndedError
 from attncheck.harness.crew import Crew, WorkerError
 from attncheck.harness.desk import unasked
-from attncheck.harness.engine import Plan
+from attncheck.harness.engine import OURSELVES, Plan
 from attncheck.harness.introduction import Introduction
 from attncheck.harness.messages import Begun, Done, Examine, Fault, Introduced, Refused
+from attncheck.harness.observation import Raised
 from attncheck.harness.outcomes import Circumstances, crashed, record_of, unavailable
 from attncheck.reports.records import Environment, Record
 
@@ -38,7 +40,7 @@ class Supervisor:
         """Every record, grouped by backend, then by case.
 
         Raises:
-            WorkerError: attncheck itself failed in a process.
+            WorkerError: attncheck itself failed in a process that was to take the place of another.
         """
         self._crew.keep(backend.ref for backend in self._introductions)
         for backend in self._introductions:
@@ -55,19 +57,30 @@ class Supervisor:
         if waiting is not None and waiting.has_ended:  # while others were examined: it was asked nothing yet
             self._crew.discard(backend.ref)
         for index, case in enumerate(self._plan.cases):
-            child = self._crew.child(backend.ref)
-            if child is None:
-                try:
-                    child = self._crew.renew(backend.ref)
-                except (QuestionError, OSError) as error:
-                    cause = f"its process has ended, and no other could be started: {error}"
-                    for left in self._plan.cases[index:]:
-                        yield from self._crashed(backend, left, self._plan.checks_of(left), "the start", cause)
-                    return
-            yield from self._examine(child, backend, index, case)
+            due = list(self._plan.checks_of(case))
+            try:
+                # A backend may spoil its process so that attncheck fails there: a fresh one tells whose fault it is.
+                if (fault := (yield from self._examine(backend, index, due))) is not None:
+                    fault = yield from self._examine(backend, index, due)
+            except (QuestionError, OSError) as error:
+                cause = f"its process has ended, and no other could be started: {error}"
+                yield from self._crashed(backend, case, due, "the start", cause)
+                for left in self._plan.cases[index + 1 :]:
+                    yield from self._crashed(backend, left, self._plan.checks_of(left), "the start", cause)
+                return
+            if fault is not None:
+                raised = Raised(OURSELVES, WorkerError(backend.ref, fault), fault.error, fault.traceback)
+                for check in due:
+                    yield record_of(self._circumstances, case, backend, check, raised, 0.0)
 
-    def _examine(self, child: Child, backend: Introduction, index: int, case: Case) -> Iterator[Record]:
-        checks = list(self._plan.checks_of(case))
+    def _examine(self, backend: Introduction, index: int, due: list[str]) -> Generator[Record, None, Fault | None]:
+        """The records of the checks that are ``due``, which those are no longer that have one; what of ours failed.
+
+        Raises:
+            QuestionError, OSError: a fresh process was needed, and could not be had.
+        """
+        case = self._plan.cases[index]
+        child = self._crew.child(backend.ref) or self._crew.renew(backend.ref)
         stage = "the wait for this case"
         child.forget_output()
         child.send(Examine(index=index))
@@ -77,22 +90,25 @@ class Supervisor:
                     case Begun():
                         stage = answer.stage
                     case Fault():
-                        raise WorkerError(backend.ref, answer)
+                        self._crew.discard(backend.ref)
+                        return answer
                     case Introduced() | Refused():
                         raise RuntimeError(f"the process of {backend.ref} answered a case by {answer.kind!r}")
                     case record:
-                        checks.remove(record.check)
-                        yield record
+                        if record.check in due:  # and was not made before a fault
+                            due.remove(record.check)
+                            yield record
         except ProcessEndedError as ended:
             self._crew.discard(backend.ref)
-            yield from self._crashed(backend, case, tuple(checks), stage, ended.cause, ended.output)
-            return
+            yield from self._crashed(backend, case, due, stage, ended.cause, ended.output)
+            return None
         if answer.blind is not None and index not in self._faulty:
             self._faulty.add(index)
             self.blind.append(QuestionError(answer.blind))
+        return None
 
     def _crashed(
-        self, backend: Introduction, case: Case, checks: tuple[str, ...], stage: str, cause: str, output: str = ""
+        self, backend: Introduction, case: Case, checks: Sequence[str], stage: str, cause: str, output: str = ""
     ) -> Iterator[Record]:
         for check in checks:
             if (skipped := unasked(check, case, backend.features)) is not None:

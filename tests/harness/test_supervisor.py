@@ -11,13 +11,13 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.child import ProcessEndedError
 from attncheck.harness.crew import Crew, WorkerError
-from attncheck.harness.engine import Examiner, Plan, environment_of
+from attncheck.harness.engine import OURSELVES, Examiner, Plan, environment_of
 from attncheck.harness.introduction import Introduction, unloaded
 from attncheck.harness.lineup import line_up
 from attncheck.harness.messages import Answer, Begun, Done, Examine, Fault
 from attncheck.harness.selection import select_cases
 from attncheck.harness.supervisor import Supervisor
-from attncheck.reports.records import BackendInfo, Crashed, Passed, Record
+from attncheck.reports.records import BackendInfo, Crashed, Errored, Passed, Record
 
 ENVIRONMENT = environment_of("cpu")
 CHECKS = ("numerics", "lse")
@@ -143,10 +143,28 @@ def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_no
     assert [record.outcome for record in records[6:]] == ["passed"] * 6
 
 
-def test_a_fault_of_ours_ends_the_run_and_keeps_what_was_found(make_case: Any) -> None:
-    fault = Fault(error="ValueError: ours", traceback="Traceback")
-    found = supervisor(FakeCrew(a=[[passed("numerics"), fault]]), make_case()).run()
-    assert next(found).outcome == "passed"
+FAULT = Fault(error="ValueError: ours", traceback="Traceback")
+
+
+def test_a_fault_in_a_spoilt_process_is_mended_by_a_fresh_one(make_case: Any) -> None:
+    crew = FakeCrew(a=[[passed("numerics"), FAULT], WELL, WELL])
+    records = list(supervisor(crew, make_case(), make_case(name="next")).run())
+    assert told(records) == [("numerics", "passed"), ("lse", "passed")] * 2
+
+
+def test_a_fault_of_ours_costs_a_case_and_is_told_as_ours(make_case: Any) -> None:
+    crew = FakeCrew(a=[[passed("numerics"), FAULT], [FAULT], WELL])
+    records = list(supervisor(crew, make_case(), make_case(name="next")).run())
+    assert told(records) == [("numerics", "passed"), ("lse", "errored"), ("numerics", "passed"), ("lse", "passed")]
+    ours = records[1]
+    assert isinstance(ours, Errored)
+    assert (ours.stage, ours.message, ours.traceback) == (OURSELVES, "ValueError: ours", "Traceback")
+
+
+def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(make_case: Any) -> None:
+    crew = FakeCrew([WorkerError("a", FAULT)], a=[[passed("numerics"), DEATH]])
+    found = supervisor(crew, make_case(), make_case(name="next")).run()
+    assert told([next(found), next(found)])[0] == ("numerics", "passed")
     with pytest.raises(WorkerError, match="ValueError: ours"):
         next(found)
 
