@@ -12,6 +12,7 @@ from attncheck.reports.crashes import died_at
 from attncheck.reports.graph_levels import level_rows, unmeasured_cases, without_reasons
 from attncheck.reports.markdown_levels import graph_levels
 from attncheck.reports.markdown_support import support
+from attncheck.reports.reasons import without_figures
 from attncheck.reports.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
 from attncheck.reports.repro import repro_command
 from attncheck.reports.store import Run
@@ -140,10 +141,14 @@ def _failures(summary: Summary, header: RunHeader) -> list[str]:
 
 
 def _story_key(record: Record) -> tuple[object, ...]:
-    """Equal for records of which one speaks for all: equal outcomes of equal probes, or one error from one place."""
+    """Equal for records of which one speaks for all: equal outcomes of equal probes, one error, one finding."""
     graph = graph_of(record)
     if isinstance(record, Failed) and graph is not None:
         return (without_reasons(graph),)
+    if isinstance(record, Failed) and record.meaning is not None:
+        return record.meaning, without_figures(record.summary)
+    if isinstance(record, Failed):
+        return (record.summary,)
     about: object = graph or record.case
     if isinstance(record, Errored):
         about = record.traceback or about
@@ -161,9 +166,10 @@ def _failure(records: Sequence[Record], header: RunHeader) -> str:
         f"**{record.outcome}**: {markup.escaped(phrases.what_happened(record))}",
     ]
     if further:
-        shared = {"errored": "error", "crashed": "death"}.get(record.outcome, "levels and probes")
+        what = "finding" if graph_of(record) is None else "levels and probes"
+        shared = {"errored": "error", "crashed": "death"}.get(record.outcome, what)
         if len({phrases.what_happened(other) for other in records}) > 1:
-            shared += ", some with other figures or reasons (see above)"
+            shared += ", some with other figures" + ("" if what == "finding" else " or reasons (see above)")
         lines.append(f"With the same {shared}: {markup.escaped(', '.join(other.case for other in further))}")
     if isinstance(record, Failed):
         lines += ["\n".join(f"- {markup.escaped(detail)}" for detail in record.details)] if record.details else []

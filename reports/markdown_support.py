@@ -9,9 +9,11 @@ from attncheck.reports import markup
 from attncheck.reports.store import Run
 from attncheck.reports.support import ANSWERS, SupportRow, support_rows
 
+_SHORT = "some cases fall short"
+
 _VERDICTS = (
     "",
-    "some cases fall short",
+    _SHORT,
     "**not declared, accepted and wrong**",
     "**not declared, and the process died**",
     "not declared, and right all the same",
@@ -58,7 +60,9 @@ def _form_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
     values: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in rows:
         key, _, value = row.feature.partition("=")
-        values.setdefault((key, row.backend), {}).setdefault(_verdict(row), []).append(value)
+        verdict = _verdict(row)
+        shown = f"{value} ({row.right} of {row.right + row.short} right)" if verdict == _SHORT else value
+        values.setdefault((key, row.backend), {}).setdefault(verdict, []).append(shown)
     cells = {
         place: "; ".join(_values(verdict, words[verdict]) for verdict in _VERDICTS if verdict in words)
         for place, words in values.items()
@@ -69,7 +73,11 @@ def _form_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
 
 
 def _values(verdict: str, values: Sequence[str]) -> str:
-    ordered = sorted(values, key=lambda value: (not value.isdigit(), int(value) if value.isdigit() else 0, value))
+    def size(value: str) -> tuple[bool, int, str]:
+        digits = value.partition(" ")[0]
+        return (not digits.isdigit(), int(digits) if digits.isdigit() else 0, value)
+
+    ordered = sorted(values, key=size)
     text = markup.escaped(", ".join(ordered))
     return f"{verdict}: {text}" if verdict else text
 

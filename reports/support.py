@@ -6,6 +6,7 @@ in the row of each. Rows only; tables are made by ``markdown_support``. Must not
 looks.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from attncheck.reports.records import (
     Passed,
     Record,
     RunHeader,
+    Unsupported,
     XFailed,
 )
 
@@ -89,8 +91,8 @@ class SupportRow:
 def support_rows(records: Sequence[Record], header: RunHeader) -> tuple[SupportRow, ...]:
     """A row a backend and feature that any case needs; backends in the header's order, features by name.
 
-    A case outside the declarations says something of those features alone that are not declared, and only where there
-    are none of its forms: one refused for its sinks says nothing of its head size.
+    A case outside the declarations says something of what the reasons against it name: one refused for its layout says
+    nothing of its head size.
     """
     cases: dict[tuple[str, str], list[Record]] = {}
     for record in records:
@@ -104,8 +106,10 @@ def support_rows(records: Sequence[Record], header: RunHeader) -> tuple[SupportR
     counts: dict[tuple[str, str], Counter[str]] = {}
     for (backend, case), what in became.items():
         needs = cases[backend, case][0].needs
-        outside = [feature for feature in needs if feature not in declared[backend]]
-        told = needs if what in _AS_DECLARED else [f for f in outside if not _is_form(f)] or outside
+        reasons = [reason for r in cases[backend, case] if isinstance(r, Unsupported) for reason in r.reasons]
+        named = [feature for feature in needs if any(_is_named(feature, reason) for reason in reasons)]
+        outside = named or [feature for feature in needs if feature not in declared[backend]]
+        told = needs if what in _AS_DECLARED else outside
         for feature in needs:
             counted = counts.setdefault((backend, feature), Counter())
             counted[what] += feature in told
@@ -114,6 +118,12 @@ def support_rows(records: Sequence[Record], header: RunHeader) -> tuple[SupportR
         SupportRow(backend, feature, feature in declared[backend], **counts[backend, feature])
         for backend, feature in sorted(counts, key=lambda key: (order.index(key[0]), key[1]))
     )
+
+
+def _is_named(feature: str, reason: str) -> bool:
+    """Whether a reason is about a feature (``...: feature 'sinks' ...``) or a form (``head_size 72: ...``)."""
+    key, is_form, value = feature.partition("=")
+    return f"'{key}'" in reason if not is_form else re.match(rf"{re.escape(f'{key} {value}')}\b", reason) is not None
 
 
 def _is_form(feature: str) -> bool:

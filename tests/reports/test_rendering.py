@@ -156,12 +156,27 @@ def test_markdown_has_backends_by_suites_with_conventions(write: Write, records:
 
 
 def test_markdown_has_every_failure_with_figures_meaning_and_command(write: Write, make: Make) -> None:
-    records = [make("failed", **FAILURE | {"case_id": f"c{i}"}) for i in range(10)]
+    meanings = [f"the window is {keys} too long" for keys in ("one key", "two keys", "a page")]
+    records = [make("failed", **FAILURE | {"case_id": f"c{n}", "meaning": told}) for n, told in enumerate(meanings, 1)]
     text = markdown.render_run(read_run(write(*records)))
-    assert text.count("### Wrong: smoke/c") == 10
-    assert text.count("Looks like: the window is one key too long") == 10
-    assert text.count("| bad_rows | 7 |") == 10
+    assert text.count("### Wrong: smoke/c") == 3
+    assert all(f"Looks like: {meaning}" in text for meaning in meanings)
+    assert text.count("| bad_rows | 7 |") == 3
     assert "```sh\nattncheck run --backend ./wrong.py:Wrong --suite smoke --case c3 --check numerics" in text
+
+
+def test_markdown_tells_a_finding_once_with_all_its_cases(write: Write, make: Make) -> None:
+    same = [
+        make("failed", **FAILURE | {"case_id": f"c{n}", "summary": f"{n} of 40 rows, worst 1{n}.5"}) for n in (1, 2)
+    ]
+    other = make("failed", **FAILURE | {"case_id": "c3", "summary": "3 slots are wrong"})
+    unmeant = [
+        make("failed", **FAILURE | {"case_id": f"d{n}", "meaning": None, "summary": f"{n} rows"}) for n in (1, 2)
+    ]
+    text = markdown.render_run(read_run(write(*same, other, *unmeant)))
+    assert "### Wrong: smoke/c1 and 1 more case, numerics" in text
+    assert "With the same finding, some with other figures: smoke/c2" in text
+    assert all(f"### Wrong: smoke/{case}, numerics" in text for case in ("c3", "d1", "d2"))
 
 
 def test_markdown_says_what_it_does_not_know(write: Write, records: list[Record], make: Make) -> None:

@@ -23,8 +23,10 @@ def rows(header: Any) -> Any:
 def outside(make: Any) -> Any:
     """The records of a case that the declarations leave out; ``claim``: what ``claims`` found, None: it did not try."""
 
-    def records(case: str, *needs: str, claim: dict[str, Any] | None) -> list[Record]:
-        told = [make("unsupported", case_id=case, needs=needs)]
+    def records(
+        case: str, *needs: str, claim: dict[str, Any] | None, reasons: tuple[str, ...] = ("no",)
+    ) -> list[Record]:
+        told = [make("unsupported", case_id=case, needs=needs, reasons=reasons)]
         return told if claim is None else [*told, make(**claim, case_id=case, needs=needs, check="claims")]
 
     return records
@@ -83,7 +85,7 @@ def test_a_form_is_declared_where_a_case_of_it_was_put(rows: Any, make: Any, out
     refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
     found = rows(
         make("passed", case_id="in", needs=(form, "head_size=64")),
-        *outside("capped", "sinks", form, "head_size=256", claim=refused),
+        *outside("capped", "sinks", form, "head_size=256", claim=refused, reasons=("feature 'sinks' is not declared",)),
         *outside("odd", form, "head_size=72", claim=refused),
     )
     assert found[form].in_words == "yes (1)"
@@ -92,11 +94,21 @@ def test_a_form_is_declared_where_a_case_of_it_was_put(rows: Any, make: Any, out
     assert found["sinks"].refused == 1
 
 
+def test_a_case_that_was_refused_says_something_of_what_the_reasons_name(rows: Any, outside: Any) -> None:
+    needs = ("sinks", "dtype=float16", "head_size=72", "layout=NHD")
+    refused = {"outcome": "passed", "notes": (f"{REFUSED} cache: no",)}
+    reasons = ("head_size 72: supported are 64", "vLLM says no (dtype float16)", "feature 'sinks' is not declared")
+    found = rows(*outside("two", *needs, claim=refused, reasons=reasons))
+    assert (found["head_size=72"].refused, found["sinks"].refused) == (1, 1)
+    assert (found["layout=NHD"].refused, found["dtype=float16"].refused) == (0, 0)
+
+
 def test_markdown_puts_the_values_of_a_form_under_their_verdicts(header: Any, make: Any, outside: Any) -> None:
     sizes = [make("passed", case_id=f"h{size}", needs=("alibi", f"head_size={size}")) for size in (128, 64)]
     short = make("failed", case_id="h96", needs=("head_size=96",))
+    fine = make("passed", case_id="h96b", needs=("head_size=96",))
     refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
-    records = (*sizes, short, *outside("h72", "head_size=72", claim=refused))
+    records = (*sizes, short, fine, *outside("h72", "head_size=72", claim=refused))
     text = "\n".join(support(Run("run", header, records), ["reference"]))
     assert "| `alibi` | yes (2) |" in text
-    assert "| `head_size` | 64, 128; some cases fall short: 96; refused: 72 |" in text
+    assert "| `head_size` | 64, 128; some cases fall short: 96 (1 of 2 right); refused: 72 |" in text
