@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.reference.spec import (
+    FORMS,
     AttentionType,
     BatchSpec,
     CacheSpec,
@@ -74,12 +75,9 @@ def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: fro
 
     Its :func:`required_features`; as ``key=value`` the sizes and forms of the layer, and of the cache if it has one.
     """
-    forms: dict[str, object] = {"attn_type": layer.attn_type, "dtype": layer.dtype, "head_size": layer.head_size}
-    if has_cache(layer):
-        names = ("block_size", "layout", "kv_cache_dtype")
-        forms |= {name: getattr(cache, name) for name in names}
-    features = sorted(required_features(layer, cache, batch, declared))
-    return (*features, *(f"{name}={value}" for name, value in forms.items()))
+    specs = (layer, cache) if has_cache(layer) else (layer,)
+    forms = [f"{name}={getattr(spec, name)}" for spec in specs for name in FORMS if hasattr(spec, name)]
+    return (*sorted(required_features(layer, cache, batch, declared)), *forms)
 
 
 def is_chunked(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> bool:

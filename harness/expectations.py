@@ -9,7 +9,8 @@ A file is a YAML list of entries::
       reason: the window is one key too long, issue 17
 
 An entry may narrow down what it is about: ``needs`` (features and forms, as records name them) and ``says`` (a pattern
-on what the record tells). With ``says`` it is about a finding, wherever that turns up: a case that passes is none.
+on what the record tells). With ``says`` it is about a finding, wherever that turns up: a case that passes is none, and
+a run in which it does not turn up says so and does not fail.
 
 A record that fell short as an entry says becomes ``xfailed``; one that passed although expected to fall short becomes
 ``xpassed`` and fails the run. An entry that matches no case of the run's suites, or that no record bears out, fails the
@@ -24,11 +25,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
-from attncheck.cases.tree import Items, Place, Table, describe
+from attncheck.cases.tree import Items, Place, Table, Tree, describe
 from attncheck.cases.validation import suggestion, validate
 from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import CaseFileError
-from attncheck.reference.spec import CHECKS
+from attncheck.reference.spec import CHECKS, FEATURES, FORMS
 from attncheck.reports.phrases import what_happened
 from attncheck.reports.records import Crashed, Errored, Failed, Passed, Record, XFailed, XPassed, graph_of
 
@@ -126,11 +127,23 @@ def load_expectations(path: Path) -> tuple[Entry, ...]:
             raise place.fault(
                 "unknown check", value=expectation.check, allowed=suggestion(expectation.check, [*CHECKS])
             )
+        for need in expectation.needs:
+            _check_need(need, item)
         if not expectation.reason.strip():
             place = item.entries["reason"].place if isinstance(item, Table) else item.place
             raise place.fault("an expected failure needs a reason", allowed="say why it is known")
         entries.append(Entry(expectation, item.place))
     return tuple(entries)
+
+
+def _check_need(need: str, item: Tree) -> None:
+    """Raises CaseFileError for a need that no record can have."""
+    place = item.entries["needs"].place if isinstance(item, Table) else item.place
+    key, is_form, _ = need.partition("=")
+    if is_form and key not in FORMS:
+        raise place.fault("cases have no such form", value=need, allowed=suggestion(key, FORMS))
+    if not is_form and need not in FEATURES:
+        raise place.fault("unknown feature", value=need, allowed=suggestion(need, [*FEATURES]))
 
 
 class Expectations:
@@ -166,7 +179,6 @@ class Expectations:
                 self._live.append(entry)
         self._met: set[Entry] = set()
         self._seen: set[Entry] = set()
-        self._is_whole = len(selected) == len(cases)
 
     def apply(self, record: Record) -> Record:
         """The record as it stands in the light of the expectations: itself, or an ``xfailed`` or ``xpassed`` one."""
@@ -202,12 +214,16 @@ class Expectations:
         missed = [
             f"{entry}, but no record bears it out; remove it if this is mended"
             for entry in self._live
-            if entry not in self._met and self._is_judged(entry, stopped_early=stopped_early)
+            if entry not in self._met
+            and entry.expectation.says is None
+            and not (stopped_early and entry not in self._seen)
         ]
         return blind + missed
 
-    def _is_judged(self, entry: Entry, *, stopped_early: bool) -> bool:
-        """Whether the run could have borne the entry out. A finding may turn up in any of the cases it is about."""
-        if entry.expectation.says is not None:
-            return entry in self._seen and self._is_whole and not stopped_early
-        return entry in self._seen or not stopped_early
+    def unseen(self) -> list[str]:
+        """One line for each finding that did not turn up, though it might have. Other cases may show it: no failure."""
+        return [
+            f"{entry}: not seen in this run; remove it if this is mended"
+            for entry in self._live
+            if entry not in self._met and entry.expectation.says is not None and entry in self._seen
+        ]

@@ -27,12 +27,13 @@ from attncheck.reference.spec_paths import (
     SplitKVOptions,
     TreeOptions,
 )
-from attncheck.reference.vocabulary import BACKEND_CHECKS, CHECKS, FEATURES, CheckInfo
+from attncheck.reference.vocabulary import BACKEND_CHECKS, CHECKS, FEATURES, FORMS, CheckInfo
 
 __all__ = [
     "BACKEND_CHECKS",
     "CHECKS",
     "FEATURES",
+    "FORMS",
     "GENERATOR_VERSION",
     "MAX_TOKENS",
     "PATHS",

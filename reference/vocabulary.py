@@ -77,3 +77,6 @@ FEATURES: tuple[str, ...] = (
     "merge_nan",
 )
 """Everything a backend may declare under ``features``."""
+
+FORMS: tuple[str, ...] = ("attn_type", "dtype", "head_size", "block_size", "layout", "kv_cache_dtype")
+"""Sizes and forms of a layer and its cache by which cases are counted, beside the features they need."""

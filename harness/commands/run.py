@@ -163,6 +163,8 @@ def run(
     typer.echo()
     errors = [*map(str, examination.blind), *unmet]
     typer.echo(terminal.render(header, records, errors=errors, color=use_color()))
+    for line in expectations.unseen() if expectations and not stopped else ():
+        typer.echo(line)
     if stopped:
         typer.echo("stopped at the first record that fell short (--exitfirst): what follows it was not examined")
     typer.echo(f"{time.monotonic() - began:.1f} s, run file: {path}")
