@@ -5,14 +5,17 @@ the suite's ``defaults``; a case that says otherwise for itself keeps what it sa
 Must not know: where suites lie, what a case means.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from types import MappingProxyType
 
 from attncheck.cases.overlay import put
 from attncheck.cases.tree import Scalar, Table, Tree, describe
 from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import SelectionError
+from attncheck.reference.spec import CacheSpec, LayerSpec
 
-VARIED_KEYS = ("layer", "cache")
+VARIED_KEYS: Mapping[str, type] = MappingProxyType({"layer": LayerSpec, "cache": CacheSpec})
 
 
 def split_variant(ref: str) -> tuple[str, str]:
@@ -29,7 +32,8 @@ def with_defaults(ref: str, settings: Sequence[str]) -> str:
     if not settings:
         return ref
     name, braces = split_variant(ref)
-    given = [braces.strip("{} ")] if braces.strip("{} ") else []
+    written = braces[1:-1].strip()
+    given = [written] if written else []
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip() or not value.strip():
@@ -52,9 +56,9 @@ def read_defaults(braces: str, ref: str) -> Table:
     for key, value in written.entries.items():
         path, place = tuple(key.split(".")), written.names[key]
         if path[0] not in VARIED_KEYS or len(path) < 2 or "" in path:
-            raise place.fault(
-                "no default that can be replaced", value=key[:60], allowed="a dotted key below layer or cache"
-            )
+            meant = [f"{above}.{key}" for above, spec in VARIED_KEYS.items() if key in (f.name for f in fields(spec))]
+            allowed = f"did you mean {meant[0]}?" if meant else "a dotted key below layer or cache"
+            raise place.fault("no default that can be replaced", value=key[:60], allowed=allowed)
         if isinstance(value, Scalar) and value.value is None and not value.text:
             raise place.fault("a default needs a value", value=key[:60], allowed=f"write {key[:60]}: VALUE")
         laid = put(laid, path, value, place, merging=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from attncheck.backends import registry
 from attncheck.backends.vllm import package
+from attncheck.errors import UnknownNameError
 
 _REGISTRY = ("vllm.v1.attention.backends.registry", "vllm.attention.backends.registry")
 
@@ -43,7 +44,7 @@ def _named(name: str) -> Any:
     members = package.find("AttentionBackendEnum", *_REGISTRY).__members__
     known = [member for member, value in members.items() if value.value]
     if name not in known:
-        raise ValueError(f"vLLM {package.version()} has no backend {name!r}: it has {', '.join(known)}")
+        raise ValueError(str(UnknownNameError(f"backend of vLLM {package.version()}", name, known)))
     try:
         return members[name].get_class()
     except ImportError:

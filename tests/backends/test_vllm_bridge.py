@@ -141,8 +141,9 @@ def test_names_modules_and_files_name_a_class(vllm, tmp_path):
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("OTHER", r"vLLM 9\.9 has no backend 'OTHER': it has SOME, LATENT, FLASH, BROKEN$"),
-        ("TAG", "has no backend 'TAG'"),
+        ("OTHER", r"unknown backend of vLLM 9\.9 'OTHER' \(known: SOME, LATENT, FLASH, BROKEN\)$"),
+        ("FLASK", "did you mean 'FLASH'"),
+        ("TAG", "unknown backend of vLLM 9.9 'TAG'"),
         ("theirs:Gone", "theirs has no 'Gone'"),
         ("theirs:number", "theirs:number is 3: give a class derived from vLLM's AttentionBackend"),
         ("nobody.has:This", "there is no module nobody"),

@@ -47,6 +47,9 @@ def test_a_built_in_suite_is_varied_by_name() -> None:
     assert {case.cache.layout for case in suite if case.id.startswith("ragged")} == {"HND"}
     assert with_defaults(ref, ["layer.head_size=96"]) == ref[:-1] + ", layer.head_size: 96}"
     assert with_defaults("decode", []) == "decode"
+    nested = "decode{layer.mla: {kv_lora_rank: 64}}"
+    assert with_defaults(nested, ["cache.block_size=32"]) == f"{nested[:-1]}, cache.block_size: 32}}"
+    assert with_defaults("decode{ }", ["cache.block_size=32"]) == "decode{cache.block_size: 32}"
 
 
 def test_a_case_that_cannot_be_asked_so_is_left_out_and_told(tmp_path: Path) -> None:
@@ -88,6 +91,7 @@ def test_a_setting_without_key_or_value_is_refused(setting: str, told: str) -> N
     ("braces", "told"),
     [
         ("{batch: q1}", "no default that can be replaced"),
+        ("{block_size: 32}", "did you mean cache.block_size?"),
         ("{cache: 3}", "no default that can be replaced"),
         ("{cache.block_sise: 3}", "block_size"),
         ("{cache.block_size: many}", "block_size"),
