@@ -136,7 +136,7 @@ class Examiner:
         cls = backend.backend
         begin("declarations")
         try:
-            absent = declared_reasons(lambda: self._unavailable(cls, case))
+            absent = self._unavailable(cls, case)
             reasons = declared_reasons(lambda: cls.unsupported_reasons(case.layer, case.cache, case.batch))
         except StageError as failure:
             yield from same_for_all(failure.raised)
@@ -184,9 +184,10 @@ class Examiner:
                 desk.dump(self.plan.dump, backend.name)  # whoever stops at this record will not come back
             yield record
 
-    def _unavailable(self, backend: type[AttentionBackend], case: Case) -> list[str]:
+    def _unavailable(self, backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
         device, asked = self.plan.device, (case.layer, case.cache, case.batch)
-        return [*backend.unavailable_reasons(device), *backend.unavailable_case_reasons(device, *asked)]
+        everywhere = declared_reasons(lambda: backend.unavailable_reasons(device))
+        return (*everywhere, *declared_reasons(lambda: backend.unavailable_case_reasons(device, *asked)))
 
     def _desk(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> Desk | FunctionDesk:
         if case.batch.path.name in FUNCTION_PATHS:

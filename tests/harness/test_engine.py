@@ -140,6 +140,15 @@ def test_a_declaration_that_raises_is_errored(make_case: Any, name: str) -> None
     assert record.stage == "declaration"
 
 
+@pytest.mark.parametrize("name", ["unsupported_reasons", "unavailable_reasons", "unavailable_case_reasons"])
+def test_a_text_is_no_list_of_reasons(make_case: Any, name: str) -> None:
+    records = examine(variant(**{name: classmethod(lambda _cls, *_args: "no GPU")}), make_case())
+    assert outcomes(records) == dict.fromkeys(ALL, "errored")
+    record = records["numerics"]
+    assert record.outcome == "errored"
+    assert "returned 'no GPU'" in record.message
+
+
 def test_undeclared_and_refused_is_unsupported_and_an_honest_claim(make_case: Any) -> None:
     backend = variant(features=ReferenceBackend.features - {"sinks"})
 
