@@ -187,7 +187,7 @@ def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False)
         if missing_is_unavailable:
             raise
         raise BackendLoadError(ref, import_story(error), allowed=_known()) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BackendLoadError(ref, import_story(error)) from error
 
 

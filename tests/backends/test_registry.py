@@ -182,6 +182,13 @@ def test_a_file_that_does_not_import_says_where(file, text, message):
     assert not [name for name in set(sys.modules) - loaded if name.startswith("attncheck_file")]
 
 
+def test_a_module_that_exits_does_not_import(tmp_path, monkeypatch):
+    (tmp_path / "leaving.py").write_text("raise SystemExit(4)\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BackendLoadError, match=r"SystemExit: 4 \(.*leaving.py:1"):
+        load("leaving:Wrong")
+
+
 def test_a_module_that_is_not_there_is_answered_with_the_registered_names():
     with pytest.raises(BackendLoadError, match="No module named 'vlm'; registered names are reference, torch_sdpa"):
         load("vlm:CPU_ATTN")
