@@ -57,7 +57,8 @@ class RunWriter:
     """Writes one run; a context manager. Leaving it in good order writes the footer, an exception leaves it out.
 
     Raises:
-        RunFileError: on entering, when ``path`` exists already (runs are never overwritten) or cannot be written.
+        RunFileError: on entering, when ``path`` exists already (runs are never overwritten), is named as a compressed
+            file, or cannot be written.
         ValueError: from :meth:`add`, for a record whose key was written before.
     """
 
@@ -73,6 +74,8 @@ class RunWriter:
     def __enter__(self) -> Self:
         if self.path.exists():
             raise RunFileError(str(self.path), "exists already; runs are never overwritten, name another file")
+        if self.path.name.endswith(COMPRESSED):
+            raise RunFileError(str(self.path), "runs are written as plain text; compress the file afterwards, as by xz")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("x", encoding="utf-8", newline="\n")

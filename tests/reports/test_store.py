@@ -73,6 +73,13 @@ def test_a_place_that_cannot_be_written_is_a_run_file_error(tmp_path: Path, head
         pass
 
 
+def test_a_name_of_a_compressed_run_is_refused_before_anything_is_written(tmp_path: Path, header: RunHeader) -> None:
+    path = tmp_path / "run.jsonl.xz"
+    with pytest.raises(RunFileError, match="compress the file afterwards"), RunWriter(path, header):
+        pass
+    assert not path.exists()
+
+
 def test_the_writer_refuses_the_same_record_twice(tmp_path: Path, make: Make, header: RunHeader) -> None:
     with RunWriter(tmp_path / "run.jsonl", header) as writer:
         writer.add(make("passed"))
