@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 _FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
+_WHOLE_FIGURE = re.compile(rf"(?<!\w){_FIGURE.pattern}")
+"""That ends no name, such as a dtype's."""
+
 _VIOLATION = re.compile(r"(?P<what>.+) at (?P<file>.+?):(?P<line>\d+) in (?P<function>.+)")
 
 
@@ -61,13 +64,13 @@ def shortened(reason: str, width: int) -> str:
 
 def listed(reasons: Sequence[str]) -> str:
     """Reasons that differ in their first figure alone as one: ``block_size 1, 8, 16: supported are ...``."""
-    figures = dict.fromkeys(match[0] for reason in reasons if (match := _FIGURE.search(reason)))
-    return _FIGURE.sub(", ".join(sorted(figures, key=float)), reasons[0], count=1)
+    figures = dict.fromkeys(match[0] for reason in reasons if (match := _WHOLE_FIGURE.search(reason)))
+    return _WHOLE_FIGURE.sub(", ".join(sorted(figures, key=float)), reasons[0], count=1)
 
 
 def without_first_figure(reason: str) -> str:
     """What reasons have in common that :func:`listed` makes one."""
-    return _FIGURE.sub("#", reason, count=1)
+    return _WHOLE_FIGURE.sub("#", reason, count=1)
 
 
 def without_figures(reason: str) -> str:

@@ -68,4 +68,6 @@ def test_reasons_that_differ_in_their_first_figure_list_it() -> None:
     assert len(set(map(without_first_figure, sizes))) == 1
     assert listed(["cap 5.0: no", "cap 30.0: no"]) == "cap 5.0, 30.0: no"
     assert listed(["no figure in it"]) == "no figure in it"
+    dtypes = [f"dtype {name}: supported are bfloat16" for name in ("float16", "float32")]
+    assert list(map(without_first_figure, dtypes)) == dtypes
     assert without_first_figure("head_size 72: 64, 128") != without_first_figure("head_size 72: 64")
