@@ -23,7 +23,7 @@ def missing_operators(backend: "type[VLLMBackend]") -> list[str]:
 
     Whatever else a writer raises is for the checks to find.
     """
-    if backend.forward_includes_kv_cache_update or not backend.get_supported_dtypes():
+    if backend.forward_includes_kv_cache_update or not (backend.get_supported_dtypes() and backend.supported_layouts):
         return []
     sizes = backend.get_supported_head_sizes()
     dtype = next(name for name, dtype in DTYPES.items() if dtype in backend.get_supported_dtypes())
