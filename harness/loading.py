@@ -13,6 +13,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BackendLoadError, BackendUnavailableError, QuestionError
 from attncheck.harness.engine import Missing
 from attncheck.harness.introduction import Introduction, lacking, unloaded
+from attncheck.harness.observation import printable
 from attncheck.harness.stages import StageError, declared_reasons, settings_kept, stage
 from attncheck.reports.records import BackendInfo
 
@@ -36,7 +37,8 @@ def introduce(backend: LoadedBackend | Missing, device: str) -> Introduction:
     """What ``backend`` says of itself, to be run on ``device``.
 
     Raises:
-        BackendLoadError: what it says of its environment is no mapping of names to texts.
+        BackendLoadError: what it says of its environment is no mapping of names to texts, or whether it is of latent
+            attention (``is_mla``) is no bool.
     """
     if isinstance(backend, Missing):
         return unloaded(backend.name, backend.ref, backend.reasons, backend.version)
@@ -49,7 +51,7 @@ def introduce(backend: LoadedBackend | Missing, device: str) -> Introduction:
         features=tuple(sorted(declared.features)),
         required_environment=required_environment(backend, device),
     )
-    return Introduction(info=info, is_mla=declared.is_mla(), unavailable_reasons=unavailable_reasons(backend, device))
+    return Introduction(info=info, is_mla=is_mla(backend), unavailable_reasons=unavailable_reasons(backend, device))
 
 
 def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
@@ -61,6 +63,21 @@ def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
         return declared_reasons(lambda: backend.backend.unavailable_reasons(device))
     except StageError:
         return ()
+
+
+def is_mla(backend: LoadedBackend) -> bool:
+    """Whether the backend is one of latent attention.
+
+    Raises:
+        BackendLoadError: asking it raises, or the answer is something else.
+    """
+    try:
+        answer: object = stage("is_mla", backend.backend.is_mla)
+    except StageError as failure:
+        raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
+    if not isinstance(answer, bool):
+        raise BackendLoadError(backend.ref, f"is_mla answered {answer!r}, neither True nor False")
+    return answer
 
 
 def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:
@@ -83,7 +100,7 @@ def _is_variable(pair: tuple[object, object]) -> bool:
     name, value = pair
     if not isinstance(name, str) or not isinstance(value, str):
         return False
-    return name != "" and "=" not in name and "\0" not in name + value
+    return name != "" and "=" not in name and "\0" not in name + value and printable(name + value) == name + value
 
 
 def usable_here(backend: LoadedBackend | Missing, device: str) -> LoadedBackend | Missing:

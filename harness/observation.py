@@ -73,8 +73,8 @@ class Raised:
 
 def capture(stage: str, error: BaseException) -> Raised:
     """What ``stage`` raised, told now: the traceback, whose frames hold a whole cache, is let go."""
-    text = "".join(_printable(part) for part in _formatted(error))
-    message = " ".join(_printable(_said(error)).split()) or "(no message)"
+    text = "".join(printable(part) for part in _formatted(error))
+    message = " ".join(printable(_said(error)).split()) or "(no message)"
     for part in (error, error.__cause__, error.__context__):
         if part is not None:
             part.__traceback__ = None
@@ -97,7 +97,8 @@ def _formatted(error: BaseException) -> list[str]:
     return traceback.format_exception(type(error), error, entry or error.__traceback__)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """``text`` as a file can hold it: lone surrogates, which no encoding has, spelled out."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from attncheck.errors import AttncheckError
-from attncheck.harness.observation import Raised, capture
+from attncheck.harness.observation import Raised, capture, printable
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:
         reasons: object = call()
         if not isinstance(reasons, list | tuple) or not all(isinstance(reason, str) and reason for reason in reasons):
             raise TypeError(f"the declaration returned {reasons!r}, which is no list of reasons in words")
-        return tuple(reasons)
+        return tuple(map(printable, reasons))
 
     return stage("declaration", ask)
 

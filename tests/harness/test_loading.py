@@ -82,7 +82,7 @@ def test_a_backend_that_requires_an_environment_is_usable_where_it_stands(
     assert loaded.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
 
 
-@pytest.mark.parametrize("answer", [None, {"A": 1}, {"A": "a\0b"}, {"": "1"}, {"A=": "1"}, ["A=1"]])
+@pytest.mark.parametrize("answer", [None, {"A": 1}, {"A": "a\0b"}, {"": "1"}, {"A=": "1"}, {"A": "\ud800"}, ["A=1"]])
 def test_an_environment_that_is_none_is_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
     backend = of("torch_sdpa")
     monkeypatch.setattr(backend.backend, "required_environment", classmethod(lambda cls, device: answer))
@@ -100,6 +100,24 @@ def test_declarations_that_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend.backend, "required_environment", broken)
     with pytest.raises(BackendLoadError, match="required_environment raised RuntimeError: no idea"):
         introduce(backend, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"), [(lambda: 1 / 0, "raised ZeroDivisionError"), (lambda: "no", "answered 'no', neither True nor")]
+)
+def test_one_that_cannot_say_whether_it_is_latent_is_a_wrong_backend(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, told: str
+) -> None:
+    backend = of("torch_sdpa")
+    monkeypatch.setattr(backend.backend, "is_mla", answer)
+    with pytest.raises(BackendLoadError, match=f"is_mla {told}"):
+        introduce(backend, "cpu")
+
+
+def test_reasons_that_no_file_could_hold_are_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = of("torch_sdpa")
+    monkeypatch.setattr(backend.backend, "unavailable_reasons", lambda device: ["no \ud800 here"])
+    assert introduce(backend, "cpu").unavailable_reasons == (r"no \ud800 here",)
 
 
 def test_what_cannot_be_loaded_is_told_in_place() -> None:
