@@ -22,6 +22,7 @@ from attncheck.reports.records import (
     RunHeader,
     Unsupported,
     XFailed,
+    XPassed,
 )
 
 CLAIMS = "claims"
@@ -46,7 +47,7 @@ class SupportRow:
 
     right, short: examined as declared, and all answers right, or one fell short. Of the rest, which the declarations
     leave out: refused, unclear (raised, and no clear refusal), died (the process), answered (right all the same), wrong
-    (accepted, and wrong); left: never put.
+    (accepted, and wrong); left: never put, or passed against expectation, which does not tell how.
     """
 
     backend: str
@@ -142,6 +143,8 @@ def _became(records: Iterable[Record]) -> str:
             return "refused"
         if any(note.startswith(ANSWERED) for note in notes):
             return "answered"
+        if isinstance(claim, XPassed):
+            return "left"  # its record does not tell whether it was refused or answered
         if _is_short(claim):
             return _how_short(claim)
         return "right"
@@ -157,4 +160,5 @@ def _how_short(claim: Record) -> str:
 
 
 def _is_short(record: Record) -> bool:
-    return record.outcome in FALLEN_SHORT or isinstance(record, XFailed)
+    """Whether the backend fell short; what passed against expectation makes the run fail, and is right."""
+    return isinstance(record, XFailed) or (record.outcome in FALLEN_SHORT and not isinstance(record, XPassed))

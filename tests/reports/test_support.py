@@ -71,6 +71,16 @@ def test_cases_outside_the_declarations_speak_of_what_is_not_declared_alone(rows
     assert found["short_keys"].in_words == "not declared: not examined"
 
 
+def test_what_passed_against_expectation_is_right_or_not_told(rows: Any, make: Any, outside: Any) -> None:
+    found = rows(
+        make("xpassed", case_id="in", needs=("alibi",)),
+        *outside("out", "sinks", claim={"outcome": "xpassed"}),
+        features=("alibi",),
+    )
+    assert found["alibi"].in_words == "yes (1)"
+    assert found["sinks"].in_words == "not declared: not examined"
+
+
 def test_where_no_answer_was_judged_the_other_checks_count(rows: Any, make: Any) -> None:
     found = rows(make("failed", check="cudagraph", needs=("alibi",)), features=("alibi",))
     assert found["alibi"].in_words == "falls short in 1 of 1"
