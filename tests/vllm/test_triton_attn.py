@@ -15,6 +15,7 @@ from attncheck.reports.store import read_run
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
 SUITES = Path(__file__).parent / "suites"
+EXPECTED = Path(__file__).resolve().parents[2] / "docs" / "expected" / "vllm-triton-attn.yaml"
 QUIET = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
     "VLLM_LOGGING_LEVEL": "ERROR"
 }
@@ -38,7 +39,7 @@ def examine(output, *arguments, **environment):
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory):
     """The whole suite, in a process that was started as Triton needs it."""
-    expected = ("--expect", str(SUITES / "interpreted-expected.yaml"))
+    expected = ("--expect", str(EXPECTED))
     return examine(tmp_path_factory.mktemp("run") / "run.jsonl", "--in-process", *expected, TRITON_INTERPRET="1")
 
 
