@@ -127,13 +127,14 @@ def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
         assert "small.yaml has changed since the run began" in refused.reason
 
 
-def test_what_is_expected_of_nobody_is_a_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_exits_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "module_that_leaves.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(str(folder))
     with Child("module_that_leaves:Mine", {}) as child:
-        fault = child.receive()
-        assert isinstance(fault, Fault)
-        assert fault.error == "SystemExit: 0"
+        child.send(assignment())
+        refused = child.receive()
+        assert isinstance(refused, Refused)
+        assert "importing it raised SystemExit: 0" in refused.reason
 
 
 def test_it_says_what_it_must_be_started_with_and_why_it_cannot_run(folder: Path) -> None:
