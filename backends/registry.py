@@ -134,8 +134,10 @@ def _load_registered(ref: str, name: str, argument: str | None, target: str, ori
                 raise BackendLoadError(ref, f"{name} takes no argument", allowed=f"ask for {name!r}")
             try:
                 found = found.from_argument(argument)
-            except (AttncheckError, ImportError):
+            except AttncheckError:
                 raise
+            except ImportError as error:
+                raise BackendUnavailableError(full_name, [f"its library cannot be imported: {error}"]) from error
             except ValueError as error:
                 raise BackendLoadError(ref, str(error)) from error
             except Exception as error:
