@@ -46,6 +46,8 @@ ONLY_NAMED: Mapping[str, str] = MappingProxyType({"vllm": "vllm:CPU_ATTN"})
 ENTRY_POINT_GROUP = "attncheck.backends"
 
 _FILE_MODULE = "attncheck_file_"
+_LONGEST_STORY = 2_000
+"""Characters kept of what an exception says: some print all they have."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ def _known() -> str:
 
 def import_story(error: BaseException) -> str:
     """What an import raised, and where: the innermost line that is not the import system's own."""
-    told = f"importing it raised {traceback.format_exception_only(error)[-1].strip()}"
+    told = f"importing it raised {traceback.format_exception_only(error)[-1].strip()[:_LONGEST_STORY]}"
     if isinstance(error, SyntaxError):
         return f"{told} ({error.filename}:{error.lineno})"
     frames = [

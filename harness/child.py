@@ -38,6 +38,10 @@ _LONGEST = 2**27
 """Bytes it may print while it is at one case; then they are forgotten, and it may begin again."""
 
 
+_LONGEST_ANSWER = 2**24
+"""Bytes; who writes more without the end of a line is not the worker."""
+
+
 class ProcessEndedError(AttncheckError):
     """A backend's process ended while an answer was due. ``cause`` in words, ``output``: the end of what it printed."""
 
@@ -109,10 +113,9 @@ class Child:
                 try:
                     return parse_answer(bytes(line))
                 except ValidationError:
-                    self._kill()
-                    raise ProcessEndedError(
-                        "stopped, since it wrote into attncheck's own pipe", self._output()
-                    ) from None
+                    raise self._intruded() from None
+            if len(line) > _LONGEST_ANSWER:
+                raise self._intruded()
             is_over = self.has_ended  # before the pipe is looked at: nothing comes behind it
             if self._poll.poll(0 if is_over else _LOOK_EVERY_MS):
                 chunk = os.read(self._reading, 2**16)
@@ -149,6 +152,10 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def _intruded(self) -> ProcessEndedError:
+        self._kill()
+        return ProcessEndedError("stopped, since it wrote into attncheck's own pipe", self._output())
 
     def _cause(self) -> str:
         """In words, how the process ended."""

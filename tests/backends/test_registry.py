@@ -172,6 +172,7 @@ def test_a_file_that_is_not_there(tmp_path):
         ("x = 1\ndef broken(:\n", r"SyntaxError: .* \(.*candidate.py:2\)"),
         ("import no_such_library\n", r"ModuleNotFoundError: .*no_such_library.* \(.*candidate.py:1"),
         ("import sys\nsys.exit(4)\n", r"SystemExit: 4 \(.*candidate.py:2"),
+        ("raise ValueError('x' * 10**6)\n", r"ValueError: x{1900,2000} \(.*candidate.py:1"),
     ],
 )
 def test_a_file_that_does_not_import_says_where(file, text, message):
