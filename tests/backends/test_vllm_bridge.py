@@ -14,6 +14,7 @@ from attncheck.backends.contract import MultipleOf
 from attncheck.backends.vllm import package
 from attncheck.backends.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
 from attncheck.backends.vllm.selection import select
+from attncheck.backends.vllm.writer import missing_operators
 from attncheck.errors import BackendLoadError, BackendUnavailableError
 
 
@@ -204,6 +205,17 @@ def test_the_order_of_a_layout_moves_tokens_before_heads():
     assert [logical.shape[i] for i in stride_order(newer(), "NHD")] == [5, 16, 2, 8]
     with pytest.raises(ValueError, match="layout NHD: kernels of NEWER read HND"):
         stride_order(newer(names=["LBHNC"]), "NHD")
+
+
+def test_a_class_that_reads_no_layout_of_the_contract_is_asked_for_no_row():
+    backend = SimpleNamespace(
+        forward_includes_kv_cache_update=False,
+        supported_layouts=layouts(newer(names=["LHBNC"])),
+        get_supported_dtypes=lambda: [torch.float16],
+        get_supported_head_sizes=lambda: [],
+        get_supported_kernel_block_sizes=lambda: [16],
+    )
+    assert missing_operators(backend) == []
 
 
 def test_page_sizes_are_the_kernels_own():
