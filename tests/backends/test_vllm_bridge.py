@@ -212,7 +212,7 @@ def test_a_class_that_reads_no_layout_of_the_contract_is_asked_for_no_row():
         forward_includes_kv_cache_update=False,
         supported_layouts=layouts(newer(names=["LHBNC"])),
         get_supported_dtypes=lambda: [torch.float16],
-        get_supported_head_sizes=lambda: [],
+        get_supported_head_sizes=list,
         get_supported_kernel_block_sizes=lambda: [16],
     )
     assert missing_operators(backend) == []
