@@ -46,8 +46,9 @@ class Wire:
 
     def __init__(self, reading: int, writing: int) -> None:
         self._process = os.getpid()
-        self._requests = os.fdopen(reading, "rb")
+        self._requests = os.fdopen(reading, "rb", closefd=False)
         self._writing = writing
+        self._opened = [reading, writing]
         for descriptor in (reading, writing):
             os.set_inheritable(descriptor, False)
         os.register_at_fork(after_in_child=self._close)
@@ -80,9 +81,10 @@ class Wire:
             raise SeveredError from error
 
     def _close(self) -> None:
-        for descriptor in (self._requests.fileno(), self._writing):
+        """Once: a copy of a copy may hold files of its own under these numbers."""
+        while self._opened:
             with contextlib.suppress(OSError):
-                os.close(descriptor)
+                os.close(self._opened.pop())
 
 
 def main(words: list[str]) -> None:
