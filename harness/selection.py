@@ -57,9 +57,10 @@ def select_cases(suites: Sequence[str], patterns: Sequence[str] = (), checks: Se
     refs = tuple(dict.fromkeys(suites or (DEFAULT_SUITE,)))
     loaded = tuple(load_suite(ref) for ref in refs)
     for position, suite in enumerate(loaded):
-        twin = next((other for other in loaded[:position] if other.name == suite.name), None)
+        twin = next((index for index, other in enumerate(loaded[:position]) if other.name == suite.name), None)
         if twin is not None:
-            raise SelectionError(f"{twin.path} and {suite.path} are both called {suite.name!r}; give them two names")
+            allowed = "ask them in two runs" if loaded[twin].path == suite.path else "give them two names"
+            raise SelectionError(f"{refs[twin]} and {refs[position]} are both called {suite.name!r}; {allowed}")
     cases = tuple(case for suite in loaded for case in suite.cases)
     if patterns:
         chosen = {case.key for pattern in patterns for case in _matching(cases, pattern, refs)}

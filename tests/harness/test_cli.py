@@ -173,7 +173,10 @@ def test_two_files_of_one_suite_name_are_a_wrong_question(
 ) -> None:
     (folder / "again.yaml").write_text(SUITE)
     assert here("--suite", "again.yaml") == 2
-    assert "both called 'small'" in capsys.readouterr().err
+    assert "again.yaml are both called 'small'; give them two names" in capsys.readouterr().err
+    varied = "small.yaml{cache.block_size: 32}"
+    assert here("--suite", varied) == 2
+    assert f"small.yaml and {varied} are both called 'small'; ask them in two runs" in capsys.readouterr().err
 
 
 def test_two_backends_of_one_name_are_a_wrong_question(
