@@ -60,8 +60,8 @@ class _Axis:
 def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
     """The suite that ``root`` describes, ``over`` laid over its defaults; ``path`` is only remembered.
 
-    A case that cannot be asked with ``over``, such as a shared prefix that is no longer of whole pages, is left out,
-    and the suite's notes say so. Raises :class:`CaseFileError` for the first mistake.
+    A case that cannot be asked with ``over``, such as a shared prefix that is no longer of whole pages, but can without
+    it, is left out, and the suite's notes say so. Raises :class:`CaseFileError` for the first mistake.
     """
     known_keys(root, FILE_KEYS, "a case file")
     if "suite" not in root.entries:
@@ -72,6 +72,7 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
     if not isinstance(defaults, Table):
         raise _not_a("mapping", "defaults", defaults)
     known_keys(defaults, ASKED_KEYS, "defaults")
+    own = defaults
     for key, value in over.entries.items() if over is not None else ():
         defaults = put(defaults, (key,), value, value.place, merging=True)
     written = root.entries.get("cases")
@@ -88,7 +89,7 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
         known_keys(item, CASE_KEYS, "a case")
         for full, case, place in _expand(item, defaults, name, len(cases)):
             if isinstance(case, CaseFileError):
-                if over is None or case.file != item.place.file:
+                if over is None or case.file != item.place.file or not _is_right(item, own, name, full):
                     is_plain = full == plain(item.entries["id"]) and not case.key.startswith("defaults.")
                     raise case if is_plain else _in_case(case, full, item.place.line)
                 left_out[full] = case
@@ -109,6 +110,11 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
         for full, error in left_out.items()
     )
     return Suite(name=name, description=description, cases=tuple(cases), path=path, notes=notes)
+
+
+def _is_right(item: Table, defaults: Table, suite: str, name: str) -> bool:
+    """Whether the case of this id, of those one entry of ``cases`` stands for, can be asked with these defaults."""
+    return any(full == name and isinstance(case, Case) for full, case, _ in _expand(item, defaults, suite, 0))
 
 
 def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[tuple[str, Case | CaseFileError, Place]]:

@@ -67,6 +67,13 @@ def test_a_case_that_cannot_be_asked_so_is_left_out_and_told(tmp_path: Path) -> 
         load_suite(f"{path}{{cache.block_size: 24}}")
 
 
+def test_a_mistake_of_the_file_is_no_case_to_leave_out(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(SUITE + "  - {id: typo, batch: q1s9, layer: {slidin_window: 3}}\n", encoding="utf-8")
+    with pytest.raises(CaseFileError, match="did you mean 'sliding_window'"):
+        load_suite(f"{path}{{cache.block_size: 32}}")
+
+
 def test_lists_are_values_too(file: str) -> None:
     suite = load_suite(with_defaults(file, ["cache.kv_cache_dtype=fp8", "cache.k_scale=[0.5, 0.25]"]))
     assert suite.cases[0].cache.k_scale == (0.5, 0.25)
