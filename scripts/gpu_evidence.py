@@ -161,12 +161,12 @@ def _run_all(parts: list[Part], deadline: float, workers: int) -> list[Part]:
 
 
 def _run(job: Job, deadline: float) -> Job:
-    """One backend in a process group of its own, which is killed when its time is up."""
+    """A run of one backend, killed with its process when its time is up; a fault of the device costs one case."""
     limit = min(JOB_LIMIT_S, deadline - time.monotonic())
     if limit <= 0:
         return job.ended("not begun: out of time")
     began = time.monotonic()
-    command = [sys.executable, "-P", "-m", "attncheck", "run", "--in-process", *job.words, "--output", str(job.file)]
+    command = [sys.executable, "-P", "-m", "attncheck", "run", *job.words, "--output", str(job.file)]
     output = job.file.with_suffix(".txt")  # a file: a grandchild that lives on would hold a pipe open
     with output.open("wb") as sink:
         process = subprocess.Popen(
