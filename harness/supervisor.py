@@ -68,7 +68,7 @@ class Supervisor:
                 for left in self._plan.cases[index + 1 :]:
                     yield from self._crashed(backend, left, self._plan.checks_of(left), "the start", cause)
                 return
-            if fault is not None:
+            if fault is not None:  # of a case all of whose checks have a record, nothing is missing
                 raised = Raised(OURSELVES, WorkerError(backend.ref, fault), fault.error, fault.traceback)
                 for check in due:
                     yield record_of(self._circumstances, case, backend, check, raised, 0.0)

@@ -249,7 +249,9 @@ def story(record: Record, header: RunHeader | None = None) -> str:
         words = [phrases.cut(phrases.one_line(line), PRINTED_WIDTH) for line in last_words(record.output)]
         lines += ["printed last:", *(f"  {word}" for word in words)] if words else []
     command = phrases.printable(repro_command(record, header))
-    return "\n".join([*(wrap(line, width=WIDTH - 2) for line in lines), f"repeat: {command}"])
+    # A path is pasted, too.
+    folded = (line if line.startswith("File ") else wrap(line, width=WIDTH - 2) for line in lines)
+    return "\n".join([*folded, f"repeat: {command}"])
 
 
 def _gaps(summary: Summary) -> str:

@@ -34,8 +34,8 @@ def backend(deed):
     return Mine
 
 def break_attncheck():
-    from attncheck.harness.engine import Examiner
-    del Examiner.fault_of
+    from attncheck.harness import engine
+    engine.record_of = None
 
 Aborting = backend(lambda: (print("no such kernel", file=sys.stderr), os.abort()))
 Wrong = backend(lambda: 1 / 0)
@@ -124,10 +124,15 @@ def test_a_blind_case_is_told_once(run: Attncheck, capfd: pytest.CaptureFixture[
 def test_our_own_fault_is_exit_code_3_and_what_was_found_is_kept(
     run: Attncheck, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--backend", "mine.py:Breaking", "--case", "decode", "--case", "prefill") == 3
-    assert "attncheck itself failed: WorkerError: AttributeError: 'Examiner' object has no" in capfd.readouterr().err
-    assert [case for _, case, _ in outcomes()] == ["decode", "prefill"]
-    assert not read_run("out.jsonl").complete
+    others = ("--backend", "reference", "--case", "decode", "--case", "prefill")
+    assert run("--backend", "mine.py:Breaking", *others) == 3
+    assert "attncheck itself failed at small/prefill" in capfd.readouterr().err
+    found = read_run("out.jsonl")
+    assert found.complete
+    told = {(record.backend, record.case_id): record.outcome for record in found.records}
+    assert told.pop(("Breaking", "prefill")) == "errored"
+    assert set(told.values()) == {"passed"}
+    assert len(told) == 3
 
 
 def test_a_crash_when_stopping_at_the_first(run: Attncheck) -> None:
