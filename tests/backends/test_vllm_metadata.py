@@ -127,7 +127,9 @@ def test_positions_over_an_encoder_shorter_than_the_query_are_not_negative():
     assert fill_positions(batch([3], [1]), torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("indices", "real", "expected"), [([0, 1, 2, 0], 3, 2), ([2, 0, 0, 0], 1, 1), ([0, 0], 0, 0)])
+@pytest.mark.parametrize(
+    ("indices", "real", "expected"), [([0, 1, 2, 0], 3, 2), ([2, 0, 0, 0], 1, 1), ([0, 0], 0, 0), ([0, 1], 2, 1)]
+)
 def test_the_most_logits_of_one_request(indices, real, expected):
     ours = batch([1, 3], [5, 3], logits_indices_padded=torch.tensor(indices), num_logits_indices=real)
     assert their_fields(ours, Today)["max_logits_per_req"] == expected

@@ -84,9 +84,12 @@ if copy:
     open({str(note)!r}, "w").write(str(copy))
     os._exit(4)
 time.sleep(60)
+open({str(tmp_path / "awake")!r}, "w").close()
 """
-    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="left with exit code 4"):
-        process.receive()
+    with start(monkeypatch, code) as process:
+        with pytest.raises(ProcessEndedError, match="left with exit code 4"):
+            process.receive()
+        assert not (tmp_path / "awake").exists()  # told while the copy still held the pipe
     assert wait_for(lambda: ended(int(note.read_text())))
 
 

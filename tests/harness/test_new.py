@@ -118,6 +118,13 @@ def test_nothing_is_overwritten(there: str, tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / there).read_text() == "years of work"
 
 
+def test_nothing_is_written_through_a_link_to_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fast.py").symlink_to("elsewhere.py")
+    assert cli.main(["new", "backend", "fast", "--output", str(tmp_path)]) == 2
+    assert "fast.py cannot be written: File exists" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere.py").exists()
+
+
 def test_what_stands_beside_is_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "fast.py").write_text("")
     (tmp_path / "kernels").mkdir()

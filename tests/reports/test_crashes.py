@@ -77,6 +77,11 @@ def test_what_stands_behind_the_thread_that_died_is_anothers() -> None:
     assert died_at(output) == (f'File "{TORCH}", line 1 in call',)
 
 
+def test_of_several_stacks_the_last_tells_the_death() -> None:
+    output = dump(stack("Current thread", "/home/me/asked.py"), stack("Current thread", MINE))
+    assert died_at(output) == (f'File "{MINE}", line 1 in call',)
+
+
 def test_where_no_thread_of_pythons_died_all_are_looked_at() -> None:
     output = dump(stack("Thread", STANDARD), stack("Thread", TORCH, MINE))
     assert died_at(output) == (f'File "{MINE}", line 2 in call',)

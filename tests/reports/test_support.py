@@ -81,6 +81,16 @@ def test_what_passed_against_expectation_is_right_or_not_told(rows: Any, make: A
     assert found["sinks"].in_words == "not declared: not examined"
 
 
+def test_what_fell_short_as_expected_is_told_as_what_it_is(rows: Any, outside: Any) -> None:
+    unclear = f"{UNCLEAR}: RuntimeError at forward"
+    found = rows(
+        *outside("died", "sinks", claim={"outcome": "xfailed", "underlying": "crashed"}),
+        *outside("raised", "tree", claim={"outcome": "xfailed", "underlying": "failed", "summary": unclear}),
+        *outside("wrong", "alibi", claim={"outcome": "xfailed", "underlying": "failed"}),
+    )
+    assert (found["sinks"].died, found["tree"].unclear, found["alibi"].wrong) == (1, 1, 1)
+
+
 def test_where_no_answer_was_judged_the_other_checks_count(rows: Any, make: Any) -> None:
     found = rows(make("failed", check="cudagraph", needs=("alibi",)), features=("alibi",))
     assert found["alibi"].in_words == "falls short in 1 of 1"
@@ -107,7 +117,12 @@ def test_a_form_is_declared_where_a_case_of_it_was_put(rows: Any, make: Any, out
 def test_a_case_that_was_refused_says_something_of_what_the_reasons_name(rows: Any, outside: Any) -> None:
     needs = ("sinks", "dtype=float16", "head_size=72", "layout=NHD")
     refused = {"outcome": "passed", "notes": (f"{REFUSED} cache: no",)}
-    reasons = ("head_size 72: supported are 64", "vLLM says no (dtype float16)", "feature 'sinks' is not declared")
+    reasons = (
+        "head_size 72: supported are 64",
+        "layout NHD_2: no",
+        "vLLM says no (dtype float16)",
+        "feature 'sinks' is not declared",
+    )
     found = rows(*outside("two", *needs, claim=refused, reasons=reasons))
     assert (found["head_size=72"].refused, found["sinks"].refused) == (1, 1)
     assert (found["layout=NHD"].refused, found["dtype=float16"].refused) == (0, 0)

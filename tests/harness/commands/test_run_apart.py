@@ -26,6 +26,7 @@ from attncheck.backends.reference_backend import ReferenceBackend, ReferenceImpl
 def backend(deed):
     class Impl(ReferenceImpl):
         def forward(self, attn_layer, query, *args, **keywords):
+            print("rows:", len(query), file=sys.stderr)
             if len(query) == 17:
                 deed()
             return super().forward(attn_layer, query, *args, **keywords)
@@ -83,6 +84,9 @@ def test_a_death_is_told_with_its_place_and_the_others_are_examined(
     assert "no such kernel" in story
     assert "repeat: attncheck run --backend mine.py:Aborting" in story
     assert "Fatal Python error" not in printed.err  # what it prints is its own
+    (death,) = (record for record in read_run("out.jsonl").records if isinstance(record, Crashed))
+    assert "rows: 17\n" in death.output
+    assert "rows: 2\n" not in death.output  # that was at the case before
     entry = {"backend": "Aborting", "case": "prefill", "check": "numerics", "outcome": "crashed", "reason": "issue 9"}
     Path("known.yaml").write_text(json.dumps([entry]))
     Path("out.jsonl").unlink()

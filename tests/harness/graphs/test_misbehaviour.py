@@ -127,3 +127,13 @@ def test_whatever_hangs_on_metadata_is_no_hindrance(make):
             return metadata
 
     assert isinstance(examined(backend_of(Builder)), Holds)
+
+
+def test_what_is_wrong_over_finite_numbers_too_is_no_leak():
+    class Impl(SDPAImpl):
+        def forward(self, *args, **keywords):
+            return super().forward(*args, **keywords).mul_(2)
+
+    finding = examined(backend_of(impl=Impl))
+    assert isinstance(finding, Broken)
+    assert finding.graph.notes == ()
