@@ -221,6 +221,14 @@ class AttentionBackend(ABC):
         return {}
 
     @classmethod
+    def default_suite(cls, device: str) -> str:
+        """The built-in suite that the backend is asked on ``device`` where the user names none.
+
+        ``interpreted`` is for those whose kernels are interpreted there, and so thousands of times slower.
+        """
+        return "smoke"
+
+    @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """Why this backend does not answer the case, every reason with value and limit; empty: it must answer right.
 

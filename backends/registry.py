@@ -40,8 +40,11 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
 )
 """The backends attncheck brings along, in the order they are listed and run."""
 
-ONLY_NAMED: Mapping[str, str] = MappingProxyType({"vllm": "vllm:CPU_ATTN"})
-"""Built-in names that stand for many backends, and so run only when one is named: how that is typed, by an example."""
+FAMILIES: Mapping[str, str] = MappingProxyType({"vllm": "vllm:CPU_ATTN"})
+"""Built-in names that stand for many backends, of which one must be named: how that is typed, by an example."""
+
+ONLY_NAMED = frozenset({*FAMILIES, "xformers_vllm"})
+"""Built-in names that run only when asked for: families, and candidates that are known to be wrong."""
 
 ENTRY_POINT_GROUP = "attncheck.backends"
 
@@ -125,8 +128,8 @@ def load_object(obj: object) -> LoadedBackend:
 
 def _load_registered(ref: str, name: str, argument: str | None, target: str, origin: str) -> LoadedBackend:
     """A registered name's import failing means that a library is missing: an outcome, not a wrong question."""
-    if name in ONLY_NAMED and not argument:
-        raise BackendLoadError(ref, f"{name} stands for many backends", allowed=f"name one, such as {ONLY_NAMED[name]}")
+    if name in FAMILIES and not argument:
+        raise BackendLoadError(ref, f"{name} stands for many backends", allowed=f"name one, such as {FAMILIES[name]}")
     full_name = name if argument is None else ref
     module, _, attribute = target.partition(":")
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attncheck.backends import interpreter
 from attncheck.backends.vllm import interpreted, package
 
 
@@ -29,17 +30,19 @@ def unavailable_reasons(their_backend: type[Any], device: str) -> list[str]:
 
 def required_environment(their_backend: type[Any], device: str) -> dict[str, str]:
     """What must stand before Python starts: on a CPU, that Triton interprets kernels."""
-    if torch.device(device).type == "cpu" and interpreted.launches_triton(their_backend):
-        return dict(interpreted.ENVIRONMENT)
-    return {}
+    return interpreter.required_environment(device) if interpreted.launches_triton(their_backend) else {}
 
 
 def is_interpreted(their_backend: type[Any]) -> bool:
     """Whether the backend's kernels run by Triton's interpreter in this process."""
-    return interpreted.is_interpreted() and interpreted.launches_triton(their_backend)
+    return interpreter.is_interpreted() and interpreted.launches_triton(their_backend)
 
 
 def version(their_backend: type[Any]) -> str:
     """vLLM's, with a mark where verdicts are about interpreted kernels."""
-    mark = f", {interpreted.MARK}" if is_interpreted(their_backend) else ""
-    return f"{package.version()}{mark}"
+    return interpreter.marked(package.version()) if is_interpreted(their_backend) else package.version()
+
+
+def default_suite(their_backend: type[Any], device: str) -> str:
+    """The suite that is asked where the user names none."""
+    return interpreter.default_suite(device) if interpreted.launches_triton(their_backend) else "smoke"

@@ -105,6 +105,11 @@ class VLLMBackend(AttentionBackend):
         return availability.required_environment(cls.their_backend, device)
 
     @classmethod
+    def default_suite(cls, device: str) -> str:
+        """See the contract; a small one where kernels are interpreted."""
+        return availability.default_suite(cls.their_backend, device)
+
+    @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """See the contract; what the declarations say, and what vLLM's own check of a configuration says besides."""
         reasons = super().unsupported_reasons(layer, cache, batch)

@@ -1,7 +1,7 @@
 """Runs vLLM's Triton kernels on a CPU, by Triton's own interpreter.
 
-``TRITON_INTERPRET=1`` makes Triton run the source of a kernel with numpy, program by program, instead of compiling it.
-On a machine without a GPU two things of the surroundings keep vLLM's kernels from it, and both are answered here:
+See :mod:`attncheck.backends.interpreter`. On a machine without a GPU two things of the surroundings keep vLLM's kernels
+from being interpreted, and both are answered here:
 
 - vLLM takes Triton for unusable where no driver is active, and puts a stand-in in its place whose ``jit`` does nothing.
   Its CPU build makes an exception if Triton lists a backend called ``cpu``: :func:`import_triton_utils` lists one for
@@ -10,39 +10,25 @@ On a machine without a GPU two things of the surroundings keep vLLM's kernels fr
   none. :func:`launches` answers in its place.
 
 No module, kernel or function of vLLM is replaced or edited: what runs is the source that is compiled elsewhere. What
-the interpreter itself computes wrongly is not mended here: :func:`gaps` names it, and it is not asked. A verdict found
-this way bears :data:`MARK`; it is about the source, not about what a compiler makes of it: products of float32, which
-are TF32 when compiled, are exact here, and programs run one after another. Must not know: cases, how a backend is
-driven.
+the interpreter itself computes wrongly is not mended here: :func:`gaps` names it, and it is not asked. Must not know:
+cases, how a backend is driven.
 """
 
 import dis
 import importlib
 import importlib.util
-import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
+from attncheck.backends.interpreter import is_interpreted
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
-ENVIRONMENT: Mapping[str, str] = MappingProxyType({"TRITON_INTERPRET": "1"})
-"""What must stand before Python starts: Triton reads it when a kernel is decorated, its own library included."""
-
-MARK = "interpreted"
-"""Part of the version of a backend whose kernels are interpreted, and so of the key of every record."""
-
-_TRUE = ("1", "true", "yes", "on", "y")
 _CAPABILITY = (9, 0)
-
-
-def is_interpreted() -> bool:
-    """Whether Triton was told to interpret kernels, in the words it understands."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
 
 
 def import_triton_utils() -> None:

@@ -36,8 +36,8 @@ def doctor() -> int:
 
     typer.echo()
     for name in registry.known_names():
-        if name in registry.ONLY_NAMED:
-            _line(name, f"stands for many backends: name one, such as {registry.ONLY_NAMED[name]}")
+        if name in registry.FAMILIES:
+            _line(name, f"stands for many backends: name one, such as {registry.FAMILIES[name]}")
         else:
             _backend(name, devices)
     return 0

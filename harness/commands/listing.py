@@ -58,10 +58,11 @@ def _print(rows: list[list[str]]) -> None:
 
 
 def _backends() -> None:
-    from attncheck.backends.registry import ONLY_NAMED, builtin_names, entry_points
+    from attncheck.backends.registry import FAMILIES, ONLY_NAMED, builtin_names, entry_points
 
     rows = [[name, "built in"] for name in builtin_names()]
-    rows += [[name, f"built in; run when one is named, such as {example}"] for name, example in ONLY_NAMED.items()]
+    rows += [[name, "built in; run when named"] for name in sorted(ONLY_NAMED - FAMILIES.keys())]
+    rows += [[name, f"built in; run when one is named, such as {example}"] for name, example in FAMILIES.items()]
     rows += [[name, f"entry point {point.value}"] for name, point in sorted(entry_points().items())]
     _print(rows)
 

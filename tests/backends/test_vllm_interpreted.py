@@ -9,7 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from attncheck.backends.vllm.interpreted import gaps, is_interpreted, launches, launches_triton
+from attncheck.backends.interpreter import is_interpreted
+from attncheck.backends.vllm.interpreted import gaps, launches, launches_triton
 from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec
 
 

@@ -1,0 +1,65 @@
+"""Triton kernels without a GPU: how they are interpreted, what that takes, and how a verdict found so is marked.
+
+``TRITON_INTERPRET=1`` makes Triton run the source of a kernel with numpy, program by program, instead of compiling it.
+A verdict found this way bears :data:`MARK`; it is about the source, not about what a compiler makes of it: programs run
+one after another, products of float32 are exact, and nothing is said of speed. Must not know: any backend, cases.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+ENVIRONMENT: Mapping[str, str] = MappingProxyType({"TRITON_INTERPRET": "1"})
+"""What must stand before Python starts: Triton reads it when a kernel is decorated, its own library included."""
+
+MARK = "interpreted"
+"""Part of the version of a backend whose kernels are interpreted, and so of the key of every record."""
+
+SUITE = "interpreted"
+"""The built-in suite whose cases are small enough for interpreted kernels."""
+
+_TRUE = ("1", "true", "yes", "on", "y")
+
+
+def is_interpreted() -> bool:
+    """Whether Triton was told to interpret kernels, in the words it understands."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
+
+
+def required_environment(device: str) -> dict[str, str]:
+    """What a backend of Triton kernels requires on ``device``: on a CPU, that they are interpreted."""
+    return dict(ENVIRONMENT) if torch.device(device).type == "cpu" else {}
+
+
+def default_suite(device: str) -> str:
+    """The suite that a backend of Triton kernels is asked on ``device`` where the user names none."""
+    return SUITE if torch.device(device).type == "cpu" or is_interpreted() else "smoke"
+
+
+def marked(version: str) -> str:
+    """``version``, marked where kernels are interpreted."""
+    return f"{version}, {MARK}" if is_interpreted() else version
+
+
+def unavailable_reasons(device: str) -> list[str]:
+    """Why Triton kernels cannot be launched on ``device`` here; empty: they can. Does not import Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return ["Triton is not installed"]
+    if not is_interpreted():
+        if torch.device(device).type == "cpu":
+            return ["on a CPU Triton kernels are interpreted: set TRITON_INTERPRET=1 before Python starts"]
+        return []
+    numpy, triton = (importlib.metadata.version(name) for name in ("numpy", "triton"))
+    if _release(numpy) >= (2, 4) and _release(triton) <= (3, 6):
+        # A loop bound that is loaded from memory is an array of one element, which numpy no longer takes for a number.
+        return [f"numpy {numpy}: the interpreter of triton {triton} needs numpy below 2.4"]
+    return []
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
