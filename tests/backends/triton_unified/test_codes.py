@@ -5,8 +5,8 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from attncheck.backends.interpreter import is_interpreted  # noqa: E402 (triton first)
-from attncheck.backends.triton_unified.kernels.codes import (  # noqa: E402
+from attncheck.backends.interpreter import is_interpreted
+from attncheck.backends.triton_unified.kernels.codes import (
     E4M3FN,
     E5M2,
     decode_codes,
@@ -14,7 +14,7 @@ from attncheck.backends.triton_unified.kernels.codes import (  # noqa: E402
     encode_codes,
     rounded,
 )
-from attncheck.reference import quantize_fp8  # noqa: E402
+from attncheck.reference import quantize_fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
