@@ -2,8 +2,10 @@ import pytest
 import torch
 from torch import Tensor
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
 
 from attncheck.backends.interpreter import is_interpreted
 from attncheck.backends.triton_unified.kernels.codes import (
