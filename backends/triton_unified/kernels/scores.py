@@ -1,0 +1,61 @@
+"""From products to scores inside kernels: who sees whom, the soft cap, and loading tiles that may be cut short.
+
+Must not know: pages, requests, programs.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_span(position, seq_len, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr):
+    """The keys ``lo <= j < hi`` that the row at ``position`` sees; empty where ``lo >= hi``.
+
+    Both ends never fall as the row moves right. LEFT, RIGHT: inclusive distances, negative: unlimited. CHUNK: 0: none.
+    """
+    lo = position * 0
+    hi = lo + seq_len
+    if CAUSAL:
+        hi = tl.minimum(hi, position + 1)
+    if LEFT >= 0:
+        lo = tl.maximum(lo, position - LEFT)
+    if RIGHT >= 0:
+        hi = tl.minimum(hi, position + RIGHT + 1)
+    if CHUNK > 0:
+        # Triton's division rounds towards zero, and a row may lie before the first key.
+        back = -((CHUNK - 1 - tl.minimum(position, 0)) // CHUNK)
+        chunk = tl.where(position < 0, back, tl.maximum(position, 0) // CHUNK)
+        lo = tl.maximum(lo, chunk * CHUNK)
+        hi = tl.minimum(hi, (chunk + 1) * CHUNK)
+    return lo, hi
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent of float32, to a few units in the last place; of anything large, 1 or -1."""
+    size = tl.abs(x)
+    # exp(-2|x|); it cannot overflow, and what underflows leaves 1.
+    fall = tl.exp2(size * -2.8853900817779268)
+    large = (1.0 - fall) / (1.0 + fall)
+    # Near 0 the difference cancels: the series, up to the ninth power.
+    square = x * x
+    series = 1.0 + square * (
+        -0.3333333333333333
+        + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203))
+    )
+    return tl.where(size < 0.25, x * series, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def load_tile(pointers, is_row, is_column, CUT_ROWS: tl.constexpr, CUT_COLUMNS: tl.constexpr):
+    """What stands at ``pointers`` (``[rows, columns]``); 0 in what is cut off, which is not read."""
+    if CUT_ROWS:
+        if CUT_COLUMNS:
+            tile = tl.load(pointers, mask=is_row[:, None] & is_column[None, :], other=0)
+        else:
+            tile = tl.load(pointers, mask=is_row[:, None], other=0)
+    elif CUT_COLUMNS:
+        tile = tl.load(pointers, mask=is_column[None, :], other=0)
+    else:
+        tile = tl.load(pointers)
+    return tile

@@ -1,0 +1,90 @@
+"""How a launch is cut up: tiles, and segments of the keys. Numbers only, from shapes and capacities.
+
+What is chosen here is frozen by a CUDA graph, so nothing follows from lengths; ``max_query_len`` is a bound of them.
+Must not know: Triton, tensors.
+"""
+
+from dataclasses import dataclass
+
+MAX_SEGMENTS = 32
+"""Segments of one row's keys at most; the kernel that merges them holds all of them at once."""
+
+INTERPRETED_SEGMENTS = 4
+"""Likewise where kernels are interpreted, which does one program after another."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One launch of the attention kernel.
+
+    block_m: lines of a tile, ``block_q`` rows times the query heads of a group, and a rest. block_n: keys of a tile.
+    one_block: no request has more rows than ``block_q``, so that requests number the programs.
+    """
+
+    block_m: int
+    block_q: int
+    block_n: int
+    one_block: bool
+    num_warps: int
+    num_stages: int
+
+    def num_blocks(self, num_rows: int, num_reqs: int) -> int:
+        """Blocks of rows that ``num_reqs`` requests of ``num_rows`` rows in all can have at most."""
+        return num_reqs if self.one_block else num_rows // self.block_q + num_reqs
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is no less than ``number``.
+
+    >>> [power_of_two(n) for n in (1, 2, 3, 80)]
+    [1, 2, 4, 128]
+    """
+    return 1 << max(0, number - 1).bit_length()
+
+
+def block_size_of(head_size: int) -> int:
+    """Columns of a tile that holds heads of ``head_size``; products need 16."""
+    return max(16, power_of_two(head_size))
+
+
+def choose_tiling(*, max_query_len: int, group: int, head_size: int, itemsize: int, interpreted: bool) -> Tiling:
+    """Tiles for requests of up to ``max_query_len`` rows, ``group`` query heads a KV head, heads of ``head_size``.
+
+    ``itemsize``: bytes of what is multiplied, 2 for tensor cores, 4 for float32.
+    """
+    lines = max_query_len * group
+    least = max(16, power_of_two(group))
+    if interpreted:
+        block_m = max(least, min(64, power_of_two(lines)))
+        block_n, num_warps, num_stages = 32, 1, 1
+    elif itemsize > 2:
+        # Without tensor cores; large tiles would not fit the registers.
+        block_m = max(least, min(32, power_of_two(lines)))
+        block_n, num_warps, num_stages = (32 if head_size <= 128 else 16), 4, 1
+    elif lines <= 32:
+        # Decodes: as many bytes in flight as possible, however small the products.
+        block_m = max(least, power_of_two(lines))
+        block_n, num_warps, num_stages = (64 if head_size <= 128 else 32), 4, 3
+    else:
+        block_m = max(least, min(128, power_of_two(lines)))
+        block_n, num_warps, num_stages = (64 if head_size <= 128 else 32), (8 if block_m > 64 else 4), 3
+    block_q = block_m // group
+    return Tiling(block_m, block_q, block_n, max_query_len <= block_q, num_warps, num_stages)
+
+
+def choose_segments(*, programs: int, wanted: int, results: int, room: int, keys: int, block_n: int, most: int) -> int:
+    """Into how many segments every row's keys are cut: a power of two, at most ``most``.
+
+    So many that about ``wanted`` programs run in place of ``programs``, that their results (``results`` a segment, of
+    which there is ``room`` for so many) have a place, and that each has some tiles of the ``keys`` there may be.
+
+    >>> choose_segments(programs=8, wanted=264, results=32, room=4096, keys=8192, block_n=64, most=32)
+    32
+    """
+    segments = 1
+    while 2 * segments <= most:
+        doubled = 2 * segments
+        if doubled * programs > wanted or doubled * results > room or doubled * block_n > keys:
+            break
+        segments = doubled
+    return segments
