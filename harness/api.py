@@ -65,7 +65,7 @@ class Examination:
 
 def examine(
     candidate: Candidate,
-    suite: str | Sequence[str] = "smoke",
+    suite: str | Sequence[str] = (),
     *,
     cases: str | Sequence[str] = (),
     checks: str | Sequence[str] = (),
@@ -80,7 +80,8 @@ def examine(
         candidate: a backend's name or reference (``"torch_sdpa"``, ``"./mine.py:Mine"``), an ``AttentionBackend``
             class, or a function ``fn(query, key_cache, value_cache, metadata, params, out)``, which is wrapped by
             :func:`attncheck.kernel_backend`.
-        suite: names of built-in suites, or paths of case files.
+        suite: names of built-in suites, or paths of case files; none: smoke, or interpreted where the candidate's
+            kernels are interpreted.
         cases: patterns on ``suite/id`` or on the id; none: every case.
         checks: names of checks; none: all that apply.
         device: ``cpu``, ``cuda`` or ``cuda:N``; None: the best there is.
@@ -95,6 +96,8 @@ def examine(
     selection = select_cases(_listed(suite), _listed(cases), _listed(checks))
     chosen, notes = suite_device(selection.suites, device)
     backend, introduction = _load(candidate, chosen, kernel_options)
+    if selection.by_default:
+        selection = selection.of_suites((introduction.default_suite,))
     plan = Plan(
         cases=selection.cases, backends=(backend,), checks=selection.checks, device=chosen, seed=check_seed(seed)
     )

@@ -4,9 +4,9 @@ An exception or a refusal of a backend is a record, never the end of a run; a ca
 kept aside as a fault of the question. Must not know: files, terminals, pytest.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
@@ -55,7 +55,8 @@ class Missing:
 class Plan:
     """What is to be examined. ``checks`` of None: those each case asks for, or all.
 
-    ``backends``: those that are examined in this process.
+    ``backends``: those that are examined in this process. ``suites``: by reference, the one suite a backend is asked;
+    one that does not stand there is asked all.
     """
 
     cases: tuple[Case, ...]
@@ -64,6 +65,15 @@ class Plan:
     device: str = "cpu"
     seed: int = 0
     dump: Path | None = None
+    suites: Mapping[str, str] = field(default_factory=dict)
+
+    def cases_of(self, ref: str) -> tuple[Case, ...]:
+        """The cases that the backend of this reference is asked."""
+        return tuple(case for case in self.cases if self.asks(ref, case))
+
+    def asks(self, ref: str, case: Case) -> bool:
+        """Whether the backend of this reference is asked ``case``."""
+        return self.suites.get(ref, case.suite) == case.suite
 
     def checks_of(self, case: Case) -> tuple[str, ...]:
         """The checks to make of ``case``, in the order they are reported."""
@@ -102,7 +112,8 @@ class Examiner:
         """Every record, grouped by case, then by backend."""
         for case in self.plan.cases:
             for backend in self.plan.backends:
-                yield from self.examine(case, backend)
+                if self.plan.asks(backend.ref, case):
+                    yield from self.examine(case, backend)
 
     def examine(self, case: Case, backend: LoadedBackend | Missing) -> list[Record]:
         """The records of one pair; empty where the case itself is at fault (see ``blind``)."""

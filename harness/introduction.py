@@ -15,7 +15,8 @@ from attncheck.reports.records import BackendInfo
 class Introduction(BaseModel):
     """A backend's own words. ``unavailable_reasons``: why it cannot run on the run's device here; empty: it can.
 
-    Not ``is_loaded``: it could not be, for these reasons, and nothing can be asked of it.
+    Not ``is_loaded``: it could not be, for these reasons, and nothing can be asked of it. ``default_suite``: what it is
+    asked where the user names no suite.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
@@ -23,6 +24,7 @@ class Introduction(BaseModel):
     info: BackendInfo
     is_loaded: bool = True
     is_mla: bool = False
+    default_suite: str = "smoke"
     unavailable_reasons: tuple[str, ...] = ()
 
     @property

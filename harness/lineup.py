@@ -3,7 +3,7 @@
 Must not know: run files, terminals.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,7 @@ from attncheck.harness.engine import Examiner, Plan, environment_of
 from attncheck.harness.introduction import Introduce, Introduction
 from attncheck.harness.loading import Loader
 from attncheck.harness.messages import Assignment
-from attncheck.harness.selection import Selection
+from attncheck.harness.selection import DEFAULT_SUITES, Selection
 from attncheck.harness.supervisor import Supervisor
 from attncheck.reports.records import Environment, Record
 
@@ -33,8 +33,12 @@ class Examination(Protocol):
 
 @dataclass(frozen=True)
 class Lineup:
-    """The plan of a run, its circumstances, its backends, and what to tell about how these were chosen."""
+    """The plan of a run, its circumstances, its backends, and what to tell about how these were chosen.
 
+    selection: what is left of the question, once it is known which suites suit the backends.
+    """
+
+    selection: Selection
     plan: Plan
     environment: Environment
     backends: tuple[Introduction, ...]
@@ -64,7 +68,7 @@ def line_up(
     plan = Plan(cases=selection.cases, checks=selection.checks, device=chosen, seed=seed, dump=dump)
     environment = environment_of(chosen)
     if refs is None:
-        return Lineup(plan, environment, (), notes, Examiner(plan, environment))
+        return Lineup(selection, plan, environment, (), notes, Examiner(plan, environment))
     loader = Loader(chosen)
     introduce: Introduce = loader.introduce
     if crew is not None:
@@ -73,12 +77,31 @@ def line_up(
     backends, more = choose_backends(refs, selection.suites, selection.cases, introduce)
     if refs:
         refuse_unavailable(backends)
+    if selection.by_default:
+        suites = default_suites(selection, backends)
+        selection = selection.of_suites(suites.values())
+        plan = replace(plan, cases=selection.cases, suites=suites)
+        notes = (*notes, *told_suites(suites))
     examination: Examination
     if crew is None:
         examination = Examiner(replace(plan, backends=loader.backends(backends)), environment)
     else:
         examination = Supervisor(plan, backends, crew, environment)
-    return Lineup(plan, environment, backends, (*notes, *more), examination)
+    return Lineup(selection, plan, environment, backends, (*notes, *more), examination)
+
+
+def default_suites(selection: Selection, backends: Sequence[Introduction]) -> dict[str, str]:
+    """By the references of ``backends``, the name of the suite each is asked of ``selection``, which was by default."""
+    names = dict(zip(DEFAULT_SUITES, (suite.name for suite in selection.suites), strict=True))
+    return {each.ref: names[each.default_suite] for each in backends}
+
+
+def told_suites(suites: Mapping[str, str]) -> tuple[str, ...]:
+    """What to tell where backends are asked different suites."""
+    if len(set(suites.values())) < 2:
+        return ()
+    asked = {name: [ref for ref, suite in suites.items() if suite == name] for name in dict.fromkeys(suites.values())}
+    return ("; ".join(f"{', '.join(refs)}: suite {name}" for name, refs in asked.items()),)
 
 
 def _assignment(selection: Selection, plan: Plan, environment: Environment, patterns: Sequence[str]) -> Assignment:

@@ -14,6 +14,7 @@ from attncheck.errors import BackendLoadError, BackendUnavailableError, Question
 from attncheck.harness.engine import Missing
 from attncheck.harness.introduction import Introduction, lacking, unloaded
 from attncheck.harness.observation import printable
+from attncheck.harness.selection import DEFAULT_SUITES
 from attncheck.harness.stages import StageError, declared_reasons, settings_kept, stage
 from attncheck.reports.records import BackendInfo
 
@@ -37,8 +38,8 @@ def introduce(backend: LoadedBackend | Missing, device: str) -> Introduction:
     """What ``backend`` says of itself, to be run on ``device``.
 
     Raises:
-        BackendLoadError: what it says of its environment is no mapping of names to texts, or whether it is of latent
-            attention (``is_mla``) is no bool.
+        BackendLoadError: what it says of its environment is no mapping of names to texts, whether it is of latent
+            attention (``is_mla``) is no bool, or its default suite is none of those.
     """
     if isinstance(backend, Missing):
         return unloaded(backend.name, backend.ref, backend.reasons, backend.version)
@@ -51,7 +52,12 @@ def introduce(backend: LoadedBackend | Missing, device: str) -> Introduction:
         features=tuple(sorted(declared.features)),
         required_environment=required_environment(backend, device),
     )
-    return Introduction(info=info, is_mla=is_mla(backend), unavailable_reasons=unavailable_reasons(backend, device))
+    return Introduction(
+        info=info,
+        is_mla=is_mla(backend),
+        default_suite=default_suite(backend, device),
+        unavailable_reasons=unavailable_reasons(backend, device),
+    )
 
 
 def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
@@ -77,6 +83,21 @@ def is_mla(backend: LoadedBackend) -> bool:
         raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
     if not isinstance(answer, bool):
         raise BackendLoadError(backend.ref, f"is_mla answered {answer!r}, neither True nor False")
+    return answer
+
+
+def default_suite(backend: LoadedBackend, device: str) -> str:
+    """The suite the backend is asked where the user names none.
+
+    Raises:
+        BackendLoadError: asking it raises, or the answer is something else.
+    """
+    try:
+        answer: object = stage("default_suite", lambda: backend.backend.default_suite(device))
+    except StageError as failure:
+        raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
+    if not isinstance(answer, str) or answer not in DEFAULT_SUITES:
+        raise BackendLoadError(backend.ref, f"default_suite answered {answer!r}, none of {', '.join(DEFAULT_SUITES)}")
     return answer
 
 

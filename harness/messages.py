@@ -6,7 +6,7 @@
       (starts it) ---------------->  loads the backend
       Assignment ----------------->
                   <---------------- Introduced, or Refused
-      Examine(index) ------------->
+      Examine(case)  ------------->
                   <---------------- Begun(stage), then a record, as often as there is something to tell
                   <---------------- Done
       (closes the pipe) ---------->  ends
@@ -47,10 +47,10 @@ class Assignment(_Message):
 
 
 class Examine(_Message):
-    """Asks for one case, by its place among those selected."""
+    """Asks for one case of those selected, by its key, ``suite/id``."""
 
     kind: Literal["examine"] = "examine"
-    index: int
+    case: str
 
 
 class Introduced(_Message):

@@ -16,6 +16,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.candidates import choose_backends, suite_device
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
+from attncheck.harness.lineup import default_suites
 from attncheck.harness.loading import Loader
 from attncheck.harness.selection import check_seed, select_cases
 from attncheck.reference.spec import BACKEND_CHECKS
@@ -47,6 +48,10 @@ class Collection:
             self.introductions, _ = choose_backends(
                 option("attncheck_backend"), self.selection.suites, self.selection.cases, loader.introduce
             )
+            suites = {}
+            if self.selection.by_default:
+                suites = default_suites(self.selection, self.introductions)
+                self.selection = self.selection.of_suites(suites.values())
         except QuestionError as error:
             raise pytest.UsageError(f"attncheck: {error}") from error
         self.plan = Plan(
@@ -55,6 +60,7 @@ class Collection:
             checks=self.selection.checks,
             device=device,
             seed=seed,
+            suites=suites,
         )
 
     @pytest.hookimpl(wrapper=True)
@@ -134,6 +140,8 @@ class _CaseNode(pytest.Collector):
 
     def collect(self) -> "Iterable[_BackendNode]":
         for backend in self.collection.plan.backends:
+            if not self.collection.plan.asks(backend.ref, self.case):
+                continue
             node = _BackendNode.from_parent(self, name=backend.name)
             node.collection, node.case, node.backend = self.collection, self.case, backend
             yield node

@@ -17,7 +17,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME|FILE",
-        help="examine the cases of this suite; may be repeated (default, with --attncheck-backend: smoke)",
+        help="examine the cases of this suite; may be repeated (default, with --attncheck-backend: smoke, or "
+        "interpreted where kernels are)",
     )
     group.addoption(
         "--attncheck-backend",

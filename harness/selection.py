@@ -4,16 +4,18 @@ The command line, the pytest plugin and ``attncheck.examine`` all choose here, s
 the same words. Loads no torch. Must not know: backends, devices, how anything is examined or shown.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from attncheck.cases.loader import load_suite, select
 from attncheck.cases.model import Case, Suite
+from attncheck.cases.variants import with_defaults
 from attncheck.errors import SelectionError, UnknownNameError
 from attncheck.reference.spec import BACKEND_CHECKS, CHECKS
 
-DEFAULT_SUITE = "smoke"
+DEFAULT_SUITES = ("smoke", "interpreted")
+"""What is asked where no suite is named: of each backend the one that it says suits it (``default_suite``)."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,26 @@ class Selection:
     cases: tuple[Case, ...]
     checks: tuple[str, ...] | None
     """The checks asked for; None: all that apply."""
+    by_default: bool = False
+    """No suite was named: they are :data:`DEFAULT_SUITES`, of which each backend is asked one."""
 
     @property
     def all_cases(self) -> tuple[Case, ...]:
         """Every case of the suites, filtered or not."""
         return tuple(case for suite in self.suites for case in suite.cases)
+
+    def of_suites(self, names: Collection[str]) -> "Selection":
+        """The same of these suites only.
+
+        Raises:
+            SelectionError: nothing is left.
+        """
+        kept = [(suite, ref) for suite, ref in zip(self.suites, self.refs, strict=True) if suite.name in names]
+        cases = tuple(case for case in self.cases if case.suite in names)
+        if not cases:
+            raise SelectionError(f"no such case in {' or '.join(names)}, the suite asked by default; give --suite")
+        suites, refs = zip(*kept, strict=True)
+        return replace(self, suites=suites, refs=refs, cases=cases)
 
 
 def check_seed(seed: int) -> int:
@@ -40,10 +57,13 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-def select_cases(suites: Sequence[str], patterns: Sequence[str] = (), checks: Sequence[str] = ()) -> Selection:
-    """Load suites (names or paths; default: smoke) and apply the filters.
+def select_cases(
+    suites: Sequence[str], patterns: Sequence[str] = (), checks: Sequence[str] = (), settings: Sequence[str] = ()
+) -> Selection:
+    """Load suites (names or paths; none: :data:`DEFAULT_SUITES`) and apply the filters.
 
-    ``patterns`` match ``suite/id`` or the id; none: every case. ``checks``: none: all that apply.
+    ``patterns`` match ``suite/id`` or the id; none: every case. ``checks``: none: all that apply. ``settings``:
+    defaults to put in place of the suites' own, as ``key=value``.
 
     Raises:
         QuestionError: a suite or check nobody knows, a broken case file, two suites of one name, a pattern that
@@ -54,7 +74,7 @@ def select_cases(suites: Sequence[str], patterns: Sequence[str] = (), checks: Se
             raise UnknownNameError("check", check, list(CHECKS))
         if check not in BACKEND_CHECKS:
             raise SelectionError(f"check {check!r} examines a provider of utilities, not a backend; give --provider")
-    refs = tuple(dict.fromkeys(suites or (DEFAULT_SUITE,)))
+    refs = tuple(dict.fromkeys(with_defaults(ref, settings) for ref in suites or DEFAULT_SUITES))
     loaded = tuple(load_suite(ref) for ref in refs)
     for position, suite in enumerate(loaded):
         twin = next((index for index, other in enumerate(loaded[:position]) if other.name == suite.name), None)
@@ -71,7 +91,7 @@ def select_cases(suites: Sequence[str], patterns: Sequence[str] = (), checks: Se
     if not cases:
         asked = f" asks for {', '.join(wanted)}" if wanted else ""
         raise SelectionError(f"no case of {', '.join(refs)}{asked}")
-    return Selection(loaded, refs, cases, wanted)
+    return Selection(loaded, refs, cases, wanted, by_default=not suites)
 
 
 def _matching(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> Sequence[Case]:

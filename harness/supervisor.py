@@ -34,7 +34,7 @@ class Supervisor:
         self.blind: list[QuestionError] = []
         self._plan, self._introductions, self._crew = plan, introductions, crew
         self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
-        self._faulty: set[int] = set()
+        self._faulty: set[str] = set()
 
     def run(self) -> Iterator[Record]:
         """Every record, grouped by backend, then by case.
@@ -48,7 +48,7 @@ class Supervisor:
             self._crew.dismiss(backend.ref)
 
     def _miss_all(self, backend: Introduction) -> Iterator[Record]:
-        for case in self._plan.cases:
+        for case in self._plan.cases_of(backend.ref):
             for check in self._plan.checks_of(case):
                 yield unavailable(self._circumstances, case, backend, check, backend.unavailable_reasons)
 
@@ -56,16 +56,17 @@ class Supervisor:
         waiting = self._crew.child(backend.ref)
         if waiting is not None and waiting.has_ended:  # while others were examined: it was asked nothing yet
             self._crew.discard(backend.ref)
-        for index, case in enumerate(self._plan.cases):
+        cases = self._plan.cases_of(backend.ref)
+        for index, case in enumerate(cases):
             due = list(self._plan.checks_of(case))
             try:
                 # A backend may spoil its process so that attncheck fails there: a fresh one tells whose fault it is.
-                if (fault := (yield from self._examine(backend, index, due))) is not None:
-                    fault = yield from self._examine(backend, index, due)
+                if (fault := (yield from self._examine(backend, case, due))) is not None:
+                    fault = yield from self._examine(backend, case, due)
             except (QuestionError, OSError) as error:
                 cause = f"its process has ended, and no other could be started: {error}"
                 yield from self._crashed(backend, case, due, "the start", cause)
-                for left in self._plan.cases[index + 1 :]:
+                for left in cases[index + 1 :]:
                     yield from self._crashed(backend, left, self._plan.checks_of(left), "the start", cause)
                 return
             if fault is not None:  # of a case all of whose checks have a record, nothing is missing
@@ -73,17 +74,16 @@ class Supervisor:
                 for check in due:
                     yield record_of(self._circumstances, case, backend, check, raised, 0.0)
 
-    def _examine(self, backend: Introduction, index: int, due: list[str]) -> Generator[Record, None, Fault | None]:
+    def _examine(self, backend: Introduction, case: Case, due: list[str]) -> Generator[Record, None, Fault | None]:
         """The records of the checks that are ``due``, which those are no longer that have one; what of ours failed.
 
         Raises:
             QuestionError, OSError: a fresh process was needed, and could not be had.
         """
-        case = self._plan.cases[index]
         child = self._crew.child(backend.ref) or self._crew.renew(backend.ref)
         stage = "the wait for this case"
         child.forget_output()
-        child.send(Examine(index=index))
+        child.send(Examine(case=case.key))
         try:
             while not isinstance(answer := child.receive(), Done):
                 match answer:
@@ -102,8 +102,8 @@ class Supervisor:
             self._crew.discard(backend.ref)
             yield from self._crashed(backend, case, due, stage, ended.cause, ended.output)
             return None
-        if answer.blind is not None and index not in self._faulty:
-            self._faulty.add(index)
+        if answer.blind is not None and case.key not in self._faulty:
+            self._faulty.add(case.key)
             self.blind.append(QuestionError(answer.blind))
         return None
 

@@ -31,6 +31,7 @@ from attncheck.harness.messages import (
 
 if TYPE_CHECKING:
     from attncheck.backends.registry import LoadedBackend
+    from attncheck.cases.model import Case
     from attncheck.harness.engine import Examiner, Missing
 
 
@@ -128,8 +129,9 @@ def _serve(wire: Wire, ref: str) -> None:
         wire.send(Refused(reason=str(error)))
         return
     wire.send(Introduced(introduction=introduction))
+    cases = {case.key: case for case in examiner.plan.cases}
     while isinstance(request := wire.receive(), Examine):
-        _examine(wire, examiner, backend, request.index)
+        _examine(wire, examiner, backend, cases[request.case])
 
 
 def _examiner(assignment: Assignment) -> "Examiner":
@@ -153,8 +155,7 @@ def _examiner(assignment: Assignment) -> "Examiner":
     return Examiner(plan, assignment.environment)
 
 
-def _examine(wire: Wire, examiner: "Examiner", backend: "LoadedBackend | Missing", index: int) -> None:
-    case = examiner.plan.cases[index]
+def _examine(wire: Wire, examiner: "Examiner", backend: "LoadedBackend | Missing", case: "Case") -> None:
     for record in examiner.records(case, backend, lambda stage: wire.send(Begun(stage=stage))):
         wire.send(record)
     fault = examiner.fault_of(case)

@@ -77,7 +77,7 @@ def _suites() -> None:
 def _cases(suites: list[str], patterns: list[str]) -> None:
     from attncheck.harness.selection import select_cases
 
-    for found in select_cases(suites, patterns).cases:
+    for found in select_cases(suites or ["smoke"], patterns).cases:
         typer.echo(f"{found.key}  {_batch(found.batch)}")
 
 

@@ -48,8 +48,8 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="A built-in suite, or a YAML file. May be repeated. Default: smoke; for providers alone also "
-            "named_batches and padding.",
+            help="A built-in suite, or a YAML file. May be repeated. Default: smoke, or interpreted for backends whose "
+            "kernels are interpreted; for providers alone also named_batches and padding.",
         ),
     ] = None,
     settings: Annotated[
@@ -101,20 +101,18 @@ def run(
 ) -> int:
     """Examine backends, or providers of metadata utilities, and print what they are worth.
 
-    Without options: suite smoke, every built-in backend, the best device. Each backend is examined in a process of its
-    own: one that kills its process loses a case, and the others nothing. Every record goes into a run file, which
-    `attncheck report` reads.
+    Without options: suite smoke (interpreted, where kernels are), every built-in backend, the best device. Each
+    backend is examined in a process of its own: one that kills its process loses a case, and the others nothing. Every
+    record goes into a run file, which `attncheck report` reads.
     """
-    from attncheck.cases.variants import with_defaults
     from attncheck.harness.candidates import asked_first
     from attncheck.harness.crew import Crew
     from attncheck.harness.providers.request import ProviderRequest
-    from attncheck.harness.selection import DEFAULT_SUITE, select_cases
+    from attncheck.harness.selection import select_cases
 
     began = time.monotonic()
     request = ProviderRequest(tuple(provider or ()), tuple(function or ()), tuple(check or ()), bool(backend))
-    suites = [with_defaults(ref, settings or ()) for ref in request.suites(suite or ()) or (DEFAULT_SUITE,)]
-    selection = select_cases(suites, case or (), request.backend_checks)
+    selection = select_cases(request.suites(suite or ()), case or (), request.backend_checks, settings or ())
     refs = None if request.are_alone else tuple(backend or ())
     _make_folder(dump)
     with Crew() as crew:
@@ -140,7 +138,7 @@ def run(
             patterns=case or (),
             crew=None if in_process else crew,
         )
-        plan, examination = lineup.plan, lineup.examination
+        selection, plan, examination = lineup.selection, lineup.plan, lineup.examination
         functions = plan_providers(request.refs, request.patterns, plan.cases, plan.device, seed)
         infos = [each.info for each in lineup.backends]
         header = make_header(selection, plan, infos, lineup.environment, command=context.obj or (), notes=lineup.notes)
@@ -153,7 +151,9 @@ def run(
         with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
             faulthandler.enable()  # a kernel that kills the process says at least where
         try:
-            with watching(len(plan.cases) * len(lineup.backends) + functions.count, silent=in_process) as watcher:
+            with watching(
+                sum(len(plan.cases_of(info.ref)) for info in infos) + functions.count, silent=in_process
+            ) as watcher:
                 records, unmet, stopped = _examine(
                     found, examination, header, path, expectations, watcher, exitfirst=exitfirst
                 )

@@ -22,6 +22,7 @@ SUITES = [
     "fp8_kv",
     "gqa",
     "head_sizes",
+    "interpreted",
     "kv_sharing",
     "local",
     "merge",
@@ -83,6 +84,13 @@ def test_smoke_is_small() -> None:
         assert case.batch.max_seq_len <= 1100
         assert case.batch.num_tokens <= 150
         assert sum(total_len for _, total_len in lengths(case.batch)) * case.layer.num_kv_heads <= 4500
+
+
+def test_the_suite_for_interpreters_is_smaller() -> None:
+    for case in cases("interpreted"):
+        assert case.layer.num_heads * case.layer.head_size <= 512
+        assert case.batch.num_tokens <= 60
+        assert sum(total_len for _, total_len in lengths(case.batch)) * case.layer.num_kv_heads <= 480
 
 
 # `seq_lens` and query lengths of vLLM's backend test, as its authors tabulate them.

@@ -68,8 +68,8 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
         introduced = child.receive()
         assert isinstance(introduced, Introduced)
         assert introduced.introduction.name == "reference"
-        for index, number in ((0, 2), (1, 0), (0, 2)):
-            child.send(Examine(index=index))
+        for case, number in (("small/decode", 2), ("small/blind", 0), ("small/decode", 2)):
+            child.send(Examine(case=case))
             told = list(answers(child))
             records = [answer for answer in told if answer.kind == "record"]
             assert [(record.case_id, record.check) for record in records] == [
@@ -84,11 +84,11 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
             assert isinstance(told[-1], Done)
             assert (told[-1].blind is None) == (number == 2)
         assert told[-1].blind is None
-        child.send(Examine(index=99))
+        child.send(Examine(case="small/none"))
         fault = child.receive()
         assert isinstance(fault, Fault)
-        assert fault.error == "IndexError: tuple index out of range"
-        assert "in _examine" in fault.traceback
+        assert fault.error == "KeyError: 'small/none'"
+        assert "in _serve" in fault.traceback
         with pytest.raises(ProcessEndedError, match="left with exit code 0"):
             child.receive()
 
@@ -98,7 +98,7 @@ def test_the_cases_are_those_the_run_selected(folder: Path) -> None:
     with Child("reference", {}) as child:
         child.send(asked)
         assert isinstance(child.receive(), Introduced)
-        child.send(Examine(index=0))
+        child.send(Examine(case="small/blind"))
         *_, done = answers(child)
         assert isinstance(done, Done)
         assert "small/blind" in str(done.blind)
