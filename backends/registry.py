@@ -33,8 +33,14 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "reference": "attncheck.backends.reference_backend:ReferenceBackend",
         "torch_sdpa": "attncheck.backends.torch_sdpa:SDPABackend",
         "flex_attention": "attncheck.backends.flex_attention:FlexBackend",
+        "triton_unified": "attncheck.backends.triton_unified.backend:UnifiedBackend",
+        "xformers": "attncheck.backends.xformers.backend:XFormersBackend",
+        "torch_varlen": "attncheck.backends.torch_varlen.backend:TorchVarlenBackend",
+        "flash_attn": "attncheck.backends.flash_attn.backend:FlashAttnBackend",
         "reference_mla": "attncheck.backends.reference_mla:ReferenceMLABackend",
         "torch_mla": "attncheck.backends.torch_mla:TorchMLABackend",
+        "triton_mla": "attncheck.backends.triton_mla.backend:TritonLatentBackend",
+        "xformers_vllm": "attncheck.backends.xformers_vllm.backend:XFormersAttentionBackend",
         "vllm": "attncheck.backends.vllm.bridge:VLLMBackend",
     }
 )

@@ -111,8 +111,8 @@ def _reshape_and_cache(
             FORMAT=code_format,
             INTERPRETED=interpreted,
             BLOCK_R=rows,
-            BLOCK_D=triton.next_power_of_2(head_size),
-            BLOCK_V=triton.next_power_of_2(head_size_v),
+            BLOCK_D=triton.next_power_of_2(max(1, head_size)),
+            BLOCK_V=triton.next_power_of_2(max(1, head_size_v)),
         )
 
 
