@@ -1,0 +1,90 @@
+"""Whether the pinned xformers can run here, and why not; what its version is called in records.
+
+Nothing of xformers is imported but on a GPU, where its compiled extension has to be asked for. Must not know: layers,
+tensors.
+"""
+
+import importlib.metadata
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from attncheck.backends import interpreter
+
+PINNED = "0.0.35"
+"""The one version whose private names and whose operator's habits are known; see ``constraints.txt``."""
+
+LOWEST_CAPABILITY = (8, 0)
+"""The library tries its split-K operator on nothing older."""
+
+
+def installed_version() -> str | None:
+    """The installed xformers, without the mark of a local build; None: there is none."""
+    try:
+        return importlib.metadata.version("xformers").partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def unavailable_reasons(device: str) -> list[str]:
+    """Why xformers' split-K operator cannot run on ``device`` (``"cpu"``, ``"cuda:1"``) here; empty: it can."""
+    reasons = interpreter.unavailable_reasons(device)
+    installed = installed_version()
+    if installed is None:
+        return [*reasons, "xformers is not installed"]
+    if installed != PINNED:
+        reasons.append(f"xformers {installed} is installed, and private names of {PINNED} are relied on")
+    if torch.device(device).type == "cuda":
+        reasons += _unusable_gpu(device)
+    return reasons
+
+
+def _unusable_gpu(device: str) -> list[str]:
+    if not torch.cuda.is_available():
+        return [f"device {device}: torch finds no GPU"]
+    if torch.version.hip is not None:
+        return [f"device {device}: a GPU of AMD's, of which nothing is known here"]
+    reasons = []
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LOWEST_CAPABILITY:
+        needed, found = (".".join(map(str, pair)) for pair in (LOWEST_CAPABILITY, capability))
+        reasons.append(f"device {device}: compute capability {found}, and the operator needs {needed}")
+    with quiet_import():
+        from xformers._cpp_lib import _built_with_cuda
+    if not _built_with_cuda:
+        reasons.append(
+            f"the compiled extension of xformers cannot be loaded by torch {torch.__version__}, "
+            "and without it every operator of xformers, those of Triton too, refuses tensors of a GPU"
+        )
+    return reasons
+
+
+def version() -> str:
+    """What is examined, kernel by kernel: who attends to decodes, who to other rows, and how both are run."""
+    triton = _version_of("triton")
+    theirs = f"xformers {_version_of('xformers')} (triton split-K decode)"
+    return interpreter.marked(f"{theirs}, attncheck {_version_of('attncheck')} (other rows), triton {triton}")
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Around the first import of xformers: what it logs then, about its compiled extension, has been said as a reason.
+
+    Only the library's own logger is turned down, and only inside.
+    """
+    logger = logging.getLogger("xformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of no version"
