@@ -5,7 +5,8 @@ Reads nothing from the device. Must not know: metadata, builders, tiles.
 
 from torch import Tensor
 
-from attncheck.backends.triton_unified.launch import FORMATS, unified_attention_op
+from attncheck.backends.triton_unified.cache import CODE_FORMATS
+from attncheck.backends.triton_unified.launch import unified_attention_op
 from attncheck.backends.triton_unified.scratch import SplitScratch
 from attncheck.reference.params import AttentionParams
 
@@ -158,7 +159,7 @@ def _attend(
             wrong.append(f"{name} has shape {tuple(given.shape)}, not [{size}]")
     if output_lse is not None and output_lse.shape != query.shape[:2]:
         wrong.append(f"output_lse has shape {tuple(output_lse.shape)}, not {list(query.shape[:2])}")
-    if (output.dtype in FORMATS) != (output_scale is not None):
+    if (output.dtype in CODE_FORMATS) != (output_scale is not None):
         wrong.append(f"output has dtype {output.dtype}, and output_scale is {output_scale}")
     if wrong:
         raise ValueError(f"unified attention: {'; '.join(wrong)}")
@@ -166,7 +167,7 @@ def _attend(
         raise NotImplementedError("unified attention: ALiBi's square-root form is not supported")
     if params.attn_chunk_size is not None and params.attn_chunk_lookback:
         raise NotImplementedError("unified attention: chunks with a lookback are not supported")
-    is_coded = key.dtype in FORMATS
+    is_coded = key.dtype in CODE_FORMATS
     left, right = (distance if 0 <= distance < _FAR else -1 for distance in params.window)
     unified_attention_op(
         query,

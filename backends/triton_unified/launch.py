@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.interpreter import is_interpreted
+from attncheck.backends.triton_unified.cache import CODE_FORMATS
 from attncheck.backends.triton_unified.kernels.attention import attend_blocks
 from attncheck.backends.triton_unified.kernels.split import merge_segments
 from attncheck.backends.triton_unified.tiling import block_size_of, choose_segments, choose_tiling
-
-FORMATS: dict[torch.dtype, int] = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-"""How kernels call the formats of codes; 0 is numbers."""
 
 _LOG2_E = 1.4426950408889634
 
@@ -58,7 +56,7 @@ def unified_attention_op(
     if not num_reqs or not num_rows:
         return
     interpreted = is_interpreted()
-    kv_format, out_format = FORMATS.get(key.dtype, 0), FORMATS.get(output.dtype, 0)
+    kv_format, out_format = CODE_FORMATS.get(key.dtype, 0), CODE_FORMATS.get(output.dtype, 0)
     page = 0 if block_table is None else key.shape[1]
     # Pages are one axis more; without them there is one page, as it were, that holds all rows.
     b_key, b_value = (x.view(torch.uint8) if kv_format else x for x in (key, value))
