@@ -1,9 +1,11 @@
 """``attncheck doctor``: what can run on this machine, and exactly why the rest cannot."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import textwrap
+from collections.abc import Iterator, Mapping
 
 import typer
 
@@ -92,6 +94,8 @@ def _backend(name: str, devices: list[str]) -> None:
     """One backend: on which devices it can run, and every reason why not."""
     from attncheck.backends import registry
     from attncheck.errors import AttncheckError
+    from attncheck.harness.introduction import lacking
+    from attncheck.harness.loading import required_environment
     from attncheck.harness.stages import StageError, declared_reasons
 
     try:
@@ -101,8 +105,29 @@ def _backend(name: str, devices: list[str]) -> None:
         return
     for device in devices:
         try:
-            reasons = declared_reasons(lambda: found.backend.unavailable_reasons(device))  # noqa: B023 (called here)
+            needs = lacking(required_environment(found, device), os.environ)
+            with _environment(needs):  # a run starts the backend's process with it
+                reasons = declared_reasons(lambda: found.backend.unavailable_reasons(device))  # noqa: B023 (called here)
         except StageError as failure:
-            reasons = (f"unavailable_reasons raised {failure.raised.message}",)
+            needs, reasons = {}, (f"unavailable_reasons raised {failure.raised.message}",)
+        except AttncheckError as error:
+            needs, reasons = {}, (str(error),)
         verdict = f"not here: {'; '.join(reasons)}" if reasons else "can run"
-        _line(name, f"{found.version or 'no version'}, on {device}: {verdict}")
+        words = " ".join(f"{variable}={value}" for variable, value in needs.items())
+        with_words = f", with {words}" if words and not reasons else ""
+        _line(name, f"{found.version or 'no version'}, on {device}: {verdict}{with_words}")
+
+
+@contextlib.contextmanager
+def _environment(needs: Mapping[str, str]) -> Iterator[None]:
+    """``needs`` stand in this process's environment for as long as a backend is asked."""
+    before = {name: os.environ.get(name) for name in needs}
+    os.environ.update(needs)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,6 +1,8 @@
 """The commands beside ``run``, and what is loaded before it is needed."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +41,17 @@ def test_doctor_says_what_can_run_and_why_not(capsys: pytest.CaptureFixture[str]
     assert torch.__version__ in printed
     assert "on cpu: can run" in printed
     assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_doctor_knows_what_a_run_gives_the_process_of_a_backend(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="nothing is interpreted without Triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert cli.main(["doctor"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"triton_unified \S+ triton \S+ on cpu: can run, with TRITON_INTERPRET=1", told)
+    assert "TRITON_INTERPRET" not in os.environ
 
 
 def test_report_reads_runs(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
