@@ -37,6 +37,7 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "xformers": "attncheck.backends.xformers.backend:XFormersBackend",
         "torch_varlen": "attncheck.backends.torch_varlen.backend:TorchVarlenBackend",
         "flash_attn": "attncheck.backends.flash_attn.backend:FlashAttnBackend",
+        "flashinfer": "attncheck.backends.flashinfer.backend:FlashInferBackend",
         "reference_mla": "attncheck.backends.reference_mla:ReferenceMLABackend",
         "torch_mla": "attncheck.backends.torch_mla:TorchMLABackend",
         "triton_mla": "attncheck.backends.triton_mla.backend:TritonLatentBackend",
