@@ -90,7 +90,8 @@ class FlashAttnImpl(FlashImpl):
         metadata: PackedMetadata,
     ) -> tuple[Tensor, Tensor]:
         query_len = uniform_query_len(metadata, UNIFORM_ROWS)
-        if caches is None or query_len is None:
+        # A graph for requests of any lengths may be captured with equal ones, but not with an equal bound of them.
+        if caches is None or query_len is None or query_len != metadata.common.max_query_len:
             return self._packed(query, key, value, caches, metadata)
         return self._uniform(query.unflatten(0, (-1, query_len)), *caches, metadata)
 

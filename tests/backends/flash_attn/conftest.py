@@ -7,7 +7,7 @@ call, and answers it by the documented meaning of the arguments, one request aft
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -229,46 +229,19 @@ def stand_ins() -> tuple[Callable[..., Any], ...]:
 
 
 @pytest.fixture
-def aten_calls() -> Iterator[Calls]:
-    """What torch's own ``varlen_attn`` hands to its operator, which has no kernel for a CPU but this stand-in."""
-    calls: Calls = []
-
-    def forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **rest):
-        rest = dict.fromkeys(("seqused_k", "block_table", "num_splits")) | rest  # defaults do not arrive
-        given = {"key": key, "cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k, "max_q": max_q, "max_k": max_k}
-        calls.append(("_flash_attention_forward", {**given, "is_causal": is_causal, **rest}))
-        _require(dropout_p == 0.0, not return_debug_mask)
-        table = rest["block_table"]
-        # Split over pages, keys are combined wrongly.
-        _require(rest["num_splits"] == (None if table is None else 1), (table is None) == (rest["seqused_k"] is None))
-        out, lse = packed_call(
-            query,
-            key,
-            value,
-            cum_seq_q,
-            cum_seq_k,
-            max_q,
-            max_k,
-            used=rest["seqused_k"],
-            table=table,
-            scale=rest["scale"],
-            causal=is_causal,
-            window=(rest["window_size_left"], rest["window_size_right"]),
-        )
-        return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros(()), torch.zeros(0)
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", forward, "CPU")
-    yield calls
-    library._destroy()
+def documented() -> Callable[..., tuple[Tensor, Tensor]]:
+    """:func:`packed_call`."""
+    return packed_call
 
 
 @pytest.fixture
 def make_written_step(make_step) -> Callable[..., Any]:
-    """A step whose new keys and values stand in the cache already, as the harness sees to."""
+    """A step whose new keys and values stand in the cache already, as the harness sees to; of exact bounds."""
 
     def make(backend, layer, requests, **options):
         step = make_step(backend, layer, requests, **{"cache": CacheSpec(block_size=256)} | options)
+        step.common.max_query_len = max(query_len for query_len, _ in requests)
+        step.common.max_seq_len = max(seq_len for _, seq_len in requests)
         if layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
             slots = step.common.slot_mapping
             new = (slots >= 0).nonzero().squeeze(1)

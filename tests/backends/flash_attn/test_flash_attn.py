@@ -125,6 +125,15 @@ def test_the_arguments_of_a_decode_step_are_these(make_written_step, flash_attn_
     assert not {"k", "v", "rotary_cos"} & set(asked)  # nothing is appended, nothing rotated
 
 
+def test_a_bound_that_is_not_reached_makes_no_step_uniform(make_written_step, flash_attn_calls, assert_right):
+    """A graph for any lengths may be captured with equally many rows a request: its bound is what tells."""
+    step = make_written_step(FlashAttnBackend, PLAIN, [(2, 300), (2, 5)])
+    step.common.max_query_len = 4
+    step.run()
+    assert_right(step)
+    assert [called for called, _ in flash_attn_calls] == ["flash_attn_varlen_func"]
+
+
 def test_rows_that_turn_into_padding_of_a_graph_become_zero(make_written_step, flash_attn_calls):
     """A call for packed queries leaves them unwritten; which rows they are only the device knows."""
     step = make_written_step(FlashAttnBackend, PLAIN, [(1, 5), (4, 9)], padding=(1, 3))

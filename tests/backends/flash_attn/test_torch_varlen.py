@@ -31,6 +31,41 @@ LAYERS = {
 }
 
 
+@pytest.fixture
+def aten_calls(documented):
+    """What torch's own ``varlen_attn`` hands to its operator, which has no kernel for a CPU but this stand-in."""
+    calls = []
+
+    def forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **rest):
+        rest = dict.fromkeys(("seqused_k", "block_table", "num_splits")) | rest  # defaults do not arrive
+        given = {"key": key, "cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k, "max_q": max_q, "max_k": max_k}
+        calls.append(("_flash_attention_forward", {**given, "is_causal": is_causal, **rest}))
+        assert (dropout_p, return_debug_mask) == (0.0, False)
+        table = rest["block_table"]
+        assert (table is None) == (rest["seqused_k"] is None)
+        assert rest["num_splits"] == (None if table is None else 1)  # split over pages, keys are combined wrongly
+        out, lse = documented(
+            query,
+            key,
+            value,
+            cum_seq_q,
+            cum_seq_k,
+            max_q,
+            max_k,
+            used=rest["seqused_k"],
+            table=table,
+            scale=rest["scale"],
+            causal=is_causal,
+            window=(rest["window_size_left"], rest["window_size_right"]),
+        )
+        return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros(()), torch.zeros(0)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    yield calls
+    library._destroy()
+
+
 def old_varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
 ):
