@@ -9,8 +9,8 @@ Must not know: how a grid is chosen, how segments are merged.
 import triton
 import triton.language as tl
 
-from attncheck.backends.triton_unified.kernels.codes import decode_codes, dot, encode_codes, rounded
-from attncheck.backends.triton_unified.kernels.scores import load_tile, row_span, tanh
+from attncheck.backends.triton_unified.kernels.codes import decode_codes, encode_codes, rounded
+from attncheck.backends.triton_unified.kernels.scores import row_span, tanh
 
 
 @triton.jit
@@ -117,13 +117,15 @@ def attend_blocks(
         )
     kv_head = tl.program_id(1)
     segment = tl.program_id(2)
+    # Positions fit 32 bits; the interpreter looks whether sums of 32 bits overflow, which costs more than the sums.
+    POSITION: tl.constexpr = tl.int64 if INTERPRETED else tl.int32
     request_start = tl.load(query_start_loc + request).to(tl.int64)
-    query_len = (tl.load(query_start_loc + request + 1) - request_start).to(tl.int32)
-    first_row = block * BLOCK_Q
+    query_len = (tl.load(query_start_loc + request + 1) - request_start).to(POSITION)
+    first_row = block.to(POSITION) * BLOCK_Q
     if first_row >= query_len:
         return
     if PAGE > 0:
-        seq_len = tl.load(seq_lens + request).to(tl.int32)
+        seq_len = tl.load(seq_lens + request).to(POSITION)
     else:
         seq_len = query_len
     context_len = seq_len - query_len
@@ -140,10 +142,20 @@ def attend_blocks(
     is_d = d < HEAD_SIZE
     is_v = v < HEAD_SIZE_V
 
-    q_pointers = query + (token * stride_query_row + head * stride_query_head)[:, None] + d[None, :] * stride_query_size
-    b_query = load_tile(q_pointers, is_line, is_d, True, BLOCK_D != HEAD_SIZE)  # [M, D]
-    if KV_FORMAT == 0 and key.dtype.element_ty != query.dtype.element_ty:
+    # The interpreter cannot multiply bfloat16, and tensor cores no two dtypes: then all is float32.
+    IS_MIXED: tl.constexpr = KV_FORMAT == 0 and key.dtype.element_ty != query.dtype.element_ty
+    IS_WIDE: tl.constexpr = INTERPRETED or IS_MIXED
+    STORED: tl.constexpr = query.dtype.element_ty if KV_FORMAT > 0 else key.dtype.element_ty
+    WEIGHTS: tl.constexpr = tl.float32 if IS_MIXED else query.dtype.element_ty
+    p_query = query + (token * stride_query_row + head * stride_query_head)[:, None] + d[None, :] * stride_query_size
+    b_query = tl.load(p_query, mask=is_line[:, None] & is_d[None, :], other=0)  # [M, D]
+    if IS_WIDE:
         b_query = b_query.to(tl.float32)
+    p_keys = key + kv_head.to(tl.int64) * stride_key_head + d[None, :] * stride_key_size  # [1, D]
+    p_values = value + kv_head.to(tl.int64) * stride_value_head + v[None, :] * stride_value_size  # [1, V]
+    p_pages = block_table
+    if PAGE > 0:
+        p_pages = block_table + request.to(tl.int64) * stride_table_row
     # What multiplies a score at last: a cap works on natural scores, and what follows counts in base 2.
     factor = score_factor
     if KV_FORMAT > 0:
@@ -155,17 +167,22 @@ def attend_blocks(
     last_row = tl.minimum(first_row + BLOCK_Q, query_len) - 1
     begin, full_end = row_span(context_len + first_row, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)
     full_begin, end = row_span(context_len + last_row, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)
+    lo, hi = row_span(query_position, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)  # [M]
     if TREE_SIZE > 0:
         full_end = tl.minimum(full_end, context_len)
-    num_tiles = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
-    full_tile = tl.minimum((tl.maximum(full_begin - begin, 0) + BLOCK_N - 1) // BLOCK_N, num_tiles)
-    full_tile_end = tl.maximum(tl.maximum(full_end - begin, 0) // BLOCK_N, full_tile)
-    per_segment = (num_tiles + NUM_SEGMENTS - 1) // NUM_SEGMENTS
-    tile_begin = tl.minimum(segment * per_segment, num_tiles)
-    tile_end = tl.minimum(tile_begin + per_segment, num_tiles)
-    num_before = tl.maximum(tl.minimum(full_tile, tile_end) - tile_begin, 0)
-    behind = tl.maximum(full_tile_end, tile_begin)
-    num_masked = num_before + tl.maximum(tile_end - behind, 0)
+    # The tiles, and those among them that need no mask: [full_from, full_to).
+    HAS_EDGE_BEFORE: tl.constexpr = LEFT >= 0 or CHUNK > 0
+    full_from = begin
+    if HAS_EDGE_BEFORE:
+        full_from = begin + (tl.maximum(full_begin - begin, 0) + (BLOCK_N - 1)) // BLOCK_N * BLOCK_N
+    full_to = tl.maximum(begin + tl.maximum(full_end - begin, 0) // BLOCK_N * BLOCK_N, full_from)
+    segment_begin = begin
+    segment_end = end
+    if NUM_SEGMENTS > 1:
+        step: tl.constexpr = NUM_SEGMENTS * BLOCK_N
+        length = (tl.maximum(end - begin, 0) + (step - 1)) // step * BLOCK_N
+        segment_begin = begin + segment * length
+        segment_end = tl.minimum(segment_begin + length, end)
 
     pivot = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if HAS_SINKS:
@@ -173,55 +190,56 @@ def attend_blocks(
             # One more key, as it were, which has no value. Of all segments one counts it.
             pivot = tl.load(sinks + head, mask=is_line, other=float("-inf")).to(tl.float32) * LOG2_E
     total = tl.where(pivot == float("-inf"), 0.0, 1.0)  # [M]
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for MASKED in tl.static_range(2):
-        # First the tiles that every row sees whole, then the others, before and behind them.
-        if MASKED:
-            loop_begin = tile_begin * 0
-            loop_end = num_masked
+    acc = tl.full([BLOCK_M, BLOCK_V], 0.0, tl.float32)
+    for part in tl.static_range(0 if HAS_EDGE_BEFORE else 1, 3):
+        # Tiles before those that every row sees whole, these themselves (1: no masks), those behind them.
+        loop_begin = segment_begin
+        loop_end = segment_end
+        if part == 0:
+            loop_end = tl.minimum(full_from, segment_end)
+        elif part == 1:
+            loop_begin = tl.maximum(full_from, segment_begin)
+            loop_end = tl.minimum(full_to, segment_end)
         else:
-            loop_begin = tl.maximum(full_tile, tile_begin)
-            loop_end = tl.minimum(full_tile_end, tile_end)
-        for index in range(loop_begin, loop_end):
-            tile = index
-            if MASKED:
-                tile = tl.where(index < num_before, tile_begin + index, behind + index - num_before)
-            key_position = begin + tile * BLOCK_N + n  # [N]
+            loop_begin = tl.maximum(full_to, segment_begin)
+        for start in range(loop_begin, loop_end, BLOCK_N):
+            key_position = start + n  # [N]
             # What no row sees may be nobody's memory: it is not read, since 0 * NaN is NaN.
             is_key = key_position < end
             if PAGE > 0:
-                entry = block_table + request.to(tl.int64) * stride_table_row + key_position // PAGE
-                if MASKED:
-                    page = tl.load(entry, mask=is_key, other=0).to(tl.int64)
+                if part != 1:
+                    page = tl.load(p_pages + key_position // PAGE, mask=is_key, other=0).to(tl.int64)
                 else:
-                    page = tl.load(entry).to(tl.int64)
-                slot = key_position % PAGE
-                o_key = page * stride_key_block + slot.to(tl.int64) * stride_key_slot
-                o_value = page * stride_value_block + slot.to(tl.int64) * stride_value_slot
+                    page = tl.load(p_pages + key_position // PAGE).to(tl.int64)
+                slot = (key_position % PAGE).to(tl.int64)
+                o_key = page * stride_key_block + slot * stride_key_slot
+                o_value = page * stride_value_block + slot * stride_value_slot
             else:
                 o_key = (request_start + key_position) * stride_key_slot
                 o_value = (request_start + key_position) * stride_value_slot
-            k_pointers = key + kv_head.to(tl.int64) * stride_key_head + o_key[:, None] + d[None, :] * stride_key_size
-            v_pointers = (
-                value + kv_head.to(tl.int64) * stride_value_head + o_value[:, None] + v[None, :] * stride_value_size
-            )
-            b_key = load_tile(k_pointers, is_key, is_d, MASKED, BLOCK_D != HEAD_SIZE)  # [N, D]
-            b_value = load_tile(v_pointers, is_key, is_v, MASKED, BLOCK_V != HEAD_SIZE_V)  # [N, V]
+            if part != 1:
+                b_key = tl.load(p_keys + o_key[:, None], mask=is_key[:, None] & is_d[None, :], other=0)  # [N, D]
+                b_value = tl.load(p_values + o_value[:, None], mask=is_key[:, None] & is_v[None, :], other=0)  # [N, V]
+            elif BLOCK_D != HEAD_SIZE or BLOCK_V != HEAD_SIZE_V:
+                b_key = tl.load(p_keys + o_key[:, None], mask=is_d[None, :], other=0)
+                b_value = tl.load(p_values + o_value[:, None], mask=is_v[None, :], other=0)
+            else:
+                b_key = tl.load(p_keys + o_key[:, None])
+                b_value = tl.load(p_values + o_value[:, None])
             if KV_FORMAT > 0:
                 # A code is exact in every dtype of a query.
-                b_key = decode_codes(b_key, KV_FORMAT).to(query.dtype.element_ty)
-                b_value = decode_codes(b_value, KV_FORMAT).to(query.dtype.element_ty)
-            elif key.dtype.element_ty != query.dtype.element_ty:
+                b_key = decode_codes(b_key, KV_FORMAT).to(STORED)
+                b_value = decode_codes(b_value, KV_FORMAT).to(STORED)
+            if IS_WIDE:
                 b_key = b_key.to(tl.float32)
                 b_value = b_value.to(tl.float32)
 
-            scores = dot(b_query, tl.trans(b_key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED) * factor
+            scores = tl.dot(b_query, tl.trans(b_key), input_precision="ieee") * factor  # [M, N]
             if HAS_SOFT_CAP:
                 scores = tanh(scores / soft_cap) * (soft_cap * LOG2_E)
             if HAS_ALIBI:
                 scores += slope[:, None] * (key_position[None, :] - query_position[:, None]).to(tl.float32)
-            if MASKED:
-                lo, hi = row_span(query_position, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)
+            if part != 1:
                 sees = (key_position[None, :] >= lo[:, None]) & (key_position[None, :] < hi[:, None])
                 if TREE_SIZE > 0:
                     if query_len == TREE_SIZE:
@@ -237,7 +255,11 @@ def attend_blocks(
             weights = tl.exp2(scores - shift[:, None])  # [M, N]
             fade = tl.exp2(pivot - shift)  # [M]
             total = total * fade + tl.sum(weights, 1)
-            acc = dot(rounded(weights, b_value.dtype, INTERPRETED), b_value, acc * fade[:, None], INTERPRETED)
+            if INTERPRETED:
+                weights = rounded(weights, WEIGHTS, INTERPRETED).to(tl.float32)
+            else:
+                weights = weights.to(WEIGHTS)
+            acc = tl.dot(weights, b_value, acc * fade[:, None], input_precision="ieee")
             pivot = new_pivot
 
     has_seen = total > 0

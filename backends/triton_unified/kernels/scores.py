@@ -1,4 +1,4 @@
-"""From products to scores inside kernels: who sees whom, the soft cap, and loading tiles that may be cut short.
+"""From products to scores inside kernels: who sees whom, and the soft cap.
 
 Must not know: pages, requests, programs.
 """
@@ -44,18 +44,3 @@ def tanh(x):
         + square * (0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203))
     )
     return tl.where(size < 0.25, x * series, tl.where(x < 0, -large, large))
-
-
-@triton.jit
-def load_tile(pointers, is_row, is_column, CUT_ROWS: tl.constexpr, CUT_COLUMNS: tl.constexpr):
-    """What stands at ``pointers`` (``[rows, columns]``); 0 in what is cut off, which is not read."""
-    if CUT_ROWS:
-        if CUT_COLUMNS:
-            tile = tl.load(pointers, mask=is_row[:, None] & is_column[None, :], other=0)
-        else:
-            tile = tl.load(pointers, mask=is_row[:, None], other=0)
-    elif CUT_COLUMNS:
-        tile = tl.load(pointers, mask=is_column[None, :], other=0)
-    else:
-        tile = tl.load(pointers)
-    return tile
