@@ -38,6 +38,7 @@ SUITES = [
     "soft_cap",
     "spec_decode",
     "split_kv",
+    "xformers",
 ]
 CHEAP = [name for name in SUITES if name != "named_batches"]
 
