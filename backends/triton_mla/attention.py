@@ -41,22 +41,29 @@ class LatentTiling:
 
 
 def choose_latent_tiling(
-    *, max_query_len: int, num_heads: int, kv_lora_rank: int, itemsize: int, interpreted: bool
+    *, max_query_len: int, num_heads: int, kv_lora_rank: int, itemsize: int, is_coded: bool, interpreted: bool
 ) -> LatentTiling:
-    """Tiles for requests of up to ``max_query_len`` rows. ``itemsize``: bytes of what is multiplied.
+    """Tiles for requests of up to ``max_query_len`` rows.
 
-    What limits them is the accumulator, ``block_m`` times the latent rank in float32, which lies in registers, and
-    beside it a tile of queries and ``num_stages`` tiles of keys in shared memory. With rank 512, 64 rotated numbers and
-    two bytes each, 64 lines and 32 keys take 8 warps and 110 KiB, 16 lines 4 warps and 55 KiB; four bytes each leave
-    16 lines and 16 keys. An A100 has 163 KiB, an H100 227.
+    itemsize: bytes of what is multiplied; is_coded: it is made of codes. What limits a tile is the accumulator,
+    ``block_m`` times the latent rank in float32, which lies in registers, and beside it the queries and
+    ``num_stages`` tiles of keys in shared memory, of which there are 163 KiB (compute capability 8.0) or 227 (9.0).
+    Compiled for rank 512 and 64 rotated numbers of two bytes, 64 lines and 32 keys fill the registers of 8 warps and
+    112 KiB (8.0) or 148 (9.0); 16 lines and 32 keys take 4 warps and 55 KiB; of codes, 32 lines and 16 keys 8 warps
+    and 49 KiB. Of four bytes, 16 lines and 16 keys take 8 warps and 72 KiB. Twice as many lines or keys spill.
     """
-    lines = max_query_len * num_heads
-    most, block_n, num_stages = (64, 32, 2) if itemsize <= 2 else (16, 16, 1)
-    if interpreted:
-        num_stages = 1
+    if itemsize > 2:
+        most, block_n, num_stages = 16, 16, 1
     elif kv_lora_rank > 512:
-        most = 16
-    block_m = max(16, min(most, power_of_two(lines)))
+        most, block_n, num_stages = 16, 16, 2
+    else:
+        most, block_n, num_stages = 32 if is_coded else 64, 32, 2
+    block_m = max(16, min(most, power_of_two(max_query_len * num_heads)))
+    if is_coded and block_m > 16:
+        block_n = 16
+    if interpreted:
+        # A tile costs what its operations cost, whatever their size.
+        block_n, num_stages = 64, 1
     block_h = min(block_m, power_of_two(num_heads))
     block_q = min(block_m // block_h, power_of_two(max_query_len))
     return LatentTiling(
@@ -65,7 +72,7 @@ def choose_latent_tiling(
         block_q=block_q,
         block_n=block_n,
         one_block=max_query_len <= block_q,
-        num_warps=8 if block_m > 32 else 4,
+        num_warps=4 if block_m == 16 and itemsize <= 2 else 8,
         num_stages=num_stages,
     )
 
@@ -178,7 +185,8 @@ def latent_attention_op(
         max_query_len=max_query_len,
         num_heads=num_heads,
         kv_lora_rank=rank,
-        itemsize=max(latent.itemsize, kv_cache.itemsize) if latent.dtype == kv_cache.dtype or code_format else 4,
+        itemsize=latent.itemsize if code_format or latent.dtype == kv_cache.dtype else 4,
+        is_coded=code_format != 0,
         interpreted=interpreted,
     )
     num_programs = tiling.num_programs(num_rows, num_reqs, num_heads)
@@ -190,7 +198,7 @@ def latent_attention_op(
             results=num_rows * num_heads,
             room=min(scratch_lse.numel(), scratch_out.numel() // rank),
             keys=block_table.shape[1] * kv_cache.shape[1],
-            block_n=tiling.block_n,
+            block_n=1 if interpreted else tiling.block_n,  # interpreted, there is nothing to gain, but to examine
             most=most_segments,
         )
     lse_strides = (0, 0) if output_lse is None else output_lse.stride()

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from attncheck.backends.triton_mla.builder import TritonLatentBuilder, TritonLatentMetadata
     from attncheck.backends.triton_mla.impl import TritonLatentImpl
 
+LARGEST_RANK, LARGEST_ROTARY = 1024, 128
+"""Tiles of queries and keys have to fit the memory of a multiprocessor."""
+
 
 class TritonLatentBackend(LatentBackend):
-    """Any sizes, any block size; one launch for any batch, in the latent space.
+    """Latent rows of up to 1024 numbers and 128 rotated ones, any other size; one launch for any batch.
 
     The workspace of a layer is not used: no context is up-projected.
     """
@@ -47,6 +50,13 @@ class TritonLatentBackend(LatentBackend):
         return TritonLatentMetadata
 
     @classmethod
+    def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        reasons = super().unsupported_reasons(layer, cache, batch)
+        if layer.mla is not None:
+            reasons += too_large(layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
+        return reasons
+
+    @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
         return super().unavailable_reasons(device) + interpreter.unavailable_reasons(device)
 
@@ -72,3 +82,9 @@ class TritonLatentBackend(LatentBackend):
         if importlib.util.find_spec("triton") is None:
             return super().version()
         return interpreter.marked(f"{super().version()}, triton {importlib.metadata.version('triton')}")
+
+
+def too_large(kv_lora_rank: int, qk_rope_head_dim: int) -> list[str]:
+    """What speaks against a cache row of these sizes."""
+    sizes = (("kv_lora_rank", kv_lora_rank, LARGEST_RANK), ("qk_rope_head_dim", qk_rope_head_dim, LARGEST_ROTARY))
+    return [f"{name} {size}: supported are sizes up to {limit}" for name, size, limit in sizes if size > limit]

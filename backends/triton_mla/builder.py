@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata
 from attncheck.backends.interpreter import is_interpreted
@@ -23,11 +22,11 @@ _PROGRAMS_PER_PROCESSOR = 4
 _LINES = 64
 """Rows times heads of a program, of the largest tile."""
 
-_INTERPRETED_PROGRAMS = 8
-"""Where there is nothing to be filled, so that small batches are cut up, too."""
-
 _MOST_SEGMENTS = 16
 """Of one row's keys; what merges them holds all of them at once."""
+
+_INTERPRETED_PROGRAMS, _INTERPRETED_SEGMENTS = 4, 2
+"""Where there is nothing to be filled, the smallest batches are cut up all the same, so that it is examined."""
 
 
 @dataclass
@@ -64,10 +63,10 @@ def _allocate(width: int, device: torch.device) -> SplitScratch:
 
     A step with more results a segment than that fills the device without being cut up.
     """
-    programs, most = _INTERPRETED_PROGRAMS, 4
-    if device.type == "cuda":
+    programs, most = _INTERPRETED_PROGRAMS, _INTERPRETED_SEGMENTS
+    if device.type == "cuda" and not is_interpreted():
         programs = _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-        most = 4 if is_interpreted() else _MOST_SEGMENTS
+        most = _MOST_SEGMENTS
     lines = programs * _LINES
-    out: Tensor = torch.empty(lines * width, dtype=torch.float32, device=device)
-    return SplitScratch(out, torch.empty(lines, dtype=torch.float32, device=device), programs, most)
+    out, lse = (torch.empty(size, dtype=torch.float32, device=device) for size in (lines * width, lines))
+    return SplitScratch(out, lse, programs, most)

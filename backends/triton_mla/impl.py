@@ -3,13 +3,15 @@
 Nothing waits for the device, and no shape follows from lengths. Must not know: grids, tiles.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionLayer
 from attncheck.backends.latent import LatentImpl, LatentMetadata
 from attncheck.backends.triton_mla.attention import latent_attention
-from attncheck.backends.triton_mla.backend import TritonLatentBackend
+from attncheck.backends.triton_mla.backend import TritonLatentBackend, too_large
 from attncheck.backends.triton_mla.builder import TritonLatentMetadata
 from attncheck.backends.triton_unified.cache import reshape_and_cache
 
@@ -18,6 +20,11 @@ class TritonLatentImpl(LatentImpl):
     """One layer."""
 
     backend = TritonLatentBackend
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if reasons := too_large(self.kv_lora_rank, self.qk_rope_head_dim):
+            raise ValueError(f"{self.backend.get_name()}: {'; '.join(reasons)}")
 
     def write(self, layer: AttentionLayer, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         # The two parts of a row are a key and a value of one head, side by side and under one scale.

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from attncheck.backends.triton_unified.kernels.attention import find_request
 from attncheck.backends.triton_unified.kernels.codes import decode_codes, dot, rounded
-from attncheck.backends.triton_unified.kernels.scores import load_tile, row_span
+from attncheck.backends.triton_unified.kernels.scores import row_span
 
 
 @triton.jit
@@ -99,12 +99,12 @@ def attend_latent(
     m_rotary = o_rotary < ROTARY
 
     p_rows = p_latent + (token * stride_latent_row + head * stride_latent_head)[:, None]
-    b_latent = load_tile(p_rows + o_rank[None, :] * stride_latent_size, m_line, m_rank, True, BLOCK_L != RANK)  # [M, L]
+    m_tile = m_line[:, None] & m_rank[None, :]
+    b_latent = tl.load(p_rows + o_rank[None, :] * stride_latent_size, mask=m_tile, other=0.0)  # [M, L]
     if ROTARY > 0:
         p_rows = p_rotary + (token * stride_rotary_row + head * stride_rotary_head)[:, None]
-        b_rotary = load_tile(
-            p_rows + o_rotary[None, :] * stride_rotary_size, m_line, m_rotary, True, BLOCK_E != ROTARY
-        )  # [M, E]
+        m_tile = m_line[:, None] & m_rotary[None, :]
+        b_rotary = tl.load(p_rows + o_rotary[None, :] * stride_rotary_size, mask=m_tile, other=0.0)  # [M, E]
     IS_MIXED: tl.constexpr = KV_FORMAT == 0 and p_cache.dtype.element_ty != p_latent.dtype.element_ty
     if IS_MIXED:
         b_latent = b_latent.to(tl.float32)
@@ -134,7 +134,8 @@ def attend_latent(
         p_entry = p_block_table + request.to(tl.int64) * stride_table_row + position // PAGE
         page = tl.load(p_entry, mask=m_key, other=0).to(tl.int64)
         p_keys = p_cache + (page * stride_cache_block + (position % PAGE) * stride_cache_slot)[:, None]
-        b_key = load_tile(p_keys + o_rank[None, :] * stride_cache_size, m_key, m_rank, True, BLOCK_L != RANK)  # [N, L]
+        m_tile = m_key[:, None] & m_rank[None, :]
+        b_key = tl.load(p_keys + o_rank[None, :] * stride_cache_size, mask=m_tile, other=0)  # [N, L]
         if KV_FORMAT > 0:
             # A code is exact in every dtype of a query.
             b_key = decode_codes(b_key, KV_FORMAT).to(p_latent.dtype.element_ty)
@@ -143,7 +144,7 @@ def attend_latent(
         scores = dot(b_latent, tl.trans(b_key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), INTERPRETED)
         if ROTARY > 0:
             p_rest = p_keys + (RANK + o_rotary)[None, :] * stride_cache_size
-            b_rest = load_tile(p_rest, m_key, m_rotary, True, BLOCK_E != ROTARY)  # [N, E]
+            b_rest = tl.load(p_rest, mask=m_key[:, None] & m_rotary[None, :], other=0)  # [N, E]
             if KV_FORMAT > 0:
                 b_rest = decode_codes(b_rest, KV_FORMAT).to(p_latent.dtype.element_ty)
             elif IS_MIXED:

@@ -17,23 +17,15 @@ def decode_codes(codes, FORMAT: tl.constexpr):
 
     Codes of NaN are NaN, those of e5m2's infinities infinite.
     """
-    MANTISSA: tl.constexpr = 3 if FORMAT == 1 else 2
-    BIAS: tl.constexpr = 7 if FORMAT == 1 else 15
-    wide = codes.to(tl.uint32)
-    sign = (wide & 0x80) << 24
+    # A float16 has room for either, with its sign in front and its mantissa filled up from below. Those of e5m2 it then
+    # is; with one more bit of mantissa the exponent is read as 8 lower than it is.
+    wide = codes.to(tl.uint16)
     magnitude = wide & 0x7F
-    # A normal number keeps its mantissa, and its exponent changes the bias.
-    bits = (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)
-    # Below the first normal number, a code counts steps of the smallest one. A float32 has a normal form for each.
-    step: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA)
-    small = (magnitude.to(tl.float32) * step).to(tl.uint32, bitcast=True)
-    bits = tl.where(magnitude < (1 << MANTISSA), small, bits)
+    bits = ((wide & 0x80) << 8) | (magnitude << (7 if FORMAT == 1 else 8))
     if FORMAT == 1:
-        bits = tl.where(magnitude == 0x7F, 0x7FC00000, bits)
-    else:
-        bits = tl.where(magnitude == 0x7C, 0x7F800000, bits)
-        bits = tl.where(magnitude > 0x7C, 0x7FC00000, bits)
-    return (bits | sign).to(tl.float32, bitcast=True)
+        bits = tl.where(magnitude == 0x7F, bits | 0x7E00, bits)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
