@@ -99,12 +99,12 @@ def attend_latent(
     m_rotary = o_rotary < ROTARY
 
     p_rows = p_latent + (token * stride_latent_row + head * stride_latent_head)[:, None]
-    m_tile = m_line[:, None] & m_rank[None, :]
-    b_latent = tl.load(p_rows + o_rank[None, :] * stride_latent_size, mask=m_tile, other=0.0)  # [M, L]
+    m_latent = m_line[:, None] & m_rank[None, :]
+    b_latent = tl.load(p_rows + o_rank[None, :] * stride_latent_size, mask=m_latent, other=0.0)  # [M, L]
     if ROTARY > 0:
         p_rows = p_rotary + (token * stride_rotary_row + head * stride_rotary_head)[:, None]
-        m_tile = m_line[:, None] & m_rotary[None, :]
-        b_rotary = tl.load(p_rows + o_rotary[None, :] * stride_rotary_size, mask=m_tile, other=0.0)  # [M, E]
+        m_query = m_line[:, None] & m_rotary[None, :]
+        b_rotary = tl.load(p_rows + o_rotary[None, :] * stride_rotary_size, mask=m_query, other=0.0)  # [M, E]
     IS_MIXED: tl.constexpr = KV_FORMAT == 0 and p_cache.dtype.element_ty != p_latent.dtype.element_ty
     if IS_MIXED:
         b_latent = b_latent.to(tl.float32)
@@ -168,14 +168,13 @@ def attend_latent(
     if KV_FORMAT > 0:
         result = result * tl.load(p_k_scale)
     log_total = tl.where(has_seen, pivot + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
-    m_result = m_line[:, None] & m_rank[None, :]
     if NUM_SEGMENTS > 1:
         o_segment = (token * NUM_HEADS + head) * NUM_SEGMENTS + segment  # [M]
         tl.store(p_segment_lse + o_segment, log_total, mask=m_line)
         o_out = o_segment[:, None] * RANK + o_rank[None, :]
-        tl.store(p_segment_out + o_out, result, mask=m_result & has_seen[:, None])
+        tl.store(p_segment_out + o_out, result, mask=m_latent & has_seen[:, None])
     else:
         if HAS_LSE:
             tl.store(p_lse + token * stride_lse_row + head * stride_lse_head, log_total * LN_2, mask=m_line)
         o_out = (token * stride_out_row + head * stride_out_head)[:, None] + o_rank[None, :] * stride_out_size
-        tl.store(p_out + o_out, rounded(result, p_out.dtype.element_ty, INTERPRETED), mask=m_result)
+        tl.store(p_out + o_out, rounded(result, p_out.dtype.element_ty, INTERPRETED), mask=m_latent)
