@@ -182,7 +182,7 @@ class FlexImpl(PagedImpl):
             if self.sinks is not None or not query_qHD.is_cuda:
                 tensors = [tensor.float() for tensor in tensors]
             query_HqD, key_HkD, value_HkD = (tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors)
-            with _many_variants():
+            with _as_intended(query_qHD.is_cuda):
                 out_HqD, aux = _kernel(query_qHD.is_cuda)(
                     query_HqD,
                     key_HkD,
@@ -212,7 +212,7 @@ class FlexImpl(PagedImpl):
         def modified(score: Tensor, _batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
             if cap is not None:
                 score = cap * torch.tanh(score / cap)
-            return score if slopes is None else score + slopes[head] * (key - own[row])
+            return score if slopes is None else score + _at(slopes, head) * (key - _at(own, row))
 
         return modified
 
@@ -266,11 +266,12 @@ def _block_mask(call: _Call, num_rows: int, num_keys: int) -> object:
     low, high = call.low, call.high
 
     def sees(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        inside = (key >= low[row]) & (key < high[row])
+        inside = (key >= _at(low, row)) & (key < _at(high, row))
         if call.node is None or call.tree is None:
             return inside
-        other = key - (call.own[row] - call.node[row])  # which row of the tree the key belongs to; below 0: context
-        return inside & ((other < 0) | call.tree[call.node[row], other.clamp(0, len(call.tree) - 1)])
+        # Which row of the tree the key belongs to; below 0: context.
+        other = key - (_at(call.own, row) - _at(call.node, row))
+        return inside & ((other < 0) | _at(call.tree, _at(call.node, row), other.clamp(0, len(call.tree) - 1)))
 
     make = torch.compile(create_block_mask, dynamic=True) if low.is_cuda else create_block_mask
     return make(sees, None, None, num_rows, num_keys, device=low.device)
@@ -285,16 +286,23 @@ def _kernel(compiled: bool) -> Callable[..., Any]:
     return fused
 
 
-@contextlib.contextmanager
-def _many_variants() -> Iterator[None]:
-    """Allows as many compiled variants as a run has layers, and keeps the eager formulation's advice to itself.
+def _at(values: Tensor, *index: Tensor) -> Tensor:
+    """``values[index]`` in a modifier, by the operator: brackets take a detour that is most of an eager call's time."""
+    found: Tensor = torch.ops.aten.index(values, index)
+    return found
 
-    flex_attention warns that it is not compiled and materialises the scores. On CPU that is intended: what is examined
-    there is the score and mask functions, and every request is small enough.
+
+@contextlib.contextmanager
+def _as_intended(compiled: bool) -> Iterator[None]:
+    """Compiled: as many variants as a run has layers. Eager: no compiler at all, nor the advice to use one.
+
+    flex_attention warns that it is not compiled and materialises the scores, and has the modifiers traced all the same.
+    On CPU that is intended: what is examined there is the score and mask functions, and every request is small enough.
     """
-    with (
-        warnings.catch_warnings(),
-        dynamo_config.patch(recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=_RECOMPILE_LIMIT),
-    ):
+    if compiled:
+        with dynamo_config.patch(recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=_RECOMPILE_LIMIT):
+            yield
+        return
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile", category=UserWarning)
         yield
