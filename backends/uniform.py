@@ -71,9 +71,9 @@ def write_slots(
     is_live = has_slot.any()
     own = torch.arange(len(slot_mapping), device=slot_mapping.device)
     rows = torch.where(has_slot, own, has_slot.to(torch.uint8).argmax())
-    slots = slot_mapping[rows].clamp(min=0)
+    slots, block_size = slot_mapping[rows].clamp(min=0), key_cache.shape[1]
+    place = slots // block_size, slots % block_size
     for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
-        place = slots // cache.shape[1], slots % cache.shape[1]
         is_coded = cache.itemsize == 1
         stored = encode(new[rows], scale, cache.dtype) if is_coded else new[rows].to(cache.dtype)
         bits = cache.view(_BITS[cache.itemsize])
@@ -115,13 +115,15 @@ def uniform_pieces(
         exists = key_positions < seq_lens
         if caches is not None:
             table, scales = common.block_table_tensor[requests], (layer._k_scale, layer._v_scale)
-            gathered = [_gather(cache, table, key_positions, exists) for cache in caches]
+            place = _places(table, key_positions, exists, caches[0].shape[1])
+            gathered = [cache.view(_BITS[cache.itemsize])[place].view(cache.dtype) for cache in caches]
             found = [stored_values(stored, scale, dtype) for stored, scale in zip(gathered, scales, strict=True)]
         elif key is not None and value is not None:
             found = [given[rows].unflatten(0, exists.shape).clone() for given in (key, value)]
         else:
             raise RuntimeError("neither a cache nor keys and values to attend to")
-        found_key, found_value = (values.masked_fill_(~exists[:, :, None, None], 0) for values in found)
+        is_absent = ~exists[:, :, None, None]
+        found_key, found_value = (values.masked_fill_(is_absent, 0) for values in found)
         is_real = torch.arange(rows.start, rows.stop, device=device) < common.query_start_loc[-1]
         yield UniformPiece(
             rows=rows,
@@ -139,8 +141,9 @@ def _requests_at_once(params: AttentionParams, num_keys: int) -> int:
     return max(1, _PIECE_ELEMENTS // max(1, elements))
 
 
-def _gather(cache: Tensor, table: Tensor, positions: Tensor, exists: Tensor) -> Tensor:
-    """What positions ``[n, s]`` of the requests of ``table`` hold; where none exists, block 0 stands in."""
-    pages = (positions // cache.shape[1]).masked_fill(~exists, 0)
-    blocks = table.gather(1, pages).masked_fill(~exists, 0).to(torch.int64)
-    return cache.view(_BITS[cache.itemsize])[blocks, positions % cache.shape[1]].view(cache.dtype)
+def _places(table: Tensor, positions: Tensor, exists: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Block and offset of positions ``[n, s]`` of the requests of ``table``; where none exists, block 0 stands in."""
+    is_absent = ~exists
+    pages = (positions // block_size).masked_fill_(is_absent, 0)
+    blocks = table.gather(1, pages).masked_fill_(is_absent, 0)
+    return blocks.to(torch.int64), positions % block_size
