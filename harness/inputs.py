@@ -10,6 +10,7 @@ machine. Must not know: pages, slots, backends.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ _KEY_VARIANCE = 4 / 3
 """Of a number uniform over [-2, 2)."""
 
 _TILES = (16, 64, 128)
+
+_ROWS_AT_ONCE = 1024
+"""Most requests have few rows, and are taken together; of long ones not so many that what is made of them is large."""
 
 
 @dataclass(frozen=True)
@@ -46,29 +50,57 @@ def biting_queries(
 
     ``tree``: bool ``[Q, Q]``, which new key each row of a request sees; None: no tree.
     """
-    parts = [_request_queries(layer, keys, request, block_size, inputs, tree) for request in requests]
-    return torch.cat(parts) if parts else keys.new_zeros(0, layer.num_heads, layer.head_size)
+    if not requests:
+        return keys.new_zeros(0, layer.num_heads, layer.head_size)
+    parts = [_row_queries(layer, keys, rows, block_size, inputs, tree) for rows in _rows_of(requests)]
+    return torch.cat(parts)
 
 
-def _request_queries(
+class _Rows(NamedTuple):
+    """Some rows of the batch, int64 ``[q]`` each.
+
+    number: in the batch. node: which row of its request it is. num_keys: of its request. base: where these begin.
+    """
+
+    number: Tensor
+    position: Tensor
+    node: Tensor
+    num_keys: Tensor
+    base: Tensor
+
+    @property
+    def first(self) -> Tensor:
+        """The position of the request's first row."""
+        return self.position - self.node
+
+
+def _rows_of(requests: list[RequestGeometry]) -> list[_Rows]:
+    """All requests' rows behind one another, cut to pieces."""
+    counts = torch.tensor([request.rows for request in requests])
+    fields = [(request.first_row, request.first, 0, request.num_keys, request.base) for request in requests]
+    of_request = torch.tensor(fields).repeat_interleave(counts, dim=0)
+    of_request[:, :3] += torch.cat([torch.arange(request.rows) for request in requests])[:, None]
+    return [_Rows(*piece.unbind(dim=1)) for piece in of_request.split(_ROWS_AT_ONCE)]
+
+
+def _row_queries(
     layer: LayerSpec,
     keys: Tensor,
-    request: RequestGeometry,
+    rows: _Rows,
     block_size: int,
     inputs: frozenset[str],
     tree: Tensor | None,
 ) -> Tensor:
     heads = torch.arange(layer.num_heads)
-    rows = torch.arange(request.rows)
-    turn = (request.first_row + rows)[:, None]
-    lo, hi = visible_span(layer, request.first + rows, request.num_keys)
-    target, other = _targets(request, block_size, lo, hi, turn + heads, tree)
+    turn = rows.number[:, None]
+    lo, hi = visible_span(layer, rows.position, rows.num_keys)
+    target, other = _targets(rows, block_size, lo, hi, turn + heads, tree)
     # The key index wraps at the end of the batch: the last request's neighbour is the first.
     kv_head = heads // (layer.num_heads // layer.num_kv_heads)
-    needle = keys[(request.base + target) % len(keys), kv_head]
-    second = keys[(request.base + other) % len(keys), kv_head]
+    needle = keys[(rows.base[:, None] + target) % len(keys), kv_head]
+    second = keys[(rows.base[:, None] + other) % len(keys), kv_head]
     norm = needle.norm(dim=-1).clamp(min=1e-3)
-    background, bias = _background(layer, request.first + rows, lo, hi, target)
+    background, bias = _background(layer, rows.position, lo, hi, target)
     score = _needle_score(norm, background - bias)
     kind = (turn * 5 + heads) % 16
     if "needles" not in inputs:
@@ -87,10 +119,13 @@ def _request_queries(
     return query.clamp(-limit, limit)
 
 
-def visible_span(layer: LayerSpec, positions: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """First and last visible key of rows at ``positions`` (int64 ``[q]``); last < first where a row sees nothing."""
+def visible_span(layer: LayerSpec, positions: Tensor, num_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last visible key of rows at ``positions`` (int64 ``[q]``) of requests with ``num_keys`` (likewise).
+
+    Last < first where a row sees nothing.
+    """
     left, right = layer.window
-    hi = torch.full_like(positions, num_keys - 1)
+    hi = num_keys - 1
     lo = torch.zeros_like(positions)
     if layer.is_causal:
         hi = torch.minimum(hi, positions)
@@ -104,7 +139,7 @@ def visible_span(layer: LayerSpec, positions: Tensor, num_keys: int) -> tuple[Te
 
 
 def _targets(
-    request: RequestGeometry, block_size: int, lo: Tensor, hi: Tensor, turn: Tensor, tree: Tensor | None
+    rows: _Rows, block_size: int, lo: Tensor, hi: Tensor, turn: Tensor, tree: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Which key each row and head points at, and a second, visible one: int64 ``[q, H]`` each.
 
@@ -114,35 +149,35 @@ def _targets(
     page = hi // block_size * block_size
     visible = [hi, lo, page, page - 1, hi - 1, lo + (block_size - lo % block_size) % block_size, (lo + hi) // 2]
     visible += [edge for tile in _TILES for edge in (hi // tile * tile, hi // tile * tile - 1)]
-    beyond = [hi + 1, lo - 1, torch.full_like(hi, request.num_keys)]
+    beyond = [hi + 1, lo - 1, rows.num_keys]
     inside = [(place >= lo) & (place <= hi) for place in visible]
-    known = [(hi + 1 < request.num_keys) & (hi >= lo), (lo > 0) & (hi >= lo), torch.ones_like(hi, dtype=torch.bool)]
+    known = [(hi + 1 < rows.num_keys) & (hi >= lo), (lo > 0) & (hi >= lo), torch.ones_like(hi, dtype=torch.bool)]
     # Ends first: rows with few heads still point at what matters most.
     order = [0, len(visible), 1, len(visible) + 1, *range(2, len(visible)), len(visible) + 2]
     places = torch.stack([(visible + beyond)[i] for i in order], dim=-1)
     valid = torch.stack([(inside + known)[i] for i in order], dim=-1)
     if tree is not None:
-        branch_places, branch_valid = _tree_places(request.first, lo, tree)
+        branch_places, branch_valid = _tree_places(rows, lo, tree)
         places, valid = torch.cat([branch_places, places], dim=-1), torch.cat([branch_valid, valid], dim=-1)
     target = _nth_valid(places, valid, turn)
     seen = valid & (places >= lo[:, None]) & (places <= hi[:, None])
     if tree is not None:
-        node = places - request.first
-        seen &= (node < 0) | tree.gather(1, node.clamp(0, len(tree) - 1))
+        node = places - rows.first[:, None]
+        seen &= (node < 0) | tree[rows.node].gather(1, node.clamp(0, len(tree) - 1))
     seen[:, -1] |= ~seen.any(dim=-1)
     return target, _nth_valid(places, seen, turn + 1)
 
 
-def _tree_places(first: int, lo: Tensor, tree: Tensor) -> tuple[Tensor, Tensor]:
+def _tree_places(rows: _Rows, lo: Tensor, tree: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of the nearest earlier row of another branch, and of the parent, and whether there is one: ``[q, 2]``.
 
-    ``first``: the position of the tree's root.
+    The tree's root is the request's first row.
     """
-    node = torch.arange(len(tree))
-    earlier = node[None, :] < node[:, None]
-    places = [torch.where(kind & earlier, node, -1).amax(dim=1) + first for kind in (~tree, tree)]
-    both = torch.stack(places, dim=-1)
-    return both, (both >= first) & (both >= lo[:, None])
+    node, root = torch.arange(len(tree)), rows.first[:, None]
+    earlier, visible = node < rows.node[:, None], tree[rows.node]
+    places = [torch.where(kind & earlier, node, -1).amax(dim=1) for kind in (~visible, visible)]
+    both = torch.stack(places, dim=-1) + root
+    return both, (both >= root) & (both >= lo[:, None])
 
 
 def _nth_valid(places: Tensor, valid: Tensor, n: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from attncheck.harness import inputs
 from attncheck.harness.problem import Problem, build_problem
 
 
@@ -77,3 +78,13 @@ def test_soft_capped_layers_meet_scores_around_and_far_above_the_cap(make_case: 
 def test_float16_queries_stay_finite(make_case: Any) -> None:
     problem = build_problem(make_case((9, 100), dtype="float16", scale=1e-4, logits_soft_cap=50.0), 0)
     assert bool(torch.isfinite(problem.query).all())
+
+
+@pytest.mark.parametrize("layer", [{}, {"sliding_window": 9, "alibi": True}, {"logits_soft_cap": 20.0, "sinks": True}])
+def test_how_many_rows_are_taken_at_once_changes_nothing(
+    make_case: Any, monkeypatch: pytest.MonkeyPatch, layer: dict[str, Any]
+) -> None:
+    case = make_case((1, 40), (17, 30), (5, 3), (9, 9), **layer)
+    whole = build_problem(case, 0).query
+    monkeypatch.setattr(inputs, "_ROWS_AT_ONCE", 4)
+    assert torch.equal(build_problem(case, 0).query, whole)
