@@ -5,7 +5,7 @@ through. Must not know: pools, backends, what is judged.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,16 @@ class Rows:
             mask_fn=mask,
             precision=precision,
         )
+
+    def attend_weighted(self, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor]:
+        """Output and LSE in float64, and what the output would be if all values were positive, ``[T, H, Dv]``.
+
+        ``sum P |V|`` bounds what roundings of the products can do; it shares the weights with the output.
+        """
+        size = params.value_head_size
+        both = replace(self, values=torch.cat([self.values, self.values.abs()], dim=-1))
+        out, lse = both.attend(replace(params, head_size_v=2 * size))
+        return out[..., :size].contiguous(), lse, out[..., size:].contiguous()
 
     @property
     def num_keys(self) -> Tensor:

@@ -19,7 +19,7 @@ the budget, visibly, with a reason.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,11 +62,12 @@ def budget_of(
     dtype: torch.dtype,
     out: Tensor,
     lse: Tensor,
+    weighted: Tensor,
     honest: Iterable[tuple[Tensor, Tensor]] = (),
     forms: Iterable[tuple[Rows, AttentionParams]] = (),
     roundings: int = ROUNDINGS,
 ) -> Budget:
-    """The budget of a kernel in ``dtype`` around a truth (float64 ``out [T, H, Dv]``, ``lse [T, H]``).
+    """The budget of a kernel in ``dtype`` around a truth: ``out``, ``lse``, ``weighted`` of ``Rows.attend_weighted``.
 
     ``honest``: what low-precision runs of the question answer (output, LSE), where kernels may go about it in more than
     one way: the largest loss counts. By default one plain run. ``forms``: other questions with the same scores, which
@@ -75,7 +76,6 @@ def budget_of(
     """
     runs = list(honest) or [rows.attend(params, Precision.kernel(dtype))]
     losses = [low_out.double() - out for low_out, _ in runs]
-    weighted, _ = replace(rows, values=rows.values.abs()).attend(params)
     u = torch.finfo(dtype).eps / 2
     if out.shape[-1] < _NARROW:
         losses.append(roundings / ROUNDINGS * u / K * weighted)
@@ -123,22 +123,21 @@ def share_of_budget(error: Tensor, budget: Budget) -> Tensor:
 
 def score_bound(rows: Rows, params: AttentionParams) -> Tensor:
     """``S`` of the module's formula, float64 ``[T, H]``: how large a score each row and head can meet."""
-    scale, group = params.softmax_scale, params.group_size
-    key_norm = _norm(rows.keys.double())
+    scale, heads = params.softmax_scale, params.num_kv_heads
+    key_norm = _norm(rows.keys.double()).t().contiguous()
     bound = torch.zeros(rows.query.shape[:2], dtype=torch.float64, device=rows.query.device)
     starts_q, starts_k = rows.cu_seqlens_q.tolist(), rows.cu_seqlens_k.tolist()
     for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
         if k0 == k1:
             continue
         position = torch.arange(k1 - k0, device=bound.device)
-        chunk = max(1, 2**22 // (k1 - k0))
+        chunk = max(1, 2**22 // (heads * (k1 - k0)))
         for first in range(q0, q1, chunk):
             last = min(first + chunk, q1)
             row_position = torch.arange(first, last, device=bound.device) + (k1 - k0) - q1
             seen = rows.sees(params, row_position[:, None], position[None, :], (k1 - k0) - (q1 - q0))
-            for head in range(params.num_kv_heads):
-                longest = torch.where(seen, key_norm[k0:k1, head], 0.0).amax(dim=1)
-                bound[first:last, head * group : (head + 1) * group] = longest[:, None]
+            longest = torch.where(seen, key_norm[:, None, k0:k1], 0.0).amax(dim=2)
+            bound[first:last] = longest.t().repeat_interleave(params.group_size, dim=1)
     bound = abs(scale) * _norm(rows.query.double()) * bound
     if params.logits_soft_cap:
         bound = bound.clamp(max=params.logits_soft_cap)

@@ -46,9 +46,9 @@ def truth_of(problem: Problem, device: torch.device, *, refuse_blindness: bool =
     kernel overflows, so that nothing is expected of any.
     """
     params, rows = params_of(problem), rows_of(problem, device)
-    out, lse = rows.attend(params)
+    out, lse, weighted = rows.attend_weighted(params)
     honest, forms = honest_answers(problem, rows, params), other_forms(problem, rows)
-    budget = budget_of(rows, params, problem.dtype, out, lse, honest, forms, roundings_of(problem))
+    budget = budget_of(rows, params, problem.dtype, out, lse, weighted, honest, forms, roundings_of(problem))
     if problem.case.tolerance is not None:
         budget = budget.scaled(problem.case.tolerance.factor)
     if not all(bool(torch.isfinite(allowed).all()) for allowed in (budget.norm, budget.peak, budget.lse)):

@@ -1,6 +1,7 @@
 """The budget: right kernels stay inside it, blind answers do not, and it is the formula it says it is."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.cases.model import Case
+from attncheck.harness.exact import params_of, rows_of
 from attncheck.harness.problem import Problem, build_problem
 from attncheck.harness.rows import Rows
 from attncheck.harness.tolerance import budget_of, score_bound, share_of_budget
@@ -104,8 +106,8 @@ def test_the_budget_is_the_formula(second_key: float, ruled_by: str) -> None:
     values = torch.tensor([[[1.0]], [[-1.0]]]).expand(2, 1, 8)
     rows = Rows(query, keys, values, torch.tensor([0, 1]), torch.tensor([0, 2]))
     params = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, head_size_v=8, scale=0.5)
-    out, lse = rows.attend(params)
-    budget = budget_of(rows, params, torch.bfloat16, out, lse)
+    out, lse, weighted = rows.attend_weighted(params)
+    budget = budget_of(rows, params, torch.bfloat16, out, lse, weighted)
     lead = float(torch.tensor(second_key)) - 1.0
     truth = (math.exp(-lead) - 1) / (math.exp(-lead) + 1)
     # In bfloat16 the softmax numerators are exp(-lead) rounded and 1, the output is rounded once more.
@@ -156,14 +158,24 @@ def test_a_sum_of_the_rounded_softmax_is_an_honest_lse(make_case: Any, dtype: st
             assert bool(((lse + 0.02 - truth.lse[rows]).abs() > truth.budget.lse[rows]).any())
 
 
+def test_what_positive_values_would_give_is_told_beside_the_answer(make_case: Any) -> None:
+    case = make_case((5, 40), (1, 17), num_heads=4, num_kv_heads=2, head_size=16, sinks=True)
+    problem = build_problem(case, 0)
+    rows, params = rows_of(problem, CPU), params_of(problem)
+    out, lse, weighted = rows.attend_weighted(params)
+    torch.testing.assert_close((out, lse), rows.attend(params), rtol=1e-14, atol=1e-14)
+    positive, _ = replace(rows, values=rows.values.abs()).attend(params)
+    torch.testing.assert_close(weighted, positive, rtol=1e-14, atol=1e-14)
+
+
 def test_what_underflows_in_float32_may_vanish(make_case: Any) -> None:
     """A sink far above every score: the keys' weights lie below the smallest float32."""
     keys = torch.full((3, 1, 1), -300.0)
     rows = Rows(torch.ones(1, 1, 1), keys, torch.ones(3, 1, 1), torch.tensor([0, 1]), torch.tensor([0, 3]))
     params = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0, sinks=(5.0,))
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        out, lse = rows.attend(params)
+        out, lse, weighted = rows.attend_weighted(params)
         assert 0 < float(out) < 1e-100
-        budget = budget_of(rows, params, dtype, out, lse)
+        budget = budget_of(rows, params, dtype, out, lse, weighted)
         assert float(share_of_budget(-out, budget).max()) <= 1.0
         assert float(share_of_budget(torch.full_like(out, 1e-3), budget).max()) > 1.0
