@@ -141,9 +141,9 @@ class Pool:
         stale_keys, stale_values = self._empty_rows(_STALE_ROWS)
         for rows in (stale_keys, stale_values):
             rows.copy_(Stream("stale rows").int8(*rows.shape).to(rows) / 64)
-        for slots in (*self.regions.values(), problem.key_slots[problem.new_keys[problem.new_keys >= 0]]):
-            index = torch.arange(len(slots)) % _STALE_ROWS
-            self.write(slots, stale_keys[index], stale_values[index])
+        stale = (*self.regions.values(), problem.key_slots[problem.new_keys[problem.new_keys >= 0]])
+        index = torch.cat([torch.arange(len(slots)) for slots in stale]) % _STALE_ROWS
+        self.write(torch.cat(stale), stale_keys[index], stale_values[index])
         old = problem.old_keys
         slots, first = _first_occurrences(problem.key_slots[old])
         self.write(slots, problem.keys[old][first], problem.values[old][first])
