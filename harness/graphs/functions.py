@@ -33,6 +33,14 @@ COPIES: frozenset[Function] = frozenset(
 MAKERS: frozenset[Function] = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 """Make a tensor of what they are given; tensors within lists are read one by one."""
 
+FACTS: frozenset[Function] = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "layout", "itemsize", "ndim", "is_nested", "is_cuda", "requires_grad")
+) | {Tensor.__len__, Tensor.dim, Tensor.size, Tensor.stride, Tensor.numel, Tensor.storage_offset}
+"""Tell what is known without a look at the contents or the device, and call no operator."""
+
+_MOVES: frozenset[Function] = frozenset({Tensor.to, Tensor.type_as})
+
 _DEVICE_OF = Tensor.device.__get__
 _HOST = "cpu"
 
@@ -86,7 +94,7 @@ def destination(
     if function is Tensor.cpu:
         return "host"
     wanted = kwargs.get("device")
-    if function in {Tensor.to, Tensor.type_as} and wanted is None:
+    if wanted is None and function in _MOVES:
         first = args[1] if len(args) > 1 else kwargs.get("other")
         if isinstance(first, Tensor):
             return first

@@ -4,6 +4,8 @@ On a machine without a GPU the device of a tensor says nothing; what a GPU would
 how each tensor was made. Memory the account does not know counts as the device's. Must not know: operators, graphs.
 """
 
+from collections.abc import Iterable
+
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -46,6 +48,10 @@ class HostMemory:
     def holds(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` lies on the host."""
         return bool(self._marked) and storage_key(tensor) in self._marked
+
+    def held(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Those whose memory lies on the host."""
+        return tuple(tensor for tensor in tensors if storage_key(tensor) in self._marked) if self._marked else ()
 
     def snapshot(self, value: object) -> object:
         """Arguments of an operator as they are now: memory of the device by aliases, memory of the host copied."""

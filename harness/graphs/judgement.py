@@ -4,7 +4,7 @@ They say what torch does on a GPU; where its tags do not, the operator is known 
 modes, backends.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ _READ_VALUES = {"aten.masked_fill": 2, "aten.masked_fill_": 2, "aten.index_fill"
 """Operators that read a value given as a tensor, and at which position it stands: on a GPU that is an ``.item()``."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of an operator. ``given``: its tensors, in order; ``on_host``: those of them that lie on the host."""
 
     operator: Operator

@@ -107,7 +107,7 @@ def unseen_overload(func: object, args: tuple[object, ...], kwargs: dict[str, ob
 
     Without one it is the host's business, such as what the CPU can do or a handle's release: no graph repeats it.
     """
-    if not isinstance(func, OpOverload | OpOverloadPacket) or next(tensors_in((args, kwargs)), None) is None:
+    if not isinstance(func, OpOverload | OpOverloadPacket) or not tensors_in((args, kwargs)):
         return None
     if isinstance(func, OpOverloadPacket):
         func = getattr(func, torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs))
@@ -130,13 +130,19 @@ def _work(func: OpOverload, writes: bool, follows: bool) -> Work:
     return "computation"
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> tuple[Tensor, ...]:
     """The tensors of an argument or a result, in order: operators nest them in lists, tuples and dicts only."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return tuple(found)
+
+
+def _collect(value: object, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from tensors_in(part)
+            _collect(part, found)
     elif isinstance(value, dict):
         for part in value.values():
-            yield from tensors_in(part)
+            _collect(part, found)

@@ -21,6 +21,7 @@ from attncheck.harness.graphs.functions import (
     ADDRESSES,
     COPIES,
     EXPORTS,
+    FACTS,
     MAKERS,
     READERS,
     Function,
@@ -175,8 +176,8 @@ class Watch:
         """One call of an operator: judged, run, taped, and its result placed in the account."""
         with torch._C.DisableTorchFunction():
             operator = self.facts_of(func)
-            given = (*tensors_in(args), *tensors_in(kwargs))
-            call = Call(operator, args, kwargs, given, tuple(tensor for tensor in given if self.host.holds(tensor)))
+            given = tensors_in((args, kwargs))
+            call = Call(operator, args, kwargs, given, self.host.held(given))
             kind = None if self._tape is None else forbidden(call, self.host)
             if kind is not None:
                 self._report(kind, words(self._function, operator.name))
@@ -278,6 +279,8 @@ class _Functions(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in FACTS:
+            return func(*args, **(kwargs or {}))
         return self._watch.function(func, args, kwargs or {})
 
 
