@@ -4,6 +4,9 @@ Tracing, fake tensors and graphs see one call that writes what it is told to wri
 looked. Must not know: parameters of layers, metadata.
 """
 
+import functools
+import sys
+
 import torch
 from torch import Tensor
 
@@ -69,6 +72,7 @@ def unified_attention_op(
         group=group,
         head_size=max(head_size, head_size_v),
         itemsize=max(query.itemsize, key.itemsize),
+        shared_memory=_shared_memory(query.device),
         interpreted=interpreted,
     )
     blocks = tiling.num_blocks(num_rows, num_reqs)
@@ -183,3 +187,12 @@ def _unified_attention_fake(*args: object) -> None:
 
 def _scale_step(scale: Tensor | None) -> int:
     return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on ``device``; where there is none, as many as it likes."""
+    if device.type != "cuda":
+        return sys.maxsize
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))

@@ -12,6 +12,10 @@ MAX_SEGMENTS = 32
 INTERPRETED_SEGMENTS = 4
 """Likewise where kernels are interpreted, which does one program after another."""
 
+_STAGES = 5
+"""Of the loop over keys. Table entries are fetched two stages ahead of keys and values, and these two ahead of their
+use: with one stage less, one tile is on its way in place of two."""
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -47,27 +51,34 @@ def block_size_of(head_size: int) -> int:
     return max(16, power_of_two(head_size))
 
 
-def choose_tiling(*, max_query_len: int, group: int, head_size: int, itemsize: int, interpreted: bool) -> Tiling:
+def choose_tiling(
+    *, max_query_len: int, group: int, head_size: int, itemsize: int, shared_memory: int, interpreted: bool
+) -> Tiling:
     """Tiles for requests of up to ``max_query_len`` rows, ``group`` query heads a KV head, heads of ``head_size``.
 
-    ``itemsize``: bytes of what is multiplied, 2 for tensor cores, 4 for float32.
+    ``itemsize``: bytes of what is multiplied, 2 for tensor cores, 4 for float32. ``shared_memory``: bytes of it that a
+    program may have.
     """
     lines = max_query_len * group
     least = max(16, power_of_two(group))
     if interpreted:
-        block_m = max(least, min(64, power_of_two(lines)))
-        block_n, num_warps, num_stages = 32, 1, 1
-    elif itemsize > 2:
-        # Without tensor cores; large tiles would not fit the registers.
-        block_m = max(least, min(32, power_of_two(lines)))
-        block_n, num_warps, num_stages = (32 if head_size <= 128 else 16), 4, 1
-    elif lines <= 32:
-        # Decodes: as many bytes in flight as possible, however small the products.
-        block_m = max(least, power_of_two(lines))
-        block_n, num_warps, num_stages = (64 if head_size <= 128 else 32), 4, 3
-    else:
-        block_m = max(least, min(128, power_of_two(lines)))
-        block_n, num_warps, num_stages = (64 if head_size <= 128 else 32), (8 if block_m > 64 else 4), 3
+        block_m, block_n = max(least, min(64, power_of_two(lines))), 32
+        return _tiling(block_m, block_n, max_query_len, group, num_warps=1, num_stages=1)
+    if itemsize > 2:
+        # Without tensor cores; larger tiles would not fit the registers.
+        block_m, block_n = least, (32 if head_size <= 128 else 16)
+        return _tiling(block_m, block_n, max_query_len, group, num_warps=4, num_stages=1)
+    # Decodes have small tiles, for which products cost nothing; prompts as large ones as the registers hold.
+    block_m = max(least, min(128, power_of_two(lines)))
+    block_n = 64 if head_size <= 128 else 32
+    bytes_per_row = itemsize * block_size_of(head_size)
+    num_stages = _STAGES if head_size <= 128 else _STAGES - 1
+    while num_stages > 1 and (block_m + 2 * (num_stages - 1) * block_n) * bytes_per_row > shared_memory:
+        num_stages -= 1
+    return _tiling(block_m, block_n, max_query_len, group, num_warps=8 if block_m > 64 else 4, num_stages=num_stages)
+
+
+def _tiling(block_m: int, block_n: int, max_query_len: int, group: int, *, num_warps: int, num_stages: int) -> Tiling:
     block_q = block_m // group
     return Tiling(block_m, block_q, block_n, max_query_len <= block_q, num_warps, num_stages)
 
