@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest
 
 from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
 from attncheck.backends.flash_attn import limits
@@ -103,7 +102,8 @@ class TorchVarlenImpl(FlashImpl):
             # Equally many heads is all that the older function documents.
             key, value = (rows.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for rows in (key, value))
         left, right = params.window
-        out, lse = signature.function()(
+        varlen = signature.module()
+        out, lse = varlen.varlen_attn(
             query,
             key,
             value,
@@ -111,7 +111,7 @@ class TorchVarlenImpl(FlashImpl):
             key_ends,
             longest_query(metadata),
             longest,
-            return_aux=AuxRequest(lse=True),
+            return_aux=varlen.AuxRequest(lse=True),
             scale=self.scale,
             window_size=(left, 0 if params.causal else right),  # a tuple: (-1, 0) is recognised by comparison
             **asked,

@@ -1,28 +1,28 @@
 """What the installed ``torch.nn.attention.varlen.varlen_attn`` takes: its arguments differ from release to release.
 
 As published with torch 2.11 it takes packed keys only; with 2.13 also a table of pages, how many keys are in use, and
-fewer heads of keys than of queries. Told by the signature, not by the version. Must not know: layers, steps.
+fewer heads of keys than of queries. Told by the signature, not by the version. Its module is imported where it is asked
+for, since torch's compiler comes along, which takes seconds. Must not know: layers, steps.
 """
 
+import importlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention import varlen
 
 _NEEDED = ("return_aux", "scale", "window_size")
 _FOR_PAGES = ("block_table", "seqused_k")
 
 
-def function() -> Callable[..., Any]:
-    """``varlen_attn``."""
-    return varlen.varlen_attn
+def module() -> Any:
+    """``torch.nn.attention.varlen``."""
+    return importlib.import_module("torch.nn.attention.varlen")
 
 
 def parameters() -> frozenset[str]:
-    """The names of its arguments."""
-    return frozenset(inspect.signature(function()).parameters)
+    """The names of the arguments of ``varlen_attn``."""
+    return frozenset(inspect.signature(module().varlen_attn).parameters)
 
 
 def takes_pages(known: frozenset[str]) -> bool:
@@ -31,9 +31,8 @@ def takes_pages(known: frozenset[str]) -> bool:
 
 
 def missing_reasons() -> list[str]:
-    """Why this torch's function cannot be called here; empty: it can."""
-    missing = [name for name in _NEEDED if name not in parameters()]
-    reasons = [f"torch {torch.__version__}: varlen_attn takes no {', '.join(missing)}"] if missing else []
+    """Why this torch's function cannot be called on a GPU; empty: it can."""
     if not torch.backends.cuda.is_flash_attention_available():
-        reasons.append(f"torch {torch.__version__} was built without FlashAttention")
-    return reasons
+        return [f"torch {torch.__version__} was built without FlashAttention"]
+    missing = [name for name in _NEEDED if name not in parameters()]
+    return [f"torch {torch.__version__}: varlen_attn takes no {', '.join(missing)}"] if missing else []

@@ -3,6 +3,7 @@
 import importlib.metadata
 import inspect
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,6 +156,14 @@ def test_the_sums_stand_in_one_buffer_that_is_filled_again(make_written_step, fl
     assert second.cu_seq_lens.tolist() == [0, 4]
     assert second.cu_seq_lens.data_ptr() == first.cu_seq_lens.data_ptr()
     assert shorter.seq_lens.tolist() == [4]
+
+
+def test_the_buffer_has_room_for_every_batch_the_config_allows(make_written_step, flash_attn_calls):
+    few, most = (make_written_step(FlashAttnBackend, PLAIN, [(1, 5)] * count).common for count in (1, 4))
+    made = make_written_step(FlashAttnBackend, PLAIN, [(1, 1)]).builder()
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4))
+    builder = type(made)(made.kv_cache_spec, ["layer.0"], config, torch.device("cpu"))
+    assert builder.build(0, few).cu_seq_lens.data_ptr() == builder.build(0, most).cu_seq_lens.data_ptr()
 
 
 @pytest.mark.parametrize("requests", [[(2, 2), (5, 5)], [(2, 5), (2, 9)]], ids=["mixed", "uniform"])

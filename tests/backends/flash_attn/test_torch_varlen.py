@@ -202,7 +202,14 @@ def test_a_torch_whose_function_takes_less_is_unavailable(monkeypatch):
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
         raise NotImplementedError
 
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    device, missing = TorchVarlenBackend.unavailable_reasons("cpu")
+    assert device == "device cpu: the backend runs on cuda"
+    assert missing == f"torch {torch.__version__}: varlen_attn takes no scale, window_size"
+
+
+def test_a_torch_without_the_kernels_is_unavailable(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     reasons = TorchVarlenBackend.unavailable_reasons("cpu")
-    assert reasons[0] == "device cpu: the backend runs on cuda"
-    assert any(reason.endswith("varlen_attn takes no scale, window_size") for reason in reasons)
+    assert reasons[1:] == [f"torch {torch.__version__} was built without FlashAttention"]
