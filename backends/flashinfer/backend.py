@@ -8,6 +8,8 @@ Left out, by what was read in the pinned version:
 - More rows than keys under a causal mask: which tiles need the mask is computed in unsigned integers, which such a
   request makes wrap around.
 - Scales of 0 or below: the maximum of a row is taken before the scale is applied.
+- Rows of a request without keys: the kernels' infinity is 5e4, and so would the LSE be, but for its sign. Padding in a
+  graph has no keys either; its outputs are 0.
 
 Must not know: how the library is called.
 """
@@ -84,6 +86,10 @@ class FlashInferBackend(PagedBackend):
         reasons = super().unsupported_reasons(layer, cache, batch)
         if layer.sliding_window is not None and not layer.is_causal:
             reasons.append(f"sliding_window {layer.sliding_window} without a causal mask: there is a left bound only")
+        if layer.attn_type == AttentionType.ENCODER_DECODER and any(
+            request.query_len and not request.encoder_len for request in batch.requests
+        ):
+            reasons.append("encoder_len 0: rows of a request without keys")
         if layer.softmax_scale <= 0:
             reasons.append(f"scale {layer.softmax_scale}: must be positive")
         return reasons

@@ -22,22 +22,22 @@ class PlannedWrapper:
     """A wrapper of the library, and its latest plan."""
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
-        self.wrapper = wrapper
+        self.wrapper, self._device = wrapper, device
         self.latest: Plan | None = None
-        self._planned = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
-    def plan(self, *arguments: Any, **keywords: Any) -> Plan:
+    def plan(self, **arguments: Any) -> Plan:
         """Plans for another step, and forgets the plan before it.
 
         The library composes a plan in pinned memory, which the device copies later; composing the next one there waits
         until that has happened.
         """
-        if self._planned is not None:
-            self._planned.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         self.latest = None
-        self.wrapper.plan(*arguments, **keywords)
-        if self._planned is not None:
-            self._planned.record()
+        self.wrapper.plan(**arguments)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
         self.latest = Plan()
         return self.latest
 
