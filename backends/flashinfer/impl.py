@@ -5,6 +5,7 @@ Must not know: how anything is planned.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionLayer
@@ -16,7 +17,11 @@ from attncheck.backends.paged_metadata import PagedMetadata
 
 
 class FlashInferImpl(PagedImpl):
-    """One layer. ``RuntimeError`` for metadata whose plan another step has taken the place of."""
+    """One layer.
+
+    ``RuntimeError`` for metadata whose plan another step has taken the place of, and where a graph is captured of a
+    step whose plan cannot be refilled.
+    """
 
     backend = FlashInferBackend
     metadata_cls = FlashInferMetadata
@@ -76,8 +81,14 @@ class FlashInferImpl(PagedImpl):
         for part in _parts(metadata):
             if not part.is_current:
                 raise RuntimeError(f"{name}: attn_metadata of an earlier step: its builder has planned another since")
+            if _is_captured(query) and not part.planned.is_for_graphs:
+                raise RuntimeError(f"{name}: a graph is captured of a step that was planned for no graph")
             if part.settings != own:
                 raise ValueError(f"{name}: planned for {part.settings}, run for {own}")
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _parts(metadata: PagedMetadata) -> tuple[Part, ...]:

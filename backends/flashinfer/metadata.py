@@ -21,8 +21,9 @@ class Plan:
 class PlannedWrapper:
     """A wrapper of the library, and its latest plan."""
 
-    def __init__(self, wrapper: Any, device: torch.device) -> None:
-        self.wrapper, self._device = wrapper, device
+    def __init__(self, wrapper: Any, device: torch.device, *, is_for_graphs: bool) -> None:
+        """``is_for_graphs``: it refills the buffers of its plans, so that a graph sees the latest one."""
+        self.wrapper, self.is_for_graphs, self._device = wrapper, is_for_graphs, device
         self.latest: Plan | None = None
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 

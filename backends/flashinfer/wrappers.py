@@ -72,7 +72,7 @@ class Wrappers:
         if self._workspace is None:
             self._workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=self.device)
         wrapper = getattr(flashinfer, name)(self._workspace, self.kv_layout, backend=_KERNELS, **keywords)
-        return PlannedWrapper(wrapper, self.device)
+        return PlannedWrapper(wrapper, self.device, is_for_graphs=keywords.get("use_cuda_graph", False))
 
 
 def workspace_bytes(settings: LayerSettings, num_sms: int, largest_graph: int) -> int:

@@ -218,6 +218,7 @@ def documented(
         seen = seen & (position <= stands[:, None])
     if settings["window_left"] >= 0:
         seen = seen & (position >= stands[:, None] - settings["window_left"])
+    key, value = (given.masked_fill(~seen[:, :, None, None], 0) for given in (key, value))  # NaN there is not looked at
     query_nhgd = query.double().unflatten(1, (settings["num_kv_heads"], -1))
     scores = torch.einsum("nhgd,nkhd->nhgk", query_nhgd, key).flatten(1, 2) * settings["sm_scale"]
     if settings["logits_soft_cap"]:

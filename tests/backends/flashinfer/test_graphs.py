@@ -110,6 +110,17 @@ def test_what_other_wrappers_were_planned_for_can_still_be_run(make_engine: Make
     engine.forward(decode)
 
 
+def test_a_step_that_no_graph_was_announced_for_is_not_captured(
+    library: Any, make_engine: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(graphs=(2,))
+    monkeypatch.setattr("attncheck.backends.flashinfer.impl._is_captured", lambda tensor: True)
+    with pytest.raises(RuntimeError, match="planned for no graph"):
+        engine.forward(engine.build(make_batch([(2, 5)])))
+    assert library.of("run") == []
+    engine.forward(engine.build(make_batch([(1, 5), (1, 6)])))
+
+
 @pytest.fixture
 def measure(library: Any, tmp_path: Path) -> Callable[[type[AttentionBackend]], Any]:
     """``measure(backend)``: the figures of the check ``cudagraph``, recorded and replayed by attncheck's emulation."""
