@@ -7,11 +7,11 @@ Left out, by what was read in the pinned version:
 - Windows without a causal mask: there is a left bound only.
 - More rows than keys under a causal mask: which tiles need the mask is computed in unsigned integers, which such a
   request makes wrap around.
-- Scales of 0 or below: the maximum of a row is taken before the scale is applied.
-- Rows of a request without keys: the kernels' infinity is 5e4, and so would the LSE be, but for its sign. Padding in a
-  graph has no keys either; its outputs are 0.
+- Scales close to 0, and below: the kernels' infinity is 5e4, and they scale what they have hidden by it.
+- Rows of a request without keys: their LSE would be about -5e4. Padding in a graph has no keys either: outputs of 0.
 
-Must not know: how the library is called.
+Of what is declared, the soft cap may come out too coarse: it is made by ``tanh.approx.f32``, which is wrong by up to
+``2**-11`` of its result. Must not know: how the library is called.
 """
 
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ import torch
 
 from attncheck.backends.contract import AttentionType, Conventions, MultipleOf
 from attncheck.backends.flashinfer import availability
+from attncheck.backends.flashinfer.settings import LEAST_SCALE
 from attncheck.backends.paged import PagedBackend
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
@@ -90,8 +91,8 @@ class FlashInferBackend(PagedBackend):
             request.query_len and not request.encoder_len for request in batch.requests
         ):
             reasons.append("encoder_len 0: rows of a request without keys")
-        if layer.softmax_scale <= 0:
-            reasons.append(f"scale {layer.softmax_scale}: must be positive")
+        if layer.softmax_scale < LEAST_SCALE:
+            reasons.append(f"scale {layer.softmax_scale}: must be at least {LEAST_SCALE}")
         return reasons
 
     @classmethod

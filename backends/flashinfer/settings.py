@@ -14,13 +14,18 @@ if TYPE_CHECKING:
     from attncheck.backends.flashinfer.impl import FlashInferImpl
 
 
+LEAST_SCALE = 2.0**-11
+"""The kernels hide a key by the score -5e4, before they scale: with this scale it weighs ``exp(-24)``, as little as
+float32 resolves. With a smaller one hidden keys count, and a negative one turns the greatest score into the least."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings:
     """One layer's, as the library's ``plan`` takes them.
 
     scale multiplies the scores. window_left: how far back a row sees, its own key at distance 0; -1: all the way.
     logits_soft_cap: None: off. dtype: of query and output. kv_dtype: of keys and values. has_cache: False for encoder
-    layers, whose keys and values come with the step. ``ValueError`` for a scale of 0 or below.
+    layers, whose keys and values come with the step. ``ValueError`` for a scale below :data:`LEAST_SCALE`.
     """
 
     num_heads: int
@@ -34,8 +39,8 @@ class LayerSettings:
     has_cache: bool
 
     def __post_init__(self) -> None:
-        if self.scale <= 0:
-            raise ValueError(f"FLASHINFER: scale {self.scale}: must be positive")
+        if self.scale < LEAST_SCALE:
+            raise ValueError(f"FLASHINFER: scale {self.scale}: must be at least {LEAST_SCALE}")
 
     @classmethod
     def of(cls, impl: "FlashInferImpl", dtype: torch.dtype) -> "LayerSettings":

@@ -36,8 +36,9 @@ def test_plain_layers_are_supported() -> None:
     [
         ({"sliding_window": 4, "causal": False}, "sliding_window 4 without a causal mask"),
         ({"sliding_window": 4, "attn_type": "encoder_only"}, "sliding_window 4 without a causal mask"),
-        ({"scale": -0.5}, "scale -0.5: must be positive"),
-        ({"scale": 0.0}, "scale 0.0: must be positive"),
+        ({"scale": -0.5}, "scale -0.5: must be at least"),
+        ({"scale": 0.0}, "scale 0.0: must be at least"),
+        ({"scale": 0.0004}, "scale 0.0004: must be at least"),
         ({"alibi": True}, "'alibi' is not declared"),
         ({"sinks": True}, "'sinks' is not declared"),
         ({"dtype": "float32"}, "dtype float32"),
@@ -117,10 +118,14 @@ def settings_of(**changes: Any) -> LayerSettings:
     return LayerSettings(**values | changes)
 
 
-def test_a_scale_that_is_not_positive_is_refused(make_engine: Make) -> None:
-    for scale in (0.0, -1.0):
-        with pytest.raises(ValueError, match="must be positive"):
-            make_engine(scale=scale)
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 0.0004])
+def test_a_scale_that_the_kernels_cannot_do_is_refused(make_engine: Make, scale: float) -> None:
+    with pytest.raises(ValueError, match="must be at least"):
+        make_engine(scale=scale)
+
+
+def test_a_small_scale_is_taken(make_engine: Make) -> None:
+    make_engine(scale=0.0005)
 
 
 def test_layers_of_a_group_that_differ_are_refused_by_name(make_engine: Make) -> None:
