@@ -114,10 +114,10 @@ def attend_latent(
     if KV_FORMAT > 0:
         factor = factor * tl.load(p_k_scale)
 
-    # Keys from ``end`` on are seen by no row of the block; up to ``full_end`` every row sees all.
+    # Keys from ``end`` on are seen by no row of the block.
     last_row = tl.minimum(first_row + BLOCK_Q, query_len) - 1
-    _, full_end = row_span(context_len + first_row, seq_len, CAUSAL, -1, -1, 0)
     _, end = row_span(context_len + last_row, seq_len, CAUSAL, -1, -1, 0)
+    _, row_end = row_span(context_len + row, seq_len, CAUSAL, -1, -1, 0)  # [M]
     num_tiles = (tl.maximum(end, 0) + BLOCK_N - 1) // BLOCK_N
     per_segment = (num_tiles + NUM_SEGMENTS - 1) // NUM_SEGMENTS
     tile_begin = tl.minimum(segment * per_segment, num_tiles)
@@ -126,7 +126,6 @@ def attend_latent(
     pivot = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
-    _, row_end = row_span(context_len + row, seq_len, CAUSAL, -1, -1, 0)  # [M]
     for tile in range(tile_begin, tile_end):
         position = tile * BLOCK_N + o_key  # [N]
         # What no row sees may be nobody's memory: it is not read, since 0 * NaN is NaN.
@@ -150,9 +149,7 @@ def attend_latent(
             elif IS_MIXED:
                 b_rest = b_rest.to(tl.float32)
             scores = dot(b_rotary, tl.trans(b_rest), scores, INTERPRETED)
-        scores = scores * factor
-        if (tile + 1) * BLOCK_N > full_end:
-            scores = tl.where(position[None, :] < row_end[:, None], scores, float("-inf"))
+        scores = tl.where(position[None, :] < row_end[:, None], scores * factor, float("-inf"))
 
         new_pivot = tl.maximum(pivot, tl.max(scores, 1))
         # Of a row that has seen nothing yet: -inf - -inf would be NaN.
