@@ -35,10 +35,8 @@ def unavailable_reasons(device: str) -> list[str]:
     if installed is None:
         return [*reasons, "xformers is not installed"]
     if installed != PINNED:
-        reasons.append(f"xformers {installed} is installed, and private names of {PINNED} are relied on")
-    if torch.device(device).type == "cuda":
-        reasons += _unusable_gpu(device)
-    return reasons
+        return [*reasons, f"xformers {installed} is installed, and private names of {PINNED} are relied on"]
+    return [*reasons, *_unusable_gpu(device)] if torch.device(device).type == "cuda" else reasons
 
 
 def _unusable_gpu(device: str) -> list[str]:
@@ -61,11 +59,11 @@ def _unusable_gpu(device: str) -> list[str]:
     return reasons
 
 
-def version() -> str:
-    """What is examined, kernel by kernel: who attends to decodes, who to other rows, and how both are run."""
-    triton = _version_of("triton")
-    theirs = f"xformers {_version_of('xformers')} (triton split-K decode)"
-    return interpreter.marked(f"{theirs}, attncheck {_version_of('attncheck')} (other rows), triton {triton}")
+def version(operator: str = "triton split-K") -> str:
+    """What is examined, kernel by kernel: the library's, which attends to decodes, and attncheck's for other rows."""
+    theirs = f"xformers {_version_of('xformers')} (decode: {operator})"
+    ours = f"attncheck {_version_of('attncheck')} (other rows)"
+    return interpreter.marked(f"{theirs}, {ours}, triton {_version_of('triton')}")
 
 
 @contextmanager

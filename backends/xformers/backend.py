@@ -12,6 +12,7 @@ import torch
 from attncheck.backends import interpreter
 from attncheck.backends.contract import Conventions, MultipleOf
 from attncheck.backends.paged import PagedBackend
+from attncheck.backends.triton_unified.backend import LARGEST_HEAD_SIZE
 from attncheck.backends.xformers import availability
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
@@ -59,7 +60,7 @@ class XFormersBackend(PagedBackend):
         """The operator's, as far as the kernel for the other rows goes."""
         from attncheck.backends.xformers.operator import supported_head_sizes
 
-        return [size for size in supported_head_sizes() if size <= _LARGEST_HEAD_SIZE]
+        return [size for size in supported_head_sizes() if size <= LARGEST_HEAD_SIZE]
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
@@ -89,7 +90,3 @@ class XFormersBackend(PagedBackend):
     @classmethod
     def version(cls) -> str:
         return availability.version()
-
-
-_LARGEST_HEAD_SIZE = 256
-"""Of the unified kernel."""

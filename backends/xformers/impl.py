@@ -43,9 +43,11 @@ class XFormersBuilder(PagedBuilder):
         """Raises ValueError for a length that the table has no pages for: the operator would read behind it."""
         step = XFormersMetadata(**vars(super().build(common_prefix_len, common_attn_metadata, fast_build)))
         capacity = common_attn_metadata.block_table_tensor.shape[1] * self.kv_cache_spec.block_size
-        if max(step.seq_lens) > capacity:
-            name = self.backend.get_name()
-            raise ValueError(f"{name}: seq_len {max(step.seq_lens)} exceeds the {capacity} slots of a table row")
+        longest = max(step.seq_lens, default=0)
+        if longest > capacity:
+            raise ValueError(
+                f"{self.backend.get_name()}: seq_len {longest} exceeds the {capacity} slots of a table row"
+            )
         step.num_decodes = sum(1 for _ in takewhile(lambda query_len: query_len == 1, step.query_lens))
         return step
 
@@ -108,10 +110,11 @@ class XFormersImpl(PagedImpl):
 
     def _wrong_cache(self, kv_cache: Tensor, dtype: torch.dtype) -> list[str]:
         """Also a cache that is no run of tokens, as which the library takes it: refused before it is written."""
-        wrong = super()._wrong_cache(kv_cache, dtype)
+        if wrong := super()._wrong_cache(kv_cache, dtype):
+            return wrong
         strides = kv_cache.stride()
         is_run = kv_cache.shape[1] == 1 or strides[1] == kv_cache.shape[2] * strides[2]
-        return wrong if is_run else [*wrong, f"kv_cache has strides {strides}: its tokens are not one run"]
+        return [] if is_run else [f"kv_cache has strides {strides}: its tokens are not one run"]
 
     def _num_decodes(self, metadata: PagedMetadata) -> int:
         """Requests in front that the operator can attend to: it has neither a window nor a soft cap."""

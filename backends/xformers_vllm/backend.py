@@ -128,3 +128,7 @@ class XFormersAutoBackend(XFormersAttentionBackend):
         from attncheck.backends.xformers_vllm.impl import XFormersAutoImpl
 
         return XFormersAutoImpl
+
+    @classmethod
+    def version(cls) -> str:
+        return availability.version("automatic dispatch")

@@ -80,7 +80,7 @@ def test_without_a_gpu_of_nvidia_s_none_is_served(monkeypatch):
 
 def test_the_version_names_both_kernels(installed):
     installed("0.0.35")
-    assert XFormersBackend.version().startswith("xformers 0.0.35 (triton split-K decode), attncheck ")
+    assert XFormersBackend.version().startswith("xformers 0.0.35 (decode: triton split-K), attncheck ")
 
 
 def test_the_launch_on_a_gpu_is_the_library_s_own(monkeypatch):

@@ -167,6 +167,7 @@ def test_a_step_that_cannot_be_served_is_refused_before_anything_changes(make_st
     heads_first = step.kv_cache.transpose(2, 3).contiguous().transpose(2, 3)
     for changes, error in (
         ({"kv_cache": heads_first}, ValueError),
+        ({"kv_cache": torch.empty(0)}, ValueError),
         ({"output": step.output.flatten(1)}, ValueError),
         ({"output_scale": torch.ones(1)}, NotImplementedError),
         ({"output": None}, ValueError),

@@ -95,5 +95,7 @@ def test_it_runs_only_when_named_and_auto_is_its_one_variant():
     assert registry.load("xformers_vllm").backend is XFormersAttentionBackend
     assert registry.load("xformers_vllm:auto").backend is XFormersAutoBackend
     assert XFormersAutoBackend.get_impl_cls().names_operator is False
+    assert "(decode: triton split-K)" in XFormersAttentionBackend.version()
+    assert "(decode: automatic dispatch)" in XFormersAutoBackend.version()
     with pytest.raises(BackendLoadError, match="only 'auto' can follow"):
         registry.load("xformers_vllm:triton")
