@@ -3,6 +3,7 @@
 Reads nothing from the device. Must not know: metadata, builders, tiles.
 """
 
+import torch
 from torch import Tensor
 
 from attncheck.backends.triton_unified.cache import CODE_FORMATS
@@ -64,20 +65,20 @@ def unified_attention(
         key_cache,
         value_cache,
         output,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        max_query_len,
-        params,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        output_lse,
-        output_scale,
-        tree,
-        scratch,
         wrong,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        params=params,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        output_lse=output_lse,
+        output_scale=output_scale,
+        tree=tree,
+        scratch=scratch,
     )
 
 
@@ -105,20 +106,16 @@ def ragged_attention(
         key,
         value,
         output,
-        None,
-        query_start_loc[1:],
-        query_start_loc,
-        max_query_len,
-        params,
-        alibi_slopes,
-        sinks,
-        None,
-        None,
-        output_lse,
-        output_scale,
-        None,
-        None,
         wrong,
+        block_table=None,
+        seq_lens=query_start_loc[1:],  # not read: as many as there are requests
+        query_start_loc=query_start_loc,
+        max_query_len=max_query_len,
+        params=params,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        output_lse=output_lse,
+        output_scale=output_scale,
     )
 
 
@@ -127,6 +124,8 @@ def _attend(
     key: Tensor,
     value: Tensor,
     output: Tensor,
+    wrong: list[str],
+    *,
     block_table: Tensor | None,
     seq_lens: Tensor,
     query_start_loc: Tensor,
@@ -134,17 +133,20 @@ def _attend(
     params: AttentionParams,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     output_lse: Tensor | None,
     output_scale: Tensor | None,
-    tree: Tensor | None,
-    scratch: SplitScratch | None,
-    wrong: list[str],
+    tree: Tensor | None = None,
+    scratch: SplitScratch | None = None,
 ) -> None:
     """Both forms; ``wrong``: what the caller found wrong."""
     if len(query_start_loc) != len(seq_lens) + 1:
         wrong.append(f"query_start_loc has {len(query_start_loc)} entries for {len(seq_lens)} requests")
+    if not (query_start_loc.is_contiguous() and seq_lens.is_contiguous()):
+        wrong.append("query_start_loc or seq_lens has gaps between its entries")
+    if tree is not None and not (tree.dtype == torch.bool and tree.is_contiguous() and tree.shape == (len(tree),) * 2):
+        wrong.append(f"tree is {tree.dtype} {tuple(tree.shape)}, not a square of bools")
     for name, given in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if (getattr(params, name) is not None) != (given is not None):
             wrong.append(f"params and {name} differ in whether there are any")

@@ -71,7 +71,7 @@ def unified_attention_op(
         max_query_len=max_query_len,
         group=group,
         head_size=max(head_size, head_size_v),
-        itemsize=max(query.itemsize, key.itemsize),
+        itemsize=query.itemsize if kv_format or key.dtype == query.dtype else 4,
         shared_memory=_shared_memory(query.device),
         interpreted=interpreted,
     )

@@ -133,6 +133,7 @@ def attend_blocks(
     line = tl.arange(0, BLOCK_M)
     row = first_row + line // GROUP  # [M]
     head = kv_head * GROUP + line % GROUP  # [M]
+    wide_head = head.to(tl.int64)
     is_line = (line // GROUP < BLOCK_Q) & (row < query_len)
     query_position = context_len + row  # [M]
     token = request_start + row  # [M] int64
@@ -147,7 +148,9 @@ def attend_blocks(
     IS_WIDE: tl.constexpr = INTERPRETED or IS_MIXED
     STORED: tl.constexpr = query.dtype.element_ty if KV_FORMAT > 0 else key.dtype.element_ty
     WEIGHTS: tl.constexpr = tl.float32 if IS_MIXED else query.dtype.element_ty
-    p_query = query + (token * stride_query_row + head * stride_query_head)[:, None] + d[None, :] * stride_query_size
+    p_query = (
+        query + (token * stride_query_row + wide_head * stride_query_head)[:, None] + d[None, :] * stride_query_size
+    )
     b_query = tl.load(p_query, mask=is_line[:, None] & is_d[None, :], other=0)  # [M, D]
     if IS_WIDE:
         b_query = b_query.to(tl.float32)
@@ -275,8 +278,8 @@ def attend_blocks(
         tl.store(segment_out + o_out, result, mask=is_result & has_seen[:, None])
     else:
         if HAS_LSE:
-            tl.store(lse + token * stride_lse_row + head * stride_lse_head, log_total * LN_2, mask=is_line)
-        o_out = (token * stride_out_row + head * stride_out_head)[:, None] + v[None, :] * stride_out_size
+            tl.store(lse + token * stride_lse_row + wide_head * stride_lse_head, log_total * LN_2, mask=is_line)
+        o_out = (token * stride_out_row + wide_head * stride_out_head)[:, None] + v[None, :] * stride_out_size
         if OUT_FORMAT > 0:
             result = encode_codes(tl.div_rn(result, tl.load(output_scale)), OUT_FORMAT)
         else:

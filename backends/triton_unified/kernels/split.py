@@ -32,7 +32,7 @@ def merge_segments(
     A segment in which a row sees nothing has an LSE of -inf, and whatever stands in its ``segment_out`` is not read.
     """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     if token >= tl.load(query_start_loc + num_reqs):
         return
     first = (token * tl.num_programs(1) + head) * NUM_SEGMENTS

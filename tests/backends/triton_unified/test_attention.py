@@ -7,7 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from attncheck.backends.triton_unified import attention
 from attncheck.backends.triton_unified.attention import ragged_attention, unified_attention
+from attncheck.backends.triton_unified.launch import unified_attention_op
 from attncheck.reference import AttentionParams, varlen_attention
 
 MIXED = [(1, 37), (20, 20), (5, 33), (1, 1), (3, 70)]
@@ -177,3 +179,13 @@ def test_keys_may_be_rows_of_the_step() -> None:
     torch.testing.assert_close(out[:45].double(), truth, rtol=0, atol=2e-6)
     torch.testing.assert_close(lse[:45].double(), truth_lse, rtol=0, atol=5e-6)
     assert out[45:].isnan().all()
+
+
+def test_the_operator_writes_what_its_schema_says(paged: Batch) -> None:
+    """So tracing, fake tensors and graphs may trust it."""
+    batch = paged([(1, 20), (2, 5)], (2, 1, 16))
+    seen: list[tuple[Any, ...]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "unified_attention_op", lambda *given: seen.append(given))
+        batch.attend()
+    torch.library.opcheck(unified_attention_op, seen[0], test_utils=("test_schema", "test_faketensor"))

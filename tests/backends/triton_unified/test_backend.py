@@ -121,6 +121,8 @@ def indices(*numbers: int) -> torch.Tensor:
         ({"sinks": rows(2)}, "params and sinks differ"),
         ({"k_scale": rows(3)}, "k_scale has shape"),
         ({"output_lse": rows(3, 1)}, "output_lse has shape"),
+        ({"tree": rows(3, 2, dtype=torch.bool)}, "tree is torch.bool"),
+        ({"query_start_loc": indices(0, 1, 3)[::2]}, "has gaps"),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
