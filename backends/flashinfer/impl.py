@@ -3,8 +3,6 @@
 Must not know: how anything is planned.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -56,10 +54,9 @@ class FlashInferImpl(PagedImpl):
             rows = part.rows
             lse = None if output_lse is None else output_lse[rows]
             if caches is not None:
-                keys, scales = _paged(part, caches), _scales(layer, caches[0])
-                _run(part, (query[rows], keys), scales, output[rows], lse)
+                _run(part, query[rows], _paged(part, caches), output=output[rows], lse=lse, **_scales(layer, caches[0]))
             elif key is not None and value is not None:
-                _run(part, (query[rows], _dense(key[rows]), _dense(value[rows])), {}, output[rows], lse)
+                _run(part, query[rows], _dense(key[rows]), _dense(value[rows]), output=output[rows], lse=lse)
             else:
                 raise RuntimeError("neither a cache nor keys and values to attend to")
 
@@ -111,16 +108,20 @@ def _scales(layer: AttentionLayer, cache: Tensor) -> dict[str, float]:
 
 
 def _run(
-    part: Part, tensors: tuple[Any, ...], scales: dict[str, float], output: Tensor, output_lse: Tensor | None
+    part: Part,
+    query: Tensor,
+    *keys: Tensor | tuple[Tensor, Tensor],
+    output: Tensor,
+    lse: Tensor | None,
+    **scales: float,
 ) -> None:
     """The kernels write rows one behind the other, whatever strides a tensor has."""
-    query, *keys = tensors
-    out = output.contiguous()
-    lse = None if output_lse is None else output_lse.contiguous()
-    part.planned.wrapper.run(_dense(query), *keys, out=out, lse=lse, return_lse=lse is not None, **scales)
-    for written, wanted in ((out, output), (lse, output_lse)):
-        if written is not None and wanted is not None and written is not wanted:
-            wanted.copy_(written)
+    out, out_lse = output.contiguous(), None if lse is None else lse.contiguous()
+    part.planned.wrapper.run(_dense(query), *keys, out=out, lse=out_lse, return_lse=lse is not None, **scales)
+    if out is not output:
+        output.copy_(out)
+    if lse is not None and out_lse is not None and out_lse is not lse:
+        lse.copy_(out_lse)
 
 
 def _dense(rows: Tensor) -> Tensor:
