@@ -16,6 +16,9 @@ from attncheck.backends.triton_unified.kernels.attention import attend_blocks
 from attncheck.backends.triton_unified.kernels.split import merge_segments
 from attncheck.backends.triton_unified.tiling import block_size_of, choose_segments, choose_tiling
 
+_INTERPRETED_RESULTS = 32
+"""Merged by one program where programs cost what their operations cost, whatever the sizes; a GPU has one for each."""
+
 _LOG2_E = 1.4426950408889634
 
 
@@ -157,7 +160,8 @@ def unified_attention_op(
         num_stages=tiling.num_stages,
     )
     if segments > 1:
-        merge_segments[(num_rows, num_heads)](
+        results = _INTERPRETED_RESULTS if interpreted else 1
+        merge_segments[(-(-num_rows * num_heads // results),)](
             segment_out=scratch_out,
             segment_lse=scratch_lse,
             out=b_output,
@@ -170,10 +174,12 @@ def unified_attention_op(
             stride_out_size=output.stride(2),
             stride_lse_row=lse_strides[0],
             stride_lse_head=lse_strides[1],
+            NUM_HEADS=num_heads,
             HEAD_SIZE_V=head_size_v,
             HAS_LSE=output_lse is not None,
             OUT_FORMAT=out_format,
             NUM_SEGMENTS=segments,
+            BLOCK_R=results,
             BLOCK_V=block_size_of(head_size_v),
             INTERPRETED=interpreted,
             num_warps=1 if head_size_v <= 64 else 4,

@@ -137,11 +137,37 @@ def attend_blocks(
     is_line = (line // GROUP < BLOCK_Q) & (row < query_len)
     query_position = context_len + row  # [M]
     token = request_start + row  # [M] int64
+    o_result = token * (tl.num_programs(1) * GROUP) + head  # [M]
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     v = tl.arange(0, BLOCK_V)
     is_d = d < HEAD_SIZE
     is_v = v < HEAD_SIZE_V
+
+    # Keys outside [begin, end) are seen by no row of the block, keys inside [full_begin, full_end) by all.
+    last_row = tl.minimum(first_row + BLOCK_Q, query_len) - 1
+    begin, full_end = row_span(context_len + first_row, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)
+    full_begin, end = row_span(context_len + last_row, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)
+    lo, hi = row_span(query_position, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)  # [M]
+    if TREE_SIZE > 0:
+        full_end = tl.minimum(full_end, context_len)
+    # The tiles, and those among them that need no mask: [full_from, full_to).
+    HAS_EDGE_BEFORE: tl.constexpr = LEFT >= 0 or CHUNK > 0
+    full_from = begin
+    if HAS_EDGE_BEFORE:
+        full_from = begin + (tl.maximum(full_begin - begin, 0) + (BLOCK_N - 1)) // BLOCK_N * BLOCK_N
+    full_to = tl.maximum(begin + tl.maximum(full_end - begin, 0) // BLOCK_N * BLOCK_N, full_from)
+    segment_begin = begin
+    segment_end = end
+    if NUM_SEGMENTS > 1:
+        step: tl.constexpr = NUM_SEGMENTS * BLOCK_N
+        length = (tl.maximum(end - begin, 0) + (step - 1)) // step * BLOCK_N
+        segment_begin = begin + segment * length
+        segment_end = tl.minimum(segment_begin + length, end)
+        if (segment > 0) & (segment_begin >= segment_end):
+            nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            tl.store(segment_lse + o_result * NUM_SEGMENTS + segment, nothing, mask=is_line)
+            return
 
     # The interpreter cannot multiply bfloat16, and tensor cores no two dtypes: then all is float32.
     IS_MIXED: tl.constexpr = KV_FORMAT == 0 and key.dtype.element_ty != query.dtype.element_ty
@@ -165,27 +191,6 @@ def attend_blocks(
         factor = factor * tl.load(k_scale + kv_head * K_SCALE_STEP)
     if HAS_ALIBI:
         slope = tl.load(alibi_slopes + head, mask=is_line, other=0.0) * LOG2_E  # [M]
-
-    # Keys outside [begin, end) are seen by no row of the block, keys inside [full_begin, full_end) by all.
-    last_row = tl.minimum(first_row + BLOCK_Q, query_len) - 1
-    begin, full_end = row_span(context_len + first_row, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)
-    full_begin, end = row_span(context_len + last_row, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)
-    lo, hi = row_span(query_position, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)  # [M]
-    if TREE_SIZE > 0:
-        full_end = tl.minimum(full_end, context_len)
-    # The tiles, and those among them that need no mask: [full_from, full_to).
-    HAS_EDGE_BEFORE: tl.constexpr = LEFT >= 0 or CHUNK > 0
-    full_from = begin
-    if HAS_EDGE_BEFORE:
-        full_from = begin + (tl.maximum(full_begin - begin, 0) + (BLOCK_N - 1)) // BLOCK_N * BLOCK_N
-    full_to = tl.maximum(begin + tl.maximum(full_end - begin, 0) // BLOCK_N * BLOCK_N, full_from)
-    segment_begin = begin
-    segment_end = end
-    if NUM_SEGMENTS > 1:
-        step: tl.constexpr = NUM_SEGMENTS * BLOCK_N
-        length = (tl.maximum(end - begin, 0) + (step - 1)) // step * BLOCK_N
-        segment_begin = begin + segment * length
-        segment_end = tl.minimum(segment_begin + length, end)
 
     pivot = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if HAS_SINKS:
@@ -272,7 +277,7 @@ def attend_blocks(
     log_total = tl.where(has_seen, pivot + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
     is_result = is_line[:, None] & is_v[None, :]
     if NUM_SEGMENTS > 1:
-        o_segment = (token * (tl.num_programs(1) * GROUP) + head) * NUM_SEGMENTS + segment  # [M]
+        o_segment = o_result * NUM_SEGMENTS + segment  # [M]
         tl.store(segment_lse + o_segment, log_total, mask=is_line)
         o_out = o_segment[:, None] * HEAD_SIZE_V + v[None, :]
         tl.store(segment_out + o_out, result, mask=is_result & has_seen[:, None])
