@@ -1,8 +1,11 @@
-"""The page that says what ``scripts/gpu-evidence`` found: from processes and run files to Markdown. Starts nothing."""
+"""The page that says what ``scripts/gpu-evidence`` found: from processes and run files to Markdown. Starts nothing.
+
+What other pages say in the same way stands here, too.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+
+from evidence_jobs import Part
 
 from attncheck.reports import markup, phrases
 from attncheck.reports.graph_agreement import compare, render
@@ -23,36 +26,8 @@ USUAL = ("exit code 0", "exit code 1")
 """How a process ends that found every answer right, or some wrong."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One process: ``attncheck run`` of one backend, ``ref``, into a run ``file``; and how it ended."""
-
-    ref: str
-    words: tuple[str, ...]
-    file: Path
-    status: str = ""
-    output: str = ""
-    seconds: float = 0.0
-
-    def ended(self, status: str, output: str = "", seconds: float = 0.0) -> "Job":
-        """The job as it ended."""
-        return replace(self, status=status, output=output, seconds=seconds)
-
-
-@dataclass(frozen=True)
-class Part:
-    """What was asked of several backends on one side, ``cuda`` or ``emulated``. ``run``: all that they left behind."""
-
-    kind: str
-    side: str
-    jobs: tuple[Job, ...]
-    run: Run | None = None
-    problems: tuple[str, ...] = ()
-
-    @property
-    def file(self) -> str:
-        """Name of the run file."""
-        return f"{self.kind}-{self.side}.jsonl"
+MOST_LINES = 200
+"""Lines about records that fell short; a device that was lost can make thousands."""
 
 
 def page(parts: Sequence[Part], *, command: str, seconds: float) -> str:
@@ -63,20 +38,22 @@ def page(parts: Sequence[Part], *, command: str, seconds: float) -> str:
         f"# CUDA graphs on {device}",
         HEAD.strip(),
         *([] if any(part.side == "cuda" for part in parts) else [TRIAL]),
-        _circumstances([run.header.environment for run in runs], command, seconds),
+        circumstances([run.header.environment for run in runs], command, seconds),
         "## What was run",
-        markup.table(["part", "processes", "how they ended", "records", "run file"], map(_row, parts)),
-        *_problems(parts),
+        what_was_run(parts),
+        *problems(parts),
+        *left_out(parts),
     ]
     for kind in ("candidates", "miniatures"):
         sections += _agreement(kind, [part for part in parts if part.kind == kind])
     for part in parts:
         if part.kind == "first-look" and part.run:
-            sections += _first_look(part.run)
+            sections += [f"## The other checks on {part.run.header.device}", *checks_table(part.run)]
     return "\n\n".join(sections) + "\n"
 
 
-def _circumstances(environments: Sequence[Environment], command: str, seconds: float) -> str:
+def circumstances(environments: Sequence[Environment], command: str, seconds: float) -> str:
+    """Command, devices and versions."""
     lines = [f"- Command: {markup.code(command)}, {seconds:.0f} s"]
     for env in {each.device: each for each in environments}.values():
         gpu = f", compute capability {env.capability}, driver {env.driver}" if env.driver else ""
@@ -89,6 +66,11 @@ def _circumstances(environments: Sequence[Environment], command: str, seconds: f
     return "\n".join(lines)
 
 
+def what_was_run(parts: Sequence[Part]) -> str:
+    """The parts, in a table."""
+    return markup.table(["part", "processes", "how they ended", "records", "run file"], map(_row, parts))
+
+
 def _row(part: Part) -> list[str]:
     """One part: how its processes ended, and what its records come to."""
     ends = [job.status for job in part.jobs]
@@ -99,7 +81,7 @@ def _row(part: Part) -> list[str]:
     return [f"{part.kind}, {part.side}", str(len(ends)), told, counts, f"[{part.file}]({part.file})"]
 
 
-def _problems(parts: Sequence[Part]) -> list[str]:
+def problems(parts: Sequence[Part]) -> list[str]:
     """What ended otherwise than a run does, with its last words; what could not be read or joined."""
     lines = []
     for part in parts:
@@ -109,6 +91,16 @@ def _problems(parts: Sequence[Part]) -> list[str]:
                 lines.append(f"- {part.kind}, {part.side}: {markup.escaped(f'{job.ref}: {job.status}: {last}')}")
         lines += [f"- {part.kind}, {part.side}: {markup.escaped(problem)}" for problem in part.problems]
     return ["What did not end as a run does:", "\n".join(lines)] if lines else []
+
+
+def left_out(parts: Sequence[Part]) -> list[str]:
+    """Candidates that one side was not asked of."""
+    lines = []
+    for part in parts:
+        reasons = dict.fromkeys(part.left_out.values())
+        told = [f"{', '.join(ref for ref in part.left_out if part.left_out[ref] == why)}: {why}" for why in reasons]
+        lines += [f"- {part.kind}, {part.side}: {markup.escaped(text)}" for text in told]
+    return ["Left out, so that nothing is said of them there:", "\n".join(lines)] if lines else []
 
 
 def _agreement(kind: str, parts: Sequence[Part]) -> list[str]:
@@ -123,7 +115,7 @@ def _agreement(kind: str, parts: Sequence[Part]) -> list[str]:
             )
 
 
-def _first_look(run: Run) -> list[str]:
+def checks_table(run: Run) -> list[str]:
     """Passed of examined for each backend and check, and what fell short, one line each."""
     summary = summarise(run.records, checks=run.header.checks)
     rows = [
@@ -143,8 +135,8 @@ def _first_look(run: Run) -> list[str]:
         if record.outcome in FALLEN_SHORT
     ]
     return [
-        f"## The other checks on {run.header.device}",
         f"Passed of examined. {phrases.closing(summary, run.errors)}.",
         markup.table(["backend", *summary.checks, "worst error (budgets)"], rows),
-        *(["\n".join(f"- {markup.escaped(line)}" for line in short)] if short else []),
+        *(["\n".join(f"- {markup.escaped(line)}" for line in short[:MOST_LINES])] if short else []),
+        *([f"And {len(short) - MOST_LINES} more, which the run file holds."] if len(short) > MOST_LINES else []),
     ]

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -37,13 +36,6 @@ ENVIRONMENT = Environment(
     driver="580.1",
 )
 SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """A module of the folder scripts/."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return import_module
 
 
 def call(*words):
@@ -106,8 +98,9 @@ def test_all_parts_leave_at_most_eight_files_and_every_check_is_asked(script, tm
         "first-look-cuda.jsonl",
     ]
     candidates, miniatures, *_, rest = parts
-    assert candidates.jobs[0].words[2:] == ("--suite", "smoke", "--check", "cudagraph", "--device", "cuda")
-    assert miniatures.jobs[0].words[3] == "tests/miniatures/graphs.yaml"
+    words = ("run", "--backend", "reference", "--suite", "smoke", "--check", "cudagraph", "--device", "cuda")
+    assert candidates.jobs[0].words[4:-2] == words
+    assert miniatures.jobs[0].words[8] == "tests/miniatures/graphs.yaml"
     assert {"reference", "torch_sdpa"} <= {job.ref for job in rest.jobs}
     assert {"numerics", "claims"} <= set(rest.jobs[0].words)
     assert "cudagraph" not in rest.jobs[0].words
@@ -126,21 +119,42 @@ def test_a_file_of_miniatures_that_cannot_be_imported_is_asked_for_all_the_same(
     assert gpu_evidence._miniatures() == ["tests/miniatures/graphs_broken.py"]
 
 
-def test_a_process_is_stopped_when_its_time_is_up_and_none_begins_after_the_deadline(script, monkeypatch, tmp_path):
-    gpu_evidence, page = script("gpu_evidence"), script("evidence_page")
-    job = page.Job("reference", ("--backend", "reference"), tmp_path / "a.jsonl")
-    monkeypatch.setattr(gpu_evidence, "JOB_LIMIT_S", 0.2)
+def test_what_a_cpu_would_interpret_or_cannot_run_is_left_out_there_and_asked_on_the_gpu(script, tmp_path):
+    gpu_evidence = script("gpu_evidence")
+    parts = gpu_evidence._plan(gpu_evidence._arguments([]), "cuda", tmp_path)
+    real, emulated, look = (
+        next(part for part in parts if (part.kind, part.side) == which)
+        for which in (("candidates", "cuda"), ("candidates", "emulated"), ("first-look", "cuda"))
+    )
+    gone = {"triton_unified", "triton_mla", "xformers", "torch_varlen", "flash_attn", "flashinfer"}
+    assert set(emulated.left_out) == gone
+    assert not gone & {job.ref for job in emulated.jobs}
+    assert {"reference", "torch_sdpa", "flex_attention", "torch_mla"} <= {job.ref for job in emulated.jobs}
+    assert "interpreted" in emulated.left_out["triton_unified"]
+    assert "the backend runs on cuda" in emulated.left_out["flash_attn"]
+    for part in (real, look):
+        assert gone <= {job.ref for job in part.jobs}
+        assert not part.left_out
+    text = script("evidence_page").page(parts, command="x", seconds=1.0)
+    assert "- candidates, emulated: triton_unified, xformers, triton_mla: kernels are interpreted there" in text
+
+
+def test_a_process_is_stopped_when_its_time_is_up_and_none_begins_after_the_deadline(script, tmp_path):
+    jobs = script("evidence_jobs")
+    job = jobs.Job("sleeper", ("python", "-c", "import time; time.sleep(60)"), tmp_path / "a.jsonl")
     began = time.monotonic()
-    ended = gpu_evidence._run(job, began + 60)
+    ended = jobs.run_job(job, began + 60, 0.2)
     assert ended.status == "stopped after 0 s"
     assert 0.2 <= ended.seconds < 10
-    assert gpu_evidence._run(job, began).status == "not begun: out of time"
+    assert jobs.run_job(job, began, 60).status == "not begun: out of time"
+    missing = jobs.Job("x", ("no-such-program",), tmp_path / "b.jsonl")
+    assert jobs.run_job(missing, began + 60, 60).status.startswith("not begun: ")
 
 
 @pytest.fixture
 def part(script, tmp_path):
     """``part("candidates", "cuda", record, ...)``: a part whose one process left these records."""
-    page = script("evidence_page")
+    made = script("evidence_jobs")
 
     def part(kind, side, *records, status="exit code 0", output="", problems=()):
         header = RunHeader(
@@ -156,8 +170,8 @@ def part(script, tmp_path):
         with RunWriter(path, header) as writer:
             for record in records:
                 writer.add(record)
-        jobs = (page.Job("mine", (), path, status, output),)
-        return page.Part(kind, side, jobs, read_run(path) if records else None, problems)
+        jobs = (made.Job("mine", (), path, status=status, output=output),)
+        return made.Part(kind, side, jobs, read_run(path) if records else None, problems)
 
     return part
 
