@@ -33,10 +33,6 @@ class SplitScratch:
     programs: int
     most: int
 
-    def room(self, head_size_v: int) -> int:
-        """Results of ``head_size_v`` numbers that fit."""
-        return min(self.lse.numel(), self.out.numel() // head_size_v)
-
 
 def allocate_scratch(
     *, num_heads: int, num_kv_heads: int, head_size_v: int, max_rows: int, device: torch.device, interpreted: bool
@@ -48,7 +44,7 @@ def allocate_scratch(
     """
     most = INTERPRETED_SEGMENTS if interpreted else MAX_SEGMENTS
     programs = _INTERPRETED_PROGRAMS
-    if device.type == "cuda":
+    if not interpreted:
         programs = _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
     lines = max(_LEAST_LINES, num_heads // num_kv_heads)
     results = min(programs * lines, max_rows * num_heads * most)

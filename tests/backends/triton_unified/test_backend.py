@@ -80,7 +80,7 @@ def test_the_scratch_is_the_same_in_every_step() -> None:
     )
     first, second = (builder.build(0, common) for _ in range(2))
     assert first.scratch is second.scratch
-    assert first.scratch.room(24) * 24 == first.scratch.out.numel()
+    assert len(first.scratch.out) == 24 * len(first.scratch.lse)  # the size of a value
 
 
 @pytest.mark.parametrize("sizes", [{"head_size": 256}, {"head_size": 257}, {"head_size": 64, "head_size_v": 300}])
