@@ -44,14 +44,15 @@ def paged_decode(
         for cache in (key_cache, value_cache)
     )
     bias, operator = single_token_bias(seq_lens, block_table, page_size), operator_for(page_size)
-    if output_lse is None:
-        out = fmha.memory_efficient_attention_forward(query_grouped, key, value, bias, scale=scale, op=operator)
-    else:
-        out, lse = fmha.memory_efficient_attention_forward_requires_grad(
-            query_grouped, key, value, bias, scale=scale, op=operator
-        )
-        # [1, num_kv_heads, group, n], float64 for float32
-        output_lse.copy_(lse[0].permute(2, 0, 1).reshape(rows, num_heads))
+    with torch.cuda.device_of(query):
+        if output_lse is None:
+            out = fmha.memory_efficient_attention_forward(query_grouped, key, value, bias, scale=scale, op=operator)
+        else:
+            out, lse = fmha.memory_efficient_attention_forward_requires_grad(
+                query_grouped, key, value, bias, scale=scale, op=operator
+            )
+            # [1, num_kv_heads, group, n], float64 for float32
+            output_lse.copy_(lse[0].permute(2, 0, 1).reshape(rows, num_heads))
     output.copy_(out.view(rows, num_heads, head_size))
 
 
