@@ -1,6 +1,6 @@
 """Whether the pinned xformers can run here, and why not; what its version is called in records.
 
-Nothing of xformers is imported but on a GPU, where its compiled extension has to be asked for. Must not know: layers,
+Nothing of xformers is imported but on a GPU, where the version tells of its compiled extension. Must not know: layers,
 tensors.
 """
 
@@ -44,26 +44,32 @@ def _unusable_gpu(device: str) -> list[str]:
         return [f"device {device}: torch finds no GPU"]
     if torch.version.hip is not None:
         return [f"device {device}: a GPU of AMD's, of which nothing is known here"]
-    reasons = []
     capability = torch.cuda.get_device_capability(device)
     if capability < LOWEST_CAPABILITY:
         needed, found = (".".join(map(str, pair)) for pair in (LOWEST_CAPABILITY, capability))
-        reasons.append(f"device {device}: compute capability {found}, and the operator needs {needed}")
-    with quiet_import():
-        from xformers._cpp_lib import _built_with_cuda
-    if not _built_with_cuda:
-        reasons.append(
-            f"the compiled extension of xformers cannot be loaded by torch {torch.__version__}, "
-            "and without it every operator of xformers, those of Triton too, refuses tensors of a GPU"
-        )
-    return reasons
+        return [f"device {device}: compute capability {found}, and the operator needs {needed}"]
+    return []
 
 
 def version(operator: str = "triton split-K") -> str:
-    """What is examined, kernel by kernel: the library's, which attends to decodes, and attncheck's for other rows."""
-    theirs = f"xformers {_version_of('xformers')} (decode: {operator})"
+    """What is examined, kernel by kernel: the library's, which attends to decodes, and attncheck's for other rows.
+
+    On a GPU also whether the library's compiled extension is missing: its operators then refuse a GPU's tensors, and
+    the one named here is let through, since it needs none of it.
+    """
+    missing = ", its compiled extension not loaded" if torch.cuda.is_available() and not _has_extension() else ""
+    theirs = f"xformers {_version_of('xformers')} (decode: {operator}{missing})"
     ours = f"attncheck {_version_of('attncheck')} (other rows)"
     return interpreter.marked(f"{theirs}, {ours}, triton {_version_of('triton')}")
+
+
+def _has_extension() -> bool:
+    """Whether what the library compiled for one torch and one CUDA could be loaded by those that are here."""
+    if installed_version() is None:
+        return False
+    with quiet_import():
+        from xformers._cpp_lib import _built_with_cuda
+    return bool(_built_with_cuda)
 
 
 @contextmanager

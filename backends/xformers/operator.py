@@ -18,6 +18,9 @@ from attncheck.backends.xformers.availability import quiet_import
 with quiet_import():
     from xformers.ops.fmha import attn_bias, triton_splitk
 
+NO_EXTENSION = "xFormers wasn't build with CUDA support"
+"""What every operator of the library says of a GPU's tensors where its compiled extension could not be loaded."""
+
 TILES = (64, 32, 16)
 """Keys that a program reads at once, the operator's own choice first."""
 
@@ -32,6 +35,11 @@ class PagedSplitK(triton_splitk.FwOp):  # type: ignore[misc] # the library is un
     if is_interpreted():
         SUPPORTED_DEVICES = frozenset({"cuda", "cpu"})
         SUPPORTED_DTYPES = frozenset({*triton_splitk.FwOp.SUPPORTED_DTYPES, torch.float32})
+
+    @classmethod
+    def not_supported_reasons(cls, d: Any) -> list[str]:
+        """The library's, but for its compiled extension: of that this operator, all Triton, uses nothing."""
+        return [reason for reason in super().not_supported_reasons(d) if reason != NO_EXTENSION]
 
     @classmethod
     def get_extra_args(cls, **asked: Any) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_on_a_cpu_kernels_have_to_be_interpreted(monkeypatch):
 
 @pytest.mark.parametrize("is_loaded", [True, False])
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
-def test_a_gpu_has_to_be_young_and_the_extension_loaded(is_loaded, capability, installed, monkeypatch):
+def test_a_gpu_has_to_be_young_and_a_missing_extension_is_told(is_loaded, capability, installed, monkeypatch):
     pytest.importorskip("xformers")
     installed("0.0.35")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -66,8 +66,28 @@ def test_a_gpu_has_to_be_young_and_the_extension_loaded(is_loaded, capability, i
     assert any("compute capability 7.5, and the operator needs 8.0" in reason for reason in told) == (
         capability < (8, 0)
     )
-    assert any("compiled extension" in reason for reason in told) == (not is_loaded)
-    assert len(told) == (capability < (8, 0)) + (not is_loaded)
+    assert len(told) == (capability < (8, 0))
+    assert ("its compiled extension not loaded" in XFormersBackend.version()) == (not is_loaded)
+
+
+def test_the_operator_named_here_needs_no_extension(monkeypatch):
+    """The library's own check, on tensors of a GPU that is pretended."""
+    pytest.importorskip("xformers")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from xformers.ops.fmha import triton_splitk
+    from xformers.ops.fmha.common import Inputs
+
+    from attncheck.backends.xformers.operator import NO_EXTENSION, operator_for, single_token_bias
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr("xformers.ops.fmha.common._built_with_cuda", False)
+    with FakeTensorMode():
+        keys = torch.empty(1, 160, 2, 1, 64, device="cuda", dtype=torch.float16).expand(1, 160, 2, 4, 64)
+        query = torch.empty(1, 4, 2, 4, 64, device="cuda", dtype=torch.float16)
+        table, lens = (torch.empty(size, dtype=torch.int32, device="cuda") for size in ((4, 3), (4,)))
+        given = Inputs(query, keys, keys, attn_bias=single_token_bias(lens, table, 16))
+        assert operator_for(16).not_supported_reasons(given) == []
+        assert NO_EXTENSION in triton_splitk.FwOp.not_supported_reasons(given)
 
 
 def test_without_a_gpu_of_nvidia_s_none_is_served(monkeypatch):
