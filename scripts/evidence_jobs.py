@@ -100,13 +100,13 @@ def introduced(refs: Iterable[str], device: str) -> dict[str, Introduction | Que
     return found
 
 
-def default_folder(device: str) -> Path:
+def default_folder(about: str, device: str) -> Path:
     """Where evidence found today on ``device`` is kept."""
     import torch
 
     name = torch.cuda.get_device_name() if device == "cuda" else "emulated"
     words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    return ROOT / "docs" / "evidence" / f"{words}-{datetime.now(UTC):%Y-%m-%d}"
+    return ROOT / "docs" / "evidence" / f"{about}-{words}-{datetime.now(UTC):%Y-%m-%d}"
 
 
 def make_folder(folder: Path) -> str | None:

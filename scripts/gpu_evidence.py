@@ -1,6 +1,6 @@
 """Gathers evidence about CUDA graphs on a machine with a GPU: run files, and a page that says what they show.
 
-    scripts/gpu-evidence [FOLDER]        default: docs/evidence/<gpu>-<date>
+    scripts/gpu-evidence [FOLDER]        default: docs/evidence/graphs-<gpu>-<date>
 
 Every backend is asked in a process of its own, so that one that hangs or loses the device harms no other; the run files
 of a part are joined afterwards. Whatever goes wrong is told on the page, and the rest goes on. Exit codes: 0 the page
@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
     except DeviceError as error:
         print(f"gpu-evidence needs a GPU: {error}. --emulated-only tries the script itself.", file=sys.stderr)
         return 2
-    folder = asked.folder or default_folder(device)
+    folder = asked.folder or default_folder("graphs", device)
     if refusal := make_folder(folder):
         print(refusal, file=sys.stderr)
         return 2

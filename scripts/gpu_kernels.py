@@ -1,6 +1,6 @@
 """Gathers evidence about the candidates that bring real kernels, on a machine with a GPU, in one command.
 
-    scripts/gpu-kernels [FOLDER]        default: docs/evidence/<gpu>-<date>
+    scripts/gpu-kernels [FOLDER]        default: docs/evidence/kernels-<gpu>-<date>
 
 Speed first, while nothing else runs; then all built-in suites and the memory checker, side by side. What is not done
 when the time is up is told on the page. Exit codes: 0 the page is written, whatever it says; 2 this machine or the
@@ -73,7 +73,7 @@ def main(words: list[str]) -> int:
         return 2
     if device == "cpu":
         os.environ |= interpreter.ENVIRONMENT  # for the processes to be started, and what is asked before
-    folder = asked.folder or default_folder(device)
+    folder = asked.folder or default_folder("kernels", device)
     if refusal := make_folder(folder):
         print(refusal, file=sys.stderr)
         return 2

@@ -88,7 +88,7 @@ def _coverage(parts: Sequence[Part], asked: Mapping[str, int]) -> list[str]:
                 unasked = f"; of these suites none: {', '.join(missing)}" if missing else ""
                 told = f"{part.kind}, {ref}: {len(found)} of {total} cases have records{unasked}"
                 lines.append(f"- {markup.escaped(told)}")
-    return ["Cut off:", "\n".join(lines)] if lines else []
+    return ["Cases without a record:", "\n".join(lines)] if lines else []
 
 
 def _suites(job: Job) -> list[str]:
