@@ -38,6 +38,9 @@ _LONGEST = 2**27
 """Bytes it may print while it is at one case; then they are forgotten, and it may begin again."""
 
 
+_ROOM = 2**20
+"""Bytes of answers that wait to be read; Linux gives no more to everybody."""
+
 _LONGEST_ANSWER = 2**24
 """Bytes; who writes more without the end of a line is not the worker."""
 
@@ -66,6 +69,9 @@ class Child:
             fcntl.fcntl(self._printed, fcntl.F_SETFL, fcntl.fcntl(self._printed, fcntl.F_GETFL) | os.O_APPEND)
             theirs_to_read, self._writing = _pipe(started)
             self._reading, theirs_to_write = _pipe(started)
+            if hasattr(fcntl, "F_SETPIPE_SZ"):  # as much as it may have to say before it is listened to
+                with contextlib.suppress(OSError):
+                    fcntl.fcntl(self._reading, fcntl.F_SETPIPE_SZ, _ROOM)
             path = "\n".join(map(str, sys.path))
             self._process = subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
                 [sys.executable, "-P", "-u", "-c", _START, str(theirs_to_read), str(theirs_to_write), ref, path],

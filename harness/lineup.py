@@ -3,6 +3,7 @@
 Must not know: run files, terminals.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,8 +87,14 @@ def line_up(
     if crew is None:
         examination = Examiner(replace(plan, backends=loader.backends(backends)), environment)
     else:
-        examination = Supervisor(plan, backends, crew, environment)
+        # On a GPU two processes would share its memory, and one core is busy with one.
+        asks_ahead = chosen == "cpu" and _usable_cores() > 1
+        examination = Supervisor(plan, backends, crew, environment, asks_ahead=asks_ahead)
     return Lineup(selection, plan, environment, backends, (*notes, *more), examination)
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_suites(selection: Selection, backends: Sequence[Introduction]) -> dict[str, str]:

@@ -11,15 +11,22 @@ from collections.abc import Generator, Iterator, Sequence
 import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.child import ProcessEndedError
+from attncheck.harness.child import Child, ProcessEndedError
 from attncheck.harness.crew import Crew, WorkerError
 from attncheck.harness.desk import unasked
 from attncheck.harness.engine import OURSELVES, Plan
 from attncheck.harness.introduction import Introduction
-from attncheck.harness.messages import Begun, Done, Examine, Fault, Introduced, Refused
+from attncheck.harness.memory import needed_bytes
+from attncheck.harness.messages import Begun, Done, Examine, Fault, Introduced, Refused, format_message
 from attncheck.harness.observation import Raised
 from attncheck.harness.outcomes import Circumstances, crashed, record_of, unavailable
 from attncheck.reports.records import Environment, Record
+
+_ROOM_FOR_REQUESTS = 2**15
+"""Bytes of requests sent ahead: they fit into a pipe that nobody reads for long."""
+
+_SMALL = 2**30
+"""Bytes a case may need to be examined beside another."""
 
 
 class Supervisor:
@@ -29,12 +36,21 @@ class Supervisor:
     """
 
     def __init__(
-        self, plan: Plan, introductions: tuple[Introduction, ...], crew: Crew, environment: Environment
+        self,
+        plan: Plan,
+        introductions: tuple[Introduction, ...],
+        crew: Crew,
+        environment: Environment,
+        *,
+        asks_ahead: bool = False,
     ) -> None:
+        """``asks_ahead``: while one backend is examined, the process of the next is already at work on its cases."""
         self.blind: list[QuestionError] = []
         self._plan, self._introductions, self._crew = plan, introductions, crew
         self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
         self._faulty: set[str] = set()
+        self._asks_ahead = asks_ahead
+        self._asked: dict[Child, set[str]] = {}
 
     def run(self) -> Iterator[Record]:
         """Every record, grouped by backend, then by case.
@@ -43,9 +59,25 @@ class Supervisor:
             WorkerError: attncheck itself failed in a process that was to take the place of another.
         """
         self._crew.keep(backend.ref for backend in self._introductions)
-        for backend in self._introductions:
+        for index, backend in enumerate(self._introductions):
+            if self._asks_ahead:
+                self._ask_ahead(next((each for each in self._introductions[index + 1 :] if each.is_loaded), None))
             yield from self._examine_all(backend) if backend.is_loaded else self._miss_all(backend)
             self._crew.dismiss(backend.ref)
+
+    def _ask_ahead(self, backend: Introduction | None) -> None:
+        """Let the process of ``backend`` begin; its answers wait in its pipe, and it waits where that is full."""
+        child = None if backend is None else self._crew.child(backend.ref)
+        if backend is None or child is None or child in self._asked:
+            return
+        room, asked = _ROOM_FOR_REQUESTS, self._asked.setdefault(child, set())
+        for case in self._plan.cases_of(backend.ref):
+            request = Examine(case=case.key)
+            room -= len(format_message(request))
+            if room < 0 or needed_bytes(case) > _SMALL:
+                return
+            child.send(request)
+            asked.add(case.key)
 
     def _miss_all(self, backend: Introduction) -> Iterator[Record]:
         for case in self._plan.cases_of(backend.ref):
@@ -54,7 +86,8 @@ class Supervisor:
 
     def _examine_all(self, backend: Introduction) -> Iterator[Record]:
         waiting = self._crew.child(backend.ref)
-        if waiting is not None and waiting.has_ended:  # while others were examined: it was asked nothing yet
+        # While others were examined. What it was asked before, it may have answered before it ended.
+        if waiting is not None and waiting.has_ended and waiting not in self._asked:
             self._crew.discard(backend.ref)
         cases = self._plan.cases_of(backend.ref)
         for index, case in enumerate(cases):
@@ -82,8 +115,9 @@ class Supervisor:
         """
         child = self._crew.child(backend.ref) or self._crew.renew(backend.ref)
         stage = "the wait for this case"
-        child.forget_output()
-        child.send(Examine(case=case.key))
+        if case.key not in self._asked.get(child, ()):
+            child.forget_output()
+            child.send(Examine(case=case.key))
         try:
             while not isinstance(answer := child.receive(), Done):
                 match answer:

@@ -1,5 +1,6 @@
 """Cases of several backends through their processes: what each loses when one of them dies, and what nobody notices."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -185,6 +186,60 @@ def test_one_that_could_not_be_loaded_is_asked_nothing(make_case: Any) -> None:
     assert not crew.alive
 
 
+class Attentive(FakeChild):
+    """Is asked many cases before it is listened to, and says when it is asked and when it is heard."""
+
+    def __init__(self, ref: str, script: Script, log: list[str]) -> None:
+        super().__init__(script)
+        self._ref, self._log = ref, log
+        self._answers = itertools.chain.from_iterable(script)
+
+    def send(self, request: Examine) -> None:
+        self._log.append(f"{self._ref} is asked {request.case.partition('/')[2]}")
+
+    def receive(self) -> Answer:
+        answer = super().receive()
+        if isinstance(answer, Done):
+            self._log.append(f"{self._ref} is heard")
+        return answer
+
+
+def test_the_next_one_works_while_one_is_heard_and_records_keep_their_order(make_case: Any) -> None:
+    log: list[str] = []
+    children = {ref: Attentive(ref, [WELL, WELL], log) for ref in "abc"}
+    crew = FakeCrew(a=[], b=[], c=[])
+    crew.child = lambda ref: children[ref]  # type: ignore[method-assign]
+    cases = (make_case(name="first"), make_case(name="second"))
+    known = tuple(Introduction(info=BackendInfo(name=ref, ref=ref, features=("lse",))) for ref in "abc")
+    ahead = Supervisor(Plan(cases=cases, checks=CHECKS), known, cast(Crew, crew), ENVIRONMENT, asks_ahead=True)
+    assert told(list(ahead.run())) == [(check, "passed") for _ in "abc" for _ in cases for check in CHECKS]
+    asked = [f"{{}} is asked {case.id}" for case in cases]
+    assert log == [
+        *(line.format("b") for line in asked),
+        *(line for case in asked for line in (case.format("a"), "a is heard")),
+        *(line.format("c") for line in asked),
+        *["b is heard"] * 2,
+        *["c is heard"] * 2,
+    ]
+
+
+def test_a_case_that_takes_much_memory_is_not_asked_ahead(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    children = {ref: Attentive(ref, [WELL, WELL], log) for ref in "ab"}
+    crew = FakeCrew(a=[], b=[])
+    crew.child = lambda ref: children[ref]  # type: ignore[method-assign]
+    cases = (make_case(name="first"), make_case(name="second"))
+    monkeypatch.setattr(
+        "attncheck.harness.supervisor.needed_bytes", lambda case: 2**31 if case.id == cases[1].id else 2**20
+    )
+    known = tuple(Introduction(info=BackendInfo(name=ref, ref=ref, features=("lse",))) for ref in "ab")
+    list(Supervisor(Plan(cases=cases, checks=CHECKS), known, cast(Crew, crew), ENVIRONMENT, asks_ahead=True).run())
+    heard = log.index("a is heard")
+    assert log[:heard].count(f"b is asked {cases[0].id}") == 1
+    assert f"b is asked {cases[1].id}" not in log[:heard]
+    assert log.count(f"b is asked {cases[1].id}") == 1
+
+
 PROCESSES = Path(__file__).parents[1] / "miniatures" / "processes.py"
 
 
@@ -237,10 +292,13 @@ ENDS = {
 }
 
 
+@pytest.mark.parametrize("before", [[], ["reference"]])  # which is examined while the other is asked ahead
 @pytest.mark.parametrize("rows", [(11, 12), (13, 14), (15, 16), (17, 18)])
-def test_what_ends_a_process_costs_one_case(deeds: list[int], rows: tuple[int, ...]) -> None:
+def test_what_ends_a_process_costs_one_case(deeds: list[int], rows: tuple[int, ...], before: list[str]) -> None:
     patterns = [f"rows{number}" for number in (*rows, 19)]
-    records = examine([f"{PROCESSES}:Deadly"], patterns, ["numerics", "containment"])
+    records = examine([*before, f"{PROCESSES}:Deadly"], patterns, ["numerics", "containment"])
+    assert [record.outcome for record in records[: 6 * len(before)]] == ["passed"] * 6 * len(before)
+    records = records[6 * len(before) :]
     for record, number in zip(records, (rows[0], rows[0], rows[1], rows[1]), strict=False):
         assert isinstance(record, Crashed)
         cause, said = ENDS[number]
