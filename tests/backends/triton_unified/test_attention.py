@@ -167,6 +167,26 @@ def test_a_tree_is_seen_by_requests_of_its_size_alone(paged: Batch) -> None:
     plain.assert_right(tree=on_device)
 
 
+def test_a_tree_may_hide_the_first_new_key(paged: Batch) -> None:
+    """The first tile is full but for its last key, which is the root's, and which one row does not see."""
+    batch = paged([(2, 33)], (2, 1, 16))
+    tree = torch.tensor([[True, False], [False, True]], device=batch.query.device)
+    out, _ = batch.attend(tree=tree)
+    torch.testing.assert_close(out.double(), batch.truth(tree_mask=tree)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [33, 48])
+def test_rows_on_both_sides_of_the_edge_of_a_long_chunk(paged: Batch, chunk: int) -> None:
+    """Whole tiles lie in a chunk that some rows of a block see, and others do not."""
+    paged([(20, 60), (3, 99)], (2, 1, 16), attn_chunk_size=chunk).assert_right()
+
+
+def test_rows_before_the_first_key_are_in_a_chunk_before_the_first(paged: Batch) -> None:
+    batch = paged([(9, 3)], (2, 1, 16), attn_chunk_size=4, causal=False)
+    batch.assert_right()
+    assert batch.attend()[1].isneginf()[:6].all()
+
+
 def test_keys_may_be_rows_of_the_step() -> None:
     params = AttentionParams(4, 2, 16, causal=False, window=(5, 5))
     draw = torch.Generator().manual_seed(0)
