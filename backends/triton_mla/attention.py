@@ -12,8 +12,8 @@ from torch import Tensor
 from attncheck.backends.interpreter import is_interpreted
 from attncheck.backends.triton_mla.kernels.latent import attend_latent
 from attncheck.backends.triton_unified.cache import CODE_FORMATS
-from attncheck.backends.triton_unified.kernels.split import merge_segments
 from attncheck.backends.triton_unified.scratch import SplitScratch
+from attncheck.backends.triton_unified.segments import launch_merge
 from attncheck.backends.triton_unified.tiling import block_size_of, choose_segments, power_of_two
 
 _LOG2_E = 1.4426950408889634
@@ -251,27 +251,8 @@ def latent_attention_op(
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
-        if segments > 1:
-            merge_segments[(num_rows, num_heads)](
-                segment_out=scratch_out,
-                segment_lse=scratch_lse,
-                out=output,
-                lse=output_lse,
-                query_start_loc=query_start_loc,
-                output_scale=None,
-                num_reqs=num_reqs,
-                stride_out_row=output.stride(0),
-                stride_out_head=output.stride(1),
-                stride_out_size=output.stride(2),
-                stride_lse_row=lse_strides[0],
-                stride_lse_head=lse_strides[1],
-                HEAD_SIZE_V=rank,
-                HAS_LSE=output_lse is not None,
-                OUT_FORMAT=0,
-                NUM_SEGMENTS=segments,
-                BLOCK_V=block_size_of(rank),
-                INTERPRETED=interpreted,
-            )
+        if scratch_out is not None and scratch_lse is not None and segments > 1:
+            launch_merge(scratch_out, scratch_lse, output, output_lse, query_start_loc, segments=segments)
 
 
 @latent_attention_op.register_fake

@@ -13,11 +13,8 @@ from torch import Tensor
 from attncheck.backends.interpreter import is_interpreted
 from attncheck.backends.triton_unified.cache import CODE_FORMATS
 from attncheck.backends.triton_unified.kernels.attention import attend_blocks
-from attncheck.backends.triton_unified.kernels.split import merge_segments
+from attncheck.backends.triton_unified.segments import launch_merge
 from attncheck.backends.triton_unified.tiling import block_size_of, choose_segments, choose_tiling
-
-_INTERPRETED_RESULTS = 32
-"""Merged by one program where programs cost what their operations cost, whatever the sizes; a GPU has one for each."""
 
 _LOG2_E = 1.4426950408889634
 
@@ -160,30 +157,16 @@ def unified_attention_op(
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
-        if segments > 1:
-            results = _INTERPRETED_RESULTS if interpreted else 1
-            merge_segments[(-(-num_rows * num_heads // results),)](
-                segment_out=scratch_out,
-                segment_lse=scratch_lse,
-                out=b_output,
-                lse=output_lse,
-                query_start_loc=query_start_loc,
+        if scratch_out is not None and scratch_lse is not None and segments > 1:
+            launch_merge(
+                scratch_out,
+                scratch_lse,
+                b_output,
+                output_lse,
+                query_start_loc,
+                segments=segments,
                 output_scale=output_scale,
-                num_reqs=num_reqs,
-                stride_out_row=output.stride(0),
-                stride_out_head=output.stride(1),
-                stride_out_size=output.stride(2),
-                stride_lse_row=lse_strides[0],
-                stride_lse_head=lse_strides[1],
-                NUM_HEADS=num_heads,
-                HEAD_SIZE_V=head_size_v,
-                HAS_LSE=output_lse is not None,
-                OUT_FORMAT=out_format,
-                NUM_SEGMENTS=segments,
-                BLOCK_R=results,
-                BLOCK_V=block_size_of(head_size_v),
-                INTERPRETED=interpreted,
-                num_warps=1 if head_size_v <= 64 else 4,
+                out_format=out_format,
             )
 
 
