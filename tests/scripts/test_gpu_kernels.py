@@ -13,8 +13,8 @@ import torch
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.harness.environment import collect_environment
 from attncheck.harness.introduction import Introduction
-from attncheck.reports.records import BackendInfo
-from attncheck.reports.store import read_run
+from attncheck.reports.records import BackendInfo, Passed, RunHeader, SuiteInfo
+from attncheck.reports.store import RunWriter, read_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -115,6 +115,44 @@ def test_the_checker_is_put_around_small_cases_that_exist(planned):
     }
 
 
+def test_runs_that_asked_different_suites_become_one_file(script, tmp_path):
+    jobs = script("evidence_jobs")
+    made = []
+    for number, name in enumerate(("decode", "prefill")):
+        header = RunHeader(
+            started="2026-01-01T00:00:00+00:00",
+            environment=collect_environment("cpu"),
+            suites=(SuiteInfo(name=name, ref=name, cases=1),),
+            checks=("numerics",),
+            device="cpu",
+            seed=0,
+            backends=(BackendInfo(name="mine", ref="mine"),),
+        )
+        record = Passed(
+            backend="mine",
+            backend_ref="mine",
+            backend_version="",
+            suite=name,
+            case_id="edge",
+            case_hash="0",
+            check="numerics",
+            seed=0,
+            environment=header.environment.digest,
+            attncheck_version=header.environment.attncheck,
+        )
+        made.append(jobs.Job("mine", (), tmp_path / f"{number}.jsonl"))
+        with RunWriter(made[-1].file, header) as writer:
+            writer.add(record)
+    (tmp_path / "out").mkdir()
+    part = jobs.joined(jobs.Part("suites", "cpu", tuple(made)), tmp_path / "out", "x")
+    small = jobs.packed(part, tmp_path / "out")
+    assert not part.problems
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["suites-cpu.jsonl.xz"]
+    run = read_run(tmp_path / "out" / small.file)
+    assert [suite.name for suite in run.header.suites] == ["decode", "prefill"]
+    assert [record.case for record in run.records] == ["decode/edge", "prefill/edge"]
+
+
 TIMER = """
 import json, os, sys
 results, device, seed, limit, *units = sys.argv[1:]
@@ -133,8 +171,8 @@ def test_rounds_go_on_without_what_ends_its_process_or_refuses(script, monkeypat
     rounds = script("speed_rounds")
     (tmp_path / "timer.py").write_text(TIMER)
     monkeypatch.setattr(rounds, "TIMER", str(tmp_path / "timer.py"))
-    far = time.monotonic() + 600
-    contenders = ["dies/16", "refuses/16", "works/16"]
+    far = time.monotonic() + 60
+    contenders = ["works/16", "dies/16", "refuses/16", "too/16"]
     jobs, lines = rounds.measure(contenders, "cpu", tmp_path, rounds=3, deadline=far)
     found = {timing.unit: timing for timing in rounds.timings(lines)}
     assert found["decode/works/16"].medians == (1.0, 2.0, 3.0)
@@ -144,7 +182,7 @@ def test_rounds_go_on_without_what_ends_its_process_or_refuses(script, monkeypat
     assert found["decode/refuses/16"].trouble == "refused: no"
     assert [job.status for job in jobs] == ["exit code 9", "exit code 9", *["exit code 0"] * 3]
     orders = [[word.split("/")[1] for word in job.words if word.startswith("decode/")] for job in (jobs[0], jobs[3])]
-    assert orders == [["copy", "dies", "refuses", "works"], ["copy", "works"]]
+    assert orders == [["copy", "works", "dies", "refuses", "too"], ["copy", "too", "works"]]
 
 
 def test_a_deadline_that_has_passed_leaves_everything_untimed_and_says_so(script, tmp_path):
