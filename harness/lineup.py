@@ -4,7 +4,7 @@ Must not know: run files, terminals.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -82,7 +82,7 @@ def line_up(
         suites = default_suites(selection, backends)
         selection = selection.of_suites(suites.values())
         plan = replace(plan, cases=selection.cases, suites=suites)
-        notes = (*notes, *told_suites(suites))
+        notes = (*notes, *told_suites(suites, {case.suite for case in selection.cases}))
     examination: Examination
     if crew is None:
         examination = Examiner(replace(plan, backends=loader.backends(backends)), environment)
@@ -103,12 +103,16 @@ def default_suites(selection: Selection, backends: Sequence[Introduction]) -> di
     return {each.ref: names[each.default_suite] for each in backends}
 
 
-def told_suites(suites: Mapping[str, str]) -> tuple[str, ...]:
-    """What to tell where backends are asked different suites."""
+def told_suites(suites: Mapping[str, str], selected: Collection[str]) -> tuple[str, ...]:
+    """What to tell where backends are asked different suites; ``selected``: those of which a case is left."""
     if len(set(suites.values())) < 2:
         return ()
     asked = {name: [ref for ref, suite in suites.items() if suite == name] for name in dict.fromkeys(suites.values())}
-    return ("; ".join(f"{', '.join(refs)}: suite {name}" for name, refs in asked.items()),)
+    told = (
+        f"{', '.join(refs)}: suite {name}{'' if name in selected else ', of which no case is selected'}"
+        for name, refs in asked.items()
+    )
+    return ("; ".join(told),)
 
 
 def _assignment(selection: Selection, plan: Plan, environment: Environment, patterns: Sequence[str]) -> Assignment:

@@ -156,7 +156,11 @@ class Loader:
 
     def _introduction(self, ref: str) -> Introduction | QuestionError:
         try:
-            self._found[ref] = usable_here(load_backend(ref), self._device)
-            return introduce(self._found[ref], self._device)
+            loaded = load_backend(ref)
+            found = self._found[ref] = usable_here(loaded, self._device)
+            introduction = introduce(loaded, self._device)
         except QuestionError as error:
             return error
+        if isinstance(found, Missing):  # what it says of itself holds, although it cannot be examined in this process
+            return introduction.model_copy(update={"is_loaded": False, "unavailable_reasons": found.reasons})
+        return introduction

@@ -45,7 +45,8 @@ class Selection:
         kept = [(suite, ref) for suite, ref in zip(self.suites, self.refs, strict=True) if suite.name in names]
         cases = tuple(case for case in self.cases if case.suite in names)
         if not cases:
-            raise SelectionError(f"no such case in {' or '.join(names)}, the suite asked by default; give --suite")
+            asked = " or ".join(dict.fromkeys(names))
+            raise SelectionError(f"no such case in {asked}, the suite asked by default; give --suite")
         suites, refs = zip(*kept, strict=True)
         return replace(self, suites=suites, refs=refs, cases=cases)
 

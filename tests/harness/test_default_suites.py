@@ -17,6 +17,9 @@ class Slow(ReferenceBackend):
     @classmethod
     def default_suite(cls, device): return "interpreted"
 
+class Slower(Slow):
+    pass
+
 class Odd(ReferenceBackend):
     @classmethod
     def default_suite(cls, device): return "decode"
@@ -64,9 +67,16 @@ def test_a_suite_that_is_named_is_asked_of_all(slow: str) -> None:
     assert asked(list(lineup.examination.run())) == {name: {"smoke/decode.float16"} for name in ("reference", "Slow")}
 
 
-def test_cases_of_another_suite_are_refused_by_its_name(slow: str) -> None:
+@pytest.mark.parametrize("names", [["Slow"], ["Slow", "Slower"]])
+def test_cases_of_another_suite_are_refused_by_its_name(slow: str, names: list[str]) -> None:
+    refs = [slow.replace("Slow", name) for name in names]
     with pytest.raises(SelectionError, match="no such case in interpreted, the suite asked by default; give --suite"):
-        line_up(select_cases([], ["decode.float16"]), [slow], device="cpu", seed=0, dump=None)
+        line_up(select_cases([], ["decode.float16"]), refs, device="cpu", seed=0, dump=None)
+
+
+def test_whom_the_filters_leave_no_case_is_told(slow: str) -> None:
+    lineup = line_up(select_cases([], ["decode.float16"]), ["reference", slow], device="cpu", seed=0, dump=None)
+    assert lineup.notes == (f"reference: suite smoke; {slow}: suite interpreted, of which no case is selected",)
 
 
 def test_from_python_too(slow: str) -> None:

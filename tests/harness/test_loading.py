@@ -23,6 +23,9 @@ class Needy(SDPABackend):
     @classmethod
     def required_environment(cls, device): return {"ATTNCHECK_TEST_NEED": device}
 
+    @classmethod
+    def default_suite(cls, device): return "interpreted"
+
 class Latent(TorchMLABackend):
     pass
 """
@@ -74,6 +77,7 @@ def test_a_backend_that_requires_an_environment_is_usable_where_it_stands(
     assert introduction.unavailable_reasons == (
         "this process must have been started with ATTNCHECK_TEST_NEED=cpu: type it before the command",
     )
+    assert (introduction.is_loaded, introduction.default_suite) == (False, "interpreted")
     (missing,) = loader.backends([introduction])
     assert isinstance(missing, Missing)
     monkeypatch.setenv("ATTNCHECK_TEST_NEED", "cpu")
