@@ -153,12 +153,16 @@ def _measured(row: LevelRow, color: bool) -> str:
 
 
 def _suite_table(summary: Summary, color: bool) -> str:
-    """Suites down, backends across: passed of examined, over all checks."""
-    rows = [
-        [suite, *(_cell(summary.by_suite.get((backend, suite)), color) for backend in summary.backends)]
+    """Suites down, backends across, or the other way where few suites meet many backends: passed of examined."""
+    cells = [
+        [_cell(summary.by_suite.get((backend, suite)), color) for backend in summary.backends]
         for suite in summary.suites
     ]
-    return _table([["suite", *summary.backends], *rows])
+    if len(summary.backends) <= max(5, len(summary.suites)):
+        rows = [[suite, *row] for suite, row in zip(summary.suites, cells, strict=True)]
+        return _table([["suite", *summary.backends], *rows])
+    columns = [[backend, *column] for backend, column in zip(summary.backends, zip(*cells, strict=True), strict=True)]
+    return _table([["backend", *summary.suites], *columns])
 
 
 def _functions(header: RunHeader, records: Sequence[Record], provider: str, color: bool) -> str:

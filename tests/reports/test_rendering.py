@@ -121,6 +121,17 @@ def test_suites_get_a_table_when_there_are_several(header: RunHeader, make: Make
     assert "\nsuite" not in terminal.render(header, [make("passed")])
 
 
+def test_many_backends_stand_below_each_other_in_it(header: RunHeader, make: Make) -> None:
+    names = [f"a_backend_of_a_long_name_{number}" for number in range(7)]
+    records = [make("passed", backend=name, suite=suite) for name in names[1:] for suite in ("smoke", "mine")]
+    text = terminal.render(header, [*records, make("failed", backend=names[0], suite="mine")])
+    (table,) = (part for part in text.split("\n\n") if re.match(r"backend +(smoke|mine) +(smoke|mine)\n", part))
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()[1:]}
+    assert sorted(rows) == names
+    assert rows[names[3]] == ["1/1", "1/1"]
+    assert sorted(rows[names[0]]) == ["-", "0/1"]
+
+
 def test_a_run_of_nothing_says_so(header: RunHeader) -> None:
     assert terminal.render(header, []).splitlines()[-1] == "not examined: 0 backends, 0 cases: no records"
 
