@@ -176,7 +176,9 @@ def _unified_attention_fake(*args: object) -> None:
 
 
 def _scale_step(scale: Tensor | None) -> int:
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+    if scale is None:
+        return -1
+    return 0 if scale.numel() == 1 else scale.stride(0)
 
 
 @functools.cache

@@ -160,7 +160,8 @@ def attend_latent(
         acc = dot(rounded(weights, b_key.dtype, INTERPRETED), b_key, acc * fade[:, None], INTERPRETED)
         pivot = new_pivot
 
-    has_seen = total > 0
+    # Not "above 0": what is no number stays none.
+    has_seen = total != 0
     result = acc / tl.where(has_seen, total, 1.0)[:, None]  # [M, L]
     if KV_FORMAT > 0:
         result = result * tl.load(p_k_scale)

@@ -99,11 +99,12 @@ def attend_blocks(
 
     query ``[rows, heads, D]``, out ``[rows, heads, V]``, lse ``[rows, heads]``. PAGE tokens a page: key and value are
     ``[blocks, PAGE, KV heads, size]``; 0: there are no pages, and keys lie like queries, ``[1, rows, KV heads, size]``.
-    KV_FORMAT: 0: key and value are numbers; else uint8 codes, with scales of one element (step 0) or one a KV head
-    (step 1). OUT_FORMAT: 0: ``out`` takes numbers; else codes of ``x / output_scale``. TREE_SIZE: 0: no tree; else
-    ``tree`` is bytes ``[TREE_SIZE, TREE_SIZE]``, for requests of so many rows. ONE_BLOCK: no request has more rows than
-    a block. score_factor: the scale, times log2(e) where no cap comes between. NUM_SEGMENTS: from 2 on, results go to
-    ``segment_out`` ``[rows, heads, segments, V]`` and ``segment_lse`` ``[rows, heads, segments]`` (base 2).
+    KV_FORMAT: 0: key and value are numbers; else uint8 codes, with scales of one element (step 0), one a KV head (step
+    1), or none (step -1). OUT_FORMAT: 0: ``out`` takes numbers; else codes of ``x / output_scale``. TREE_SIZE: 0: no
+    tree; else ``tree`` is bytes ``[TREE_SIZE, TREE_SIZE]``, for requests of so many rows. ONE_BLOCK: no request has
+    more rows than a block. score_factor: the scale, times log2(e) where no cap comes between. NUM_SEGMENTS: from 2 on,
+    results go to ``segment_out`` ``[rows, heads, segments, V]`` and ``segment_lse`` ``[rows, heads, segments]`` (base
+    2).
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     LN_2: tl.constexpr = 0.6931471805599453
@@ -187,7 +188,7 @@ def attend_blocks(
         p_pages = block_table + request.to(tl.int64) * stride_table_row
     # What multiplies a score at last: a cap works on natural scores, and what follows counts in base 2.
     factor = score_factor
-    if KV_FORMAT > 0:
+    if KV_FORMAT > 0 and K_SCALE_STEP >= 0:
         factor = factor * tl.load(k_scale + kv_head * K_SCALE_STEP)
     if HAS_ALIBI:
         slope = tl.load(alibi_slopes + head, mask=is_line, other=0.0) * LOG2_E  # [M]
@@ -270,9 +271,10 @@ def attend_blocks(
             acc = tl.dot(weights, b_value, acc * fade[:, None], input_precision="ieee")
             pivot = new_pivot
 
-    has_seen = total > 0
+    # Not "above 0": what is no number stays none.
+    has_seen = total != 0
     result = acc / tl.where(has_seen, total, 1.0)[:, None]  # [M, V]
-    if KV_FORMAT > 0:
+    if KV_FORMAT > 0 and V_SCALE_STEP >= 0:
         result = result * tl.load(v_scale + kv_head * V_SCALE_STEP)
     log_total = tl.where(has_seen, pivot + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
     is_result = is_line[:, None] & is_v[None, :]

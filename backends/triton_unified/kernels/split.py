@@ -50,13 +50,14 @@ def merge_segments(
     shift = tl.where(pivot == float("-inf"), 0.0, pivot)
     weights = tl.exp2(logs - shift[:, None])
     total = tl.sum(weights, 1)
-    divisor = tl.where(total > 0, total, 1.0)
+    # Not "above 0": what is no number stays none.
+    divisor = tl.where(total != 0, total, 1.0)
     has_seen = logs > float("-inf")
     p_parts = segment_out + o_segment[:, :, None] * HEAD_SIZE_V + v[None, None, :]
     b_parts = tl.load(p_parts, mask=has_seen[:, :, None] & is_v[None, None, :], other=0.0)  # [R, segments, V]
     merged = tl.sum(b_parts * weights[:, :, None], 1) / divisor[:, None]  # [R, V]
     if HAS_LSE:
-        log_total = tl.where(total > 0, pivot + tl.log2(divisor), float("-inf"))
+        log_total = tl.where(total != 0, pivot + tl.log2(divisor), float("-inf"))
         tl.store(lse + token * stride_lse_row + head * stride_lse_head, log_total * 0.6931471805599453, mask=is_result)
     if OUT_FORMAT > 0:
         merged = encode_codes(tl.div_rn(merged, tl.load(output_scale)), OUT_FORMAT)

@@ -138,6 +138,15 @@ def test_keys_in_segments_some_of_them_empty(segments: int) -> None:
     step.check(scratch=scratch(1_000, 20, segments))
 
 
+@pytest.mark.parametrize("segments", [1, 4])
+def test_what_is_no_number_stays_none(segments: int) -> None:
+    """A key of NaN, seen by the first request alone; not the answer of a row that sees nothing."""
+    step = make_step(((1, 150), (1, 30)), heads=2)
+    step.kv_cache[step.tables["block_table"][0, 20], 1] = torch.nan
+    step.out[0], step.lse[0] = torch.nan, torch.nan
+    step.check(scratch=scratch(1_000, 20, segments))
+
+
 def test_segments_that_have_no_room_are_not_made() -> None:
     room = scratch(3, 20, 4)
     make_step(((1, 150), (1, 3))).check(scratch=room)

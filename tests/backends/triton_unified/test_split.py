@@ -105,6 +105,24 @@ def test_codes_mean_their_scales(paged: Batch, split: int, codes: torch.dtype) -
 
 
 @pytest.mark.parametrize("split", [1, 4])
+def test_codes_without_a_scale_are_their_numbers(paged: Batch, split: int) -> None:
+    batch = paged([(1, 100), (5, 20)], (4, 2, 16), cache_dtype=torch.float8_e4m3fn)
+    assert batch.k_scale is None
+    batch.assert_right(3e-5, scratch=scratch_of(batch, split))
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_what_is_no_number_stays_none(paged: Batch, split: int) -> None:
+    """A key of NaN, seen by the first request alone; not the answer of a row that sees nothing."""
+    batch = paged([(1, 100), (1, 20)], (2, 1, 16))
+    batch.key_cache[batch.block_table[0, 4], 3] = torch.nan
+    out, lse = batch.attend(scratch=scratch_of(batch, split))
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("split", [1, 4])
 def test_the_output_is_quantised_inside(paged: Batch, split: int) -> None:
     """Codes are those of the float output, saturated; rows of no request keep theirs."""
     batch = paged([(1, 100), (3, 40)], (2, 1, 16))
