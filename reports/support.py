@@ -31,6 +31,9 @@ CLAIMS = "claims"
 ANSWERS = ("numerics", "lse", "cache_write")
 """The checks that judge an answer."""
 
+LATENT = "mla"
+"""The feature whose backends serve layers that need it, and no others."""
+
 REFUSED = "refused at"
 ANSWERED = "answered right without declaring it"
 """How the notes of :data:`CLAIMS` begin where an undeclared case was refused, or answered right."""
@@ -93,7 +96,7 @@ def support_rows(records: Sequence[Record], header: RunHeader) -> tuple[SupportR
     """A row a backend and feature that any case needs; backends in the header's order, features by name.
 
     A case outside the declarations says something of what the reasons against it name: one refused for its layout says
-    nothing of its head size.
+    nothing of its head size. One without a latent cache says nothing of a backend that serves no other layers.
     """
     cases: dict[tuple[str, str], list[Record]] = {}
     for record in records:
@@ -107,6 +110,8 @@ def support_rows(records: Sequence[Record], header: RunHeader) -> tuple[SupportR
     counts: dict[tuple[str, str], Counter[str]] = {}
     for (backend, case), what in became.items():
         needs = cases[backend, case][0].needs
+        if LATENT in declared[backend] and LATENT not in needs:
+            continue
         reasons = [reason for r in cases[backend, case] if isinstance(r, Unsupported) for reason in r.reasons]
         named = [feature for feature in needs if any(_is_named(feature, reason) for reason in reasons)]
         outside = named or [feature for feature in needs if feature not in declared[backend]]

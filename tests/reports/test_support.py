@@ -137,3 +137,17 @@ def test_markdown_puts_the_values_of_a_form_under_their_verdicts(header: Any, ma
     text = "\n".join(support(Run("run", header, records), ["reference"]))
     assert "| `alibi` | yes (2) |" in text
     assert "| `head_size` | 64, 128; some cases fall short: 96 (1 of 2 right); refused: 72 |" in text
+
+
+def test_a_backend_of_latent_caches_is_told_by_layers_that_have_one(rows: Any, make: Any, outside: Any) -> None:
+    refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
+    found = rows(
+        make("passed", case_id="in", needs=("mla", "layout=NHD")),
+        *outside("plain", "alibi", "layout=HND", claim=refused, reasons=("the layer has no latent cache",)),
+        *outside(
+            "odd", "mla", "alibi", claim=refused, reasons=("the layer has ALiBi: feature 'alibi' is not declared",)
+        ),
+        features=("mla",),
+    )
+    assert sorted(found) == ["alibi", "layout=NHD", "mla"]
+    assert found["alibi"].in_words == "not declared: refused (1)"
