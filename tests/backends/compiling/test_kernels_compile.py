@@ -57,21 +57,30 @@ STATEMENTS = {
 
 LATENT = """
 import torch
+from torch import bfloat16, float16, float32, float8_e4m3fn, float8_e5m2
 from attncheck.backends.triton_mla.attention import latent_attention
+from attncheck.backends.triton_unified.scratch import SplitScratch
 
-def attend(rows, dtype, *, codes=None, rank=512, rotated=64, heads=16):
-    latent, rotary = (torch.zeros(2 * rows, heads, n, dtype=dtype) for n in (rank, rotated))
+def attend(rows, heads, dtype, codes=None, *, rank=512, rotary=64, segments=1):
+    latent, rest = (torch.zeros(2 * rows, heads, size, dtype=dtype) for size in (rank, rotary))
     latent_attention(
-        latent, rotary, torch.zeros(64, 16, rank + rotated, dtype=codes or dtype), torch.zeros_like(latent),
-        block_table=torch.zeros(2, 32, dtype=torch.int32), seq_lens=torch.zeros(2, dtype=torch.int32),
+        latent, rest, torch.zeros(8, 64, rank + rotary, dtype=codes or dtype), torch.empty_like(latent),
+        block_table=torch.zeros(2, 64, dtype=torch.int32), seq_lens=torch.zeros(2, dtype=torch.int32),
         query_start_loc=torch.zeros(3, dtype=torch.int32), max_query_len=rows, scale=0.1, causal=True,
         k_scale=torch.ones(1), output_lse=torch.zeros(2 * rows, heads),
+        scratch=SplitScratch(torch.empty(2**20), torch.empty(2**12), 10_000, segments),
     )
 
-attend(1, torch.bfloat16)
-attend(20, torch.float16, heads=128)
-attend(20, torch.bfloat16, codes=torch.float8_e4m3fn)
-attend(4, torch.float32, rank=48, rotated=8)
+"""
+LARGEST_TILES = """
+attend(1, 128, bfloat16)
+attend(9, 16, float16, float8_e5m2)
+attend(9, 16, float32)
+"""
+OTHER_TILES = """
+attend(1, 16, bfloat16, segments=8)
+attend(33, 3, float16, rank=96, rotary=0)
+attend(20, 16, bfloat16, float8_e4m3fn, rank=48, rotary=8)
 """
 OTHERS = """
 import torch
@@ -87,25 +96,39 @@ out, lse = torch.zeros(9, 4, 80, dtype=torch.bfloat16), torch.zeros(9, 4)
 merge_attn_states(out, lse, out, lse)
 """
 
+A_FEW_REGISTERS = 128
+"""Bytes a thread may spill where tiles are as large as they can be; a tile too large spills thousands."""
+
 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_unified_attention_compiles(name: str, capability: int) -> None:
     kernels = compiled(capability, UNIFIED + STATEMENTS[name])
-    assert len(kernels) == 2
-    assert_fits(kernels, capability, may_spill=capability < 90 or name == "float32")
+    assert [kernel["name"] for kernel in kernels] == ["attend_blocks"] * 2
+    # Float32 has no tensor cores, and an older GPU is not what tiles were chosen for: slower there, not wrong.
+    is_chosen_for = capability == 90 and name != "float32"
+    assert_fits(kernels, capability, spilled=0 if is_chosen_for else sys.maxsize)
 
 
-@pytest.mark.parametrize("capability", SHARED)
-def test_latent_attention_compiles(capability: int) -> None:
-    assert_fits(compiled(capability, LATENT), capability, may_spill=True)
+@pytest.mark.parametrize(
+    ("capability", "statements", "names"),
+    [
+        (80, LARGEST_TILES, ["attend_latent"] * 3),
+        (90, LARGEST_TILES + OTHER_TILES, ["attend_latent"] * 4 + ["merge_segments"] + ["attend_latent"] * 2),
+    ],
+    ids=["80", "90"],
+)
+def test_latent_attention_compiles(capability: int, statements: str, names: list[str]) -> None:
+    kernels = compiled(capability, LATENT + statements)
+    assert [kernel["name"] for kernel in kernels] == names
+    assert_fits(kernels, capability, spilled=A_FEW_REGISTERS)
 
 
 @pytest.mark.parametrize("capability", SHARED)
 def test_writers_and_merging_compile(capability: int) -> None:
     kernels = compiled(capability, OTHERS)
-    assert len(kernels) == 5
-    assert_fits(kernels, capability, may_spill=False)
+    assert [kernel["name"] for kernel in kernels] == ["write_cache_kernel"] * 4 + ["merge_states_kernel"]
+    assert_fits(kernels, capability)
 
 
 def compiled(capability: int, statement: str) -> list[dict]:
@@ -116,8 +139,7 @@ def compiled(capability: int, statement: str) -> list[dict]:
     return json.loads(done.stdout)
 
 
-def assert_fits(kernels: list[dict], capability: int, *, may_spill: bool) -> None:
+def assert_fits(kernels: list[dict], capability: int, *, spilled: int = 0) -> None:
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], kernel
-        # Float32 has no tensor cores, and an older GPU is not what tiles were chosen for: slower there, not wrong.
-        assert may_spill or kernel["spilled"] == 0, kernel
+        assert kernel["spilled"] <= spilled, kernel
