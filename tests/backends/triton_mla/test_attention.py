@@ -13,9 +13,6 @@ pytest.importorskip("triton")
 from attncheck.backends.triton_mla.attention import choose_latent_tiling, latent_attention
 from attncheck.backends.triton_unified.scratch import SplitScratch
 
-# The interpreter's: a loop bound that is loaded from memory is an array of one element.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.4
 REQUESTS = ((1, 70), (5, 37), (3, 3), (1, 5))

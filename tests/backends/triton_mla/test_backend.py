@@ -19,12 +19,6 @@ from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, R
 
 pytest.importorskip("triton")
 
-# The interpreter's: a loop bound that is loaded from memory is an array of one element; numpy tells of huge numbers.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DECODE = BatchSpec(requests=(RequestSpec(query_len=1),))
 

@@ -17,8 +17,6 @@ MIXED = [(1, 37), (20, 20), (5, 33), (1, 1), (3, 70)]
 
 Batch = Callable[..., Any]
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
 
 @pytest.mark.parametrize(
     ("dtype", "allowed"), [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=str

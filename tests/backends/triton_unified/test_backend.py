@@ -21,13 +21,6 @@ from attncheck.harness.graphs.questions import Questions
 from attncheck.reference import AttentionParams, CommonAttentionMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
-# The interpreter's: a loop bound that is loaded from memory is an array of one element; numpy tells of NaN and of
-# infinities, which stand in the rows a graph is captured with.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
 DECODE = BatchSpec(requests=(RequestSpec(query_len=1),))

@@ -14,8 +14,6 @@ from attncheck.backends.triton_unified.tiling import choose_segments, choose_til
 
 Batch = Callable[..., Any]
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
 
 @pytest.fixture
 def segments(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -15,13 +15,6 @@ if reasons := unavailable_reasons("cpu"):
 
 from attncheck.backends.xformers import impl as impl_module
 
-pytestmark = [
-    # Of rows without keys the library's kernel divides 0 by 0, and puts 0 in the place of what comes of it.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    # Of the library's autotuner, and of loops whose bound the interpreter loads from memory.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
 PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", scale=0.3)
 MIXED = [(1, 5), (1, 33), (7, 19), (3, 3)]
 LAYERS = {

@@ -12,13 +12,6 @@ if reasons := unavailable_reasons("cpu"):
 from attncheck.backends.xformers.decode import paged_decode
 from attncheck.backends.xformers.operator import operator_for, single_token_bias, supported_head_sizes
 
-pytestmark = [
-    # Of rows without keys the library's kernel divides 0 by 0, and puts 0 in the place of what comes of it.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    # Of the library's autotuner, and of loops whose bound the interpreter loads from memory.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
 SCALE = 0.3
 
 

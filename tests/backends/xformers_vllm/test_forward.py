@@ -14,13 +14,6 @@ if reasons := unavailable_reasons("cpu"):
 
 from attncheck.backends.xformers_vllm import impl as impl_module
 
-pytestmark = [
-    # Of rows without keys the library's kernel divides 0 by 0, and puts 0 in the place of what comes of it.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    # Of the library's autotuner, and of loops whose bound the interpreter loads from memory.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
 PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", scale=0.3)
 DECODES = [(1, 5), (1, 17)]
 MIXED = [*DECODES, (3, 3), (20, 36)]

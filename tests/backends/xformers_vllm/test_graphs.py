@@ -15,11 +15,6 @@ if reasons := unavailable_reasons("cpu"):
 
 from attncheck.backends.xformers_vllm.builder import XFormersAttentionMetadataBuilder
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
-
 
 class PromisingBuilder(XFormersAttentionMetadataBuilder):
     cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
