@@ -1,4 +1,4 @@
-"""docs/candidates.md is true: it names every candidate, and its commands do what is said."""
+"""docs/candidates.md and docs/triton-kernels.md are true: every candidate is named, and commands do what is said."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,10 @@ import pytest
 
 from attncheck.backends.registry import FAMILIES, builtin_names, known_names
 
-TEXT = (Path(__file__).resolve().parent.parent / "docs" / "candidates.md").read_text(encoding="utf-8")
-((COMMAND, OUTPUT),) = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+TEXT = (DOCS / "candidates.md").read_text(encoding="utf-8")
+TRITON = (DOCS / "triton-kernels.md").read_text(encoding="utf-8")
+RUN = re.compile(r"^```console\n\$ (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_every_candidate_is_named() -> None:
@@ -20,6 +22,17 @@ def test_every_candidate_is_named() -> None:
 
 def test_an_interpreted_candidate_runs_as_is_said(shell, assert_printed, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="nothing is interpreted without Triton")
-    code, printed = shell(COMMAND, tmp_path)
+    ((command, output),) = RUN.findall(TEXT)
+    code, printed = shell(command, tmp_path)
     assert code == 0, printed
-    assert_printed(OUTPUT, printed)
+    assert_printed(output, printed)
+
+
+def test_a_kernel_of_triton_runs_as_is_said(shell, assert_printed, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="nothing is interpreted without Triton")
+    (file,) = re.findall(r"^```python\n(.*?)^```$", TRITON, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mine.py").write_text(file, encoding="utf-8")
+    ((command, output),) = RUN.findall(TRITON)
+    code, printed = shell(f"env -u TRITON_INTERPRET {command}", tmp_path)
+    assert code == 0, printed
+    assert_printed(output, printed)
