@@ -12,6 +12,7 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionLayer
 from attncheck.backends.flash_attn import limits
 from attncheck.backends.flash_attn.metadata import PackedMetadata
+from attncheck.backends.machine import gpu_reasons
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
@@ -36,7 +37,7 @@ class FlashBackend(PagedBackend):
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
-        return [*super().unavailable_reasons(device), *limits.gpu_reasons(device)]
+        return [*super().unavailable_reasons(device), *gpu_reasons(device, limits.LOWEST_CAPABILITY)]
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:

@@ -4,22 +4,17 @@ Must not know: layers, steps.
 """
 
 import importlib
-import importlib.metadata
 from typing import Any
+
+from attncheck.backends import machine
 
 READ = "2.8"
 """The series of versions whose signatures and kernels these modules are written against (2.8.3)."""
 
 
 def version() -> str:
-    """The installed version; empty: there is none.
-
-    Asked of the distribution, since flash-attn 4 puts modules of its own into a package of the same name.
-    """
-    try:
-        return importlib.metadata.version("flash-attn")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    """The installed version; empty: there is none. flash-attn 4 has another distribution, and the same package."""
+    return machine.installed_version("flash-attn") or ""
 
 
 def missing_reasons() -> list[str]:
@@ -33,12 +28,8 @@ def missing_reasons() -> list[str]:
 
 
 def import_reasons() -> list[str]:
-    """Why the installed library does not import (built for another torch, a missing part of CUDA); empty: it does."""
-    try:
-        functions()
-    except ImportError as error:
-        return [f"flash-attn cannot be imported: {error}"]
-    return []
+    """Why the installed library does not import; empty: it does."""
+    return machine.import_reasons("flash_attn")
 
 
 def functions() -> Any:

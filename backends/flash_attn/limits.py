@@ -19,21 +19,6 @@ LOWEST_CAPABILITY = (8, 0)
 """Ampere."""
 
 
-def gpu_reasons(device: str) -> list[str]:
-    """Why the kernels cannot run on the GPU ``device`` names; empty for other devices, about which nothing is said."""
-    if torch.device(device).type != "cuda":
-        return []
-    if torch.version.hip is not None:
-        return ["the GPU is AMD's: FlashAttention is declared for NVIDIA's kernels only"]
-    if not torch.cuda.is_available():
-        return ["torch finds no GPU"]
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= LOWEST_CAPABILITY:
-        return []
-    found, lowest = (".".join(map(str, pair)) for pair in (capability, LOWEST_CAPABILITY))
-    return [f"compute capability {found}: FlashAttention-2 needs {lowest}"]
-
-
 def scale_reasons(scale: float) -> list[str]:
     """Why the kernels cannot scale scores by ``scale``; empty: they can.
 

@@ -3,8 +3,6 @@
 The library is imported only on a GPU, once nothing else is in the way. Must not know: layers, tensors.
 """
 
-import importlib
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from attncheck.backends import interpreter
+from attncheck.backends import interpreter, machine
 
 DISTRIBUTION = "flashinfer-python"
 
@@ -28,36 +26,26 @@ _COMPILED_KERNELS = "flashinfer_jit_cache"
 
 def unavailable_reasons(device: str) -> list[str]:
     """Why flashinfer cannot run on ``device`` (``"cpu"``, ``"cuda:1"``) here; empty: it can."""
-    installed = _installed_version(DISTRIBUTION)
+    installed = machine.installed_version(DISTRIBUTION)
     reasons = []
     if installed is None:
         reasons.append(f"{DISTRIBUTION} is not installed")
-    elif installed != PINNED:
+    elif machine.public(installed) != PINNED:
         reasons.append(f"{DISTRIBUTION} {installed} is installed, and what is relied on was read in {PINNED}")
     if torch.device(device).type != "cuda":
         return reasons
-    reasons += [*_unusable_gpu(device), *interpreter.unavailable_reasons(device)]
+    reasons += [*machine.gpu_reasons(device, LOWEST_CAPABILITY), *interpreter.unavailable_reasons(device)]
     if installed is not None and not _can_get_kernels():
         reasons.append(
             f"there is neither nvcc, by which flashinfer compiles its kernels, nor the package {_COMPILED_KERNELS}"
         )
-    return reasons or _import_failure()
+    return reasons or machine.import_reasons("flashinfer")
 
 
 def version() -> str:
     """What is examined, part by part: who attends, and who writes the cache."""
-    theirs, ours = (_installed_version(name) or "of no version" for name in (DISTRIBUTION, "attncheck"))
+    theirs, ours = (machine.installed_version(name) or "of no version" for name in (DISTRIBUTION, "attncheck"))
     return interpreter.marked(f"{DISTRIBUTION} {theirs} (fa2), attncheck {ours} (cache writer)")
-
-
-def _unusable_gpu(device: str) -> list[str]:
-    if not torch.cuda.is_available():
-        return [f"device {device}: torch finds no GPU"]
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= LOWEST_CAPABILITY:
-        return []
-    needed, found = (".".join(map(str, pair)) for pair in (LOWEST_CAPABILITY, capability))
-    return [f"device {device}: compute capability {found}, and the kernels need {needed}"]
 
 
 def _can_get_kernels() -> bool:
@@ -68,20 +56,3 @@ def _can_get_kernels() -> bool:
     if home is None and shutil.which("nvcc") is not None:
         return True
     return (Path(home or "/usr/local/cuda") / "bin" / "nvcc").is_file()
-
-
-def _import_failure() -> list[str]:
-    """A reason where the library is installed and does not import, as without one of its many dependencies."""
-    try:
-        importlib.import_module("flashinfer")
-    except Exception as error:  # noqa: BLE001 (whatever its import raises is why it cannot be used)
-        return [f"flashinfer cannot be imported: {type(error).__name__}: {error}"]
-    return []
-
-
-def _installed_version(distribution: str) -> str | None:
-    """Without the mark of a local build; None: it is not installed."""
-    try:
-        return importlib.metadata.version(distribution).partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return None

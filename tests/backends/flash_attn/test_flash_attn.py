@@ -233,7 +233,7 @@ def test_a_library_that_does_not_import_is_a_reason(monkeypatch):
     monkeypatch.setattr(library, "version", lambda: "2.8.3.post1")
     monkeypatch.setattr(library.importlib, "import_module", broken)
     assert library.missing_reasons() == []
-    assert library.import_reasons() == ["flash-attn cannot be imported: undefined symbol"]
+    assert library.import_reasons() == ["flash_attn cannot be imported: ImportError: undefined symbol"]
 
 
 def test_the_version_is_that_of_the_library_too(monkeypatch):
@@ -242,7 +242,8 @@ def test_the_version_is_that_of_the_library_too(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "reasons"), [((7, 5), ["compute capability 7.5: FlashAttention-2 needs 8.0"]), ((9, 0), [])]
+    ("capability", "reasons"),
+    [((7, 5), ["device cuda:0: compute capability 7.5, and the kernels need 8.0"]), ((9, 0), [])],
 )
 def test_gpus_before_ampere_are_unavailable(capability, reasons, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
