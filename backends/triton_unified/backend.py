@@ -1,15 +1,11 @@
 """Our own unified paged attention in Triton, as a candidate: what it declares. Must not know: kernels, launches."""
 
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from attncheck.backends import interpreter
 from attncheck.backends.contract import AttentionType, Conventions
 from attncheck.backends.paged import PagedBackend
+from attncheck.backends.triton_unified.declarations import TritonBackend
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 if TYPE_CHECKING:
@@ -20,7 +16,7 @@ LARGEST_HEAD_SIZE = 256
 """A tile of keys and one of values have to fit the memory of a multiprocessor."""
 
 
-class UnifiedBackend(PagedBackend):
+class UnifiedBackend(TritonBackend, PagedBackend):
     """One launch for any batch; any block size, both layouts, head sizes up to 256."""
 
     packing = "split_second"
@@ -84,38 +80,11 @@ class UnifiedBackend(PagedBackend):
         return super().unsupported_reasons(layer, cache, batch) + too_large
 
     @classmethod
-    def unavailable_reasons(cls, device: str) -> list[str]:
-        return super().unavailable_reasons(device) + interpreter.unavailable_reasons(device)
-
-    @classmethod
-    def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        reasons = super().unavailable_case_reasons(device, layer, cache, batch)
-        if "bfloat16" in (layer.dtype, cache.kv_cache_dtype) and torch.device(device).type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            if capability < (8, 0) and not interpreter.is_interpreted():
-                reasons.append(f"bfloat16 on compute capability {capability[0]}.{capability[1]}: Triton needs 8.0")
-        return reasons
-
-    @classmethod
-    def required_environment(cls, device: str) -> dict[str, str]:
-        return interpreter.required_environment(device)
-
-    @classmethod
-    def default_suite(cls, device: str) -> str:
-        return interpreter.default_suite(device)
-
-    @classmethod
     def functions(cls) -> dict[str, Callable[..., Any]]:
         from attncheck.backends.triton_unified.cache import reshape_and_cache
         from attncheck.backends.triton_unified.merging import merge_attn_states
 
         return {"reshape_and_cache": reshape_and_cache, "merge_attn_states": merge_attn_states}
-
-    @classmethod
-    def version(cls) -> str:
-        if importlib.util.find_spec("triton") is None:
-            return super().version()
-        return interpreter.marked(f"{super().version()}, triton {importlib.metadata.version('triton')}")
 
 
 def _head_size_reason(name: str, size: int) -> str:

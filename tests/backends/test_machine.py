@@ -4,6 +4,10 @@ import pytest
 import torch
 
 from attncheck.backends import machine
+from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.triton_mla.backend import TritonLatentBackend
+from attncheck.backends.triton_unified.backend import UnifiedBackend
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 
 @pytest.fixture
@@ -44,3 +48,19 @@ def test_a_module_that_does_not_import_is_a_reason() -> None:
     assert machine.import_reasons("no_such_module") == [
         "no_such_module cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"
     ]
+
+
+@pytest.mark.parametrize("backend", [UnifiedBackend, TritonLatentBackend])
+@pytest.mark.parametrize(("capability", "is_told"), [((7, 5), True), ((8, 0), False)])
+def test_kernels_of_bfloat16_are_compiled_for_no_gpu_before_ampere(
+    backend: type[AttentionBackend], capability: tuple[int, int], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    batch = BatchSpec(requests=(RequestSpec(query_len=1),))
+    expected = ["bfloat16 on compute capability 7.5: Triton needs 8.0"] if is_told else []
+    asked = {("bfloat16", "auto"): expected, ("float16", "bfloat16"): expected, ("float16", "auto"): []}
+    for (dtype, stored), reasons in asked.items():
+        layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=16, dtype=dtype)
+        cache = CacheSpec(kv_cache_dtype=stored)
+        assert backend.unavailable_case_reasons("cuda:0", layer, cache, batch) == reasons
