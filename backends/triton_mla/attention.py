@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attncheck.backends.interpreter import is_interpreted
 from attncheck.backends.triton_mla.kernels.latent import attend_latent
-from attncheck.backends.triton_unified.cache import CODE_FORMATS
+from attncheck.backends.triton_unified.formats import CODE_FORMATS, FLOATS
 from attncheck.backends.triton_unified.scratch import SplitScratch
 from attncheck.backends.triton_unified.segments import launch_merge
 from attncheck.backends.triton_unified.tiling import block_size_of, choose_segments, power_of_two
@@ -102,7 +102,7 @@ def latent_attention(
 
     Rows of a request that see no key get 0 and -inf; rows of no request, behind ``query_start_loc[R]``, are left alone.
 
-    latent: ``[T, H, L]``, rotary: ``[T, H, E]`` (E may be 0), float16, bfloat16 or float32, any strides.
+    latent: ``[T, H, L]``, rotary: ``[T, H, E]`` (E may be 0), both float16, bfloat16 or float32, any strides.
     kv_cache: ``[blocks, block size, L + E]``, any strides; float8 for codes, whose values ``k_scale`` (float32, one
         element) makes.
     output: ``[T, H, L]``, any strides. output_lse: float32 ``[T, H]``, natural logarithms.
@@ -110,7 +110,7 @@ def latent_attention(
     max_query_len: a bound of the rows of a request.
     scratch: where results of segments lie; None: keys are not cut into segments.
 
-    Raises ``ValueError`` for shapes that do not go together.
+    Raises ``ValueError`` for shapes or dtypes that do not go together, or that the kernel does not know.
     """
     num_rows, num_heads, rank = latent.shape
     num_reqs = len(seq_lens)
@@ -127,6 +127,12 @@ def latent_attention(
         for name, given, shape in wanted
         if given is not None and given.shape != shape
     ]
+    if not {latent.dtype, output.dtype} <= {*FLOATS} or rotary.dtype != latent.dtype:
+        wrong.append(f"latent is {latent.dtype}, rotary {rotary.dtype}, output {output.dtype}")
+    if kv_cache.dtype not in (*FLOATS, *CODE_FORMATS):
+        wrong.append(f"kv_cache is {kv_cache.dtype}")
+    if not (query_start_loc.is_contiguous() and seq_lens.is_contiguous()):
+        wrong.append("query_start_loc or seq_lens has gaps between its entries")
     if kv_cache.dtype in CODE_FORMATS and (k_scale is None or k_scale.numel() != 1):
         wrong.append("a cache of codes needs a k_scale of one element")
     if block_table.stride(-1) != 1:

@@ -6,7 +6,7 @@ Reads nothing from the device. Must not know: metadata, builders, tiles.
 import torch
 from torch import Tensor
 
-from attncheck.backends.triton_unified.cache import CODE_FORMATS
+from attncheck.backends.triton_unified.formats import CODE_FORMATS, FLOATS
 from attncheck.backends.triton_unified.launch import unified_attention_op
 from attncheck.backends.triton_unified.scratch import SplitScratch
 from attncheck.reference.params import AttentionParams
@@ -54,10 +54,10 @@ def unified_attention(
     scratch: where results of segments lie; None: keys are not cut into segments.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes or dtypes that do not go together, or that the kernel does not know.
         NotImplementedError: ALiBi's square-root form; chunks with a lookback.
     """
-    wrong = _wrong_shapes(query, key_cache, value_cache, output, params, 4)
+    wrong = _wrong_tensors(query, key_cache, value_cache, output, params, 4)
     if block_table.shape[0] != seq_lens.shape[0] or block_table.stride(-1) != 1:
         wrong.append(f"block_table has shape {tuple(block_table.shape)} and strides {block_table.stride()}")
     _attend(
@@ -100,7 +100,7 @@ def ragged_attention(
 
     Arguments and errors as those of :func:`unified_attention`.
     """
-    wrong = _wrong_shapes(query, key, value, output, params, 3)
+    wrong = _wrong_tensors(query, key, value, output, params, 3)
     _attend(
         query,
         key,
@@ -200,7 +200,7 @@ def _attend(
     )
 
 
-def _wrong_shapes(
+def _wrong_tensors(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, params: AttentionParams, dimensions: int
 ) -> list[str]:
     wrong = []
@@ -209,8 +209,12 @@ def _wrong_shapes(
     for name, given, size in (("keys", key, params.head_size), ("values", value, params.value_head_size)):
         if given.dim() != dimensions or given.shape[-2:] != (params.num_kv_heads, size):
             wrong.append(f"{name} have shape {tuple(given.shape)}, not [..., {params.num_kv_heads}, {size}]")
+    if query.dtype not in FLOATS or key.dtype not in (*FLOATS, *CODE_FORMATS):
+        wrong.append(f"query is {query.dtype}, keys are {key.dtype}")
     if key.shape[:-1] != value.shape[:-1] or key.dtype != value.dtype:
         wrong.append(f"keys are {key.dtype} {tuple(key.shape)}, values {value.dtype} {tuple(value.shape)}")
+    if output.dtype not in (*FLOATS, *CODE_FORMATS):
+        wrong.append(f"output is {output.dtype}")
     if output.shape != (*query.shape[:2], params.value_head_size):
         wrong.append(f"output has shape {tuple(output.shape)} for a query of {tuple(query.shape)}")
     return wrong

@@ -5,13 +5,8 @@ import triton
 from torch import Tensor
 
 from attncheck.backends.interpreter import is_interpreted
+from attncheck.backends.triton_unified.formats import CODE_FORMATS, FLOATS
 from attncheck.backends.triton_unified.kernels.cache import write_cache_kernel
-from attncheck.backends.triton_unified.kernels.codes import E4M3FN, E5M2
-
-CODE_FORMATS = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
-"""Float8 dtypes of a cache, and what the kernels call them."""
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 _ROWS, _INTERPRETED_ROWS = 8, 256
 """Rows a program: few, so that a decode step has programs enough for a GPU; interpreted, a program costs what its
@@ -151,13 +146,13 @@ def _refuse(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, 
         )
     if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int32, torch.int64):
         wrong.append(f"slot_mapping is {slot_mapping.dtype} {tuple(slot_mapping.shape)}, not int32 or int64 [T]")
-    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (*_FLOATS, *CODE_FORMATS):
+    if key_cache.dtype != value_cache.dtype or key_cache.dtype not in (*FLOATS, *CODE_FORMATS):
         wrong.append(f"caches have dtypes {key_cache.dtype} and {value_cache.dtype}")
     for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
         if rows.dim() != 3 or rows.shape[1:] != cache.shape[2:] or len(rows) < len(slot_mapping):
             wanted = f"[{len(slot_mapping)}+, {', '.join(map(str, cache.shape[2:]))}]"
             wrong.append(f"{name} has shape {tuple(rows.shape)}, not {wanted}")
-        if rows.dtype not in _FLOATS:
+        if rows.dtype not in FLOATS:
             wrong.append(f"{name} has dtype {rows.dtype}")
     if wrong:
         raise ValueError("reshape_and_cache: " + "; ".join(wrong))

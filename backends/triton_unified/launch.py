@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.interpreter import is_interpreted
-from attncheck.backends.triton_unified.cache import CODE_FORMATS
+from attncheck.backends.triton_unified.formats import CODE_FORMATS
 from attncheck.backends.triton_unified.kernels.attention import attend_blocks
 from attncheck.backends.triton_unified.segments import launch_merge
 from attncheck.backends.triton_unified.tiling import block_size_of, choose_segments, choose_tiling

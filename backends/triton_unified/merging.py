@@ -5,9 +5,8 @@ import triton
 from torch import Tensor
 
 from attncheck.backends.interpreter import is_interpreted
+from attncheck.backends.triton_unified.formats import FLOATS
 from attncheck.backends.triton_unified.kernels.merge import merge_states_kernel
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 _ROWS, _INTERPRETED_ROWS = 8, 256
 """Rows a program: enough programs for a GPU; interpreted, a program costs what its operations cost, whatever their
@@ -102,7 +101,7 @@ def _refuse(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
         if given.shape != shape:
             wrong.append(f"{name} has shape {tuple(given.shape)}, not {tuple(shape)}")
     for name, given in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        if given.dtype not in _FLOATS:
+        if given.dtype not in FLOATS:
             wrong.append(f"{name} has dtype {given.dtype}")
     if wrong:
         raise ValueError("merge_attn_states: " + "; ".join(wrong))

@@ -210,12 +210,17 @@ def test_what_does_not_go_together_is_refused() -> None:
         ({"output_lse": torch.zeros(6)}, r"output_lse has shape \(6,\), not \(6, 3\)"),
         ({"query_start_loc": torch.zeros(2)}, r"query_start_loc has shape \(2,\), not \(3,\)"),
         ({"block_table": torch.zeros(3, 2).T}, "block_table has strides"),
+        ({"seq_lens": torch.zeros(4, dtype=torch.int32)[::2]}, "has gaps between its entries"),
+        ({"output": torch.zeros(6, 3, 20, dtype=torch.float64)}, "output torch.float64"),
     ):
         with pytest.raises(ValueError, match=message):
             step.answer(**options)
     step.kv_cache = step.kv_cache.to(torch.float8_e5m2)
     with pytest.raises(ValueError, match="needs a k_scale of one element"):
         step.answer(k_scale=None)
+    step.kv_cache = step.kv_cache.to(torch.float64)
+    with pytest.raises(ValueError, match=r"kv_cache is torch\.float64"):
+        step.answer()
 
 
 def test_no_requests_are_nothing_to_do() -> None:

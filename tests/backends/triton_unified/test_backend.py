@@ -104,6 +104,8 @@ def indices(*numbers: int) -> torch.Tensor:
     ("changed", "told"),
     [
         ({"query": rows(3, 2, 8)}, "query has shape"),
+        ({"query": rows(3, 2, 16, dtype=torch.float64)}, "query is torch.float64"),
+        ({"output": rows(3, 2, 16, dtype=torch.int8)}, "output is torch.int8"),
         ({"key_cache": rows(4, 16, 2, 16)}, "keys have shape"),
         ({"value_cache": rows(4, 16, 1, 16, dtype=torch.float16)}, "values torch.float16"),
         ({"output": rows(2, 2, 16)}, "output has shape"),
