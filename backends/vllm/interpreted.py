@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from attncheck.backends.interpreter import is_interpreted
+from attncheck.backends.interpreter import BFLOAT16_GAP, is_interpreted
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 _CAPABILITY = (9, 0)
@@ -88,7 +88,7 @@ def gaps(layer: LayerSpec, cache: CacheSpec) -> list[str]:
     """What the interpreter computes wrongly of such a case (triton 3.6.0): each a reason not to ask it; empty: ask."""
     reasons = []
     if layer.dtype == "bfloat16":
-        reasons.append("dtype bfloat16: Triton's interpreter multiplies the bits of bfloat16 as if they were integers")
+        reasons.append(BFLOAT16_GAP)
     if cache.kv_cache_dtype.startswith("fp8"):
         reasons.append(
             f"kv_cache_dtype {cache.kv_cache_dtype}: Triton's interpreter loses carries when it rounds to FP8"

@@ -77,7 +77,7 @@ class XFormersBackend(PagedBackend):
         is_operators = layer.sliding_window is None and layer.soft_cap is None
         if not (interpreter.is_interpreted() and layer.dtype == "bfloat16" and is_operators):
             return []
-        return ["dtype bfloat16: Triton's interpreter multiplies the bits of bfloat16 as if they were integers"]
+        return [interpreter.BFLOAT16_GAP]
 
     @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:

@@ -87,7 +87,10 @@ class XFormersImpl(PagedImpl):
         output: Tensor,
         output_lse: Tensor | None,
     ) -> None:
-        assert caches is not None
+        if caches is None:
+            raise RuntimeError(
+                f"{self.backend.get_name()}: a layer of attn_type {self.attn_type} has no cache to attend to"
+            )
         common, n = metadata.common, self._num_decodes(metadata)
         lens, table, starts = common.seq_lens, common.block_table_tensor, common.query_start_loc
         if n:

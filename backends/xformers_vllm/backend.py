@@ -105,7 +105,7 @@ class XFormersAttentionBackend(AttentionBackend):
         """The operator's products of bfloat16 are the interpreter's fault, whatever the layer."""
         if not (interpreter.is_interpreted() and layer.dtype == "bfloat16"):
             return []
-        return ["dtype bfloat16: Triton's interpreter multiplies the bits of bfloat16 as if they were integers"]
+        return [interpreter.BFLOAT16_GAP]
 
     @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:
