@@ -40,7 +40,7 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "flashinfer": "attncheck.backends.flashinfer.backend:FlashInferBackend",
         "reference_mla": "attncheck.backends.reference_mla:ReferenceMLABackend",
         "torch_mla": "attncheck.backends.torch_mla:TorchMLABackend",
-        "triton_mla": "attncheck.backends.triton_mla.backend:TritonLatentBackend",
+        "triton_mla": "attncheck.backends.triton_mla.backend:TritonMLABackend",
         "xformers_vllm": "attncheck.backends.xformers_vllm.backend:XFormersAttentionBackend",
         "vllm": "attncheck.backends.vllm.bridge:VLLMBackend",
     }

@@ -37,7 +37,6 @@ _SHOWN = 20_000
 _LONGEST = 2**27
 """Bytes it may print while it is at one case; then they are forgotten, and it may begin again."""
 
-
 _ROOM = 2**20
 """Bytes of answers that wait to be read; Linux gives no more to everybody."""
 

@@ -14,7 +14,7 @@ from attncheck.backends.triton_mla.kernels.latent import attend_latent
 from attncheck.backends.triton_unified.formats import CODE_FORMATS, FLOATS
 from attncheck.backends.triton_unified.scratch import SplitScratch
 from attncheck.backends.triton_unified.segments import launch_merge
-from attncheck.backends.triton_unified.tiling import block_size_of, choose_segments, power_of_two
+from attncheck.backends.triton_unified.tiling import choose_segments, power_of_two, tile_width
 
 _LOG2_E = 1.4426950408889634
 
@@ -251,8 +251,8 @@ def latent_attention_op(
             BLOCK_Q=tiling.block_q,
             BLOCK_M=tiling.block_m,
             BLOCK_N=tiling.block_n,
-            BLOCK_L=block_size_of(rank),
-            BLOCK_E=block_size_of(rotary.shape[2]),
+            BLOCK_L=tile_width(rank),
+            BLOCK_E=tile_width(rotary.shape[2]),
             INTERPRETED=interpreted,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,

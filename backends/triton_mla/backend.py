@@ -8,14 +8,14 @@ from attncheck.backends.triton_unified.declarations import TritonBackend
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 if TYPE_CHECKING:
-    from attncheck.backends.triton_mla.builder import TritonLatentBuilder, TritonLatentMetadata
-    from attncheck.backends.triton_mla.impl import TritonLatentImpl
+    from attncheck.backends.triton_mla.builder import TritonMLABuilder, TritonMLAMetadata
+    from attncheck.backends.triton_mla.impl import TritonMLAImpl
 
 LARGEST_RANK, LARGEST_ROTARY = 1024, 128
 """Tiles of queries and keys have to fit the memory of a multiprocessor."""
 
 
-class TritonLatentBackend(TritonBackend, LatentBackend):
+class TritonMLABackend(TritonBackend, LatentBackend):
     """Latent rows of up to 1024 numbers and 128 rotated ones, any other size; one launch for any batch.
 
     The workspace of a layer is not used: no context is up-projected.
@@ -25,25 +25,25 @@ class TritonLatentBackend(TritonBackend, LatentBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "TRITON_LATENT"
+        return "TRITON_MLA"
 
     @staticmethod
-    def get_impl_cls() -> type["TritonLatentImpl"]:
-        from attncheck.backends.triton_mla.impl import TritonLatentImpl
+    def get_impl_cls() -> type["TritonMLAImpl"]:
+        from attncheck.backends.triton_mla.impl import TritonMLAImpl
 
-        return TritonLatentImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["TritonLatentBuilder"]:
-        from attncheck.backends.triton_mla.builder import TritonLatentBuilder
-
-        return TritonLatentBuilder
+        return TritonMLAImpl
 
     @staticmethod
-    def get_metadata_cls() -> type["TritonLatentMetadata"]:
-        from attncheck.backends.triton_mla.builder import TritonLatentMetadata
+    def get_builder_cls() -> type["TritonMLABuilder"]:
+        from attncheck.backends.triton_mla.builder import TritonMLABuilder
 
-        return TritonLatentMetadata
+        return TritonMLABuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type["TritonMLAMetadata"]:
+        from attncheck.backends.triton_mla.builder import TritonMLAMetadata
+
+        return TritonMLAMetadata
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:

@@ -13,7 +13,7 @@ from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetad
 from attncheck.backends.interpreter import is_interpreted
 from attncheck.backends.latent import LatentBuilder, LatentMetadata
 from attncheck.backends.paged_metadata import PagedMetadata
-from attncheck.backends.triton_mla.backend import TritonLatentBackend
+from attncheck.backends.triton_mla.backend import TritonMLABackend
 from attncheck.backends.triton_unified.scratch import SplitScratch
 
 _PROGRAMS_PER_PROCESSOR = 4
@@ -30,7 +30,7 @@ _INTERPRETED_PROGRAMS, _INTERPRETED_SEGMENTS = 4, 2
 
 
 @dataclass
-class TritonLatentMetadata(LatentMetadata):
+class TritonMLAMetadata(LatentMetadata):
     """A step. ``scratch``: for results of segments; None: keys are not cut into segments.
 
     The numbers on the host serve refusals alone.
@@ -39,11 +39,11 @@ class TritonLatentMetadata(LatentMetadata):
     scratch: SplitScratch | None = None
 
 
-class TritonLatentBuilder(LatentBuilder):
+class TritonMLABuilder(LatentBuilder):
     """Makes them, without waiting for the device."""
 
-    backend = TritonLatentBackend
-    metadata_cls: ClassVar[type[PagedMetadata]] = TritonLatentMetadata
+    backend = TritonMLABackend
+    metadata_cls: ClassVar[type[PagedMetadata]] = TritonMLAMetadata
     cudagraph_support = AttentionCGSupport.ALWAYS
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class TritonLatentBuilder(LatentBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
         metadata: Any = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        made: TritonLatentMetadata = replace(metadata, scratch=self._scratch)
+        made: TritonMLAMetadata = replace(metadata, scratch=self._scratch)
         return made
 
 

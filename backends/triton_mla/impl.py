@@ -11,15 +11,15 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionLayer
 from attncheck.backends.latent import LatentImpl, LatentMetadata
 from attncheck.backends.triton_mla.attention import latent_attention
-from attncheck.backends.triton_mla.backend import TritonLatentBackend, too_large
-from attncheck.backends.triton_mla.builder import TritonLatentMetadata
+from attncheck.backends.triton_mla.backend import TritonMLABackend, too_large
+from attncheck.backends.triton_mla.builder import TritonMLAMetadata
 from attncheck.backends.triton_unified.cache import reshape_and_cache
 
 
-class TritonLatentImpl(LatentImpl):
+class TritonMLAImpl(LatentImpl):
     """One layer."""
 
-    backend = TritonLatentBackend
+    backend = TritonMLABackend
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,7 +59,7 @@ class TritonLatentImpl(LatentImpl):
             causal=common.causal,
             k_scale=layer._k_scale,
             output_lse=None if output_lse is None else output_lse[:rows],
-            scratch=metadata.scratch if isinstance(metadata, TritonLatentMetadata) else None,
+            scratch=metadata.scratch if isinstance(metadata, TritonMLAMetadata) else None,
         )
         out_THV = torch.bmm(seen_HTL, w_uv_LHV.transpose(0, 1)).transpose(0, 1)
         # Rows of no request are nobody's in ``seen_HTL``, and stay what they were.

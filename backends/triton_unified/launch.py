@@ -14,7 +14,7 @@ from attncheck.backends.interpreter import is_interpreted
 from attncheck.backends.triton_unified.formats import CODE_FORMATS
 from attncheck.backends.triton_unified.kernels.attention import attend_blocks
 from attncheck.backends.triton_unified.segments import launch_merge
-from attncheck.backends.triton_unified.tiling import block_size_of, choose_segments, choose_tiling
+from attncheck.backends.triton_unified.tiling import choose_segments, choose_tiling, tile_width
 
 _LOG2_E = 1.4426950408889634
 
@@ -151,8 +151,8 @@ def unified_attention_op(
             BLOCK_M=tiling.block_m,
             BLOCK_Q=tiling.block_q,
             BLOCK_N=tiling.block_n,
-            BLOCK_D=block_size_of(head_size),
-            BLOCK_V=block_size_of(head_size_v),
+            BLOCK_D=tile_width(head_size),
+            BLOCK_V=tile_width(head_size_v),
             INTERPRETED=interpreted,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attncheck.backends.interpreter import is_interpreted
 from attncheck.backends.triton_unified.kernels.split import merge_segments
-from attncheck.backends.triton_unified.tiling import block_size_of
+from attncheck.backends.triton_unified.tiling import tile_width
 
 _INTERPRETED_RESULTS = 32
 """Merged by one program where programs cost what their operations cost, whatever the sizes; a GPU has one for each."""
@@ -54,7 +54,7 @@ def launch_merge(
         OUT_FORMAT=out_format,
         NUM_SEGMENTS=segments,
         BLOCK_R=results,
-        BLOCK_V=block_size_of(head_size_v),
+        BLOCK_V=tile_width(head_size_v),
         INTERPRETED=interpreted,
         num_warps=1 if head_size_v <= 64 else 4,
     )

@@ -46,7 +46,7 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def block_size_of(head_size: int) -> int:
+def tile_width(head_size: int) -> int:
     """Columns of a tile that holds heads of ``head_size``; products need 16."""
     return max(16, power_of_two(head_size))
 
@@ -71,7 +71,7 @@ def choose_tiling(
     # Decodes have small tiles, for which products cost nothing; prompts as large ones as the registers hold.
     block_m = max(least, min(128, power_of_two(lines)))
     block_n = 64 if head_size <= 128 else 32
-    bytes_per_row = itemsize * block_size_of(head_size)
+    bytes_per_row = itemsize * tile_width(head_size)
     num_stages = _STAGES if head_size <= 128 else _STAGES - 1
     while num_stages > 1 and (block_m + 2 * (num_stages - 1) * block_n) * bytes_per_row > shared_memory:
         num_stages -= 1

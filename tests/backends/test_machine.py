@@ -5,7 +5,7 @@ import torch
 
 from attncheck.backends import machine
 from attncheck.backends.contract import AttentionBackend
-from attncheck.backends.triton_mla.backend import TritonLatentBackend
+from attncheck.backends.triton_mla.backend import TritonMLABackend
 from attncheck.backends.triton_unified.backend import UnifiedBackend
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
@@ -50,7 +50,7 @@ def test_a_module_that_does_not_import_is_a_reason() -> None:
     ]
 
 
-@pytest.mark.parametrize("backend", [UnifiedBackend, TritonLatentBackend])
+@pytest.mark.parametrize("backend", [UnifiedBackend, TritonMLABackend])
 @pytest.mark.parametrize(("capability", "is_told"), [((7, 5), True), ((8, 0), False)])
 def test_kernels_of_bfloat16_are_compiled_for_no_gpu_before_ampere(
     backend: type[AttentionBackend], capability: tuple[int, int], is_told: bool, monkeypatch: pytest.MonkeyPatch

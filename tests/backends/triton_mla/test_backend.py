@@ -8,7 +8,7 @@ import torch
 
 from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
 from attncheck.backends.registry import load
-from attncheck.backends.triton_mla.backend import TritonLatentBackend
+from attncheck.backends.triton_mla.backend import TritonMLABackend
 from attncheck.backends.verification import contract_problems
 from attncheck.cases.loader import load_suite, select
 from attncheck.harness.engine import Examiner, Plan
@@ -32,7 +32,7 @@ def impl_of(rank: int, rotary: int):
     layer = layer_of(rank, rotary)
     weights = make_up_projections(layer, torch.float32)
     keywords = latent_keywords(layer.mla, weights, torch.device(DEVICE))
-    return TritonLatentBackend.get_impl_cls()(2, layer.head_size, 0.5, 1, **keywords)
+    return TritonMLABackend.get_impl_cls()(2, layer.head_size, 0.5, 1, **keywords)
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ def test_cases_are_answered_right(suite: str, cases: list[str], checks: tuple[st
 
 
 def test_it_keeps_the_contract_and_promises_graphs_of_any_batch() -> None:
-    assert contract_problems(TritonLatentBackend) == []
-    assert TritonLatentBackend.is_mla()
-    builder = TritonLatentBackend.get_builder_cls()
+    assert contract_problems(TritonMLABackend) == []
+    assert TritonMLABackend.is_mla()
+    builder = TritonMLABackend.get_builder_cls()
     assert builder.get_cudagraph_support(None, None) == AttentionCGSupport.ALWAYS
 
 
 def test_the_scratch_is_the_same_in_every_step() -> None:
     spec = KVCacheSpec(block_size=4, num_kv_heads=1, head_size=20, dtype=torch.float32)
-    builder = TritonLatentBackend.get_builder_cls()(spec, ["layer.0"], None, torch.device(DEVICE))
+    builder = TritonMLABackend.get_builder_cls()(spec, ["layer.0"], None, torch.device(DEVICE))
     common = CommonAttentionMetadata(
         *(torch.zeros(2, dtype=torch.int32) for _ in range(5)), 1, 0, 1, 1, torch.zeros(1, 1), torch.zeros(0)
     )
@@ -77,7 +77,7 @@ def test_the_scratch_is_the_same_in_every_step() -> None:
     ],
 )
 def test_rows_that_fit_no_tile_are_not_supported_and_refused(rank: int, rotary: int, reasons: list[str]) -> None:
-    assert TritonLatentBackend.unsupported_reasons(layer_of(rank, rotary), CacheSpec(), DECODE) == reasons
+    assert TritonMLABackend.unsupported_reasons(layer_of(rank, rotary), CacheSpec(), DECODE) == reasons
     if not reasons:
         assert impl_of(rank, rotary).kv_lora_rank == rank
         return
@@ -98,6 +98,6 @@ def test_a_scale_a_head_is_refused_before_anything_is_written() -> None:
 def test_asking_for_declarations_loads_no_triton() -> None:
     asked = (
         "import sys; from attncheck.backends.registry import load; from attncheck.backends.triton_mla import backend; "
-        "backend.TritonLatentBackend.version(); assert 'triton' not in sys.modules"
+        "backend.TritonMLABackend.version(); assert 'triton' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
