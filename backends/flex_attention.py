@@ -204,7 +204,7 @@ class FlexImpl(PagedImpl):
         """Cap, then ALiBi. Numbers travel as tensors, which a compiled kernel reads and is not compiled for."""
         device = call.own.device
         cap = None if self.logits_soft_cap is None else torch.tensor(self.logits_soft_cap, device=device)
-        slopes = None if self.alibi_slopes is None else torch.tensor(self.alibi_slopes, device=device)
+        slopes = self.slopes_on(device)
         own = call.own
         if cap is None and slopes is None:
             return None

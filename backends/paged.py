@@ -67,6 +67,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
 
     backend: ClassVar[type[PagedBackend]]
     metadata_cls: ClassVar[type[PagedMetadata]]
+    _slopes: Tensor | None = None
 
     def __init__(
         self,
@@ -138,6 +139,12 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             sinks=self._sink_logits,
             attn_chunk_size=metadata.attention_chunk_size,
         )
+
+    def slopes_on(self, device: torch.device) -> Tensor | None:
+        """ALiBi's slopes, float32 ``[num_heads]``. Made once: a copy from the host cannot be part of a CUDA graph."""
+        if self.alibi_slopes is not None and (self._slopes is None or self._slopes.device != device):
+            self._slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device)
+        return self._slopes
 
     def forward(
         self,

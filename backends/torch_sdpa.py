@@ -92,7 +92,6 @@ class SDPAImpl(PagedImpl):
 
     backend = SDPABackend
     metadata_cls = SDPAMetadata
-    _slopes: Tensor | None = None
 
     def write(
         self,
@@ -135,8 +134,8 @@ class SDPAImpl(PagedImpl):
             return self._attention(query_1qHD, key_1kHD, value_1kHD, None, is_causal=True)[0]
         ahead = (piece.key_positions()[None, :] - piece.query_positions()[:, None])[None]
         seen = _seen(params, ahead, piece.tree)
-        if self.alibi_slopes is not None:
-            mask: Tensor | None = self._alibi_mask(seen, ahead)
+        if (slopes := self.slopes_on(ahead.device)) is not None:
+            mask: Tensor | None = _alibi_mask(slopes, seen, ahead)
         else:
             mask = None if bool(seen.all()) else seen[:, None]
         out_1qHD = self._attention(query_1qHD, key_1kHD, value_1kHD, mask)
@@ -148,7 +147,8 @@ class SDPAImpl(PagedImpl):
         """``[rows, num_heads, value head size]``; padding rows are 0 like rows that see nothing."""
         ahead = piece.key_positions[:, None, :] - piece.query_positions[:, :, None]
         seen = _seen(params, ahead, tree) & piece.exists[:, None, :]
-        mask = seen[:, None] if self.alibi_slopes is None else self._alibi_mask(seen, ahead)
+        slopes = self.slopes_on(ahead.device)
+        mask = seen[:, None] if slopes is None else _alibi_mask(slopes, seen, ahead)
         query_nqHD = query.unflatten(0, piece.query_positions.shape)
         out_nqHD = self._attention(query_nqHD, piece.key, piece.value, mask)
         return _where_seen(out_nqHD, seen.any(-1) & piece.is_real).flatten(0, 1)
@@ -180,13 +180,11 @@ class SDPAImpl(PagedImpl):
         )
         return out_nHqD.transpose(1, 2)
 
-    def _alibi_mask(self, seen: Tensor, ahead: Tensor) -> Tensor:
-        """``slope * (key position - query position)``, -inf where a row does not see: ``[n, heads, rows, keys]``."""
-        if self._slopes is None or self._slopes.device != ahead.device:
-            # Once: a copy from the host cannot be part of a graph.
-            self._slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=ahead.device)
-        bias = self._slopes[:, None, None] * ahead[:, None].to(torch.float32)
-        return bias.masked_fill(~seen[:, None], -torch.inf)
+
+def _alibi_mask(slopes: Tensor, seen: Tensor, ahead: Tensor) -> Tensor:
+    """``slope * (key position - query position)``, -inf where a row does not see: ``[n, heads, rows, keys]``."""
+    bias = slopes[:, None, None] * ahead[:, None].to(torch.float32)
+    return bias.masked_fill(~seen[:, None], -torch.inf)
 
 
 def _seen(params: AttentionParams, ahead: Tensor, tree: Tensor | None) -> Tensor:

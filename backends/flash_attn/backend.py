@@ -78,7 +78,6 @@ class FlashAttnImpl(FlashImpl):
     """One layer."""
 
     backend = FlashAttnBackend
-    _slopes: Tensor | None = None
 
     def answer(
         self,
@@ -142,11 +141,5 @@ class FlashAttnImpl(FlashImpl):
             "causal": params.causal,
             "window_size": params.window,
             "softcap": self.logits_soft_cap or 0.0,
-            "alibi_slopes": None if self.alibi_slopes is None else self._slopes_on(device),
+            "alibi_slopes": self.slopes_on(device),
         }
-
-    def _slopes_on(self, device: torch.device) -> Tensor:
-        if self._slopes is None or self._slopes.device != device:
-            # Once: a copy from the host cannot be part of a graph.
-            self._slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device)
-        return self._slopes

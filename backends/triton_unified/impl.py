@@ -5,7 +5,6 @@ Nothing here depends on lengths, which a graph would freeze. Must not know: kern
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionLayer
@@ -22,7 +21,6 @@ class UnifiedImpl(PagedImpl):
 
     backend = UnifiedBackend
     metadata_cls = UnifiedMetadata
-    _slopes: Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,7 +57,7 @@ class UnifiedImpl(PagedImpl):
             "query_start_loc": common.query_start_loc,
             "max_query_len": common.max_query_len,
             "params": self.params(metadata),
-            "alibi_slopes": self._slopes_on(query.device),
+            "alibi_slopes": self.slopes_on(query.device),
             "sinks": self.sinks,
             "output_lse": None if output_lse is None else output_lse[rows],
             "output_scale": output_scale,
@@ -96,9 +94,3 @@ class UnifiedImpl(PagedImpl):
     ) -> None:
         """The kernel itself makes the codes, of the rows of requests alone."""
         self.attend(layer, query, key, value, caches, metadata, output, output_lse, output_scale)
-
-    def _slopes_on(self, device: torch.device) -> Tensor | None:
-        """Made once, before a graph is captured: a copy from the host cannot be part of one."""
-        if self.alibi_slopes is not None and (self._slopes is None or self._slopes.device != device):
-            self._slopes = torch.tensor(self.alibi_slopes, dtype=torch.float32, device=device)
-        return self._slopes
