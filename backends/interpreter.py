@@ -5,13 +5,16 @@ A verdict found this way bears :data:`MARK`; it is about the source, not about w
 one after another, products of float32 are exact, and nothing is said of speed. Must not know: any backend, cases.
 """
 
-import importlib.metadata
 import importlib.util
 import os
+import re
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
+
+from attncheck.backends.machine import installed_version
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType({"TRITON_INTERPRET": "1"})
 """What must stand before Python starts: Triton reads it when a kernel is decorated, its own library included."""
@@ -44,8 +47,16 @@ def default_suite(device: str) -> str:
 
 
 def marked(version: str) -> str:
-    """``version``, marked where kernels are interpreted."""
-    return f"{version}, {MARK}" if is_interpreted() else version
+    """``version`` (empty: none is known), marked where kernels are interpreted."""
+    return ", ".join(part for part in (version, MARK) if part) if is_interpreted() else version
+
+
+def untimely_reasons() -> list[str]:
+    """Why kernels are not interpreted although they should be: Triton had been imported before it was told to."""
+    standard = sys.modules.get("triton.language.standard")
+    if standard is None or not is_interpreted() or type(standard.cdiv).__name__ == "InterpretedFunction":
+        return []
+    return ["Triton was imported before TRITON_INTERPRET=1 was set: set it before Python starts"]
 
 
 def unavailable_reasons(device: str) -> list[str]:
@@ -56,13 +67,12 @@ def unavailable_reasons(device: str) -> list[str]:
         if torch.device(device).type == "cpu":
             return ["on a CPU Triton kernels are interpreted: set TRITON_INTERPRET=1 before Python starts"]
         return []
-    numpy, triton = (importlib.metadata.version(name) for name in ("numpy", "triton"))
-    if _release(numpy) >= (2, 4) and _release(triton) <= (3, 6):
+    numpy, triton = installed_version("numpy"), installed_version("triton")
+    if numpy and triton and _release(numpy) >= (2, 4) and _release(triton) <= (3, 6):
         # A loop bound that is loaded from memory is an array of one element, which numpy no longer takes for a number.
         return [f"numpy {numpy}: the interpreter of triton {triton} needs numpy below 2.4"]
     return []
 
 
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -1,0 +1,68 @@
+"""What interpreted kernels need, and how they are marked; nothing here launches one."""
+
+import subprocess
+import sys
+
+import pytest
+
+from attncheck.backends import interpreter
+
+
+@pytest.fixture(params=["1", "0"])
+def told(request, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", request.param)
+    return request.param == "1"
+
+
+def test_a_version_is_marked_where_kernels_are_interpreted(told):
+    assert interpreter.is_interpreted() is told
+    assert interpreter.marked("1.2") == ("1.2, interpreted" if told else "1.2")
+    assert interpreter.marked("") == ("interpreted" if told else "")
+
+
+def test_a_gpu_compiles_them_unless_told_otherwise(told):
+    assert interpreter.required_environment("cpu") == {"TRITON_INTERPRET": "1"}
+    assert interpreter.required_environment("cuda:1") == {}
+    assert interpreter.default_suite("cpu") == "interpreted"
+    assert interpreter.default_suite("cuda") == ("interpreted" if told else "smoke")
+
+
+def test_why_they_cannot_run_is_told(told, monkeypatch):
+    versions = {"numpy": "2.3.5", "triton": "3.6.0"}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert interpreter.unavailable_reasons("cuda") == []
+    on_cpu = ["on a CPU Triton kernels are interpreted: set TRITON_INTERPRET=1 before Python starts"]
+    assert interpreter.unavailable_reasons("cpu") == ([] if told else on_cpu)
+    versions["numpy"] = "2.4.1"
+    too_new = ["numpy 2.4.1: the interpreter of triton 3.6.0 needs numpy below 2.4"]
+    assert interpreter.unavailable_reasons("cpu") == (too_new if told else on_cpu)
+    versions["triton"] = "3.7.0"
+    assert interpreter.unavailable_reasons("cpu") == ([] if told else on_cpu)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert interpreter.unavailable_reasons("cpu") == ["Triton is not installed"]
+
+
+LATE = """
+import os, sys
+{before}
+os.environ["TRITON_INTERPRET"] = "1"
+{after}
+from attncheck.backends.interpreter import untimely_reasons
+print(untimely_reasons())
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "printed"),
+    [
+        ("import triton", "", "['Triton was imported before TRITON_INTERPRET=1 was set: set it before Python starts']"),
+        ("", "import triton", "[]"),
+        ("", "", "[]"),
+    ],
+)
+def test_a_variable_that_comes_too_late_is_told(before, after, printed):
+    pytest.importorskip("triton")
+    code = "import os; os.environ.pop('TRITON_INTERPRET', None)\n" + LATE.format(before=before, after=after)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == printed
