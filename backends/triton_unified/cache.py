@@ -127,7 +127,8 @@ def _(
 def _scale_of_slots(name: str, scale: float | Tensor | None, cache: Tensor) -> Tensor:
     """A scale for every slot and head, ``[NB, BS, Hkv]``, without a copy of it for each."""
     if not isinstance(scale, Tensor):
-        scale = torch.tensor(1.0 if scale is None else scale, device=cache.device)
+        # Filled on the device: a copy from the host can be no part of a CUDA graph.
+        scale = torch.full((), 1.0 if scale is None else scale, dtype=torch.float32, device=cache.device)
     shape = cache.shape[:3]
     if scale.numel() == 1:
         return scale.reshape(1, 1, 1).expand(shape)

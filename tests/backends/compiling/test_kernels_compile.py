@@ -110,6 +110,14 @@ def test_unified_attention_compiles(name: str, capability: int) -> None:
     assert_fits(kernels, capability, spilled=0 if is_chosen_for else sys.maxsize)
 
 
+@pytest.mark.parametrize("capability", SHARED)
+def test_attention_in_segments_compiles(capability: int) -> None:
+    scratch = "SplitScratch(torch.empty(2**20), torch.empty(2**12), 10_000, 32)"
+    kernels = compiled(capability, UNIFIED + f"attend(1, torch.bfloat16, sinks=ones, lse=True, scratch={scratch})")
+    assert [kernel["name"] for kernel in kernels] == ["attend_blocks", "merge_segments"]
+    assert_fits(kernels, capability, spilled=A_FEW_REGISTERS)
+
+
 @pytest.mark.parametrize(
     ("capability", "statements", "names"),
     [
