@@ -75,6 +75,14 @@ class Collection:
             report.result = [*(report.result or []), root]
         return report
 
+    @pytest.hookimpl
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Name the backends that could not run at all: their items are skips, which pytest does not explain."""
+        for each in self.introductions:
+            if each.unavailable_reasons:
+                reasons = phrases.printable("; ".join(each.unavailable_reasons))
+                terminalreporter.write_line(f"attncheck: {each.name} cannot run here: {reasons}")
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
         """Under pytest-xdist, where the user did not choose another way: one case and backend, one worker."""

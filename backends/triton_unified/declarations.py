@@ -22,7 +22,7 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        reasons = super().unavailable_case_reasons(device, layer, cache, batch)
+        reasons = [*super().unavailable_case_reasons(device, layer, cache, batch), *interpreter.untimely_reasons()]
         has_bfloat16 = "bfloat16" in (layer.dtype, cache.kv_cache_dtype)
         if has_bfloat16 and torch.device(device).type == "cuda" and not interpreter.is_interpreted():
             found = torch.cuda.get_device_capability(device)

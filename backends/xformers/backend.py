@@ -76,8 +76,8 @@ class XFormersBackend(PagedBackend):
         """The operator's products of bfloat16 are the interpreter's fault; attncheck's kernel works around it."""
         is_operators = layer.sliding_window is None and layer.soft_cap is None
         if not (interpreter.is_interpreted() and layer.dtype == "bfloat16" and is_operators):
-            return []
-        return [interpreter.BFLOAT16_GAP]
+            return interpreter.untimely_reasons()
+        return [interpreter.BFLOAT16_GAP, *interpreter.untimely_reasons()]
 
     @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:

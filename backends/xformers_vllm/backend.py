@@ -104,8 +104,8 @@ class XFormersAttentionBackend(AttentionBackend):
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """The operator's products of bfloat16 are the interpreter's fault, whatever the layer."""
         if not (interpreter.is_interpreted() and layer.dtype == "bfloat16"):
-            return []
-        return [interpreter.BFLOAT16_GAP]
+            return interpreter.untimely_reasons()
+        return [interpreter.BFLOAT16_GAP, *interpreter.untimely_reasons()]
 
     @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:

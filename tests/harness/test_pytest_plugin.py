@@ -96,6 +96,7 @@ def test_outcomes_skips_failures_and_junit(folder: pytest.Pytester) -> None:
     assert "attncheck::small::decode::torch_sdpa::numerics PASSED" in text
     assert re.search(r"SKIPPED \[\d\] .*small\.yaml:6: unsupported: feature 'lse' is not declared", text)
     assert re.search(r"SKIPPED \[\d\] .*small\.yaml:\d: unavailable: needs a moon", text)
+    assert "attncheck: Nowhere cannot run here: needs a moon" in text
     result.stdout.fnmatch_lines(["FAILED attncheck::small::decode::Raising::numerics - RuntimeError in forward*"])
 
     failures = text.partition("= FAILURES =")[2]
