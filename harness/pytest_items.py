@@ -16,6 +16,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.candidates import choose_backends, suite_device
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
+from attncheck.harness.introduction import Introduction
 from attncheck.harness.lineup import default_suites
 from attncheck.harness.loading import Loader
 from attncheck.harness.selection import check_seed, select_cases
@@ -31,6 +32,7 @@ class Collection:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        self.introductions: tuple[Introduction, ...] = ()
         self._examined: tuple[Examiner, RunHeader] | None = None
         self._latest: tuple[tuple[str, str], list[Record]] | None = None
 

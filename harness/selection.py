@@ -90,9 +90,9 @@ def select_cases(
     if wanted is not None:
         cases = tuple(case for case in cases if case.checks is None or set(case.checks) & set(wanted))
     if not cases:
-        chosen = " that matches" if patterns else ""
+        that = " that matches" if patterns else ""
         asked = f" asks for {', '.join(wanted)}" if wanted else ""
-        raise SelectionError(f"no case of {' or '.join(refs)}{chosen}{asked}")
+        raise SelectionError(f"no case of {' or '.join(refs)}{that}{asked}")
     return Selection(loaded, refs, cases, wanted, by_default=not suites)
 
 

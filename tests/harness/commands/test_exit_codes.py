@@ -33,7 +33,7 @@ TheRun = Callable[[Path], Path]
         (["--suite", "bad.yaml"], "bad.yaml:4:5"),
         (["--case", "decod"], "did you mean 'decode'?"),
         (["--case", "zz*"], "matches 'zz*'; `attncheck list cases --suite small.yaml` shows the ids"),
-        (["--case", "prefill", "--check", "lse"], "no case of small.yaml asks for lse"),
+        (["--case", "prefill", "--check", "lse"], "no case of small.yaml that matches asks for lse"),
         (["--check", "numeric"], "did you mean 'numerics'?"),
         (["--device", "tpu"], "give cpu, cuda or cuda:N"),
         (["--device", "meta"], "attncheck examines on cpu, cuda or cuda:N"),
