@@ -12,11 +12,15 @@ from torch import Tensor
 from attncheck.backends.interpreter import is_interpreted
 from attncheck.backends.triton_mla.kernels.latent import attend_latent
 from attncheck.backends.triton_unified.formats import CODE_FORMATS, FLOATS
+from attncheck.backends.triton_unified.launch import shared_memory_of
 from attncheck.backends.triton_unified.scratch import SplitScratch
 from attncheck.backends.triton_unified.segments import launch_merge
 from attncheck.backends.triton_unified.tiling import choose_segments, power_of_two, tile_width
 
 _LOG2_E = 1.4426950408889634
+
+_LARGE_TILES = 128 * 1024
+"""Bytes of shared memory from which tiles of more than 16 lines are chosen for every dtype."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,21 @@ class LatentTiling:
 
 
 def choose_latent_tiling(
-    *, max_query_len: int, num_heads: int, kv_lora_rank: int, itemsize: int, is_coded: bool, interpreted: bool
+    *,
+    max_query_len: int,
+    num_heads: int,
+    kv_lora_rank: int,
+    itemsize: int,
+    is_coded: bool,
+    shared_memory: int,
+    interpreted: bool,
 ) -> LatentTiling:
     """Tiles for requests of up to ``max_query_len`` rows.
 
-    itemsize: bytes of what is multiplied; is_coded: it is made of codes. What limits a tile is the accumulator,
-    ``block_m`` times the latent rank in float32, which lies in registers, and beside it the queries and
-    ``num_stages`` tiles of keys in shared memory, of which there are 163 KiB (compute capability 8.0) or 227 (9.0).
+    itemsize: bytes of what is multiplied; is_coded: it is made of codes; shared_memory: bytes of it that a program may
+    have. What limits a tile is the accumulator, ``block_m`` times the latent rank in float32, which lies in registers,
+    and beside it the queries and ``num_stages`` tiles of keys in shared memory, of which there are 99 KiB (compute
+    capabilities 8.6 and 8.9), 163 (8.0) or 227 (9.0).
     Compiled for rank 512 and 64 rotated numbers of two bytes, 64 lines and 32 keys fill the registers of 8 warps and
     112 KiB (8.0) or 148 (9.0); 16 lines and 32 keys take 4 warps and 55 KiB; of codes, 32 lines and 16 keys 8 warps
     and 49 KiB. Of four bytes, 16 lines and 16 keys take 8 warps and 72 KiB. Twice as many lines or keys spill.
@@ -58,6 +70,8 @@ def choose_latent_tiling(
         most, block_n, num_stages = 16, 16, 2
     else:
         most, block_n, num_stages = 32 if is_coded else 64, 32, 2
+        if shared_memory < _LARGE_TILES:
+            most = 16
     block_m = max(16, min(most, power_of_two(max_query_len * num_heads)))
     if is_coded and block_m > 16:
         block_n = 16
@@ -193,6 +207,7 @@ def latent_attention_op(
         kv_lora_rank=rank,
         itemsize=latent.itemsize if code_format or latent.dtype == kv_cache.dtype else 4,
         is_coded=code_format != 0,
+        shared_memory=shared_memory_of(latent.device),
         interpreted=interpreted,
     )
     num_programs = tiling.num_programs(num_rows, num_reqs, num_heads)

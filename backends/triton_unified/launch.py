@@ -72,7 +72,7 @@ def unified_attention_op(
         group=group,
         head_size=max(head_size, head_size_v),
         itemsize=query.itemsize if kv_format or key.dtype == query.dtype else 4,
-        shared_memory=_shared_memory(query.device),
+        shared_memory=shared_memory_of(query.device),
         interpreted=interpreted,
     )
     blocks = tiling.num_blocks(num_rows, num_reqs)
@@ -182,7 +182,7 @@ def _scale_step(scale: Tensor | None) -> int:
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory_of(device: torch.device) -> int:
     """Bytes of shared memory that a program may have on ``device``; where there is none, as many as it likes."""
     if device.type != "cuda":
         return sys.maxsize

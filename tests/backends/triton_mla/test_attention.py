@@ -245,6 +245,7 @@ def test_tiles_hold_whole_rows_and_fit(
         kv_lora_rank=rank,
         itemsize=itemsize,
         is_coded=is_coded,
+        shared_memory=163 * 1024,
         interpreted=False,
     )
     assert tiling.block_h * tiling.block_q <= tiling.block_m
@@ -256,3 +257,10 @@ def test_tiles_hold_whole_rows_and_fit(
     # Every request's rows have programs, wherever they begin.
     blocks = tiling.num_programs(2 * max_query_len, 2, heads) / math.ceil(heads / tiling.block_h)
     assert blocks >= 2 * math.ceil(max_query_len / tiling.block_q)
+
+
+@pytest.mark.parametrize("is_coded", [False, True])
+def test_tiles_shrink_to_the_shared_memory_there_is(is_coded: bool) -> None:
+    given = {"max_query_len": 700, "num_heads": 16, "kv_lora_rank": 512, "itemsize": 2, "is_coded": is_coded}
+    tiling = choose_latent_tiling(**given, shared_memory=99 * 1024, interpreted=False)
+    assert (tiling.block_m + tiling.block_n * tiling.num_stages) * (512 + 64) * 2 <= 99 * 1024
