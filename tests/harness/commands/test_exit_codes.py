@@ -143,7 +143,11 @@ def test_ctrl_c_is_130_and_leaves_a_run_that_can_be_read(folder: Path) -> None:
         [*command, "--backend", "reference", "--backend", "./slow.py:Wrong"], stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 60
-    while not (folder / "began").exists() and time.monotonic() < deadline:
+    # The second backend may begin before the first one's records are in.
+    kept = folder / "cut.jsonl"
+    while time.monotonic() < deadline and not (
+        (folder / "began").exists() and kept.exists() and '"case_id"' in kept.read_text()
+    ):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
