@@ -1,0 +1,67 @@
+"""Pages that are reports of runs: made from the run files beside them, every finding with whose it is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from attncheck.backends.registry import builtin_names
+from attncheck.cases.loader import load_suite
+from attncheck.harness.expectations import load_expectations
+from attncheck.harness.selection import DEFAULT_SUITES
+from attncheck.reports.markdown import render_run
+from attncheck.reports.records import XFailed
+from attncheck.reports.store import Run, read_run
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = {
+    "vllm-cpu-attn.md": "vllm-0.32.0/cpu-attn.jsonl.xz",
+    "vllm-triton-attn.md": "vllm-0.32.0/triton-attn.jsonl.xz",
+    "measured-support.md": "cpu-2026-11-22/candidates.jsonl.xz",
+    "xformers-vllm.md": "cpu-2026-11-22/xformers-vllm.jsonl.xz",
+}
+EXPLAINED = {page: run for page, run in PAGES.items() if page != "measured-support.md"}
+
+
+def run_of(page: str) -> Run:
+    return read_run(DOCS / "evidence" / PAGES[page])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_is_the_report_of_its_run(page: str) -> None:
+    assert (DOCS / page).read_text(encoding="utf-8") == render_run(run_of(page))
+
+
+@pytest.mark.parametrize("page", EXPLAINED)
+def test_nothing_is_found_that_is_not_explained(page: str) -> None:
+    found = run_of(page)
+    assert found.complete
+    assert found.errors == ()
+    outcomes = {record.outcome for record in found.records}
+    assert outcomes - {"unavailable"} == {"passed", "xfailed", "unsupported"}
+    reasons = {record.reason for record in found.records if isinstance(record, XFailed)}
+    assert reasons
+    if page.startswith("vllm"):
+        assert all(re.match(r"theirs[:,]|ours:|a documented difference:", reason) for reason in reasons), reasons
+
+
+def test_everything_that_is_expected_was_found() -> None:
+    kept = [read_run(path) for path in (DOCS / "evidence").rglob("*.jsonl.xz")]
+    reasons = {record.reason for run in kept for record in run.records if isinstance(record, XFailed)}
+    for file in sorted((DOCS / "expected").glob("*.yaml")):
+        assert {entry.expectation.reason for entry in load_expectations(file)} <= reasons
+
+
+def test_the_support_table_is_of_all_candidates_and_all_cases_and_nothing_fell_short() -> None:
+    found = run_of("measured-support.md")
+    assert found.complete
+    assert found.errors == ()
+    assert tuple(backend.name for backend in found.header.backends) == builtin_names()
+    assert {record.outcome for record in found.records} == {"passed", "unsupported", "unavailable"}
+    for suite in DEFAULT_SUITES:
+        asked = {(record.case_id, record.case_hash) for record in found.records if record.suite == suite}
+        assert asked == {(case.id, case.hash) for case in load_suite(suite)}, "make the run and its pages anew"
+    interpreted = {record.backend for record in found.records if record.suite == "interpreted"}
+    assert interpreted == {"triton_unified", "xformers", "triton_mla"}
+    passed = {record.backend for record in found.records if record.outcome == "passed"}
+    assert passed >= interpreted
