@@ -59,7 +59,8 @@ def without_vllm(monkeypatch):
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """A vLLM of the modules that selection looks at."""
+    """A vLLM of the modules that selection looks at; nothing of it is interpreted."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     held = {
         "vllm": {"__version__": "9.9"},
         "vllm.logger": {},

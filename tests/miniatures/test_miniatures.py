@@ -108,6 +108,7 @@ CAUGHT_BY = {
 RIGHT_BY_NATURE = {
     "MeanOfV": {
         "smoke/window-prefill.1",
+        "interpreted/window-prefill.1",
         "encoder/encoder-only-window.1",
         "sliding_window/decode-width.1",
         "sliding_window/prefill.1",

@@ -140,7 +140,11 @@ def test_ctrl_c_is_130_and_leaves_a_run_that_can_be_read(folder: Path) -> None:
     (folder / "slow.py").write_text((folder / "wrong.py").read_text().replace("result.mul_(1.25)", waits))
     command = [sys.executable, "-m", "attncheck", "run", "--suite", "small.yaml", "--output", "cut.jsonl"]
     process = subprocess.Popen(
-        [*command, "--backend", "reference", "--backend", "./slow.py:Wrong"], stderr=subprocess.PIPE, text=True
+        [*command, "--backend", "reference", "--backend", "./slow.py:Wrong"],
+        stderr=subprocess.PIPE,
+        text=True,
+        # Whoever runs the tests in the background has it ignored, and so has a process of theirs.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     # The second backend may begin before the first one's records are in.
