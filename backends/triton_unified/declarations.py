@@ -1,4 +1,4 @@
-"""What the candidates made of attncheck's own Triton kernels declare alike: where these run, and how that is told.
+"""What candidates made of Triton kernels declare alike: where these run, and how that is told.
 
 Must not know: what the kernels compute.
 """
@@ -13,22 +13,13 @@ _BFLOAT16_CAPABILITY = (8, 0)
 """From which on Triton compiles bfloat16."""
 
 
-class TritonBackend(AttentionBackend):
-    """Goes before the other base, whose answers it adds to. All kernels are of attncheck's own."""
-
-    @classmethod
-    def unavailable_reasons(cls, device: str) -> list[str]:
-        return super().unavailable_reasons(device) + interpreter.unavailable_reasons(device)
+class InterpretedBackend(AttentionBackend):
+    """Goes before the other base, whose answers it adds to: without a GPU its kernels are interpreted."""
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
-        reasons = [*super().unavailable_case_reasons(device, layer, cache, batch), *interpreter.untimely_reasons()]
-        has_bfloat16 = "bfloat16" in (layer.dtype, cache.kv_cache_dtype)
-        if has_bfloat16 and torch.device(device).type == "cuda" and not interpreter.is_interpreted():
-            found = torch.cuda.get_device_capability(device)
-            if found < _BFLOAT16_CAPABILITY:
-                reasons.append(f"bfloat16 on compute capability {found[0]}.{found[1]}: Triton needs 8.0")
-        return reasons
+        answered = super().unavailable_case_reasons(device, layer, cache, batch)
+        return [*answered, *interpreter.untimely_reasons()]
 
     @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:
@@ -37,6 +28,24 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def default_suite(cls, device: str) -> str:
         return interpreter.default_suite(device)
+
+
+class TritonBackend(InterpretedBackend):
+    """The same, where all kernels are of attncheck's own."""
+
+    @classmethod
+    def unavailable_reasons(cls, device: str) -> list[str]:
+        return super().unavailable_reasons(device) + interpreter.unavailable_reasons(device)
+
+    @classmethod
+    def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        reasons = super().unavailable_case_reasons(device, layer, cache, batch)
+        has_bfloat16 = "bfloat16" in (layer.dtype, cache.kv_cache_dtype)
+        if has_bfloat16 and torch.device(device).type == "cuda" and not interpreter.is_interpreted():
+            found = torch.cuda.get_device_capability(device)
+            if found < _BFLOAT16_CAPABILITY:
+                reasons.append(f"bfloat16 on compute capability {found[0]}.{found[1]}: Triton needs 8.0")
+        return reasons
 
     @classmethod
     def version(cls) -> str:

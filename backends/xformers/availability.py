@@ -55,7 +55,7 @@ def _has_extension() -> bool:
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Around the first import of xformers: what it logs then, about its compiled extension, has been said as a reason.
+    """Around the first import of xformers: what it logs then, about its compiled extension, the version tells.
 
     Only the library's own logger is turned down, and only inside.
     """

@@ -13,6 +13,7 @@ from attncheck.backends import interpreter
 from attncheck.backends.contract import Conventions, MultipleOf
 from attncheck.backends.paged import PagedBackend
 from attncheck.backends.triton_unified.backend import LARGEST_HEAD_SIZE
+from attncheck.backends.triton_unified.declarations import InterpretedBackend
 from attncheck.backends.xformers import availability
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from attncheck.backends.xformers.impl import XFormersBuilder, XFormersImpl, XFormersMetadata
 
 
-class XFormersBackend(PagedBackend):
+class XFormersBackend(InterpretedBackend, PagedBackend):
     """Tokens before heads, keys and values in two halves: the library wants the pool as one run of tokens."""
 
     features = frozenset({"sliding_window", "logits_soft_cap", "lse", "short_keys"})
@@ -74,18 +75,10 @@ class XFormersBackend(PagedBackend):
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """The operator's products of bfloat16 are the interpreter's fault; attncheck's kernel works around it."""
+        reasons = super().unavailable_case_reasons(device, layer, cache, batch)
         is_operators = layer.sliding_window is None and layer.soft_cap is None
-        if not (interpreter.is_interpreted() and layer.dtype == "bfloat16" and is_operators):
-            return interpreter.untimely_reasons()
-        return [interpreter.BFLOAT16_GAP, *interpreter.untimely_reasons()]
-
-    @classmethod
-    def required_environment(cls, device: str) -> dict[str, str]:
-        return interpreter.required_environment(device)
-
-    @classmethod
-    def default_suite(cls, device: str) -> str:
-        return interpreter.default_suite(device)
+        has_gap = interpreter.is_interpreted() and layer.dtype == "bfloat16" and is_operators
+        return [interpreter.BFLOAT16_GAP, *reasons] if has_gap else reasons
 
     @classmethod
     def version(cls) -> str:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.backends import interpreter
-from attncheck.backends.contract import AttentionBackend, MultipleOf
+from attncheck.backends.contract import MultipleOf
+from attncheck.backends.triton_unified.declarations import InterpretedBackend
 from attncheck.backends.xformers import availability
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from attncheck.backends.xformers_vllm.metadata import XFormersAttentionMetadata
 
 
-class XFormersAttentionBackend(AttentionBackend):
+class XFormersAttentionBackend(InterpretedBackend):
     """Tokens before heads, keys and values in two halves."""
 
     accept_output_buffer = True
@@ -103,17 +104,9 @@ class XFormersAttentionBackend(AttentionBackend):
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         """The operator's products of bfloat16 are the interpreter's fault, whatever the layer."""
-        if not (interpreter.is_interpreted() and layer.dtype == "bfloat16"):
-            return interpreter.untimely_reasons()
-        return [interpreter.BFLOAT16_GAP, *interpreter.untimely_reasons()]
-
-    @classmethod
-    def required_environment(cls, device: str) -> dict[str, str]:
-        return interpreter.required_environment(device)
-
-    @classmethod
-    def default_suite(cls, device: str) -> str:
-        return interpreter.default_suite(device)
+        reasons = super().unavailable_case_reasons(device, layer, cache, batch)
+        has_gap = interpreter.is_interpreted() and layer.dtype == "bfloat16"
+        return [interpreter.BFLOAT16_GAP, *reasons] if has_gap else reasons
 
     @classmethod
     def version(cls) -> str:

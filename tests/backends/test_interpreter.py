@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from attncheck.backends import interpreter
+from attncheck.backends.registry import load
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 
 @pytest.fixture(params=["1", "0"])
@@ -66,3 +68,16 @@ def test_a_variable_that_comes_too_late_is_told(before, after, printed):
     code = "import os; os.environ.pop('TRITON_INTERPRET', None)\n" + LATE.format(before=before, after=after)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == printed
+
+
+@pytest.mark.parametrize("name", ["triton_unified", "triton_mla", "xformers", "xformers_vllm"])
+def test_every_candidate_of_triton_kernels_says_so(name, monkeypatch):
+    pytest.importorskip("xformers")
+    backend = load(name).backend
+    assert backend.required_environment("cpu") == {"TRITON_INTERPRET": "1"}
+    assert backend.default_suite("cpu") == "interpreted"
+    layer = LayerSpec(num_heads=2, num_kv_heads=1, head_size=32, dtype="float16")
+    cache, batch = CacheSpec(block_size=16), BatchSpec((RequestSpec(query_len=1, seq_len=9),))
+    assert backend.unavailable_case_reasons("cpu", layer, cache, batch) == []
+    monkeypatch.setattr(interpreter, "untimely_reasons", lambda: ["too late"])
+    assert backend.unavailable_case_reasons("cpu", layer, cache, batch) == ["too late"]
