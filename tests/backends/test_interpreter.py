@@ -77,7 +77,7 @@ def test_every_candidate_of_triton_kernels_says_so(name, monkeypatch):
     assert backend.required_environment("cpu") == {"TRITON_INTERPRET": "1"}
     assert backend.default_suite("cpu") == "interpreted"
     layer = LayerSpec(num_heads=2, num_kv_heads=1, head_size=32, dtype="float16")
-    cache, batch = CacheSpec(block_size=16), BatchSpec((RequestSpec(query_len=1, seq_len=9),))
+    cache, batch = CacheSpec(block_size=16), BatchSpec(requests=(RequestSpec(query_len=1, seq_len=9),))
     assert backend.unavailable_case_reasons("cpu", layer, cache, batch) == []
     monkeypatch.setattr(interpreter, "untimely_reasons", lambda: ["too late"])
     assert backend.unavailable_case_reasons("cpu", layer, cache, batch) == ["too late"]
