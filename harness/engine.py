@@ -27,9 +27,9 @@ from attncheck.harness.memory import shortage
 from attncheck.harness.observation import capture
 from attncheck.harness.outcomes import Circumstances, record_of, unavailable
 from attncheck.harness.problem import Problem, build_problem
+from attncheck.harness.selection import checks_of
 from attncheck.harness.stages import StageError, declared_reasons
 from attncheck.harness.truth import Truth, truth_of
-from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.records import Environment, Record
 
 OURSELVES = "attncheck itself"
@@ -77,8 +77,7 @@ class Plan:
 
     def checks_of(self, case: Case) -> tuple[str, ...]:
         """The checks to make of ``case``, in the order they are reported."""
-        asked = set(BACKEND_CHECKS if case.checks is None else case.checks)
-        return tuple(name for name in BACKEND_CHECKS if name in asked and (self.checks is None or name in self.checks))
+        return checks_of(case, self.checks)
 
 
 def environment_of(device: str) -> Environment:

@@ -31,7 +31,7 @@ from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import CaseFileError
 from attncheck.reference.spec import CHECKS, FEATURES, FORMS
 from attncheck.reports.phrases import what_happened
-from attncheck.reports.records import Crashed, Errored, Failed, Passed, Record, XFailed, XPassed, graph_of
+from attncheck.reports.records import Crashed, Errored, Failed, Passed, Record, XFailed, XPassed, graph_of, timing_of
 
 
 class HasNames(Protocol):
@@ -198,11 +198,12 @@ class Expectations:
                     summary=what_happened(record),
                     reason=wanted.reason,
                     graph=graph_of(record),
+                    timing=timing_of(record),
                 )
             if isinstance(record, Passed) and wanted.says is None:
                 self._met.add(entry)  # not borne out, but its record says so
                 reason = f"{wanted.reason} ({entry.place.file}:{entry.place.line})"
-                return XPassed(**who, reason=reason, graph=record.graph)
+                return XPassed(**who, reason=reason, graph=record.graph, timing=record.timing)
         return record
 
     def unmet(self, *, stopped_early: bool = False) -> list[str]:

@@ -1,6 +1,7 @@
 """What a check saw, as one of three kinds of value. Must not know: backends.
 
-``graph``, in each of them: the levels and probes of the check ``cudagraph``, which records carry as they are.
+``graph``, in each of them: the levels and probes of the check ``cudagraph``, which records carry as they are; so do
+they ``timing``, the times of the check ``timing``.
 """
 
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Literal
 
 from attncheck.harness.observation import Raised
 from attncheck.reports.records import GraphLevels
+from attncheck.reports.timings import Timing
 
 Figures = Mapping[str, float | int]
 
@@ -20,6 +22,7 @@ class Holds:
     figures: Figures = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     graph: GraphLevels | None = None
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Broken:
     meaning: str | None = None
     details: tuple[str, ...] = ()
     graph: GraphLevels | None = None
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True)

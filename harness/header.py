@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attncheck.harness.engine import Plan
 from attncheck.harness.selection import Selection
-from attncheck.reference.spec import BACKEND_CHECKS
+from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.records import BackendInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.store import now
 
@@ -30,10 +30,16 @@ def make_header(
             SuiteInfo(name=suite.name, ref=ref, cases=counts[suite.name], digest=suite.hash)
             for suite, ref in zip(selection.suites, selection.refs, strict=True)
         ),
-        checks=plan.checks or BACKEND_CHECKS,
+        checks=plan.checks or _checks_asked(plan),
         device=plan.device,
         seed=plan.seed,
         backends=tuple(backends),
         command=tuple(command),
         notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),
     )
+
+
+def _checks_asked(plan: Plan) -> tuple[str, ...]:
+    """All that are made of every case, and those that a case names."""
+    named = {check for case in plan.cases for check in case.checks or ()}
+    return tuple(check for check in BACKEND_CHECKS if check in DEFAULT_CHECKS or check in named)

@@ -15,11 +15,12 @@ from attncheck.reports.records import Crashed, Errored, Failed, Passed, Record, 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What every record of a run shares: seed, environment digest, attncheck's version."""
+    """What every record of a run shares: seed, environment digest, attncheck's version; and of a process, its round."""
 
     seed: int
     environment: str
     attncheck_version: str
+    round: int = 0
 
 
 class Named(Protocol):
@@ -64,11 +65,17 @@ def record_of(
     """The record of one finding. A backend that raised has ``errored``, whatever it raised: it declared the case."""
     common = _identity(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
     match finding:
-        case Holds(figures, notes, graph):
-            return Passed(**common, figures=dict(figures), notes=notes, graph=graph)
-        case Broken(summary, figures, meaning, details, graph):
+        case Holds(figures, notes, graph, timing):
+            return Passed(**common, figures=dict(figures), notes=notes, graph=graph, timing=timing)
+        case Broken(summary, figures, meaning, details, graph, timing):
             return Failed(
-                **common, figures=dict(figures), summary=summary, meaning=meaning, details=details, graph=graph
+                **common,
+                figures=dict(figures),
+                summary=summary,
+                meaning=meaning,
+                details=details,
+                graph=graph,
+                timing=timing,
             )
         case NotExamined(reasons, by, graph):
             return Unsupported(**common, reasons=reasons, by=by, graph=graph)
@@ -109,5 +116,6 @@ def _identity(circumstances: Circumstances, case: Asked, backend: Named, check: 
         "backend_version": backend.version,
         "environment": circumstances.environment,
         "attncheck_version": circumstances.attncheck_version,
+        "round": circumstances.round,
         "needs": needs_of(case.layer, case.cache, case.batch, backend.features) if isinstance(case, Case) else (),
     }

@@ -12,7 +12,7 @@ from attncheck.cases.loader import load_suite, select
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.variants import with_defaults
 from attncheck.errors import SelectionError, UnknownNameError
-from attncheck.reference.spec import BACKEND_CHECKS, CHECKS
+from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS
 
 DEFAULT_SUITES = ("smoke", "interpreted")
 """What is asked where no suite is named: of each backend the one that it says suits it (``default_suite``)."""
@@ -88,12 +88,22 @@ def select_cases(
         cases = tuple(case for case in cases if case.key in chosen)
     wanted = tuple(check for check in BACKEND_CHECKS if check in checks) or None
     if wanted is not None:
-        cases = tuple(case for case in cases if case.checks is None or set(case.checks) & set(wanted))
+        cases = tuple(case for case in cases if checks_of(case, wanted))
     if not cases:
         that = " that matches" if patterns else ""
         asked = f" asks for {', '.join(wanted)}" if wanted else ""
         raise SelectionError(f"no case of {' or '.join(refs)}{that}{asked}")
     return Selection(loaded, refs, cases, wanted, by_default=not suites)
+
+
+def checks_of(case: Case, checks: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The checks to make of ``case`` where ``checks`` are asked for (None: all), in the order they are reported.
+
+    A check that is made by name only is made of every case where the run names it, whatever checks the case names.
+    """
+    asked = set(DEFAULT_CHECKS if case.checks is None else case.checks)
+    asked.update(name for name in checks or () if CHECKS[name].by_name_only)
+    return tuple(name for name in BACKEND_CHECKS if name in asked and (checks is None or name in checks))
 
 
 def _matching(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> Sequence[Case]:

@@ -27,11 +27,12 @@ from attncheck.reference.spec_paths import (
     SplitKVOptions,
     TreeOptions,
 )
-from attncheck.reference.vocabulary import BACKEND_CHECKS, CHECKS, FEATURES, FORMS, CheckInfo
+from attncheck.reference.vocabulary import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS, FEATURES, FORMS, CheckInfo
 
 __all__ = [
     "BACKEND_CHECKS",
     "CHECKS",
+    "DEFAULT_CHECKS",
     "FEATURES",
     "FORMS",
     "GENERATOR_VERSION",

@@ -10,11 +10,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CheckInfo:
-    """What a check establishes, and what it cannot see; one line each. ``applies_to``: who is examined by it."""
+    """What a check establishes, and what it cannot see; one line each. ``applies_to``: who is examined by it.
+
+    ``by_name_only``: it is made where somebody asks for it, and no part of "all checks".
+    """
 
     establishes: str
     cannot_see: str
     applies_to: Literal["backend", "provider"] = "backend"
+    by_name_only: bool = False
 
 
 CHECKS: Mapping[str, CheckInfo] = {
@@ -42,6 +46,11 @@ CHECKS: Mapping[str, CheckInfo] = {
         "what is declared runs; what is not declared is refused, or answered right",
         "declarations no case of the run asks about",
     ),
+    "timing": CheckInfo(
+        "how long build and forward take, with their spread, and that what was timed is the honest, right answer",
+        "other machines and sizes, and a backend that tells attncheck's calls from others",
+        by_name_only=True,
+    ),
     "utilities": CheckInfo(
         "a provider's metadata functions answer as the reference does, refuse what it refuses, change no argument",
         "batches nobody wrote or drew, and how fast a function is",
@@ -52,6 +61,9 @@ CHECKS: Mapping[str, CheckInfo] = {
 
 BACKEND_CHECKS: tuple[str, ...] = tuple(name for name, info in CHECKS.items() if info.applies_to == "backend")
 """The checks a case may ask for."""
+
+DEFAULT_CHECKS: tuple[str, ...] = tuple(name for name in BACKEND_CHECKS if not CHECKS[name].by_name_only)
+"""The checks of a case that names none, where the run names none either."""
 
 FEATURES: tuple[str, ...] = (
     "sliding_window",

@@ -10,9 +10,12 @@ Must not know: torch, tensors, cases, backends. A report renders on a laptop fro
 
 import hashlib
 import json
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
+
+from attncheck.reports.timings import Timing
+from attncheck.reports.values import Frozen
 
 FORMAT = 1
 """Version of the run file. Raised when an older reader would misread a newer file; what it refuses, such as an outcome
@@ -50,12 +53,6 @@ BUDGET_SHARE = "budget_share"
 """The figure that says which share of the error budget the worst row used; above 1.0 the answer is wrong."""
 
 
-class _Frozen(BaseModel):
-    """Immutable, without unknown keys; NaN and infinities survive the way through JSON (as strings)."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-
 class RecordKey(NamedTuple):
     """What makes a record the same record: a run holds each key once."""
 
@@ -68,15 +65,18 @@ class RecordKey(NamedTuple):
     backend_version: str
     environment: str
     attncheck_version: str
+    round: int = 0
 
     def __str__(self) -> str:
-        return f"{self.suite}/{self.case_id}, check {self.check}, seed {self.seed}, backend {self.backend}"
+        which = f", round {self.round}" if self.round else ""
+        return f"{self.suite}/{self.case_id}, check {self.check}, seed {self.seed}, backend {self.backend}{which}"
 
 
-class _RecordBase(_Frozen):
+class _RecordBase(Frozen):
     """What every record says. ``backend_ref`` is what to type after ``--backend``; ``environment`` is a digest.
 
-    ``needs``: the features the case takes, and its sizes and forms as ``key=value`` (``head_size=64``).
+    ``needs``: the features the case takes, and its sizes and forms as ``key=value`` (``head_size=64``). ``round``: in
+    which of the backend's processes it was asked, where it is asked in several, each time anew.
     """
 
     kind: Literal["record"] = "record"
@@ -90,6 +90,7 @@ class _RecordBase(_Frozen):
     backend_version: str
     environment: str
     attncheck_version: str
+    round: int = 0
     needs: tuple[str, ...] = ()
     duration_s: float = 0.0
 
@@ -114,7 +115,7 @@ GraphRecorder = Literal["cuda", "emulated"]
 """How graphs were made: real ones on a GPU, or their emulation on a machine without one."""
 
 
-class GraphProbe(_Frozen):
+class GraphProbe(Frozen):
     """One sequence of captures and replays that a backend of ``level`` must get right, and what came of it.
 
     ``reason``: why it failed, was not run, or could not be examined here; empty where it passed.
@@ -126,7 +127,7 @@ class GraphProbe(_Frozen):
     reason: str = ""
 
 
-class GraphLevels(_Frozen):
+class GraphLevels(Frozen):
     """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and every probe.
 
     ``notes``: what a reader should know of how it was measured.
@@ -142,24 +143,26 @@ class GraphLevels(_Frozen):
 class Passed(_RecordBase):
     """The check holds. ``figures`` measure by how much, ``notes`` say what a reader should know all the same.
 
-    ``graph``: here and in the other outcomes, only of the check ``cudagraph``.
+    Here and in the other outcomes: ``graph`` only of the check ``cudagraph``, ``timing`` only of the check ``timing``.
     """
 
     outcome: Literal["passed"] = "passed"
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Figure] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
     graph: GraphLevels | None = None
+    timing: Timing | None = None
 
 
 class Failed(_RecordBase):
     """The answer is wrong. ``summary``: one line, where and how much; ``meaning``: what it looks like, if known."""
 
     outcome: Literal["failed"] = "failed"
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Figure] = Field(default_factory=dict)
     summary: str
     meaning: str | None = None
     details: tuple[str, ...] = ()
     graph: GraphLevels | None = None
+    timing: Timing | None = None
 
 
 class Errored(_RecordBase):
@@ -210,6 +213,7 @@ class XFailed(_RecordBase):
     summary: str
     reason: str
     graph: GraphLevels | None = None
+    timing: Timing | None = None
 
 
 class XPassed(_RecordBase):
@@ -218,6 +222,7 @@ class XPassed(_RecordBase):
     outcome: Literal["xpassed"] = "xpassed"
     reason: str
     graph: GraphLevels | None = None
+    timing: Timing | None = None
 
 
 Record = Annotated[
@@ -231,7 +236,12 @@ def graph_of(record: Record) -> GraphLevels | None:
     return None if isinstance(record, Errored | Crashed | Unavailable) else record.graph
 
 
-class Environment(_Frozen):
+def timing_of(record: Record) -> Timing | None:
+    """The times a record carries; None for other checks, and where nothing was timed."""
+    return record.timing if isinstance(record, Passed | Failed | XFailed | XPassed) else None
+
+
+class Environment(Frozen):
     """The machine and the versions a run was made with. ``driver`` and ``capability`` are None on a CPU."""
 
     attncheck: str
@@ -256,7 +266,7 @@ class Environment(_Frozen):
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
-class BackendInfo(_Frozen):
+class BackendInfo(Frozen):
     """A backend of the run: its conventions are the differences that are not bugs, shown beside its name.
 
     ``required_environment``: the environment variables its process was started with, as it requires.
@@ -265,12 +275,12 @@ class BackendInfo(_Frozen):
     name: str
     ref: str
     version: str = ""
-    conventions: dict[str, str | bool | int | float | None] = {}
+    conventions: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
     features: tuple[str, ...] = ()
-    required_environment: dict[str, str] = {}
+    required_environment: dict[str, str] = Field(default_factory=dict)
 
 
-class SuiteInfo(_Frozen):
+class SuiteInfo(Frozen):
     """A suite of the run: ``ref`` is what to type after ``--suite``, ``digest`` stands for the cases selected."""
 
     name: str
@@ -279,8 +289,11 @@ class SuiteInfo(_Frozen):
     digest: str = ""
 
 
-class RunHeader(_Frozen):
-    """First line of a run file. ``started`` is an ISO 8601 time with its offset; ``command`` the words typed."""
+class RunHeader(Frozen):
+    """First line of a run file. ``started`` is an ISO 8601 time with its offset; ``command`` the words typed.
+
+    ``rounds``: in how many processes of each backend, one after another, it was timed.
+    """
 
     kind: Literal["header"] = "header"
     format: int = FORMAT
@@ -290,6 +303,7 @@ class RunHeader(_Frozen):
     checks: tuple[str, ...]
     device: str
     seed: int
+    rounds: int = 1
     backends: tuple[BackendInfo, ...]
     command: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -299,7 +313,7 @@ class RunHeader(_Frozen):
         return next((suite.ref for suite in self.suites if suite.name == name), name)
 
 
-class RunFooter(_Frozen):
+class RunFooter(Frozen):
     """Last line of a run file that came to its end. ``counts`` are per outcome, ``errors`` failed the run besides."""
 
     kind: Literal["footer"] = "footer"

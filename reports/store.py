@@ -242,6 +242,8 @@ def _stranger(header: RunHeader, record: Record) -> str | None:
         value = getattr(record, name)
         if value not in known:
             return f"{name} {value!r} is not in the header (which has {', '.join(map(repr, known)) or 'none'})"
+    if not 0 <= record.round < header.rounds:
+        return f"round {record.round} is none of the header's, which counts {header.rounds} from 0"
     return None
 
 

@@ -13,13 +13,13 @@ import pytest
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.harness.engine import Examiner, Plan
-from attncheck.reference.spec import BACKEND_CHECKS
+from attncheck.reference.spec import DEFAULT_CHECKS
 
 HERE = Path(__file__).resolve().parent
 BASES = {"CodingImpl", "Miniature", "MaskedImpl", "ChangesLse", "ChangesMetadata"}
 
 ANSWERS = {"numerics", "lse"}
-EVERY = set(BACKEND_CHECKS)
+EVERY = set(DEFAULT_CHECKS)
 
 # Miniature: the check that must catch it, and those that may also complain, since the fault shows there too.
 CAUGHT_BY = {

@@ -1,0 +1,1 @@
+"""Timing: clocks, samples, contents that are new at every call, and what a time is worth."""

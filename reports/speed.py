@@ -1,0 +1,95 @@
+"""Latencies of a run, put together over its rounds: what one backend takes for one part of one case.
+
+The unit is the process: samples of one process share its luck, so that only their median counts. Must not know: how a
+time was measured, how it is shown.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from attncheck.reports.records import Passed, Record, XPassed
+from attncheck.reports.timings import PARTS, TIMING, Latency, Part, Timing
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was measured of one part of one case of one backend: ``rounds``, each the latency of one process.
+
+    ``timings``: what those processes measured besides, in the same order.
+    """
+
+    backend: str
+    case: str
+    part: Part
+    rounds: tuple[Latency, ...]
+    timings: tuple[Timing, ...]
+
+    @cached_property
+    def medians_ns(self) -> tuple[float, ...]:
+        """The median of each process."""
+        return tuple(latency.median_ns for latency in self.rounds)
+
+    @cached_property
+    def median_ns(self) -> float:
+        """The geometric mean of the processes' medians: the logs of times are what is averaged and compared."""
+        return statistics.geometric_mean(self.medians_ns)
+
+    @cached_property
+    def spread(self) -> float | None:
+        """How far process medians lie apart, as a share of the time (the deviation of their logs); None: one process."""
+        if len(self.rounds) < 2:
+            return None
+        return statistics.stdev(map(math.log, self.medians_ns))
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Achieved bandwidth over the least bytes to move; None where they mean nothing."""
+        moved = self.rounds[0].moved_bytes
+        return None if moved is None else moved / self.median_ns * 1e9
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """Achieved rate over the least operations; None where they mean nothing."""
+        flops = self.rounds[0].flops
+        return None if flops is None else flops / self.median_ns * 1e9
+
+    @cached_property
+    def roofline_share(self) -> float | None:
+        """The least time the device could take for the bytes and flops, as a share of the time taken.
+
+        Both ceilings are those measured in the same processes; None where there are none.
+        """
+        shares = []
+        for latency, timing in zip(self.rounds, self.timings, strict=True):
+            if timing.ceilings is None or latency.moved_bytes is None or latency.flops is None:
+                return None
+            least_s = max(
+                latency.moved_bytes / timing.ceilings.copy_bytes_per_s,
+                latency.flops / timing.ceilings.matmul_flops_per_s,
+            )
+            shares.append(least_s * 1e9 / latency.median_ns)
+        return statistics.geometric_mean(shares)
+
+
+def speeds(records: Iterable[Record]) -> tuple[Speed, ...]:
+    """Every speed of the right answers among ``records``, as they first come; parts in the order of ``PARTS``.
+
+    A time of a wrong answer is none: of a case that did not pass in every round, nothing is returned.
+    """
+    asked: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.check == TIMING:
+            asked.setdefault((record.backend, record.case), []).append(record)
+    found = []
+    for (backend, case), members in asked.items():
+        timings = [each.timing for each in members if isinstance(each, Passed | XPassed) and each.timing is not None]
+        if len(timings) != len(members):
+            continue
+        for part in PARTS:
+            rounds = [latency for timing in timings if (latency := timing.latency(part)) is not None]
+            if rounds and len(rounds) == len(timings):
+                found.append(Speed(backend, case, part, tuple(rounds), tuple(timings)))
+    return tuple(found)
