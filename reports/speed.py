@@ -39,7 +39,7 @@ class Speed:
 
     @cached_property
     def spread(self) -> float | None:
-        """How far process medians lie apart, as a share of the time (the deviation of their logs); None: one process."""
+        """How far process medians lie apart, as a share of the time (deviation of their logs); None: one process."""
         if len(self.rounds) < 2:
             return None
         return statistics.stdev(map(math.log, self.medians_ns))
