@@ -35,7 +35,10 @@ def expected_files() -> set[str]:
     root = {f"attncheck/{path.name}" for path in (ROOT / "src" / "attncheck").iterdir() if path.is_file()}
     modules = {f"attncheck/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     suites = {f"attncheck/cases/suites/{path.name}" for path in (ROOT / "cases" / "suites").glob("*.*")}
-    return root | modules | suites
+    page = {
+        f"attncheck/reports/html/templates/{path.name}" for path in (ROOT / "reports" / "html" / "templates").glob("*")
+    }
+    return root | modules | suites | page
 
 
 def check_files(wheel: Path) -> None:
