@@ -17,7 +17,8 @@ from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
 from attncheck.harness.introduction import Introduction
 from attncheck.harness.loading import introduce, load_backend, usable_here
-from attncheck.harness.selection import check_seed, select_cases
+from attncheck.harness.selection import check_seed, check_timed, select_cases
+from attncheck.harness.timing.settings import TimingSettings
 from attncheck.reports import terminal
 from attncheck.reports.records import FALLEN_SHORT, Record, RunHeader
 from attncheck.reports.repro import python_ref
@@ -72,6 +73,7 @@ def examine(
     device: str | None = None,
     seed: int = 0,
     stop_at_first: bool = False,
+    timing: TimingSettings | None = None,
     **kernel_options: Any,
 ) -> Examination:
     """Examine one candidate and return typed records and a verdict.
@@ -83,10 +85,11 @@ def examine(
         suite: names of built-in suites, or paths of case files; none: smoke, or interpreted where the candidate's
             kernels are interpreted.
         cases: patterns on ``suite/id`` or on the id; none: every case.
-        checks: names of checks; none: all that apply.
+        checks: names of checks; none: all that apply, but for ``timing``, which is made by name.
         device: ``cpu``, ``cuda`` or ``cuda:N``; None: the best there is.
         seed: seed of the inputs.
         stop_at_first: return with the first record that falls short.
+        timing: how the check ``timing`` takes its times, once, in this process; None: as the command line does.
         kernel_options: for a function, what :func:`attncheck.kernel_backend` takes (``name=``, ``features=``, ...).
 
     Raises:
@@ -94,12 +97,19 @@ def examine(
             class that breaks the contract, a backend that cannot run here. What a candidate itself raises is a record.
     """
     selection = select_cases(_listed(suite), _listed(cases), _listed(checks))
+    if timing is not None:
+        check_timed(selection, "timing=")
     chosen, notes = suite_device(selection.suites, device)
     backend, introduction = _load(candidate, chosen, kernel_options)
     if selection.by_default:
         selection = selection.of_suites((introduction.default_suite,))
     plan = Plan(
-        cases=selection.cases, backends=(backend,), checks=selection.checks, device=chosen, seed=check_seed(seed)
+        cases=selection.cases,
+        backends=(backend,),
+        checks=selection.checks,
+        device=chosen,
+        seed=check_seed(seed),
+        timing=timing or TimingSettings(),
     )
     examiner = Examiner(plan)
     header = make_header(selection, plan, [introduction.info], examiner.environment, notes=notes)

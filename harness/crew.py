@@ -113,6 +113,12 @@ class Crew:
             child.dismiss()
             self._dismissed.append(child)
 
+    def isolate(self, ref: str) -> None:
+        """End all processes but that of ``ref``; on return nothing else of the run is at work, or ending."""
+        self.keep([ref])
+        while self._dismissed:
+            self._dismissed.pop().close()
+
     def keep(self, refs: Iterable[str]) -> None:
         """End all processes but those of ``refs``."""
         for ref in set(self._children) - set(refs):

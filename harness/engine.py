@@ -6,7 +6,7 @@ kept aside as a fault of the question. Must not know: files, terminals, pytest.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -29,6 +29,7 @@ from attncheck.harness.outcomes import Circumstances, record_of, unavailable
 from attncheck.harness.problem import Problem, build_problem
 from attncheck.harness.selection import checks_of
 from attncheck.harness.stages import StageError, declared_reasons
+from attncheck.harness.timing.settings import TimingSettings
 from attncheck.harness.truth import Truth, truth_of
 from attncheck.reports.records import Environment, Record
 
@@ -56,7 +57,8 @@ class Plan:
     """What is to be examined. ``checks`` of None: those each case asks for, or all.
 
     ``backends``: those that are examined in this process. ``suites``: by reference, the one suite a backend is asked;
-    one that does not stand there is asked all.
+    one that does not stand there is asked all. ``timing``, ``rounds``: how the check of that name is made, and in how
+    many processes of each backend, one after another.
     """
 
     cases: tuple[Case, ...]
@@ -66,6 +68,8 @@ class Plan:
     seed: int = 0
     dump: Path | None = None
     suites: Mapping[str, str] = field(default_factory=dict)
+    timing: TimingSettings = field(default_factory=TimingSettings)
+    rounds: int = 1
 
     def cases_of(self, ref: str) -> tuple[Case, ...]:
         """The cases that the backend of this reference is asked."""
@@ -119,10 +123,20 @@ class Examiner:
         return list(self.records(case, backend))
 
     def records(
-        self, case: Case, backend: LoadedBackend | Missing, begin: Callable[[str], None] = _ignore
+        self,
+        case: Case,
+        backend: LoadedBackend | Missing,
+        begin: Callable[[str], None] = _ignore,
+        *,
+        checks: tuple[str, ...] | None = None,
+        round_number: int = 0,
     ) -> Iterator[Record]:
-        """The same, each as it is found; ``begin`` is told of every stage that is entered, such as ``check lse``."""
-        checks = self.plan.checks_of(case)
+        """The same, each as it is found; ``begin`` is told of every stage that is entered, such as ``check lse``.
+
+        ``checks``: those to make; None: all that the plan asks of the case. ``round_number``: the round of the records.
+        """
+        checks = self.plan.checks_of(case) if checks is None else checks
+        self._circumstances = replace(self._circumstances, round=round_number)
         if isinstance(backend, Missing):
             for check in checks:
                 yield unavailable(self._circumstances, case, backend, check, backend.reasons)

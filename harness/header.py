@@ -33,6 +33,7 @@ def make_header(
         checks=plan.checks or _checks_asked(plan),
         device=plan.device,
         seed=plan.seed,
+        rounds=plan.rounds,
         backends=tuple(backends),
         command=tuple(command),
         notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),

@@ -18,7 +18,10 @@ from attncheck.harness.loading import Loader
 from attncheck.harness.messages import Assignment
 from attncheck.harness.selection import DEFAULT_SUITES, Selection
 from attncheck.harness.supervisor import Supervisor
+from attncheck.harness.timing.settings import TimingSettings
 from attncheck.reports.records import Environment, Record
+
+_ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
 
 
 class Examination(Protocol):
@@ -56,17 +59,28 @@ def line_up(
     dump: Path | None,
     patterns: Sequence[str] = (),
     crew: Crew | None = None,
+    timing: TimingSettings | None = None,
+    rounds: int = 1,
 ) -> Lineup:
     """The backends of ``refs`` (empty: the default ones; None: nobody), in processes of ``crew``; without one, here.
 
-    There the cases are selected once more, by the ``patterns`` that have led to ``selection``.
+    There the cases are selected once more, by the ``patterns`` that have led to ``selection``. ``rounds``: in how many
+    processes of each backend it is timed; 1 without a crew.
 
     Raises:
         QuestionError: the device is not there, a backend cannot be loaded, or one asked for cannot run here.
         WorkerError: attncheck itself failed in one of the processes.
     """
     chosen, notes = suite_device(selection.suites, device)
-    plan = Plan(cases=selection.cases, checks=selection.checks, device=chosen, seed=seed, dump=dump)
+    plan = Plan(
+        cases=selection.cases,
+        checks=selection.checks,
+        device=chosen,
+        seed=seed,
+        dump=dump,
+        timing=timing or TimingSettings(),
+        rounds=rounds,
+    )
     environment = environment_of(chosen)
     if refs is None:
         return Lineup(selection, plan, environment, (), notes, Examiner(plan, environment))
@@ -85,6 +99,8 @@ def line_up(
         notes = (*notes, *told_suites(suites, {case.suite for case in selection.cases}))
     examination: Examination
     if crew is None:
+        if selection.is_timed:
+            notes = (*notes, _ONE_PROCESS)
         examination = Examiner(replace(plan, backends=loader.backends(backends)), environment)
     else:
         # On a GPU two processes would share its memory, and one core is busy with one.
@@ -125,4 +141,5 @@ def _assignment(selection: Selection, plan: Plan, environment: Environment, patt
         seed=plan.seed,
         dump=None if plan.dump is None else str(plan.dump.absolute()),
         environment=environment,
+        timing=plan.timing,
     )

@@ -19,6 +19,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from attncheck.harness.introduction import Introduction
+from attncheck.harness.timing.settings import TimingSettings
 from attncheck.reports.records import Environment, Record
 
 
@@ -32,7 +33,8 @@ class Assignment(_Message):
     """What a run is about. ``suites``, ``patterns`` and ``checks`` as they were asked for.
 
     ``digests``: of each suite as the run has read it; a file that reads otherwise by now is refused. ``environment``:
-    the run's circumstances, whose digest the records carry. ``dump``: an absolute path.
+    the run's circumstances, whose digest the records carry. ``timing``: how the check of that name takes its times.
+    ``dump``: an absolute path.
     """
 
     kind: Literal["assignment"] = "assignment"
@@ -44,13 +46,16 @@ class Assignment(_Message):
     seed: int
     dump: str | None
     environment: Environment
+    timing: TimingSettings
 
 
 class Examine(_Message):
-    """Asks for one case of those selected, by its key, ``suite/id``."""
+    """Asks for ``checks`` of one case of those selected, by its key, ``suite/id``, in that ``round``."""
 
     kind: Literal["examine"] = "examine"
     case: str
+    checks: tuple[str, ...]
+    round: int = 0
 
 
 class Introduced(_Message):

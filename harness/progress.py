@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attncheck.reports.phrases import what_happened
-from attncheck.reports.records import FALLEN_SHORT, Record
+from attncheck.reports.records import EXAMINED, FALLEN_SHORT, Record
+from attncheck.reports.timings import TIMING
 
 LINE_EVERY_S = 10.0
 TOLD_AT_ONCE = 10
@@ -36,27 +37,33 @@ class Silent:
 
 
 class _Tally:
-    """How many of the run's pairs of a case and a backend have begun, and how many records fell short."""
+    """How many of the run's questions have begun, and how many records fell short.
 
-    def __init__(self, cases: int) -> None:
+    A question is a case put to a process of a backend: for its times in every round, for all other checks once. What is
+    not examined in the first round is not asked in the others.
+    """
+
+    def __init__(self, cases: int, rounds: int) -> None:
         self.cases = cases
-        self.short = 0
-        self._begun: set[tuple[str, str, str]] = set()
+        self.done = self.short = 0
+        self._rounds = rounds
+        self._begun: set[tuple[str, str, str, int, bool]] = set()
 
     def see(self, record: Record) -> None:
-        self._begun.add((record.backend, record.suite, record.case_id))
+        is_timed = record.check == TIMING
+        question = (record.backend, record.suite, record.case_id, record.round, is_timed)
+        if question not in self._begun:
+            self._begun.add(question)
+            is_spared = is_timed and record.round == 0 and record.outcome not in EXAMINED
+            self.done += self._rounds if is_spared else 1
         self.short += record.outcome in FALLEN_SHORT
-
-    @property
-    def done(self) -> int:
-        return len(self._begun)
 
 
 class Lines:
     """Plain lines: the first records that fall short, and every ten seconds how far the run is."""
 
-    def __init__(self, cases: int) -> None:
-        self._tally = _Tally(cases)
+    def __init__(self, cases: int, rounds: int) -> None:
+        self._tally = _Tally(cases, rounds)
         self._said = time.monotonic()
 
     def see(self, record: Record) -> None:
@@ -72,11 +79,11 @@ class Lines:
 
 
 class Bar:
-    """A progress bar over the cases of every backend."""
+    """A progress bar over the cases of every backend, drawn anew with each record at least."""
 
-    def __init__(self, progress: Progress, cases: int) -> None:
+    def __init__(self, progress: Progress, cases: int, rounds: int) -> None:
         self._progress = progress
-        self._tally = _Tally(cases)
+        self._tally = _Tally(cases, rounds)
         self._task = progress.add_task("", total=cases)
 
     def see(self, record: Record) -> None:
@@ -85,15 +92,21 @@ class Bar:
         short = f", {self._tally.short} fell short" if self._tally.short else ""
         name = f"{record.backend}  {record.case}{short}"
         self._progress.update(self._task, completed=max(self._tally.done - 1, 0), description=name)
+        if not self._progress.live.auto_refresh:
+            self._progress.refresh()
 
 
 @contextmanager
-def watching(cases: int, *, silent: bool = False) -> Iterator[Watcher]:
-    """The watcher that suits where stderr goes; ``cases`` is how many the run has, counted anew for each backend."""
+def watching(cases: int, *, rounds: int = 1, silent: bool = False, is_timed: bool = False) -> Iterator[Watcher]:
+    """The watcher that suits where stderr goes; ``cases`` is how many the run has, counted anew for each backend.
+
+    ``rounds``: of the check ``timing``, whose cases are counted in every one. ``is_timed``: it is made, and nothing is
+    drawn while a time is taken.
+    """
     if silent:
         yield Silent()
     elif not sys.stderr.isatty():
-        yield Lines(cases)
+        yield Lines(cases, rounds)
     else:
         columns = (
             BarColumn(20),
@@ -101,5 +114,6 @@ def watching(cases: int, *, silent: bool = False) -> Iterator[Watcher]:
             TimeElapsedColumn(),
             TextColumn("{task.description}", markup=False),
         )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            yield Bar(progress, cases)
+        screen = Console(stderr=True)
+        with Progress(*columns, console=screen, transient=True, auto_refresh=not is_timed) as progress:
+            yield Bar(progress, cases, rounds)

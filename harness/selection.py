@@ -13,9 +13,14 @@ from attncheck.cases.model import Case, Suite
 from attncheck.cases.variants import with_defaults
 from attncheck.errors import SelectionError, UnknownNameError
 from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS
+from attncheck.reports.timings import TIMING
 
 DEFAULT_SUITES = ("smoke", "interpreted")
 """What is asked where no suite is named: of each backend the one that it says suits it (``default_suite``)."""
+
+
+DEFAULT_ROUNDS = 10
+"""Processes of each backend that its times are taken in: what a comparison of two runs needs to see a few per cent."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,11 @@ class Selection:
         """Every case of the suites, filtered or not."""
         return tuple(case for suite in self.suites for case in suite.cases)
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the check ``timing`` is made of any case."""
+        return any(TIMING in checks_of(case, self.checks) for case in self.cases)
+
     def of_suites(self, names: Collection[str]) -> "Selection":
         """The same of these suites only.
 
@@ -49,6 +59,29 @@ class Selection:
             raise SelectionError(f"no such case in {asked}, the suite asked by default; give --suite")
         suites, refs = zip(*kept, strict=True)
         return replace(self, suites=suites, refs=refs, cases=cases)
+
+
+def check_timed(selection: Selection, option: str) -> None:
+    """Raises SelectionError for an ``option`` of the check ``timing`` where that is not made."""
+    if not selection.is_timed:
+        raise SelectionError(f"{option} is about the check {TIMING}, which is made by name: ask for it as well")
+
+
+def choose_rounds(wanted: int | None, *, is_timed: bool, in_process: bool = False) -> int:
+    """In how many processes, one after another, each backend is timed; 1 where it is not, or not in its own.
+
+    Raises:
+        SelectionError: ``wanted`` is no such number, or more than can be had.
+    """
+    if wanted is not None and wanted < 1:
+        raise SelectionError(f"{wanted} rounds: give a whole number, 1 or above")
+    if wanted is not None and wanted > 1 and not is_timed:
+        raise SelectionError(f"{wanted} rounds, and only the check {TIMING} is made in rounds; add --check {TIMING}")
+    if wanted is not None and wanted > 1 and in_process:
+        raise SelectionError(
+            f"{wanted} rounds in one process: a round is a process; leave out --in-process or --rounds"
+        )
+    return wanted or (DEFAULT_ROUNDS if is_timed and not in_process else 1)
 
 
 def check_seed(seed: int) -> int:

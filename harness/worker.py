@@ -131,7 +131,7 @@ def _serve(wire: Wire, ref: str) -> None:
     wire.send(Introduced(introduction=introduction))
     cases = {case.key: case for case in examiner.plan.cases}
     while isinstance(request := wire.receive(), Examine):
-        _examine(wire, examiner, backend, cases[request.case])
+        _examine(wire, examiner, backend, cases[request.case], request)
 
 
 def _examiner(assignment: Assignment) -> "Examiner":
@@ -151,12 +151,18 @@ def _examiner(assignment: Assignment) -> "Examiner":
         device=assignment.device,
         seed=assignment.seed,
         dump=None if assignment.dump is None else Path(assignment.dump),
+        timing=assignment.timing,
     )
     return Examiner(plan, assignment.environment)
 
 
-def _examine(wire: Wire, examiner: "Examiner", backend: "LoadedBackend | Missing", case: "Case") -> None:
-    for record in examiner.records(case, backend, lambda stage: wire.send(Begun(stage=stage))):
+def _examine(
+    wire: Wire, examiner: "Examiner", backend: "LoadedBackend | Missing", case: "Case", request: Examine
+) -> None:
+    def begin(stage: str) -> None:
+        wire.send(Begun(stage=stage))
+
+    for record in examiner.records(case, backend, begin, checks=request.checks, round_number=request.round):
         wire.send(record)
     fault = examiner.fault_of(case)
     wire.send(Done(blind=None if fault is None else str(fault)))

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from attncheck.harness.progress import Watcher
     from attncheck.harness.providers.plan import ProviderPlan
     from attncheck.harness.selection import Selection
+    from attncheck.harness.timing.settings import TimingSettings
     from attncheck.reports.records import Record, RunHeader
 
 RESULTS = Path("results")
@@ -69,8 +71,29 @@ def run(
         ),
     ] = None,
     check: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this check. May be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this check. May be repeated. Default: all, but for timing."),
     ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Take the times of the check timing in N fresh processes of each backend, in turn. Default: 10.",
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S", help="Seconds that the check timing may sample a part of a step in a process. Default: 0.5."
+        ),
+    ] = None,
+    warm_cache: Annotated[
+        bool,
+        typer.Option("--warm-cache", help="Time without flushing the GPU's L2 cache before each sample."),
+    ] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Name the kernels of each timed step, as the profiler sees them.")
+    ] = False,
     function: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,12 +131,15 @@ def run(
     from attncheck.harness.candidates import asked_first
     from attncheck.harness.crew import Crew
     from attncheck.harness.providers.request import ProviderRequest
-    from attncheck.harness.selection import select_cases
+    from attncheck.harness.selection import choose_rounds, select_cases
 
     began = time.monotonic()
     request = ProviderRequest(tuple(provider or ()), tuple(function or ()), tuple(check or ()), bool(backend))
     selection = select_cases(request.suites(suite or ()), case or (), request.backend_checks, settings or ())
     refs = None if request.are_alone else tuple(backend or ())
+    timing = _timing_settings(selection, time_limit, warm_cache=warm_cache, kernels=kernels)
+    is_timed = refs is not None and selection.is_timed
+    rounds = choose_rounds(rounds, is_timed=is_timed, in_process=in_process)
     _make_folder(dump)
     with Crew() as crew:
         if refs is not None and not in_process:
@@ -126,6 +152,8 @@ def run(
         from attncheck.harness.progress import watching
         from attncheck.harness.providers.plan import plan_providers
         from attncheck.harness.providers.records import announced, examine_providers
+        from attncheck.harness.rounds import count_questions
+        from attncheck.harness.unexamined import refuse_the_unexamined
         from attncheck.reports import terminal
         from attncheck.reports.records import FALLEN_SHORT
 
@@ -137,6 +165,8 @@ def run(
             dump=dump,
             patterns=case or (),
             crew=None if in_process else crew,
+            timing=timing,
+            rounds=rounds,
         )
         selection, plan, examination = lineup.selection, lineup.plan, lineup.examination
         functions = plan_providers(request.refs, request.patterns, plan.cases, plan.device, seed)
@@ -152,7 +182,10 @@ def run(
             faulthandler.enable()  # a kernel that kills the process says at least where
         try:
             with watching(
-                sum(len(plan.cases_of(info.ref)) for info in infos) + functions.count, silent=in_process
+                count_questions(plan, [info.ref for info in infos]) + functions.count,
+                rounds=plan.rounds,
+                silent=in_process,
+                is_timed=is_timed,
             ) as watcher:
                 records, unmet, stopped = _examine(
                     found, examination, header, path, expectations, watcher, exitfirst=exitfirst
@@ -176,8 +209,22 @@ def run(
         return 1
     if examination.blind:
         raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
-    _refuse_the_unexamined(records, header, by_name=bool(backend or provider))
+    refuse_the_unexamined(records, header, by_name=bool(backend or provider))
     return 0
+
+
+def _timing_settings(
+    selection: "Selection", time_limit: float | None, *, warm_cache: bool, kernels: bool
+) -> "TimingSettings":
+    from attncheck.harness.selection import check_timed
+    from attncheck.harness.timing.settings import TimingSettings
+
+    given = {"--time-limit": time_limit is not None, "--warm-cache": warm_cache, "--kernels": kernels}
+    for option in (name for name, is_given in given.items() if is_given):
+        check_timed(selection, option)
+    defaults = TimingSettings()
+    limit_s = defaults.limit_s if time_limit is None else time_limit
+    return replace(defaults, limit_s=limit_s, warm=warm_cache, kernels=kernels)
 
 
 def use_color() -> bool:
@@ -248,25 +295,3 @@ def _examine(
         for error in (*map(str, examination.blind), *unmet):
             writer.fail(error)
     return records, unmet, stopped
-
-
-def _refuse_the_unexamined(records: "list[Record]", header: "RunHeader", *, by_name: bool) -> None:
-    """A backend asked for by name of which not one case was examined was a wrong question; so is a run of nothing.
-
-    That a case was refused as declared (``claims``) is no examination of the case, unless nothing else was asked.
-    """
-    from attncheck.reports import phrases
-    from attncheck.reports.summary import summarise
-
-    only_claims = header.checks == ("claims",)
-    summary = summarise([record for record in records if only_claims or record.check != "claims"])
-    for backend in header.backends if by_name else ():
-        tally = summary.by_backend.get(backend.name)
-        if tally is None or not tally.examined:
-            gap = next((gap for gap in summary.gaps if gap.backend == backend.name), None)
-            why = f": {phrases.gap_reasons(gap)}" if gap else ""
-            if backend.name in summary.providers:
-                raise SelectionError(f"provider {backend.name!r} offers none of these functions")
-            raise SelectionError(f"not one case of backend {backend.name!r} was examined{why}")
-    if not summary.total.examined:
-        raise SelectionError("nothing was examined; the table says why")

@@ -14,6 +14,7 @@ from attncheck.harness.crew import Crew, WorkerError
 from attncheck.harness.engine import environment_of
 from attncheck.harness.introduction import Introduction, unloaded
 from attncheck.harness.messages import Answer, Assignment, Fault, Introduced, Refused, Request
+from attncheck.harness.timing.settings import TimingSettings
 from attncheck.reports.records import BackendInfo
 
 ASSIGNMENT = Assignment(
@@ -25,6 +26,7 @@ ASSIGNMENT = Assignment(
     seed=0,
     dump=None,
     environment=environment_of("cpu"),
+    timing=TimingSettings(),
 )
 
 

@@ -11,6 +11,7 @@ from attncheck.harness.child import Child, ProcessEndedError
 from attncheck.harness.engine import environment_of
 from attncheck.harness.messages import Answer, Assignment, Begun, Done, Examine, Fault, Introduced, Refused
 from attncheck.harness.selection import select_cases
+from attncheck.harness.timing.settings import TimingSettings
 
 SUITE = """\
 suite: small
@@ -51,6 +52,7 @@ def assignment(checks: Sequence[str] = ("lse", "numerics"), patterns: Sequence[s
         seed=3,
         dump=None,
         environment=environment_of("cpu").model_copy(update={"cpu": "another name"}),
+        timing=TimingSettings(),
     )
 
 
@@ -69,7 +71,7 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
         assert isinstance(introduced, Introduced)
         assert introduced.introduction.name == "reference"
         for case, number in (("small/decode", 2), ("small/blind", 0), ("small/decode", 2)):
-            child.send(Examine(case=case))
+            child.send(Examine(case=case, checks=("numerics", "lse"), round=number))
             told = list(answers(child))
             records = [answer for answer in told if answer.kind == "record"]
             assert [(record.case_id, record.check) for record in records] == [
@@ -78,13 +80,14 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
             ][:number]
             assert {record.environment for record in records} <= {asked.environment.digest}
             assert {record.seed for record in records} <= {3}
+            assert {record.round for record in records} <= {number}
             stages = [answer.stage for answer in told if isinstance(answer, Begun)]
             assert stages[:2] == ["declarations", "the preparation of the case"]
             assert stages[2:] == ["check numerics", "check lse"][:number]
             assert isinstance(told[-1], Done)
             assert (told[-1].blind is None) == (number == 2)
         assert told[-1].blind is None
-        child.send(Examine(case="small/none"))
+        child.send(Examine(case="small/none", checks=("lse",)))
         fault = child.receive()
         assert isinstance(fault, Fault)
         assert fault.error == "KeyError: 'small/none'"
@@ -98,7 +101,7 @@ def test_the_cases_are_those_the_run_selected(folder: Path) -> None:
     with Child("reference", {}) as child:
         child.send(asked)
         assert isinstance(child.receive(), Introduced)
-        child.send(Examine(case="small/blind"))
+        child.send(Examine(case="small/blind", checks=("lse",)))
         *_, done = answers(child)
         assert isinstance(done, Done)
         assert "small/blind" in str(done.blind)
