@@ -11,10 +11,12 @@ from attncheck.reports import markup, phrases
 from attncheck.reports.crashes import died_at
 from attncheck.reports.graph_levels import level_rows, unmeasured_cases, without_reasons
 from attncheck.reports.markdown_levels import graph_levels
+from attncheck.reports.markdown_speeds import speeds_section
 from attncheck.reports.markdown_support import support
 from attncheck.reports.reasons import without_figures
 from attncheck.reports.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
 from attncheck.reports.repro import repro_command
+from attncheck.reports.speed import speeds
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
 from attncheck.reports.utilities import HEADINGS, LEGEND, function_rows, known_departures, provider_title
@@ -29,9 +31,10 @@ def render_run(run: Run) -> str:
         f"**{phrases.closing(summary, run.errors, complete=run.complete)}**",
         *_backends(run, summary),
         *graph_levels(level_rows(run.records), unmeasured_cases(run.records)),
+        *speeds_section(speeds(run.records)),
         *(section for provider in summary.providers for section in _functions(run, provider)),
         *_run_errors(run.errors),
-        *_failures(summary, run.header),
+        *failures(summary, run.header),
         *_expected(summary.expected),
         *(_gaps(summary) if summary.backends or not summary.providers else ()),
     ]
@@ -43,6 +46,7 @@ def _circumstances(run: Run) -> str:
     facts = {
         "Asked": ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in header.suites),
         "Checks": ", ".join(header.checks),
+        "Rounds": f"{header.rounds}, each in a process of its own" if header.rounds > 1 else "",
         "Seed": str(header.seed),
         "Device": f"{header.device}: {env.device_name}"
         + (f", compute capability {env.capability}" if env.capability else "")
@@ -71,7 +75,7 @@ def _backends(run: Run, summary: Summary) -> list[str]:
         "Good records of examined ones, over all checks; `-` where nothing was examined.",
         _suite_table(summary, run.header),
         "## Backends and checks",
-        _check_table(summary),
+        check_table(summary),
         *support(run, summary.backends),
     ]
 
@@ -102,7 +106,8 @@ def _suite_table(summary: Summary, header: RunHeader) -> str:
     return markup.table(["backend", *summary.suites, *worst, "not examined"], rows)
 
 
-def _check_table(summary: Summary) -> str:
+def check_table(summary: Summary) -> str:
+    """Backends down, checks across: passed of examined."""
     rows = [
         [markup.escaped(backend), *(_cell(summary.by_check.get((backend, check))) for check in summary.checks)]
         for backend in summary.backends
@@ -131,13 +136,14 @@ def _run_errors(errors: Sequence[str]) -> list[str]:
     return ["## Errors of the run", "\n".join(f"- {markup.escaped(error)}" for error in errors)] if errors else []
 
 
-def _failures(summary: Summary, header: RunHeader) -> list[str]:
+def failures(summary: Summary, header: RunHeader) -> list[str]:
+    """A heading, then each finding in full; nothing where nothing fell short."""
     if not summary.short:
         return []
     alike: dict[tuple[object, ...], list[Record]] = {}
     for record in summary.short:
         alike.setdefault((record.backend, record.check, record.outcome, *_story_key(record)), []).append(record)
-    return ["## What fell short", *(_failure(records, header) for records in alike.values())]
+    return ["## What fell short", *(_failure(records, summary, header) for records in alike.values())]
 
 
 def _story_key(record: Record) -> tuple[object, ...]:
@@ -157,13 +163,14 @@ def _story_key(record: Record) -> tuple[object, ...]:
     return about, phrases.what_happened(record)
 
 
-def _failure(records: Sequence[Record], header: RunHeader) -> str:
+def _failure(records: Sequence[Record], summary: Summary, header: RunHeader) -> str:
     """The story of the first record, which speaks for all; the others are named."""
     record, *further = records
     more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
+    rounds = f" {told}" if (told := phrases.rounds_short(summary, record)) else ""
     lines = [
         f"### {markup.escaped(record.backend)}: {markup.escaped(record.case)}{more}, {record.check}",
-        f"**{record.outcome}**: {markup.escaped(phrases.what_happened(record))}",
+        f"**{record.outcome}**{rounds}: {markup.escaped(phrases.what_happened(record))}",
     ]
     if further:
         what = "finding" if graph_of(record) is None else "levels and probes"

@@ -4,6 +4,7 @@ Must not know: tables, colours, Markdown.
 """
 
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 
@@ -41,12 +42,20 @@ def budgets(share: float | None) -> str:
     return f"{share:.2f}" if share < 10 else f"{share:.3g}"
 
 
+_COMMAND = re.compile(r"(?<!\S)::(?=\S)|##(?=\[)")
+"""How a line begins that GitHub's runner obeys, wherever it is printed: ``::error ...``, and of old ``##[error]``."""
+
+
 def printable(text: str) -> str:
-    """``text`` without control characters: messages come from foreign code, and a terminal obeys what it is sent."""
-    return "".join(
+    """``text`` without what is obeyed rather than shown: messages come from foreign code.
+
+    A terminal obeys control characters; the log of a GitHub runner obeys lines that look like its commands.
+    """
+    shown = "".join(
         character if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf") else "?"
         for character in text
     )
+    return _COMMAND.sub(lambda match: " ".join(match[0]), shown)
 
 
 def title(header: RunHeader) -> str:
@@ -163,6 +172,8 @@ def _first_line(message: str) -> str:
 def closing(summary: Summary, errors: Sequence[str] = (), *, complete: bool = True) -> str:
     """The last line: the verdict and how many of everything. ``errors`` fail a run whatever its records say.
 
+    Counts are of questions (a check of a case of a backend), however often each was put.
+
     What an unfinished run has not found wrong so far is no verdict.
     """
     verdict: str = "failed" if errors else summary.verdict
@@ -175,7 +186,14 @@ def closing(summary: Summary, errors: Sequence[str] = (), *, complete: bool = Tr
         sizes += [plural(len(summary.backends), "backend"), plural(summary.cases, "case")]
     if summary.providers:
         sizes += [plural(len(summary.providers), "provider"), plural(summary.functions, "function")]
-    return f"{verdict}: {', '.join(sizes)}: {', '.join(counts) or 'no records'}"
+    rounds = f" (the worst of {summary.most_rounds} rounds counts)" if summary.most_rounds > 1 else ""
+    return f"{verdict}: {', '.join(sizes)}: {', '.join(counts) or 'no records'}{rounds}"
+
+
+def rounds_short(summary: Summary, record: Record) -> str:
+    """``in 3 of 10 rounds``, for a record that stands for several rounds; empty for any other."""
+    short, rounds = summary.rounds.get(record.key, (1, 1))
+    return f"in {short} of {rounds} rounds" if rounds > 1 else ""
 
 
 def incomplete(run: Run) -> str | None:

@@ -1,13 +1,14 @@
 """Records counted: which backend stands where, what was never asked and why, and what fell short.
 
-Pure: records in, frozen values out. Tables and sentences are made from these by ``terminal`` and ``markdown``.
+Pure: records in, frozen values out. Tables and sentences are made from these by ``terminal`` and ``markdown``. What
+was asked in several rounds is counted once, with its worst outcome (:mod:`attncheck.reports.rounds`).
 Must not know: where records come from, or how a summary is shown.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from attncheck.reports.reasons import listed, without_first_figure
@@ -20,10 +21,12 @@ from attncheck.reports.records import (
     Outcome,
     Passed,
     Record,
+    RecordKey,
     Unavailable,
     Unsupported,
     XFailed,
 )
+from attncheck.reports.rounds import questions
 
 Verdict = Literal["passed", "failed", "not examined"]
 
@@ -74,7 +77,9 @@ class Summary:
     """What the records of a run come to. Rows and columns keep the order in which records first name them.
 
     ``short`` are the records that fell short, ``expected`` those that did so as expected. Providers and their functions
-    are counted in all figures, and apart from ``backends``, ``suites``, ``checks``, ``cases`` and ``gaps``.
+    are counted in all figures, and apart from ``backends``, ``suites``, ``checks``, ``cases`` and ``gaps``. ``rounds``:
+    of each record in ``short`` that stands for several rounds, in how many it fell short, and of how many;
+    ``most_rounds``: in how many any question was put.
     """
 
     backends: tuple[str, ...]
@@ -90,6 +95,8 @@ class Summary:
     gaps: tuple[Gap, ...]
     short: tuple[Record, ...]
     expected: tuple[XFailed, ...]
+    rounds: Mapping[RecordKey, tuple[int, int]] = field(default_factory=dict)
+    most_rounds: int = 1
 
     @property
     def verdict(self) -> Verdict:
@@ -124,6 +131,8 @@ def tally(records: Iterable[Record]) -> Tally:
 
 def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> Summary:
     """Summarise the records of one run. ``checks`` gives the order of the columns; unnamed ones follow."""
+    asked = questions(records)
+    records = [question.record for question in asked]
     of_backends = [record for record in records if record.check != UTILITIES]
     of_providers = [record for record in records if record.check == UTILITIES]
     named = {record.check for record in of_backends}
@@ -149,6 +158,8 @@ def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> Summa
         gaps=_gaps(of_backends, tuple(ordered)),
         short=tuple(record for record in records if record.outcome in FALLEN_SHORT),
         expected=tuple(record for record in records if isinstance(record, XFailed)),
+        rounds={each.record.key: (each.short, each.rounds) for each in asked if each.short and each.rounds > 1},
+        most_rounds=max((each.rounds for each in asked), default=1),
     )
 
 

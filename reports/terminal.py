@@ -8,15 +8,16 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tabulate import tabulate
-
 from attncheck.reports import phrases
+from attncheck.reports.columns import WIDTH, table, wrap
 from attncheck.reports.crashes import died_at, last_words
 from attncheck.reports.graph_levels import LevelRow, legend, level_notes, level_rows, unmeasured_cases, without_reasons
 from attncheck.reports.records import Crashed, Errored, Failed, Record, RunHeader, graph_of
 from attncheck.reports.repro import repro_command
+from attncheck.reports.speed import speeds
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
+from attncheck.reports.terminal_speeds import NAME_WIDTH, render_speeds
 from attncheck.reports.tracebacks import raised_at
 from attncheck.reports.utilities import (
     HEADINGS,
@@ -27,13 +28,10 @@ from attncheck.reports.utilities import (
     provider_title,
 )
 
-WIDTH = 100
 SHOWN_FAILURES = 3
 """Failures shown in full for one backend under one check; the Markdown report shows them all."""
 SHOWN_GAPS = 6
 """Reasons shown for one backend, those with most cases first."""
-NAME_WIDTH = 27
-"""Columns for a backend's name beside two levels in full; the tables above it have the whole name."""
 REASON_WIDTH = 440
 """Characters shown of the reason why a probe broke; the Markdown report shows all."""
 HINT_WIDTH = 140
@@ -70,6 +68,7 @@ def render(
         _check_table(summary, color),
         _graph_levels(level_rows(records), unmeasured_cases(records), color),
         _suite_table(summary, color) if len(summary.suites) > 1 else "",
+        render_speeds(speeds(records)),
         *(_functions(header, records, provider, color) for provider in summary.providers),
         *_failures(summary, header, color),
         _gaps(summary),
@@ -96,12 +95,7 @@ def _check_table(summary: Summary, color: bool) -> str:
         ]
         for backend in summary.backends
     ]
-    return _table([["backend", *summary.checks, *worst, "not\nexamined"], *rows])
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns lined up, two spaces apart. The headings are the first row: tabulate would pad a row of its own."""
-    return tabulate(rows, tablefmt="plain", disable_numparse=True)
+    return table([["backend", *summary.checks, *worst, "not\nexamined"], *rows])
 
 
 def _graph_levels(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str, int]], color: bool) -> str:
@@ -121,7 +115,7 @@ def _graph_levels(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str
         ]
         for row in rows
     ]
-    headings, *lines = _table([["backend", "declared", "measured", "cases", "probes"], *cells]).splitlines()
+    headings, *lines = table([["backend", "declared", "measured", "cases", "probes"], *cells]).splitlines()
     told = [f"{line}\n{_level_notes(row, rows)}".rstrip() for line, row in zip(lines, rows, strict=True)]
     for backend, counts in unmeasured.items():
         own = [index for index, row in enumerate(rows) if row.backend == backend]
@@ -160,18 +154,18 @@ def _suite_table(summary: Summary, color: bool) -> str:
     ]
     if len(summary.backends) <= max(5, len(summary.suites)):
         rows = [[suite, *row] for suite, row in zip(summary.suites, cells, strict=True)]
-        return _table([["suite", *summary.backends], *rows])
+        return table([["suite", *summary.backends], *rows])
     columns = [[backend, *column] for backend, column in zip(summary.backends, zip(*cells, strict=True), strict=True)]
-    return _table([["backend", *summary.suites], *columns])
+    return table([["backend", *summary.suites], *columns])
 
 
 def _functions(header: RunHeader, records: Sequence[Record], provider: str, color: bool) -> str:
     """The functions of one provider with their verdicts, then what is known of those that depart."""
     rows = function_rows(records, provider)
-    table = [HEADINGS, *([row.name, _paint_word(row, color), *row.counts] for row in rows)]
+    cells = [HEADINGS, *([row.name, _paint_word(row, color), *row.counts] for row in rows)]
     notes = [wrap(f"{names}: {phrases.printable(note)}", "  ") for names, note in known_departures(rows)]
     known = "\n".join(["known departures", *notes]) if notes else ""
-    return "\n\n".join(part for part in (provider_title(header, provider), _table(table), wrap(LEGEND), known) if part)
+    return "\n\n".join(part for part in (provider_title(header, provider), table(cells), wrap(LEGEND), known) if part)
 
 
 def _paint_word(row: FunctionRow, color: bool) -> str:
@@ -187,21 +181,6 @@ def _cell(tally: Tally | None, color: bool) -> str:
 
 def _paint(text: str, code: str, color: bool) -> str:
     return f"\033[{code}m{text}\033[0m" if color else text
-
-
-def wrap(text: str, indent: str = "", *, width: int = WIDTH) -> str:
-    """Fold long lines; a word that is longer than a line, such as a path, stays whole."""
-    return "\n".join(
-        textwrap.fill(
-            line,
-            width,
-            initial_indent=indent,
-            subsequent_indent=indent + "  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in text.splitlines()
-    )
 
 
 def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
@@ -222,7 +201,7 @@ def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
         kind = (records[0].backend, records[0].check)
         told[kind] += 1
         if told[kind] <= SHOWN_FAILURES:
-            shown.append(_paragraph(records, header, color))
+            shown.append(_paragraph(records, summary, header, color))
         else:
             more.update(f"{record.backend}, {record.check}" for record in records)
     if more:
@@ -231,10 +210,11 @@ def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
     return shown
 
 
-def _paragraph(records: Sequence[Record], header: RunHeader, color: bool) -> str:
+def _paragraph(records: Sequence[Record], summary: Summary, header: RunHeader, color: bool) -> str:
     """Who, which case, which checks; then the story of the first record, which speaks for all."""
     first, checks = records[0], ", ".join(dict.fromkeys(record.check for record in records))
-    heading = f"{_paint(first.outcome, '31', color)}  {first.backend}  {first.case}  {checks}"
+    rounds = phrases.rounds_short(summary, first)
+    heading = f"{_paint(first.outcome, '31', color)}  {first.backend}  {first.case}  {checks}  {rounds}".rstrip()
     further = len({record.case for record in records}) - 1
     shared = [f"  and {phrases.plural(further, 'more case')} with the same levels and probes"] if further else []
     return "\n".join([heading, *shared, textwrap.indent(story(first, header), "  ")])

@@ -1,0 +1,139 @@
+"""What a reader must know of the figures in a table of speeds: how they came about, and what speaks against them.
+
+Sentences only, each once however many figures it concerns. Must not know: formats, how a time was measured.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from attncheck.reports.phrases import one_line, plural
+from attncheck.reports.speed import Speed
+from attncheck.reports.speed_tables import FASTEST, FASTEST_ROUNDS, SpeedTable, rate_unit
+from attncheck.reports.timings import Ceilings, DeviceState, Timing
+
+CLOCKS = {
+    "host": "a monotonic clock around the call",
+    "events": "CUDA events",
+    "graph": "CUDA events around a graph's replay",
+}
+_SHOWN = 3
+"""Cases named where a note concerns several."""
+
+
+def legend(tables: Sequence[SpeedTable]) -> str:
+    """What the columns of ``tables`` are; empty without a row."""
+    headings = {heading for table in tables for heading in table.headings}
+    sentences = []
+    if "rounds" in headings:
+        sentences.append("median: geometric mean of the medians of the rounds, each a process of its own")
+    if "spread" in headings:
+        sentences.append("spread: how far those medians lie apart (deviation of their logs)")
+    if "95% interval" in headings:
+        sentences.append("interval: of the median within one process; another process may well lie outside of it")
+    if any(heading.startswith("build") for heading in headings):
+        sentences.append("build: the metadata of the batch, made on the host before each forward")
+    if any(heading.endswith("B/s") for heading in headings):
+        sentences.append("bytes and operations are the least that a case takes, causal and window aware")
+    if "roofline" in headings:
+        sentences.append("roofline: the least time the ceilings below allow, as a share of the time taken")
+    if any(table.has_fastest for table in tables):
+        sentences.append(f"{FASTEST} fastest: every round below every round of the others ({FASTEST_ROUNDS} or more)")
+    return "; ".join(sentences)
+
+
+def speed_notes(speeds: Sequence[Speed]) -> list[str]:
+    """Rounds, clock, cache, ceilings, the device's own clocks; what is unsettled or throttled; what timing noted."""
+    parts = (_rounds, _clocks, _ceilings, _device, _unsettled, _noted)
+    return [note for part in parts for note in part(speeds)]
+
+
+def _rounds(speeds: Sequence[Speed]) -> Iterator[str]:
+    counts = {len(speed.rounds) for speed in speeds}
+    spreads = [speed.spread for speed in speeds if speed.spread is not None]
+    if spreads:
+        asked = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+        yield (
+            f"{asked} rounds, each in a process of its own; their medians spread by {statistics.median(spreads):.1%} "
+            f"as a rule, by {max(spreads):.1%} at most"
+        )
+    elif counts:
+        yield "one round: the next process may well differ by more than the figures show"
+
+
+def _clocks(speeds: Sequence[Speed]) -> Iterator[str]:
+    parts: dict[str, Counter[str]] = {}
+    for speed in speeds:
+        for latency in speed.rounds:
+            parts.setdefault(latency.clock, Counter())[speed.part] += 1
+    for clock, counts in parts.items():
+        yield f"{', '.join(counts)} by {CLOCKS[clock]}"
+    caches = {timing.cache for speed in speeds for timing in speed.timings}
+    if caches == {"cold"}:
+        yield "cold: the device's last-level cache was flushed before each sample"
+    elif caches == {"warm"}:
+        yield "warm: caches were left as the call before left them"
+    elif caches:
+        yield "cold in some cases and warm in others: figures of the two are not to be compared"
+
+
+def _ceilings(speeds: Sequence[Speed]) -> Iterator[str]:
+    found: dict[str, list[Ceilings]] = {}
+    for timing in _timings(speeds):
+        if timing.ceilings is not None:
+            found.setdefault(timing.ceilings.dtype, []).append(timing.ceilings)
+    for dtype, ceilings in found.items():
+        copy = statistics.geometric_mean(each.copy_bytes_per_s for each in ceilings)
+        product = statistics.geometric_mean(each.matmul_flops_per_s for each in ceilings)
+        bandwidth, flops = rate_unit([copy], "B"), rate_unit([product], "FLOP")
+        yield (
+            f"ceilings measured in the same processes: copy {bandwidth.text(copy)} {bandwidth.name}, "
+            f"product of {dtype} matrices {flops.text(product)} {flops.name}"
+        )
+
+
+def _device(speeds: Sequence[Speed]) -> Iterator[str]:
+    states = [timing.device for timing in _timings(speeds) if timing.device is not None]
+    clocks = [state.sm_clock_mhz for state in states if state.sm_clock_mhz is not None]
+    if clocks:
+        most = max((state.max_sm_clock_mhz for state in states if state.max_sm_clock_mhz), default=None)
+        of = "" if most is None else f" of at most {most}"
+        span = str(min(clocks)) if min(clocks) == max(clocks) else f"{min(clocks)} to {max(clocks)}"
+        yield f"SM clock {span}{of} MHz"
+    throttled = [(speed, reason) for speed in speeds for reason in _throttle_reasons(speed)]
+    for reason in dict.fromkeys(reason for _, reason in throttled):
+        cases = [f"{speed.backend}, {speed.case}" for speed, why in throttled if why == reason]
+        yield f"the device was held back ({one_line(reason)}) while these were timed: {_named(cases)}"
+
+
+def _throttle_reasons(speed: Speed) -> tuple[str, ...]:
+    states: Iterable[DeviceState] = (timing.device for timing in speed.timings if timing.device is not None)
+    return tuple(dict.fromkeys(reason for state in states for reason in state.throttle_reasons))
+
+
+def _unsettled(speeds: Sequence[Speed]) -> Iterator[str]:
+    loose = [speed for speed in speeds if not all(latency.is_settled for latency in speed.rounds)]
+    if loose:
+        cases = [f"{speed.backend}, {speed.case} ({speed.part})" for speed in loose]
+        yield f"unsettled, since time was up before the median's interval was narrow enough: {_named(cases)}"
+
+
+def _noted(speeds: Sequence[Speed]) -> Iterator[str]:
+    cases: dict[str, list[str]] = {}
+    for speed in speeds:
+        for note in dict.fromkeys(note for timing in speed.timings for note in timing.notes):
+            cases.setdefault(note, []).append(f"{speed.backend}, {speed.case}")
+    for note, named in cases.items():
+        yield f"{one_line(note)}: {_named(named)}"
+
+
+def _timings(speeds: Sequence[Speed]) -> tuple[Timing, ...]:
+    """Each once, though it has a latency of several parts."""
+    return tuple({id(timing): timing for speed in speeds for timing in speed.timings}.values())
+
+
+def _named(cases: Sequence[str]) -> str:
+    """The first cases, each once, and how many more."""
+    once = [one_line(case) for case in dict.fromkeys(cases)]
+    more = len(once) - _SHOWN
+    return "; ".join(once[:_SHOWN]) + (f"; and {plural(more, 'more')}".removesuffix("s") if more > 0 else "")

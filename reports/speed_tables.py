@@ -1,0 +1,175 @@
+"""Speeds as rows of text: one table a suite, one unit a column, told in its heading.
+
+The fastest of several backends is marked only where its rounds lie apart from all rounds of the others: what could be
+luck is not marked. Cells are plain text, which the format that shows them escapes. Must not know: formats, how a time
+was measured.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from attncheck.reports.speed import Speed
+
+FASTEST_ROUNDS = 5
+"""Rounds of each backend from which on the fastest is marked. That five times of one lie below five of another of the
+same speed has a chance of 1 in 252; medians of single processes differ by tens of per cent for no reason."""
+
+FASTEST = "*"
+NOTHING = "-"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a column: what one is worth of what was measured; ``decimals`` None: three digits, wherever."""
+
+    name: str
+    size: float
+    decimals: int | None = None
+
+    def text(self, value: float | None) -> str:
+        """A figure without its unit; ``-`` where there is none."""
+        if value is None:
+            return NOTHING
+        return f"{value / self.size:.3g}" if self.decimals is None else f"{value / self.size:,.{self.decimals}f}"
+
+
+@dataclass(frozen=True)
+class SpeedTable:
+    """Headings and rows of one suite, without columns that say nothing.
+
+    ``has_fastest``: whether any row is marked. ``averaged``: over how many cases means are taken; 0: over each
+    backend's own, which no other's are.
+    """
+
+    suite: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    has_fastest: bool = False
+    averaged: int | None = None
+
+
+def time_unit(nanoseconds: Iterable[float]) -> Unit:
+    """The unit for times of one table: the largest of ns, us, ms and s of which the smallest of them has one."""
+    names = {1.0: "ns", 1e3: "us", 1e6: "ms", 1e9: "s"}
+    smallest = min(nanoseconds, default=1.0)
+    size = max((size for size in names if size <= smallest), default=1.0)
+    digits = smallest / size
+    return Unit(names[size], size, 2 if digits < 10 else 1 if digits < 100 else 0)
+
+
+def rate_unit(rates: Iterable[float | None], what: str) -> Unit:
+    """The unit for rates of one table, such as ``GB/s``: the largest of which the largest of them has one."""
+    names = {1e6: f"M{what}/s", 1e9: f"G{what}/s", 1e12: f"T{what}/s"}
+    largest = max((rate for rate in rates if rate is not None), default=1e9)
+    size = max((size for size in names if size <= largest), default=1e6)
+    return Unit(names[size], size)
+
+
+def suite_of(speed: Speed) -> str:
+    """The suite of the case that was timed."""
+    return speed.case.partition("/")[0]
+
+
+def case_id(speed: Speed) -> str:
+    """The id of the case within its suite."""
+    return speed.case.partition("/")[2]
+
+
+def suites_of(speeds: Sequence[Speed]) -> dict[str, list[Speed]]:
+    """The speeds of each suite, in the order in which suites first come."""
+    found: dict[str, list[Speed]] = {}
+    for speed in speeds:
+        found.setdefault(suite_of(speed), []).append(speed)
+    return found
+
+
+def fastest(medians: Mapping[str, Sequence[float]]) -> str | None:
+    """Of backends and the medians of their rounds, the one that all others are slower than in every round, or None.
+
+    None as well where fewer than two backends are compared, or one has fewer than :data:`FASTEST_ROUNDS` rounds.
+    """
+    if len(medians) < 2 or any(len(rounds) < FASTEST_ROUNDS for rounds in medians.values()):
+        return None
+    best = min(medians, key=lambda name: statistics.geometric_mean(medians[name]))
+    others = [time for name, rounds in medians.items() if name != best for time in rounds]
+    return best if max(medians[best]) < min(others) else None
+
+
+def speed_tables(speeds: Sequence[Speed]) -> tuple[SpeedTable, ...]:
+    """One table a suite: a row for each case, part and backend, with what its builder takes beside ``forward``."""
+    return tuple(_table(suite, members) for suite, members in suites_of(speeds).items())
+
+
+def _table(suite: str, speeds: Sequence[Speed]) -> SpeedTable:
+    builds = {(speed.backend, speed.case): speed for speed in speeds if speed.part == "build"}
+    timed: dict[tuple[str, str], list[Speed]] = {}
+    for speed in speeds:
+        if speed.part != "build":
+            timed.setdefault((speed.case, speed.part), []).append(speed)
+    time = time_unit(speed.median_ns for speed in speeds)
+    bandwidth = rate_unit((speed.bytes_per_s for speed in speeds), "B")
+    flops = rate_unit((speed.flops_per_s for speed in speeds), "FLOP")
+    repeated = any(speed.spread is not None for speed in speeds)
+    rows = []
+    marked = False
+    for members in timed.values():
+        first = fastest({speed.backend: speed.medians_ns for speed in members})
+        marked = marked or first is not None
+        for speed in members:
+            build = builds.get((speed.backend, speed.case)) if speed.part == "forward" else None
+            mark = f" {FASTEST}" if speed.backend == first else ""
+            rows.append(
+                (
+                    case_id(speed),
+                    speed.part,
+                    speed.backend,
+                    time.text(speed.median_ns) + mark,
+                    spread_text(speed) if repeated else interval_text(speed, time),
+                    time.text(None if build is None else build.median_ns),
+                    str(len(speed.rounds)),
+                    bandwidth.text(speed.bytes_per_s),
+                    flops.text(speed.flops_per_s),
+                    share_text(speed.roofline_share),
+                )
+            )
+    headings = (
+        "case",
+        "part",
+        "backend",
+        f"median ({time.name})",
+        "spread" if repeated else "95% interval",
+        f"build ({time.name})",
+        "rounds",
+        bandwidth.name,
+        flops.name,
+        "roofline",
+    )
+    told = [index for index, _ in enumerate(headings) if any(row[index] != NOTHING for row in rows)]
+    return SpeedTable(
+        suite,
+        tuple(headings[index] for index in told),
+        tuple(tuple(row[index] for index in told) for row in rows),
+        marked,
+    )
+
+
+def spread_text(speed: Speed) -> str:
+    """How far processes lie apart, as a share of the time; ``-`` for one process."""
+    return NOTHING if speed.spread is None else f"{speed.spread:.1%}"
+
+
+def interval_text(speed: Speed, unit: Unit) -> str:
+    """The interval of the median within one process, in the unit of the table."""
+    return f"{unit.text(speed.rounds[0].low_ns)} to {unit.text(speed.rounds[0].high_ns)}"
+
+
+def share_text(share: float | None) -> str:
+    """A share of the roofline: two digits, or more where it is more than all."""
+    if share is None:
+        return NOTHING
+    if share <= 0 or share >= 0.095:
+        return f"{share:.0%}"
+    decimals = 1 - math.floor(math.log10(share * 100))
+    return f"{share:.{decimals}%}"
