@@ -1,27 +1,22 @@
 """Two runs compared: speeds, outcomes, what only one of them asked, and what they were made with.
 
-Cases are matched by ``suite/id`` and by their hash: a case that was rewritten is another question. Backends are matched
-by name, or as told. Must not know: how a comparison is shown.
+Both sides may be one run file, in which two backends took turns on the same machine: no other protocol tells smaller
+differences. Must not know: how a comparison is shown.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from attncheck.reports.environment_changes import Difference
-from attncheck.reports.outcome_changes import OutcomeChange
-from attncheck.reports.speed_changes import SpeedChange
+from attncheck.reports.environment_changes import Difference, another_device, differences, warnings_of_times
+from attncheck.reports.matching import Matching, OneSided, label, match_runs
+from attncheck.reports.outcome_changes import OutcomeChange, compare_outcomes
+from attncheck.reports.phrases import plural
+from attncheck.reports.speed import Speed, speeds
+from attncheck.reports.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
 from attncheck.reports.store import Run
+from attncheck.reports.timings import Part
 
-__all__ = ["Difference", "OneSided", "OutcomeChange", "RunComparison", "SpeedChange", "compare_runs"]
-
-
-@dataclass(frozen=True)
-class OneSided:
-    """What only one run asked of ``backend``: these ``cases``; all there are where the other run lacks the backend."""
-
-    backend: str
-    cases: tuple[str, ...]
-    is_whole: bool
+__all__ = ["Difference", "OneSided", "OutcomeChange", "RunComparison", "SpeedChange", "Terms", "compare_runs"]
 
 
 @dataclass(frozen=True)
@@ -42,15 +37,75 @@ class RunComparison:
     changed_cases: tuple[str, ...] = ()
     environments: tuple[Difference, ...] = ()
     warnings: tuple[str, ...] = ()
+    terms: Terms = field(default_factory=Terms)
 
     @property
     def is_regression(self) -> bool:
-        """Whether NEW fell behind BASE: an outcome worse, or a pair slower by as much as counts."""
-        return any(change.kind == "worse" for change in self.outcomes) or any(
-            change.is_regression for change in self.speeds
-        )
+        """Whether NEW fell behind BASE: an outcome worse, or a pair slower by as much as counts.
+
+        What NEW did not ask is no regression: it is told as such. A backend that cannot run any more is asked, and
+        its records say so.
+        """
+        is_worse = any(change.kind == "worse" for change in self.outcomes)
+        return is_worse or any(change.is_regression for change in self.speeds)
 
 
-def compare_runs(base: Run, new: Run, *, backends: Mapping[str, str] | None = None) -> RunComparison:
-    """Compare two runs; ``backends`` names the backend of NEW that answers to one of BASE where names differ."""
-    raise NotImplementedError
+def compare_runs(
+    base: Run, new: Run, *, backends: Mapping[str, str] | None = None, terms: Terms | None = None
+) -> RunComparison:
+    """Compare two runs. ``backends`` names the backend of NEW that answers to one of BASE, where names differ.
+
+    Backends it leaves out are matched by name, unless BASE and NEW are one file.
+
+    Raises:
+        QuestionError: a backend that its run does not have, a file compared with itself, nothing in common, or a
+            threshold that concerns no case.
+    """
+    terms = terms or Terms()
+    matching = match_runs(base, new, backends or {})
+    terms.thresholds.refuse_unmatched(record.case for record in (*base.records, *new.records))
+    outcomes = [change for answers in matching.answers if (change := compare_outcomes(*answers))]
+    refusal = another_device(base.header.environment, new.header.environment)
+    pairs, lone = _pair_speeds(base, new, matching)
+    changes = compare_speeds(pairs, terms, refusal=refusal)
+    warnings = [*_warnings(base, new, matching, lone), *([] if refusal else warnings_of_times(changes))]
+    return RunComparison(
+        base,
+        new,
+        changes,
+        tuple(outcomes),
+        matching.only_base,
+        matching.only_new,
+        matching.changed,
+        differences(base.header, new.header, matching.backends),
+        tuple(warnings),
+        terms,
+    )
+
+
+def _pair_speeds(base: Run, new: Run, matching: Matching) -> tuple[list[SpeedPair], int]:
+    """Both speeds of every part of the common cases, and how many parts of them have a speed in one run only."""
+    before, after = _speeds(base), _speeds(new)
+    pairs = []
+    lone = 0
+    for one, other in matching.backends.items():
+        asked = {key[1:] for key in (*before, *after) if key[0] in (one, other) and (one, key[1]) in matching.cases}
+        in_order = [key[1:] for key in before if key[0] == one and key[1:] in asked]
+        found = [(before[one, *key], after[other, *key]) for key in in_order if (other, *key) in after]
+        pairs += [SpeedPair(label(one, other), *speeds_of_one) for speeds_of_one in found]
+        lone += sum(((one, *key) in before) != ((other, *key) in after) for key in asked)
+    return pairs, lone
+
+
+def _speeds(run: Run) -> dict[tuple[str, str, Part], Speed]:
+    return {(speed.backend, speed.case, speed.part): speed for speed in speeds(run.records)}
+
+
+def _warnings(base: Run, new: Run, matching: Matching, lone: int) -> Iterator[str]:
+    for side, run in (("BASE", base), ("NEW", new)):
+        if not run.complete:
+            yield f"{side} was cut off after {plural(len(run.records), 'record')}: {run.path}"
+    if matching.unasked:
+        yield f"{plural(matching.unasked, 'answer')} of BASE to checks that NEW makes too have none beside them in NEW"
+    if lone:
+        yield f"{plural(lone, 'time')} of right answers in one run only, with nothing to compare with"

@@ -3,7 +3,21 @@
 Must not know: how runs are matched, how a difference is shown.
 """
 
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from attncheck.reports.records import BackendInfo, Environment, RunHeader
+from attncheck.reports.speed_changes import SpeedChange
+from attncheck.reports.timings import Timing
+
+CEILING_DRIFT = 0.05
+CLOCK_DRIFT = 0.01
+
+FEW_PAIRS = 5
+"""Pairs below which nothing is said of what they have in common."""
+
+MOST = 0.9
 
 
 @dataclass(frozen=True)
@@ -13,3 +27,133 @@ class Difference:
     field: str
     base: str
     new: str
+
+
+def differences(base: RunHeader, new: RunHeader, backends: Mapping[str, str]) -> tuple[Difference, ...]:
+    """Every field of the environments, and what else of the headers matters to a comparison.
+
+    ``backends``: the names of those compared, in BASE and NEW.
+    """
+    fields = [(name, getattr(base.environment, name), getattr(new.environment, name)) for name in _FIELDS]
+    fields += [(name, getattr(base, name), getattr(new, name)) for name in ("seed", "rounds")]
+    fields.append(("checks", base.checks, new.checks))
+    for one, other in backends.items():
+        fields += _of_backend(one, _info(base, one), _info(new, other))
+    return tuple(Difference(name, _words(was), _words(now)) for name, was, now in fields if was != now)
+
+
+def another_device(base: Environment, new: Environment) -> str:
+    """Why times of the two machines are no comparison of backends; empty: one device, as far as can be told."""
+    names = (
+        ("device", "device_name")
+        if "cpu" not in (base.device, new.device)
+        else ("device", "device_name", "cpu", "cores")
+    )
+    told = [
+        f"{_words(was)} and {_words(now)}"
+        for name in names
+        if (was := getattr(base, name)) != (now := getattr(new, name))
+    ]
+    return f"another device: {', '.join(dict.fromkeys(told))}" if told else ""
+
+
+def warnings_of_times(changes: Sequence[SpeedChange]) -> tuple[str, ...]:
+    """What makes these times worth less: throttling, another clock rate, a machine that became slower itself."""
+    base = [timing for change in changes for timing in change.base.timings]
+    new = [timing for change in changes for timing in change.new.timings]
+    found = [
+        *_throttled("BASE", base),
+        *_throttled("NEW", new),
+        *_drift("the SM clock", base, new, _sm_clock, CLOCK_DRIFT),
+        *_drift("the rate of a large copy", base, new, _copy_rate, CEILING_DRIFT),
+        *_common_shift(changes),
+    ]
+    return tuple(found)
+
+
+_FIELDS = tuple(name for name in Environment.model_fields)
+
+
+def _info(header: RunHeader, name: str) -> BackendInfo:
+    return next(info for info in header.backends if info.name == name)
+
+
+def _of_backend(name: str, base: BackendInfo, new: BackendInfo) -> list[tuple[str, object, object]]:
+    lost = tuple(feature for feature in base.features if feature not in new.features)
+    gained = tuple(feature for feature in new.features if feature not in base.features)
+    started = [tuple(f"{key}={value}" for key, value in each.required_environment.items()) for each in (base, new)]
+    conventions = [
+        (f"{name}: {key}", base.conventions.get(key), new.conventions.get(key))
+        for key in dict.fromkeys((*base.conventions, *new.conventions))
+    ]
+    return [
+        (f"{name}: version", base.version, new.version),
+        (f"{name}: features declared in one run only", lost, gained),
+        *conventions,
+        (f"{name}: started with", started[0], started[1]),
+    ]
+
+
+def _words(value: object) -> str:
+    match value:
+        case None | "" | ():
+            return "none"
+        case bool():
+            return "yes" if value else "no"
+        case tuple():
+            return ", ".join(map(str, value))
+        case _:
+            return str(value)
+
+
+def _throttled(side: str, timings: Sequence[Timing]) -> list[str]:
+    states = [timing.device for timing in timings if timing.device is not None]
+    held_back = [state for state in states if state.throttle_reasons]
+    reasons = dict.fromkeys(reason for state in held_back for reason in state.throttle_reasons)
+    return (
+        [f"the device was held back in {len(held_back)} of {len(states)} timings of {side}: {', '.join(reasons)}"]
+        if held_back
+        else []
+    )
+
+
+def _drift(
+    what: str,
+    base: Iterable[Timing],
+    new: Iterable[Timing],
+    read: Callable[[Timing], float | None],
+    least: float,
+) -> list[str]:
+    """That a figure measured beside the times moved by ``least`` of it or more, in the middle of its values."""
+    middles = []
+    for side in (base, new):
+        values = [value for timing in side if (value := read(timing)) is not None]
+        if not values:
+            return []
+        middles.append(statistics.median(values))
+    change = middles[1] / middles[0] - 1
+    return [f"{what} is {change:+.1%} in NEW: times may have moved with it"] if abs(change) >= least else []
+
+
+def _sm_clock(timing: Timing) -> float | None:
+    return timing.device.sm_clock_mhz if timing.device else None
+
+
+def _copy_rate(timing: Timing) -> float | None:
+    return timing.ceilings.copy_bytes_per_s if timing.ceilings else None
+
+
+def _common_shift(changes: Sequence[SpeedChange]) -> list[str]:
+    """That nearly all times moved one way, by more than is told as a difference: so does a machine, not a kernel."""
+    ratios = [change.ratio for change in changes if change.low is not None]
+    if len(ratios) < FEW_PAIRS or len({change.backend for change in changes}) < 2:
+        return []
+    middle = statistics.median(ratios)
+    alike = sum((ratio > 1) == (middle > 1) for ratio in ratios)
+    if abs(middle - 1) < CLOCK_DRIFT or alike < MOST * len(ratios):
+        return []
+    way = "longer" if middle > 1 else "shorter"
+    told = (
+        f"{alike} of {len(ratios)} times are {way} in NEW, whatever the backend, by {abs(middle - 1):.1%} in the middle"
+    )
+    return [f"{told}: that looks like the machine rather than a kernel; time both in one run to tell"]

@@ -6,21 +6,60 @@ Must not know: how runs are matched, times, how a change is shown.
 from dataclasses import dataclass
 from typing import Literal
 
-from attncheck.reports.records import Outcome
+from attncheck.reports import phrases
+from attncheck.reports.records import (
+    GRAPH_LEVELS,
+    GraphLevel,
+    GraphLevels,
+    Outcome,
+    Record,
+    Unavailable,
+    Unsupported,
+    XFailed,
+    XPassed,
+    graph_of,
+)
 
 Kind = Literal["worse", "better", "other"]
 
 KINDS: tuple[Kind, ...] = ("worse", "better", "other")
 """In the order they are reported."""
 
+_Stand = Literal["right", "short", "expected", "refused", "absent"]
+
+_STANDS: dict[Outcome, _Stand] = {
+    "passed": "right",
+    "xpassed": "right",
+    "failed": "short",
+    "errored": "short",
+    "crashed": "short",
+    "xfailed": "expected",
+    "unsupported": "refused",
+    "unavailable": "absent",
+}
+
+_WORSE: frozenset[tuple[_Stand, _Stand]] = frozenset(
+    {
+        ("right", "short"),
+        ("right", "refused"),  # support is lost, though honestly
+        ("right", "absent"),
+        ("refused", "short"),  # it claims more than it can
+    }
+)
+"""A fall that is expected (an entry of the file after ``--expect``) is acknowledged: told, and no regression."""
+
+_BETTER: frozenset[tuple[_Stand, _Stand]] = frozenset(
+    {("short", "right"), ("expected", "right"), ("refused", "right"), ("absent", "right")}
+)
+
 
 @dataclass(frozen=True)
 class OutcomeChange:
     """One check of one case of one backend that came out otherwise.
 
-    ``backend``: its name, ``OLD -> NEW`` where backends of two names were matched. ``before``, ``after``: outcomes; they
-    are equal where only a CUDA-graph level changed. ``what``: what changed, in one line: the reason of the record that
-    fell short or was refused, the levels. It may hold what a backend said, unescaped.
+    ``backend``: its name, ``OLD -> NEW`` where backends of two names were matched. ``before``, ``after``: outcomes,
+    which are equal where only a CUDA-graph level changed. ``what``: what changed, in one line: the reason of the record
+    that fell short or was refused, the levels. It may hold what a backend said, unescaped.
     """
 
     backend: str
@@ -30,3 +69,76 @@ class OutcomeChange:
     after: Outcome
     kind: Kind
     what: str
+
+
+def compare_outcomes(backend: str, before: Record, after: Record) -> OutcomeChange | None:
+    """What changed from one record to the other of the same question; None: nothing that counts."""
+    changes = [each for each in (_change_of_outcome(before, after), _change_of_levels(before, after)) if each]
+    if not changes:
+        return None
+    kind = min((kind for kind, _ in changes), key=KINDS.index)
+    what = "; ".join(what for _, what in changes if what)
+    return OutcomeChange(backend, after.case, after.check, before.outcome, after.outcome, kind, what)
+
+
+def _change_of_outcome(before: Record, after: Record) -> tuple[Kind, str] | None:
+    if before.outcome == after.outcome:
+        return None
+    return _kind(before, after), _why(after)
+
+
+def _kind(before: Record, after: Record) -> Kind:
+    stands = _STANDS[before.outcome], _STANDS[after.outcome]
+    if isinstance(after, Unsupported) and after.by == "attncheck":
+        return "other"  # the question is not asked any more
+    if isinstance(before, XFailed) and stands[1] == "short":
+        return "other" if after.outcome == before.underlying else "worse"
+    return "worse" if stands in _WORSE else "better" if stands in _BETTER else "other"
+
+
+def _why(after: Record) -> str:
+    match after:
+        case Unsupported() | Unavailable():
+            return phrases.one_line("; ".join(after.reasons))
+        case XFailed():
+            return phrases.one_line(f"{after.underlying}: {after.summary} (expected: {after.reason})")
+        case XPassed():
+            return phrases.one_line(f"expected to fall short: {after.reason}")
+        case _ if after.outcome == "passed":
+            return ""
+        case _:
+            return phrases.one_line(phrases.what_happened(after))
+
+
+def _change_of_levels(before: Record, after: Record) -> tuple[Kind, str] | None:
+    """Measured levels count before declared ones: to declare less, where less was measured all along, is no fall."""
+    was, now = graph_of(before), graph_of(after)
+    if was is None or now is None or (was.declared, was.measured) == (now.declared, now.measured):
+        return None
+    told = [
+        f"{name} level {_level(one)} -> {_level(other)}"
+        for name, one, other in (("measured", was.measured, now.measured), ("declared", was.declared, now.declared))
+        if one != other
+    ]
+    if was.recorder != now.recorder:
+        return "other", f"{'; '.join(told)} (recorder {was.recorder} -> {now.recorder})"
+    return _kind_of_levels(was, now), "; ".join(told)
+
+
+def _kind_of_levels(was: GraphLevels, now: GraphLevels) -> Kind:
+    measured = 0 if was.measured is None or now.measured is None else _height(now.measured) - _height(was.measured)
+    declared = _height(now.declared) - _height(was.declared)
+    if measured < 0:
+        return "worse"
+    if declared < 0:
+        was_short = was.measured is not None and _height(was.measured) < _height(was.declared)
+        return "other" if was_short else "worse"
+    return "better" if measured > 0 else "other"
+
+
+def _height(level: GraphLevel) -> int:
+    return GRAPH_LEVELS.index(level)
+
+
+def _level(level: GraphLevel | None) -> str:
+    return phrases.measured_level(level)

@@ -3,10 +3,16 @@
 Must not know: how runs are matched, how a change is shown.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
+from attncheck.reports import significance
+from attncheck.reports.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS, MOST_ROUNDS
 from attncheck.reports.speed import Speed
+from attncheck.reports.thresholds import Thresholds
 from attncheck.reports.timings import Part
 
 Verdict = Literal["slower", "faster", "same", "cannot tell"]
@@ -36,3 +42,118 @@ class SpeedChange:
     verdict: Verdict
     reason: str = ""
     is_regression: bool = False
+
+
+@dataclass(frozen=True)
+class SpeedPair:
+    """Two speeds of one question, and what the backend is called; nothing is said yet."""
+
+    backend: str
+    base: Speed
+    new: Speed
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What counts: the least ``effect`` told, the ``margin`` within which times are the same, what is too slow.
+
+    Where a threshold concerns a pair, its share is the margin.
+    """
+
+    effect: float = EFFECT
+    margin: float = MARGIN
+    thresholds: Thresholds = field(default_factory=Thresholds)
+
+    def margin_of(self, case: str, part: Part) -> float:
+        """The share of the time within which times of ``part`` of ``case`` count as the same."""
+        return max(self.thresholds.share(case, part) or self.margin, self.effect)
+
+
+def compare_speeds(pairs: Sequence[SpeedPair], terms: Terms, *, refusal: str = "") -> tuple[SpeedChange, ...]:
+    """A verdict a pair, in their order. ``refusal``: why the times of these runs cannot be compared at all, if so.
+
+    Slower: the whole interval is above ``1 + effect``; faster: below its inverse; same: within the margin. Intervals
+    are simultaneous over all pairs that are tested, so that what else is compared makes them wider.
+    """
+    obstacles = [refusal or _obstacle(pair.base, pair.new) for pair in pairs]
+    tested = obstacles.count("")
+    return tuple(
+        _not_tested(pair, reason) if reason else _tested(pair, terms, FAMILY_LEVEL / tested)
+        for pair, reason in zip(pairs, obstacles, strict=True)
+    )
+
+
+def clock_step(base: Speed, new: Speed) -> float:
+    """The step in which the clock seems to count, as a share of the time: the least difference of two samples."""
+    times = sorted({sample for latency in (*base.rounds, *new.rounds) for sample in latency.samples_ns})
+    step = min((later - earlier for earlier, later in pairwise(times)), default=0)
+    return step / min(base.median_ns, new.median_ns)
+
+
+def _obstacle(base: Speed, new: Speed) -> str:
+    """Why two speeds cannot be compared; empty: they can."""
+    counts = len(base.rounds), len(new.rounds)
+    if min(counts) < MIN_ROUNDS:
+        return f"too few rounds: {counts[0]} in BASE, {counts[1]} in NEW, and fewer than {MIN_ROUNDS} cannot tell"
+    for what, of_base, of_new in (
+        ("clock", {each.clock for each in base.rounds}, {each.clock for each in new.rounds}),
+        ("cache", {each.cache for each in base.timings}, {each.cache for each in new.timings}),
+    ):
+        if len(of_base | of_new) > 1:
+            return f"{what}: {' and '.join(sorted(of_base))} in BASE, {' and '.join(sorted(of_new))} in NEW"
+    return ""
+
+
+def _not_tested(pair: SpeedPair, reason: str) -> SpeedChange:
+    base, new = pair.base, pair.new
+    ratio = new.median_ns / base.median_ns
+    return SpeedChange(pair.backend, base.case, base.part, base, new, ratio, None, None, "cannot tell", reason)
+
+
+def _tested(pair: SpeedPair, terms: Terms, level: float) -> SpeedChange:
+    base, new = pair.base, pair.new
+    step = clock_step(base, new)
+    found = significance.estimate_ratio(base.medians_ns, new.medians_ns, level=level, resolution=step)
+    effect, margin = 1 + terms.effect, 1 + terms.margin_of(base.case, base.part)
+    verdict: Verdict
+    reason = ""
+    if found.low > effect:
+        verdict = "slower"
+    elif found.high < 1 / effect:
+        verdict = "faster"
+    elif found.low >= 1 / margin and found.high <= margin:
+        verdict = "same"
+    else:
+        verdict, reason = "cannot tell", _why_unclear(base, new, terms, level, step)
+    enough = terms.thresholds.share(base.case, base.part)
+    is_regression = verdict == "slower" and enough is not None and found.ratio - 1 >= enough
+    return SpeedChange(
+        pair.backend,
+        base.case,
+        base.part,
+        base,
+        new,
+        found.ratio,
+        found.low,
+        found.high,
+        verdict,
+        reason,
+        is_regression,
+    )
+
+
+def _why_unclear(base: Speed, new: Speed, terms: Terms, level: float, step: float) -> str:
+    """What stands between the figures and a verdict, and how many rounds would get past it."""
+    if math.log1p(step) > math.log1p(terms.effect):
+        return f"the clock counts in steps of {step:.1%} of the time"
+    spread = significance.pooled_spread(base.medians_ns, new.medians_ns)
+    margin = terms.margin_of(base.case, base.part)
+    rounds = min(len(base.rounds), len(new.rounds))
+    needed = significance.rounds_needed(spread, margin, level=level, effect=terms.effect)
+    if needed is None:
+        remedy = f"{MOST_ROUNDS} would not find {margin:.3g} of the time"
+    elif needed > rounds:
+        remedy = f"{needed} a side would find {margin:.1%}"
+    else:
+        remedy = f"the difference is neither clearly above {terms.effect:.1%} nor clearly within {margin:.1%}"
+    return f"processes differ by {spread:.1%} over {rounds} rounds; {remedy}"

@@ -1,0 +1,125 @@
+"""Which questions two runs have in common, and what only one of them asked.
+
+A backend answers to the one of its name, or to the one it is told to. A case is the same question where its
+``suite/id`` and its hash are: what was rewritten is asked anew. Must not know: times, what outcomes mean.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from attncheck.errors import QuestionError, UnknownNameError
+from attncheck.reports.phrases import plural
+from attncheck.reports.records import Record
+from attncheck.reports.rounds import questions
+from attncheck.reports.store import Run
+
+ARROW = "->"
+
+
+@dataclass(frozen=True)
+class OneSided:
+    """What only one run asked of ``backend``: these ``cases``; all there are where the other run lacks the backend."""
+
+    backend: str
+    cases: tuple[str, ...]
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class Matching:
+    """What two runs have in common.
+
+    ``backends``: names in BASE and NEW. ``answers``: both records of every check of every common case, the worst of all
+    rounds, with the label of the backend. ``cases``: the common cases, with the backend's name in BASE. ``changed``:
+    cases of one name and two hashes. ``unasked``: checks of common cases that were made in BASE alone, though NEW makes
+    such checks.
+    """
+
+    backends: Mapping[str, str]
+    answers: tuple[tuple[str, Record, Record], ...]
+    cases: frozenset[tuple[str, str]]
+    only_base: tuple[OneSided, ...]
+    only_new: tuple[OneSided, ...]
+    changed: tuple[str, ...]
+    unasked: int
+
+
+def label(base: str, new: str) -> str:
+    """What a pair of backends is called."""
+    return base if base == new else f"{base} {ARROW} {new}"
+
+
+def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> Matching:
+    """Match two runs. ``backends`` names the backend of NEW that answers to one of BASE, where names differ.
+
+    Those it leaves out are matched by name, unless BASE and NEW are one file.
+
+    Raises:
+        QuestionError: a backend that its run does not have, a file compared with itself, or nothing in common.
+    """
+    matched = _match_backends(base, new, backends)
+    before, after = _by_backend(base), _by_backend(new)
+    answers: list[tuple[str, Record, Record]] = []
+    cases: set[tuple[str, str]] = set()
+    only: tuple[list[OneSided], list[OneSided]] = ([], [])
+    changed: dict[str, None] = {}
+    unasked = 0
+    for one, other in matched.items():
+        asked, asked_anew = before.get(one, {}), after.get(other, {})
+        hashes, hashes_anew = _hashes(asked.values()), _hashes(asked_anew.values())
+        for side, name, own, foreign in ((0, one, hashes, hashes_anew), (1, other, hashes_anew, hashes)):
+            if alone := tuple(case for case in own if case not in foreign):
+                only[side].append(OneSided(name, alone, is_whole=False))
+        common = {case for case in hashes if hashes_anew.get(case) == hashes[case]}
+        changed.update(dict.fromkeys(case for case in hashes if case in hashes_anew and case not in common))
+        cases.update((one, case) for case in common)
+        of_common = {question: record for question, record in asked.items() if question[0] in common}
+        answers += [(label(one, other), of_common[q], asked_anew[q]) for q in of_common if q in asked_anew]
+        unasked += sum(q not in asked_anew and q[1] in new.header.checks for q in of_common)
+    if not _is_one_file(base, new):
+        only[0].extend(_whole(name, asked.values()) for name, asked in before.items() if name not in matched)
+        only[1].extend(_whole(name, asked.values()) for name, asked in after.items() if name not in matched.values())
+    if not cases:
+        why = f"; {plural(len(changed), 'case')} of the same name changed" if changed else ""
+        raise QuestionError(f"{base.path} and {new.path} have no case of a backend in common{why}")
+    return Matching(matched, tuple(answers), frozenset(cases), tuple(only[0]), tuple(only[1]), tuple(changed), unasked)
+
+
+def _match_backends(base: Run, new: Run, told: Mapping[str, str]) -> dict[str, str]:
+    """Names in BASE and NEW, in the order of BASE."""
+    names = [info.name for info in base.header.backends]
+    names_anew = [info.name for info in new.header.backends]
+    for one, other in told.items():
+        if one not in names:
+            raise UnknownNameError(f"backend of {base.path}", one, names)
+        if other not in names_anew:
+            raise UnknownNameError(f"backend of {new.path}", other, names_anew)
+    if _is_one_file(base, new):
+        if not told:
+            raise QuestionError(f"{base.path} is BASE and NEW; --match OLD=NEW says which of its backends are compared")
+        return dict(told)
+    taken = set(told.values())
+    by_name = {name: name for name in names if name in names_anew and name not in taken}
+    return {name: told.get(name, name) for name in names if name in told or name in by_name}
+
+
+def _is_one_file(base: Run, new: Run) -> bool:
+    return Path(base.path).resolve() == Path(new.path).resolve()
+
+
+def _by_backend(run: Run) -> dict[str, dict[tuple[str, str], Record]]:
+    """The worst record of each case (``suite/id``) and check of each backend; every backend of the header is there."""
+    found: dict[str, dict[tuple[str, str], Record]] = {info.name: {} for info in run.header.backends}
+    for question in questions(run.records):
+        record = question.record
+        found.setdefault(record.backend, {})[record.case, record.check] = record
+    return found
+
+
+def _hashes(records: Iterable[Record]) -> dict[str, str]:
+    return {record.case: record.case_hash for record in records}
+
+
+def _whole(name: str, records: Iterable[Record]) -> OneSided:
+    return OneSided(name, tuple(_hashes(records)), is_whole=True)
