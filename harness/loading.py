@@ -11,6 +11,7 @@ from dataclasses import asdict
 from attncheck.backends import registry
 from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BackendLoadError, BackendUnavailableError, QuestionError
+from attncheck.harness import clock as clock  # noqa: PLC0414 (takes its references before any backend is imported)
 from attncheck.harness.engine import Missing
 from attncheck.harness.introduction import Introduction, lacking, unloaded
 from attncheck.harness.observation import printable

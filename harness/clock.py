@@ -1,0 +1,275 @@
+"""Clocks that a backend cannot fool from Python, if this module is imported before it is.
+
+:class:`HostClock` for what is done when a call returns: everything on a CPU, and the host's part of a step.
+:class:`EventClock` for the work of a device. Must not know: backends, cases, how many samples are taken.
+"""
+
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+
+from attncheck.harness.timing.device_api import DeviceApi, cuda_api, host_ns
+from attncheck.reports.timings import ClockName
+
+__all__ = ["Clock", "EventClock", "HostClock", "clock_for", "host_ns", "tampered"]
+
+LONGEST_HOLD_NS = 10_000_000
+"""For how long a device is held back at most, while a call is issued."""
+
+GUARDS = 3
+"""Samples at first for which the device is not held back."""
+
+MARGIN_NS = 20_000
+"""By how much a hold is longer than was needed before, and a device may be idle later than it used to be."""
+
+
+def nothing() -> None:
+    """Does nothing."""
+
+
+class Clock(Protocol):
+    """Times one call. ``name``: what records call it."""
+
+    name: ClockName
+
+    def time(
+        self,
+        call: Callable[[], object],
+        *,
+        before: Callable[[], object] = nothing,
+        after: Callable[[], object] = nothing,
+    ) -> int:
+        """Nanoseconds that ``call`` takes, with all it has begun.
+
+        ``before`` and ``after`` are not counted. What they issue to the current stream is done right before and right
+        behind what ``call`` issues to it: new contents for the inputs and poison for the output before, a copy of the
+        output behind.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Until everything that was issued is done."""
+        ...
+
+
+class HostClock:
+    """The host's monotonic clock around a call, which is over once ``wait`` (of a device) returns.
+
+    Cannot see: work left to a thread of the process. The CPU time of other threads does not tell it from OpenMP's
+    threads, which spin for a while after their work; who judges the contents behind the call does.
+    """
+
+    name: ClockName = "host"
+
+    def __init__(self, wait: Callable[[], object] = nothing) -> None:
+        self._wait = wait
+
+    def time(
+        self,
+        call: Callable[[], object],
+        *,
+        before: Callable[[], object] = nothing,
+        after: Callable[[], object] = nothing,
+    ) -> int:
+        """See :class:`Clock`."""
+        before()
+        self._wait()
+        began = host_ns()
+        call()
+        self._wait()
+        ended = host_ns()
+        after()
+        return ended - began
+
+    def wait(self) -> None:
+        """See :class:`Clock`."""
+        self._wait()
+
+
+class EventClock:
+    """Events on the current stream, around what a call issues to it; one clock for each thing timed.
+
+    ::
+
+        host     sync | hold | before | start | call | end | after | settled | sync | last
+        stream          ####   ######   !       ####   !     #####   !
+        others                                    ########################### ~            late: until here
+
+    - The device is held back until the host has issued everything, so that gaps between launches do not count. Where
+      the host does not get ahead (it waits for the device inside the call, or takes longer than the longest hold),
+      they do: ``num_behind`` of ``num_taken`` samples.
+    - Work that goes on elsewhere when the stream has settled is counted to its end: ``num_late`` samples. The time from
+      ``settled`` to ``last``, which is recorded once the whole device is idle, is then longer than after a call that
+      issues nothing.
+    - Work elsewhere that does not wait for the current stream would be done while this is held. So the first
+      :data:`GUARDS` samples, which belong to the warm-up, are taken on an idle device instead; where most of them are
+      late, all further ones are, gaps between launches included.
+    - A call that leaves another stream current does not move the end: it is recorded where the start was.
+
+    Cannot see: work elsewhere that is over within :data:`MARGIN_NS` of the end, or that begins early from the fourth
+    sample on. Both show in contents, in the order of the stream: inputs made by ``before`` are not there yet when they
+    are read, an output is poisoned after it was written, or is not complete when ``after`` copies it.
+
+    Events have float32 milliseconds between them; every sample has a start of its own, so that no digit is lost.
+    """
+
+    name: ClockName = "events"
+
+    def __init__(self, device: torch.device | str, api: DeviceApi | None = None) -> None:
+        self._api = cuda_api(device) if api is None else api
+        self._hold_ns = 0
+        self._guards: list[bool] = []
+        self._is_holding = True
+        self._idle_ns: int | None = None
+        self.num_taken = self.num_behind = self.num_late = 0
+
+    def time(
+        self,
+        call: Callable[[], object],
+        *,
+        before: Callable[[], object] = nothing,
+        after: Callable[[], object] = nothing,
+    ) -> int:
+        """See :class:`Clock`."""
+        api = self._api
+        idle_ns = self._idle()
+        is_guard = len(self._guards) < GUARDS
+        is_held = self._is_holding and not is_guard
+        api.synchronize()
+        stream = api.current()
+        began = api.now_ns()
+        if is_held:
+            api.hold(self._hold_ns)
+        before()
+        if not is_held:
+            api.synchronize()
+            began = api.now_ns()
+        start = api.record(stream)
+        call()
+        end = api.record(stream)
+        is_ahead = not api.is_done(start)
+        issued_ns = api.now_ns() - began
+        if api.current() != stream:
+            api.make_current(stream)
+        after()
+        settled = api.record(stream)
+        api.synchronize()
+        last = api.record(stream)
+        api.synchronize()
+
+        is_late = self._between(settled, last) > 2 * idle_ns + MARGIN_NS
+        if is_guard:
+            self._guards.append(is_late)
+            self._is_holding = 2 * sum(self._guards) <= GUARDS
+        else:
+            self.num_taken += 1
+            self.num_behind += not is_ahead
+            self.num_late += is_late
+        self._set_hold(issued_ns, is_behind=is_held and not is_ahead)
+        return self._between(start, last) - idle_ns if is_late else self._between(start, end)
+
+    def wait(self) -> None:
+        """See :class:`Clock`."""
+        self._api.synchronize()
+
+    def _between(self, start: Any, end: Any) -> int:
+        return round(self._api.elapsed_ms(start, end) * 1e6)
+
+    def _set_hold(self, issued_ns: int, *, is_behind: bool) -> None:
+        """How long to hold the device next time, if at all."""
+        if is_behind and self._hold_ns == LONGEST_HOLD_NS:
+            self._is_holding = False
+        wanted = issued_ns + issued_ns // 2 + MARGIN_NS
+        self._hold_ns = min(LONGEST_HOLD_NS, max(wanted, 2 * self._hold_ns) if is_behind else wanted)
+
+    def _idle(self) -> int:
+        """How long after a stream has settled the next event is recorded, where nothing goes on elsewhere."""
+        if self._idle_ns is None:
+            found = []
+            for _ in range(5):
+                self._api.synchronize()
+                stream = self._api.current()
+                settled = self._api.record(stream)
+                self._api.synchronize()
+                last = self._api.record(stream)
+                self._api.synchronize()
+                found.append(self._between(settled, last))
+            self._idle_ns = sorted(found)[len(found) // 2]
+        return self._idle_ns
+
+
+def clock_for(device: torch.device | str) -> Clock:
+    """The clock for work on ``device``: events on CUDA, the host's elsewhere."""
+    return EventClock(device) if torch.device(device).type == "cuda" else HostClock()
+
+
+_HOST_FUNCTIONS = (
+    "perf_counter",
+    "perf_counter_ns",
+    "monotonic",
+    "monotonic_ns",
+    "time",
+    "time_ns",
+    "process_time",
+    "process_time_ns",
+    "thread_time",
+    "thread_time_ns",
+)
+_CUDA_FUNCTIONS = ("synchronize", "Event", "Stream", "current_stream", "default_stream", "CUDAGraph")
+_EVENT_METHODS = ("__new__", "record", "wait", "query", "elapsed_time", "synchronize")
+_STREAM_METHODS = ("__new__", "record_event", "wait_event", "wait_stream", "query", "synchronize")
+_C_FUNCTIONS = ("_cuda_synchronize", "_cuda_exchangeDevice", "_cuda_getCurrentStream", "_cuda_setStream", "_cuda_sleep")
+"""``torch.cuda.set_stream`` and ``stream`` are not among them: vLLM replaces the former, to know the current stream."""
+
+_ABSENT = object()
+
+
+def _watcher() -> Callable[[], tuple[str, ...]]:
+    """The function ``tampered``, which holds what everything is at present."""
+    own = [sys.modules[each.__module__] for each in (Clock, DeviceApi)]
+    watched: list[tuple[str, Any, Iterable[str]]] = [
+        ("time", time, _HOST_FUNCTIONS),
+        ("torch.cuda", torch.cuda, _CUDA_FUNCTIONS),
+        ("torch.cuda.Event", torch.cuda.Event, _EVENT_METHODS),
+        ("torch.cuda.Stream", torch.cuda.Stream, _STREAM_METHODS),
+        ("torch.cuda.CUDAGraph", torch.cuda.CUDAGraph, ("replay",)),
+        ("torch._C", torch._C, _C_FUNCTIONS),
+        *((module.__name__, module, [name for name in vars(module) if not name.startswith("__")]) for module in own),
+        *(
+            (f"{each.__module__}.{each.__name__}", each, tuple(vars(each)))
+            for each in (EventClock, HostClock, DeviceApi)
+        ),
+    ]
+    static = inspect.getattr_static
+    taken = [
+        (f"{path}.{name}", owner, name, value, _code(value))
+        for path, owner, names in watched
+        for name in names
+        if (value := static(owner, name, _ABSENT)) is not None
+    ]
+
+    def tampered() -> tuple[str, ...]:
+        """Names of what is no longer what it was when this module was imported; empty: all is as it was.
+
+        Asked of: Python's clocks, torch's events, streams and synchronisation, and the functions clocks are made of.
+        """
+        return tuple(
+            label
+            for label, owner, name, value, code in taken
+            if (now := static(owner, name, _ABSENT)) is not value or _code(now) is not code
+        )
+
+    return tampered
+
+
+def _code(value: object) -> object:
+    """What a function of Python runs, which can be exchanged within it."""
+    return value.__code__ if isinstance(value, FunctionType) else None
+
+
+tampered = _watcher()
