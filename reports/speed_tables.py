@@ -54,7 +54,7 @@ def time_unit(nanoseconds: Iterable[float]) -> Unit:
     """The unit for times of one table: the largest of ns, us, ms and s of which the smallest of them has one."""
     names = {1.0: "ns", 1e3: "us", 1e6: "ms", 1e9: "s"}
     smallest = min(nanoseconds, default=1.0)
-    size = max((size for size in names if size <= smallest), default=1.0)
+    size = _largest_within(names, smallest)
     digits = smallest / size
     return Unit(names[size], size, 2 if digits < 10 else 1 if digits < 100 else 0)
 
@@ -63,8 +63,14 @@ def rate_unit(rates: Iterable[float | None], what: str) -> Unit:
     """The unit for rates of one table, such as ``GB/s``: the largest of which the largest of them has one."""
     names = {1e6: f"M{what}/s", 1e9: f"G{what}/s", 1e12: f"T{what}/s"}
     largest = max((rate for rate in rates if rate is not None), default=1e9)
-    size = max((size for size in names if size <= largest), default=1e6)
+    size = _largest_within(names, largest)
     return Unit(names[size], size)
+
+
+def _largest_within(sizes: Iterable[float], value: float) -> float:
+    """The largest size that ``value`` has one of, or the smallest of all; a mean of 1.0 may be a rounding below."""
+    known = sorted(sizes)
+    return max((size for size in known if size <= value * (1 + 1e-9)), default=known[0])
 
 
 def suite_of(speed: Speed) -> str:

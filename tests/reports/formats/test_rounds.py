@@ -1,0 +1,79 @@
+"""A question put in several rounds is one question, and its worst round counts."""
+
+from collections.abc import Callable
+
+import pytest
+
+from attncheck.reports import markdown, phrases, terminal
+from attncheck.reports.records import BUDGET_SHARE, Record, RunHeader
+from attncheck.reports.rounds import questions
+from attncheck.reports.store import Run
+from attncheck.reports.summary import summarise
+
+Make = Callable[..., Record]
+
+
+def asked(make: Make, *outcomes: str, **fields: object) -> list[Record]:
+    return [make(outcome, check="timing", round=index, **fields) for index, outcome in enumerate(outcomes)]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "worst"),
+    [
+        (("passed", "passed"), "passed"),
+        (("passed", "failed", "passed"), "failed"),
+        (("failed", "errored", "crashed"), "crashed"),
+        (("failed", "errored"), "errored"),
+        (("xfailed", "failed"), "failed"),
+        (("xpassed", "xfailed"), "xpassed"),
+        # What could not be examined once was not examined in as many rounds as was asked.
+        (("passed", "unavailable"), "unavailable"),
+    ],
+)
+def test_the_worst_outcome_of_its_rounds_counts_once(make: Make, outcomes: tuple[str, ...], worst: str) -> None:
+    summary = summarise(asked(make, *outcomes))
+    assert summary.total.counts == ((worst, 1),)
+    assert summary.most_rounds == len(outcomes)
+
+
+def test_questions_stay_apart_and_in_order(make: Make) -> None:
+    records = [
+        *asked(make, "passed", "failed", case_id="b"),
+        *asked(make, "passed", "passed", case_id="a"),
+        make("passed", case_id="b"),
+        *asked(make, "errored", "failed", case_id="b", backend="Wrong"),
+    ]
+    found = [(each.record.case_id, each.record.outcome, each.rounds, each.short) for each in questions(records)]
+    assert found == [("b", "failed", 2, 1), ("a", "passed", 2, 0), ("b", "passed", 1, 0), ("b", "errored", 2, 2)]
+
+
+def test_without_rounds_records_are_what_they_are(make: Make) -> None:
+    records = [make("passed"), make("failed", check="lse")]
+    assert [each.record for each in questions(records)] == records
+    assert summarise(records).rounds == {}
+
+
+@pytest.mark.parametrize(("shares", "worst"), [((0.2, 0.9, 0.4), 0.9), ((0.2, "NaN", 3.0), float("inf"))])
+def test_the_worst_share_of_the_budget_is_over_all_rounds(make: Make, shares: tuple, worst: float) -> None:
+    records = [make("passed", check="timing", round=i, figures={BUDGET_SHARE: x}) for i, x in enumerate(shares)]
+    assert summarise(records).total.worst_share == worst
+
+
+def test_reports_tell_a_failure_of_several_rounds_once(make: Make, header: RunHeader) -> None:
+    header = header.model_copy(update={"checks": ("timing",), "rounds": 4})
+    records = asked(make, "failed", "passed", "failed", "failed")
+    text = terminal.render(header, records)
+    assert text.count("repeat: ") == 1
+    assert "failed  reference  smoke/edge  timing  in 3 of 4 rounds\n" in text
+    assert "\nfailed: 1 backend, 1 case: 1 failed (the worst of 4 rounds counts)" in text
+    page = markdown.render_run(Run("run.jsonl", header, tuple(records)))
+    assert "**failed** in 3 of 4 rounds: 7 of 40 rows" in page
+    assert "- Rounds: 4, each in a process of its own\n" in page
+    assert page.count("### reference: smoke/edge") == 1
+
+
+def test_a_failure_of_a_single_round_says_nothing_of_rounds(make: Make, header: RunHeader) -> None:
+    record = make("failed")
+    assert phrases.rounds_short(summarise([record]), record) == ""
+    assert "round" not in terminal.render(header, [record])
+    assert "ound" not in markdown.render_run(Run("run.jsonl", header, (record,))).replace("rounding", "")

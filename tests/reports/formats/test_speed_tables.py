@@ -1,0 +1,204 @@
+"""Speeds in tables: figures with their units, no winner inside the noise, notes for what speaks against a figure."""
+
+import statistics
+from collections.abc import Callable
+
+import pytest
+
+from attncheck.reports import markdown, terminal
+from attncheck.reports.records import Record, RunHeader
+from attncheck.reports.speed import Speed, speeds
+from attncheck.reports.speed_notes import legend, speed_notes
+from attncheck.reports.speed_summary import summary_tables
+from attncheck.reports.speed_tables import fastest, rate_unit, share_text, speed_tables, time_unit
+from attncheck.reports.store import Run
+
+Build = Callable[..., Record]
+Rounds = Callable[..., list[Record]]
+
+CEILINGS = {"ceilings": {"copy_bytes_per_s": 1e12, "matmul_flops_per_s": 1e14, "dtype": "bfloat16"}}
+
+
+def cells(records: list[Record]) -> list[dict[str, str]]:
+    (table,) = speed_tables(speeds(records))
+    return [dict(zip(table.headings, row, strict=True)) for row in table.rows]
+
+
+@pytest.mark.parametrize(
+    ("times", "name", "shown"),
+    [
+        ([850.0, 4e6], "ns", "4,000,000"),
+        ([2_345.0, 123_456.0], "us", "123.46"),
+        ([23_456.0, 3e9], "us", "3,000,000.0"),
+        ([234_567.0], "us", "235"),
+        ([5.4e6], "ms", "5.40"),
+        ([2.5e9], "s", "2.50"),
+        ([0.4], "ns", "0.40"),
+    ],
+)
+def test_times_of_a_table_have_one_unit_and_three_digits_of_the_smallest(times: list, name: str, shown: str) -> None:
+    unit = time_unit(times)
+    assert unit.name == name
+    assert unit.text(times[-1]) == shown
+
+
+def test_rates_have_the_unit_of_the_largest_and_three_digits_each() -> None:
+    unit = rate_unit([2.345e12, 1.2e9, None], "FLOP")
+    assert unit.name == "TFLOP/s"
+    assert [unit.text(rate) for rate in (2.345e12, 1.2e9, None)] == ["2.35", "0.0012", "-"]
+    assert rate_unit([4.1e9], "B").name == "GB/s"
+    assert rate_unit([], "B").text(None) == "-"
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.734, "73%"), (0.0834, "8.3%"), (0.00123, "0.12%"), (1.2, "120%"), (None, "-")]
+)
+def test_shares_have_two_digits(share: float | None, text: str) -> None:
+    assert share_text(share) == text
+
+
+def test_a_row_has_its_build_beside_it_and_what_was_achieved(timed: Build) -> None:
+    work = {"moved_bytes": 200_000_000, "flops": 10_000_000_000}
+    records = [timed({"forward": 1e6, "build": 50_000, "decode": 4e5}, work=work, timing=CEILINGS)]
+    forward, decode = cells(records)
+    # 200 MB in 1 ms are 200 GB/s; at 1 TB/s they take 0.2 ms at least, and 10 GFLOP at 100 TFLOP/s only 0.1 ms.
+    assert forward == {
+        "case": "edge",
+        "part": "forward",
+        "backend": "reference",
+        "median (us)": "1,000.0",
+        "95% interval": "980.0 to 1,020.0",
+        "build (us)": "50.0",
+        "rounds": "1",
+        "GB/s": "200",
+        "TFLOP/s": "10",
+        "roofline": "20%",
+    }
+    assert (decode["part"], decode["median (us)"], decode["build (us)"], decode["roofline"]) == (
+        "decode",
+        "400.0",
+        "-",
+        "-",
+    )
+
+
+def test_a_column_that_says_nothing_is_left_out(timed: Build) -> None:
+    (row,) = cells([timed({"forward": 1e6})])
+    assert list(row) == ["case", "part", "backend", "median (ms)", "95% interval", "rounds"]
+
+
+def test_rounds_give_the_mean_of_their_medians_and_their_spread(rounds_of: Rounds) -> None:
+    (row,) = cells(rounds_of("reference", [1e6, 4e6]))
+    # The geometric mean of 1 and 4 is 2; ln 4 = 1.386 apart is a deviation of 1.386 / sqrt 2 = 98.0 %.
+    assert (row["median (ms)"], row["spread"], row["rounds"]) == ("2.00", "98.0%", "2")
+
+
+def test_the_fastest_is_marked_where_all_its_rounds_lie_below_all_others(rounds_of: Rounds) -> None:
+    slow = [1.10e6, 1.20e6, 1.15e6, 1.12e6, 1.18e6]
+    apart = cells([*rounds_of("reference", slow), *rounds_of("Wrong", [1.0e6, 1.05e6, 1.02e6, 1.08e6, 1.01e6])])
+    assert [row["median (ms)"].endswith("*") for row in apart] == [False, True]
+    # One round of the fast one is slower than one of the slow one: it may be luck.
+    touching = cells([*rounds_of("reference", slow), *rounds_of("Wrong", [1.0e6, 1.05e6, 1.02e6, 1.11e6, 1.01e6])])
+    assert not any(row["median (ms)"].endswith("*") for row in touching)
+
+
+def test_few_rounds_and_a_single_backend_have_no_fastest() -> None:
+    assert fastest({"a": [1.0] * 5, "b": [2.0] * 5}) == "a"
+    assert fastest({"a": [1.0] * 4, "b": [2.0] * 4}) is None
+    assert fastest({"a": [1.0] * 5, "b": [2.0] * 4}) is None
+    assert fastest({"a": [1.0] * 5}) is None
+    assert fastest({"a": [1.0] * 5, "b": [1.0] * 5}) is None
+
+
+def test_means_are_over_the_cases_that_all_were_timed_in(timed: Build) -> None:
+    records = [
+        timed({"forward": 1e6, "build": 1e4}, case_id="short"),
+        timed({"forward": 4e6, "build": 1e4}, case_id="long"),
+        timed({"forward": 9e9, "build": 9e9}, case_id="longest"),
+        timed({"forward": 2e6, "build": 3e4}, case_id="short", backend="Wrong"),
+        timed({"forward": 2e6, "build": 3e4}, case_id="long", backend="Wrong"),
+    ]
+    (table,) = summary_tables(speeds(records))
+    assert table.averaged == 2
+    rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
+    assert [(row["cases"], row["forward (us)"], row["build (us)"]) for row in rows] == [
+        ("3", "2,000.0", "10.0"),
+        ("2", "2,000.0", "30.0"),
+    ]
+    assert rows[0]["slowest case"] == "longest (9,000,000.0)"
+
+
+def test_means_of_different_cases_are_said_to_be_no_comparison(timed: Build, timing_header: RunHeader) -> None:
+    fast, slow = [1e6] * 5, [2e6] * 5
+    records = [timed({"forward": ns}, case_id="a", round=i) for i, ns in enumerate(fast)]
+    records += [timed({"forward": ns}, case_id="b", round=i, backend="Wrong") for i, ns in enumerate(slow)]
+    (table,) = summary_tables(speeds(records))
+    assert (table.averaged, table.has_fastest) == (0, False)
+    assert "not to be compared" in " ".join(terminal.render(timing_header, records).split())
+
+
+def test_the_fastest_of_a_suite_is_told_by_the_means_of_each_round(rounds_of: Rounds) -> None:
+    # In each round one case is slow for Wrong and the other fast: the means of its rounds lie close together.
+    records = [*rounds_of("reference", [2e6] * 5, case_id="a"), *rounds_of("reference", [2e6] * 5, case_id="b")]
+    records += [*rounds_of("Wrong", [1e6, 4e6] * 2 + [2e6], case_id="a")]
+    records += [*rounds_of("Wrong", [3e6, 0.75e6] * 2 + [1.5e6], case_id="b")]
+    (table,) = summary_tables(speeds(records))
+    means = [statistics.geometric_mean(pair) for pair in ((1e6, 3e6), (4e6, 0.75e6), (2e6, 1.5e6))]
+    assert max(means) < 2e6
+    assert [row[2].endswith("*") for row in table.rows] == [False, True]
+
+
+def test_notes_tell_what_speaks_against_a_figure(timed: Build, speeds_of: Callable[..., tuple[Speed, ...]]) -> None:
+    device = {"sm_clock_mhz": 1200, "max_sm_clock_mhz": 1980, "throttle_reasons": ["SW power cap"]}
+    calm = {"sm_clock_mhz": 1900, "max_sm_clock_mhz": 1980}
+    found = speeds_of(
+        timed({"forward": 1e6}, timing={"device": device, "cache": "cold"} | CEILINGS, work={"is_settled": False}),
+        timed({"forward": 1e6}, timing={"device": calm, "notes": ["odd\x1b[2J"]}, backend="Wrong"),
+    )
+    notes = speed_notes(found)
+    assert "forward by CUDA events" in notes
+    assert "SM clock 1200 to 1900 of at most 1980 MHz" in notes
+    assert "the device was held back (SW power cap) while these were timed: reference, smoke/edge" in notes
+    assert "cold in some cases and warm in others: figures of the two are not to be compared" in notes
+    assert "odd?[2J: Wrong, smoke/edge" in notes
+    (ceilings,) = (note for note in notes if note.startswith("ceilings"))
+    assert ceilings.endswith("copy 1 TB/s, product of bfloat16 matrices 100 TFLOP/s")
+    (unsettled,) = (note for note in notes if note.startswith("unsettled"))
+    assert unsettled.endswith(": reference, smoke/edge (forward)")
+
+
+def test_many_cases_are_named_by_a_few(timed: Build) -> None:
+    found = speeds([timed({"forward": 1e6}, case_id=f"c{i}", work={"is_settled": False}) for i in range(5)])
+    (unsettled,) = (note for note in speed_notes(found) if note.startswith("unsettled"))
+    assert unsettled.endswith(
+        "reference, smoke/c0 (forward); reference, smoke/c1 (forward); reference, smoke/c2 (forward); and 2 more"
+    )
+
+
+def test_reports_with_times_have_them_and_others_no_word_of_them(
+    timed: Build, make: Build, timing_header: RunHeader
+) -> None:
+    kernels = [{"name": "a|b<c>", "count": 2, "duration_ns": 3000}]
+    records = [timed({"forward": 1e6, "build": 2e4}, timing={"kernels": kernels}, case_id="x" * 90)]
+    text = terminal.render(timing_header, records)
+    assert "speeds in smoke: geometric means of 1 case that all were timed in" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    page = markdown.render_run(Run("run.jsonl", timing_header, tuple(records)))
+    assert "\n## Speeds\n" in page
+    assert f"\n| {'x' * 90} | forward | reference | 1,000.0 |" in page
+    assert "| `a\\|b<c>` | 2 | 3.00 |" in page
+    for heading in legend(speed_tables(speeds(records))).split("; "):
+        assert heading in page
+    for shown in (
+        terminal.render(timing_header, [make("passed")]),
+        markdown.render_run(Run("run.jsonl", timing_header, (make("passed"),))),
+    ):
+        assert "peed" not in shown
+
+
+def test_a_wrong_answer_has_no_time(rounds_of: Rounds, make: Build, timing_header: RunHeader) -> None:
+    records = rounds_of("Wrong", [1e6, 1e6])
+    records[1] = make("failed", check="timing", round=1, backend="Wrong")
+    text = terminal.render(timing_header, records)
+    assert "speeds" not in text
+    assert "in 1 of 2 rounds" in text
