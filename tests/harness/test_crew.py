@@ -181,6 +181,18 @@ def test_those_not_chosen_end_and_those_that_are_done_may_take_a_moment(started:
     assert [fake.state for fake in started[:2]] == ["ended", "ended at once"]
 
 
+def test_one_that_is_to_be_alone_is_so_at_once(started: list[Fake]) -> None:
+    Fake.script = {ref: [introduced(ref)] for ref in "abc"}
+    with assigned() as processes:
+        processes.introduce(list("abc"))
+        processes.dismiss("a")
+        processes.isolate("b")
+        assert [fake.state for fake in started] == ["ended", "alive", "ended at once"]
+        processes.isolate("c")
+        assert processes.child("b") is None
+        assert started[1].state == "ended at once"
+
+
 def test_an_interrupted_run_waits_for_nobody(started: list[Fake]) -> None:
     Fake.script = {"a": [introduced("a")]}
     processes = assigned()

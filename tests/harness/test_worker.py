@@ -96,6 +96,24 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
             child.receive()
 
 
+def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:
+    (folder / "late.py").write_text(
+        "import sys\n"
+        "from attncheck.backends.reference_backend import ReferenceBackend\n"
+        "CLOCK = 'attncheck.harness.clock' in sys.modules\n"
+        "class Late(ReferenceBackend):\n"
+        "    @classmethod\n    def version(cls): return f'clock first: {CLOCK}'\n"
+    )
+    with Child("late.py:Late", {}) as child:
+        child.send(assignment())
+        introduced = child.receive()
+    assert isinstance(introduced, Introduced)
+    assert introduced.introduction.version == "clock first: True"
+    code = "from attncheck.harness.loading import load_backend; print(load_backend('late.py:Late').version)"
+    here = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert here.stdout == "clock first: True\n"
+
+
 def test_the_cases_are_those_the_run_selected(folder: Path) -> None:
     asked = assignment(checks=["lse"], patterns=["bl*"])
     with Child("reference", {}) as child:

@@ -1,0 +1,82 @@
+"""What is asked in which process: timing in rounds and apart from all else; how many rounds may be asked for."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from attncheck.errors import SelectionError
+from attncheck.harness.engine import Plan
+from attncheck.harness.rounds import Sitting, count_questions, in_turn, timed_sitting, untimed_sitting
+from attncheck.harness.selection import DEFAULT_ROUNDS, check_timed, choose_rounds, select_cases
+from attncheck.reference.vocabulary import DEFAULT_CHECKS
+
+
+def test_times_are_asked_apart_from_all_other_checks(make_case: Any) -> None:
+    plain, named = make_case(name="plain"), replace(make_case(name="named"), checks=("lse", "timing"))
+    by_case = Plan(cases=(plain, named))
+    assert untimed_sitting(by_case, "a") == Sitting(((plain, DEFAULT_CHECKS), (named, ("lse",))))
+    assert timed_sitting(by_case, "a", 4) == Sitting(((named, ("timing",)),), round=4)
+    by_run = Plan(cases=(plain, named), checks=("timing",))
+    assert untimed_sitting(by_run, "a") == Sitting(())
+    assert timed_sitting(by_run, "a") == Sitting(((plain, ("timing",)), (named, ("timing",))))
+    assert timed_sitting(by_run, "a", 1, {plain.key}) == Sitting(((named, ("timing",)),), round=1)
+
+
+def test_a_backend_is_asked_its_own_suite_only(make_case: Any) -> None:
+    mine, other = make_case(), replace(make_case(), suite="other")
+    plan = Plan(cases=(mine, other), checks=("numerics", "timing"), suites={"a": "other"}, rounds=3)
+    assert [case for case, _ in untimed_sitting(plan, "a").questions] == [other]
+    assert [case for case, _ in timed_sitting(plan, "a").questions] == [other]
+    assert count_questions(plan, ["a"]) == 1 + 3
+    assert count_questions(plan, ["a", "b"]) == (1 + 3) + (2 + 6)
+
+
+def test_every_backend_is_the_first_as_often_as_any_other() -> None:
+    orders = [in_turn("abc", number) for number in range(6)]
+    for place in range(3):
+        assert sorted(order[place] for order in orders) == list("aabbcc")
+    assert {tuple(sorted(order)) for order in orders} == {("a", "b", "c")}
+    assert in_turn([], 3) == ()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_timed", "in_process", "rounds"),
+    [
+        (None, True, False, DEFAULT_ROUNDS),
+        (3, True, False, 3),
+        (1, True, False, 1),
+        (None, False, False, 1),
+        (1, False, False, 1),
+        (None, True, True, 1),
+        (1, True, True, 1),
+    ],
+)
+def test_ten_rounds_where_nothing_else_is_said(
+    wanted: int | None, is_timed: bool, in_process: bool, rounds: int
+) -> None:
+    assert choose_rounds(wanted, is_timed=is_timed, in_process=in_process) == rounds
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_timed", "in_process", "told"),
+    [
+        (0, True, False, "0 rounds: give a whole number, 1 or above"),
+        (-1, False, True, "-1 rounds: give a whole number"),
+        (2, False, False, "add --check timing"),
+        (2, True, True, "leave out --in-process or --rounds"),
+    ],
+)
+def test_rounds_that_mean_nothing_are_refused(wanted: int, is_timed: bool, in_process: bool, told: str) -> None:
+    with pytest.raises(SelectionError, match=told):
+        choose_rounds(wanted, is_timed=is_timed, in_process=in_process)
+
+
+def test_a_selection_knows_whether_it_is_timed() -> None:
+    assert not select_cases(["decode"]).is_timed
+    asked = select_cases(["decode"], (), ["timing"])
+    assert asked.is_timed
+    assert asked.cases == select_cases(["decode"]).cases
+    check_timed(asked, "--kernels")
+    with pytest.raises(SelectionError, match="--kernels is about the check timing"):
+        check_timed(select_cases(["decode"], (), ["lse"]), "--kernels")
