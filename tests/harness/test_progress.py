@@ -3,20 +3,24 @@
 import io
 import itertools
 import sys
+import threading
 
 import pytest
 
 from attncheck.harness import progress
 from attncheck.harness.progress import Bar, Lines, Silent, watching
-from attncheck.reports.records import Failed, Passed
+from attncheck.reports.records import Failed, Passed, Unsupported
 
 
-def record(number: int, *, failed: bool = False, backend: str = "b[1]") -> Failed | Passed:
+def record(
+    number: int, *, failed: bool = False, backend: str = "b[1]", check: str = "numerics", round_number: int = 0
+) -> Failed | Passed:
     who = {
         "suite": "s",
         "case_id": f"case{number}",
         "case_hash": "0" * 12,
-        "check": "numerics",
+        "check": check,
+        "round": round_number,
         "seed": 0,
         "backend": backend,
         "backend_ref": "b",
@@ -59,11 +63,44 @@ def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().err.splitlines()[-1] == "case 2 of 4, 0 fell short"
 
 
-def test_a_terminal_gets_a_bar_that_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(step=11.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with watching(2 * (1 + 3), rounds=3) as watcher:
+        for check in ("numerics", "lse"):
+            watcher.see(record(0, check=check))
+        watcher.see(record(1))
+        watcher.see(record(0, check="timing"))
+        told = record(1, check="timing").model_dump(exclude={"figures", "notes", "graph", "timing"})
+        watcher.see(Unsupported.model_validate(told | {"outcome": "unsupported", "reasons": ["no windows"]}))
+        for number in (1, 2):
+            watcher.see(record(0, check="timing", round_number=number))
+    lines = capsys.readouterr().err.splitlines()
+    # Nobody asks in later rounds what the first one did not examine: it is done with at once.
+    assert [int(line.split()[1]) for line in lines] == [1, 1, 2, 3, 6, 7, 8]
+    assert lines[-1] == "case 8 of 8, 0 fell short"
 
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_nothing_is_drawn_while_a_time_is_taken(is_timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    threads = threading.active_count()
+    with watching(2, is_timed=is_timed) as watcher:
+        assert (threading.active_count() == threads) == is_timed  # a thread draws now and then
+        watcher.see(record(0))
+        if is_timed:
+            assert "b[1]  s/case0" in terminal.getvalue()
+
+
+def test_a_terminal_gets_a_bar_that_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with watching(2) as watcher:

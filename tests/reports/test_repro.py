@@ -18,6 +18,13 @@ def test_the_line_names_one_backend_case_and_check(make: Make, header: RunHeader
     )
 
 
+def test_a_time_of_any_round_is_taken_again_in_one_process(make: Make, header: RunHeader) -> None:
+    record = make("failed", check="timing", round=7)
+    line = repro_command(record, header.model_copy(update={"rounds": 10}))
+    assert line.endswith("--check timing --device cpu --in-process")
+    assert "rounds" not in line
+
+
 def test_a_seed_of_its_own_is_said(make: Make) -> None:
     assert " --seed 7 " in repro_command(make("failed", seed=7))
     assert "--seed" not in repro_command(make("failed"))
