@@ -7,20 +7,19 @@ from collections.abc import Sequence
 
 from attncheck.reports import markup
 from attncheck.reports.store import Run
-from attncheck.reports.support import ANSWERS, SupportRow, support_rows
+from attncheck.reports.support import ANSWERS, SupportRow, Verdict, support_rows
 
-_SHORT = "some cases fall short"
-
-_VERDICTS = (
-    "",
-    _SHORT,
-    "**not declared, accepted and wrong**",
-    "**not declared, and the process died**",
-    "not declared, and right all the same",
-    "refused",
-    "refused unclearly",
-    "not examined",
-)
+_VERDICTS: dict[Verdict, str] = {
+    "right": "",
+    "short": "some cases fall short",
+    "wrong": "**not declared, accepted and wrong**",
+    "died": "**not declared, and the process died**",
+    "answered": "not declared, and right all the same",
+    "refused": "refused",
+    "unclear": "refused unclearly",
+    "left": "not examined",
+}
+"""What stands before the values of a verdict, in this order."""
 
 
 def support(run: Run, backends: Sequence[str]) -> list[str]:
@@ -57,14 +56,13 @@ def _feature_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
 
 def _form_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
     """A row a key; of each backend the values, those alike together."""
-    values: dict[tuple[str, str], dict[str, list[str]]] = {}
+    values: dict[tuple[str, str], dict[Verdict, list[str]]] = {}
     for row in rows:
         key, _, value = row.feature.partition("=")
-        verdict = _verdict(row)
-        shown = f"{value} ({row.right} of {row.right + row.short} right)" if verdict == _SHORT else value
-        values.setdefault((key, row.backend), {}).setdefault(verdict, []).append(shown)
+        shown = f"{value} ({row.right} of {row.right + row.short} right)" if row.verdict == "short" else value
+        values.setdefault((key, row.backend), {}).setdefault(row.verdict, []).append(shown)
     cells = {
-        place: "; ".join(_values(verdict, words[verdict]) for verdict in _VERDICTS if verdict in words)
+        place: "; ".join(_values(told, words[verdict]) for verdict, told in _VERDICTS.items() if verdict in words)
         for place, words in values.items()
     }
     keys = dict.fromkeys(key for key, _ in values)
@@ -72,20 +70,11 @@ def _form_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
     return markup.table(["", *map(markup.escaped, backends)], lines)
 
 
-def _values(verdict: str, values: Sequence[str]) -> str:
+def _values(told: str, values: Sequence[str]) -> str:
     def size(value: str) -> tuple[bool, int, str]:
         digits = value.partition(" ")[0]
         return (not digits.isdigit(), int(digits) if digits.isdigit() else 0, value)
 
     ordered = sorted(values, key=size)
     text = markup.escaped(", ".join(ordered))
-    return f"{verdict}: {text}" if verdict else text
-
-
-def _verdict(row: SupportRow) -> str:
-    """One of :data:`_VERDICTS`, without numbers."""
-    well, short, wrong, died, answered, refused, unclear, left = _VERDICTS
-    if row.right or row.short:
-        return short if row.short else well
-    counted = ((row.wrong, wrong), (row.died, died), (row.answered, answered), (row.unclear, unclear))
-    return next((verdict for count, verdict in counted if count), refused if row.refused else left)
+    return f"{told}: {text}" if told else text

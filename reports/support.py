@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from attncheck.reports.records import (
     EXAMINED,
@@ -43,6 +44,9 @@ UNCLEAR = "not declared, and no clear refusal"
 
 _AS_DECLARED = ("right", "short")
 
+Verdict = Literal["right", "short", "wrong", "died", "answered", "unclear", "refused", "left"]
+"""What a :class:`SupportRow` comes to, in the words of its counts."""
+
 
 @dataclass(frozen=True)
 class SupportRow:
@@ -69,6 +73,20 @@ class SupportRow:
     def is_form(self) -> bool:
         """Whether this is a size or form, and no feature."""
         return _is_form(self.feature)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The count that matters most: of what was examined as declared, and where nothing was, the gravest."""
+        if self.right or self.short:
+            return "short" if self.short else "right"
+        gravest: tuple[tuple[Verdict, int], ...] = (
+            ("wrong", self.wrong),
+            ("died", self.died),
+            ("answered", self.answered),
+            ("unclear", self.unclear),
+            ("refused", self.refused),
+        )
+        return next((verdict for verdict, count in gravest if count), "left")
 
     @property
     def in_words(self) -> str:
