@@ -15,7 +15,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
-from attncheck.harness.commands import doctor, listing, new, report, run, schema
+from attncheck.harness.commands import compare, doctor, listing, new, report, run, schema
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -91,6 +91,7 @@ app.command("run")(answer(run.run))
 app.command("list")(answer(listing.list_names))
 app.command("doctor")(answer(doctor.doctor))
 app.command("report")(answer(report.report))
+app.command("compare")(answer(compare.compare))
 app.command("schema")(answer(schema.schema))
 
 new_app = typer.Typer(help="Write files to begin with.", no_args_is_help=True, rich_markup_mode=None)

@@ -14,7 +14,7 @@ from attncheck.reports.phrases import plural
 from attncheck.reports.speed import Speed, speeds
 from attncheck.reports.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
 from attncheck.reports.store import Run
-from attncheck.reports.timings import Part
+from attncheck.reports.timings import PARTS, Part
 
 __all__ = ["Difference", "OneSided", "OutcomeChange", "RunComparison", "SpeedChange", "Terms", "compare_runs"]
 
@@ -84,21 +84,32 @@ def compare_runs(
 
 
 def _pair_speeds(base: Run, new: Run, matching: Matching) -> tuple[list[SpeedPair], int]:
-    """Both speeds of every part of the common cases, and how many parts of them have a speed in one run only."""
+    """Both speeds of every part of the common cases, and how many parts have one where the other run timed others.
+
+    A case that was timed in one run alone came out otherwise, and is told as such.
+    """
     before, after = _speeds(base), _speeds(new)
     pairs = []
     lone = 0
-    for one, other in matching.backends.items():
-        asked = {key[1:] for key in (*before, *after) if key[0] in (one, other) and (one, key[1]) in matching.cases}
-        in_order = [key[1:] for key in before if key[0] == one and key[1:] in asked]
-        found = [(before[one, *key], after[other, *key]) for key in in_order if (other, *key) in after]
-        pairs += [SpeedPair(label(one, other), *speeds_of_one) for speeds_of_one in found]
-        lone += sum(((one, *key) in before) != ((other, *key) in after) for key in asked)
+    for (one, case), parts in before.items():
+        if (one, case) not in matching.cases or (other := matching.backends[one], case) not in after:
+            continue
+        parts_anew = after[other, case]
+        lone += len(parts.keys() ^ parts_anew.keys())
+        pairs += [
+            SpeedPair(label(one, other), parts[part], parts_anew[part])
+            for part in PARTS
+            if part in parts and part in parts_anew
+        ]
     return pairs, lone
 
 
-def _speeds(run: Run) -> dict[tuple[str, str, Part], Speed]:
-    return {(speed.backend, speed.case, speed.part): speed for speed in speeds(run.records)}
+def _speeds(run: Run) -> dict[tuple[str, str], dict[Part, Speed]]:
+    """By backend and case."""
+    found: dict[tuple[str, str], dict[Part, Speed]] = {}
+    for speed in speeds(run.records):
+        found.setdefault((speed.backend, speed.case), {})[speed.part] = speed
+    return found
 
 
 def _warnings(base: Run, new: Run, matching: Matching, lone: int) -> Iterator[str]:

@@ -1,0 +1,195 @@
+"""What a comparison comes to: changes put together, verdicts counted, what these times would have shown; in words.
+
+Pure values and sentences, the same in every form of the report. Like the texts of a comparison, they may hold what a
+backend said, unescaped. Must not know: tables, colours, Markdown.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from attncheck.reports import significance
+from attncheck.reports.comparison import OneSided, OutcomeChange, RunComparison, SpeedChange
+from attncheck.reports.outcome_changes import KINDS
+from attncheck.reports.phrases import plural
+from attncheck.reports.reasons import without_figures
+from attncheck.reports.significance import FAMILY_LEVEL
+from attncheck.reports.speed_changes import VERDICTS, Verdict
+from attncheck.reports.speed_tables import time_unit
+from attncheck.reports.store import Run
+from attncheck.reports.timings import PARTS, Part
+
+CHANGED: tuple[Verdict, ...] = ("slower", "faster")
+"""Verdicts that are told pair by pair."""
+
+_TIMES_AS_LONG = 3.0
+"""From this ratio on a change is told as a factor, not in per cent."""
+
+
+@dataclass(frozen=True)
+class OutcomeGroup:
+    """Changes of one backend in the same words but for figures, one at least; the first speaks for all."""
+
+    changes: tuple[OutcomeChange, ...]
+
+    @property
+    def first(self) -> OutcomeChange:
+        """The change whose words are told."""
+        return self.changes[0]
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """Every case, once."""
+        return tuple(dict.fromkeys(change.case for change in self.changes))
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """Every check, once."""
+        return tuple(dict.fromkeys(change.check for change in self.changes))
+
+    @property
+    def step(self) -> str:
+        """``passed -> failed``, or the outcome where only a level changed."""
+        return (
+            self.first.before if self.first.before == self.first.after else f"{self.first.before} -> {self.first.after}"
+        )
+
+
+@dataclass(frozen=True)
+class Power:
+    """What the pairs tested could have shown.
+
+    ``spread``: of processes, in the middle of the pairs; ``slowdown``: the least that is found four times in five where
+    processes differ so, with ``rounds`` a side and intervals that hold for all ``pairs`` at once.
+    """
+
+    pairs: int
+    rounds: int
+    spread: float
+    slowdown: float
+
+    @property
+    def in_words(self) -> str:
+        """One sentence."""
+        return (
+            f"processes differ by {self.spread:.1%} (the middle of {plural(self.pairs, 'pair')}): "
+            f"with {self.rounds} rounds a side, a slowdown of {self.slowdown:.1%} is found four times in five"
+        )
+
+
+def grouped_outcomes(changes: Iterable[OutcomeChange]) -> tuple[OutcomeGroup, ...]:
+    """Changes that are alike together; what is worse first, then groups with most cases."""
+    groups: dict[tuple[str, ...], list[OutcomeChange]] = {}
+    for change in changes:
+        key = (change.kind, change.backend, change.before, change.after, without_figures(change.what))
+        groups.setdefault(key, []).append(change)
+    found = [OutcomeGroup(tuple(members)) for members in groups.values()]
+    return tuple(sorted(found, key=lambda group: (KINDS.index(group.first.kind), -len(group.cases))))
+
+
+def with_verdict(changes: Iterable[SpeedChange], verdict: Verdict) -> tuple[SpeedChange, ...]:
+    """The pairs of one verdict; the largest changes first, and before them those that fail the comparison."""
+    found = [change for change in changes if change.verdict == verdict]
+    direction = -1 if verdict == "slower" else 1
+    return tuple(sorted(found, key=lambda change: (not change.is_regression, direction * change.ratio)))
+
+
+def unclear(changes: Iterable[SpeedChange]) -> tuple[tuple[SpeedChange, ...], ...]:
+    """Pairs of which nothing can be told, by reason but for its figures; most pairs first, within them the widest."""
+    groups: dict[str, list[SpeedChange]] = {}
+    for change in changes:
+        if change.verdict == "cannot tell":
+            groups.setdefault(without_figures(change.reason), []).append(change)
+    widest = (tuple(sorted(members, key=lambda each: -(each.base.spread or 0.0))) for members in groups.values())
+    return tuple(sorted(widest, key=lambda members: -len(members)))
+
+
+def counts_by_part(changes: Sequence[SpeedChange]) -> dict[Part, dict[Verdict, int]]:
+    """How many pairs of each part have each verdict; parts without a pair are left out."""
+    counts = Counter((change.part, change.verdict) for change in changes)
+    timed = {change.part for change in changes}
+    return {part: {verdict: counts[part, verdict] for verdict in VERDICTS} for part in PARTS if part in timed}
+
+
+def power_of(comparison: RunComparison) -> Power | None:
+    """What the pairs that were tested could have shown; None: none was."""
+    tested = [change for change in comparison.speeds if change.low is not None]
+    if not tested:
+        return None
+    spread = statistics.median(significance.pooled_spread(each.base.medians_ns, each.new.medians_ns) for each in tested)
+    rounds = min(len(speed.rounds) for each in tested for speed in (each.base, each.new))
+    level = FAMILY_LEVEL / len(tested)
+    slowdown = significance.smallest_slowdown(spread, rounds, level=level, effect=comparison.terms.effect)
+    return Power(len(tested), rounds, spread, slowdown)
+
+
+def run_in_words(run: Run) -> str:
+    """A run's file, time, versions, machine and rounds in one line."""
+    header, env = run.header, run.header.environment
+    rounds = f", {plural(header.rounds, 'round')}"
+    return f"{run.path}: {header.started}, attncheck {env.attncheck}, torch {env.torch}, {env.device_name}{rounds}"
+
+
+def one_sided(item: OneSided, *, shown: int | None = None) -> str:
+    """What one run alone asked of a backend; at most ``shown`` cases by name (None: all)."""
+    if item.is_whole:
+        return f"backend {item.backend} ({plural(len(item.cases), 'case')})"
+    return f"{plural(len(item.cases), 'case')} of {item.backend}: {named(item.cases, shown=shown)}"
+
+
+def named(cases: Sequence[str], *, shown: int | None = None) -> str:
+    """Names, and how many more there are than ``shown``."""
+    more = 0 if shown is None else len(cases) - shown
+    return ", ".join(cases[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
+def change_text(ratio: float) -> str:
+    """``+10.4%``; ``x23.1`` and ``x0.04`` where a share of the time would say little."""
+    if 1 / _TIMES_AS_LONG <= ratio <= _TIMES_AS_LONG:
+        return f"{ratio - 1:+.1%}"
+    return f"x{ratio:.3g}"
+
+
+def interval_text(change: SpeedChange) -> str:
+    """``+8.1% to +12.8%``; ``-`` where there is none."""
+    if change.low is None or change.high is None:
+        return "-"
+    return f"{change_text(change.low)} to {change_text(change.high)}"
+
+
+def times_text(change: SpeedChange) -> tuple[str, str]:
+    """Both times in one unit, ``1.02 ms`` and ``1.13 ms``."""
+    unit = time_unit((change.base.median_ns, change.new.median_ns))
+    return f"{unit.text(change.base.median_ns)} {unit.name}", f"{unit.text(change.new.median_ns)} {unit.name}"
+
+
+def closing(comparison: RunComparison) -> str:
+    """The last line: the verdict, what changed, and of how many times nothing can be told."""
+    kinds = Counter(change.kind for change in comparison.outcomes)
+    outcomes = ", ".join(f"{plural(kinds[kind], 'outcome')} {kind}" for kind in KINDS if kinds[kind])
+    return f"{verdict_of(comparison)}: {outcomes or 'outcomes as before'}; {_speeds_in_words(comparison)}"
+
+
+def verdict_of(comparison: RunComparison) -> str:
+    """``regression``, ``no regression``, or ``cannot tell`` where times were taken and nothing is known of them."""
+    if comparison.is_regression:
+        return "regression"
+    speeds = comparison.speeds
+    return "cannot tell" if speeds and all(each.verdict == "cannot tell" for each in speeds) else "no regression"
+
+
+def _speeds_in_words(comparison: RunComparison) -> str:
+    counts = Counter(change.verdict for change in comparison.speeds)
+    total = len(comparison.speeds)
+    if not total:
+        return "no times to compare"
+    if counts["cannot tell"] == total:
+        return f"of {plural(total, 'time')} NOT ONE CAN BE TOLD, so that nothing is known of speed"
+    told = [f"{counts[verdict]} {verdict}" for verdict in ("slower", "faster", "same") if counts[verdict]]
+    if comparison.terms.thresholds.members and counts["slower"]:
+        failing = sum(change.is_regression for change in comparison.speeds)
+        told[0] += f" ({failing} by as much as --fail-on says)"
+    if counts["cannot tell"]:
+        told.append(f"{counts['cannot tell']} CANNOT BE TOLD")
+    return f"of {plural(total, 'time')} {', '.join(told)}"
