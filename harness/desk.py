@@ -11,6 +11,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks import cache_write, claims, containment, lse, next_step, numerics
 from attncheck.harness.checks.cudagraph import GraphDesk, unexamined_reasons
+from attncheck.harness.checks.timing import TimingDesk, unasked_reasons
 from attncheck.harness.dump import dump_case
 from attncheck.harness.findings import Finding, Holds, NotExamined
 from attncheck.harness.functions.desk import FUNCTION_PATHS
@@ -30,6 +31,8 @@ def unasked(check: str, case: Case, features: frozenset[str]) -> NotExamined | N
         return NotExamined(("feature 'lse' is not declared",))
     if check == "cudagraph" and (reasons := unexamined_reasons(case)):
         return NotExamined(reasons, "attncheck")
+    if check == "timing" and (reasons := unasked_reasons(case, features)):
+        return NotExamined(reasons, "attncheck")
     return None
 
 
@@ -44,9 +47,10 @@ class Desk:
         device: torch.device,
         reasons: tuple[str, ...],
         graphs: GraphDesk,
+        clocks: TimingDesk,
     ) -> None:
-        self._backend, self._problem, self._truth = backend.backend, problem, truth
-        self._device, self._reasons, self._graphs = device, reasons, graphs
+        self._loaded, self._backend, self._problem, self._truth = backend, backend.backend, problem, truth
+        self._device, self._reasons, self._graphs, self._clocks = device, reasons, graphs, clocks
         self._session: Session | Raised | None = None
         self._seen: Observation | Raised | None = None
 
@@ -62,6 +66,8 @@ class Desk:
             return skipped
         if check == "cudagraph":
             return self._graphs.examine(self._backend, self._problem.case)
+        if check == "timing":
+            return self._clocks.examine(self._loaded, self._problem, self._truth)
         session, seen = self._observe()
         if check == "claims":
             if isinstance(session, Raised):

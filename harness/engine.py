@@ -19,6 +19,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.answerable import unanswered_reasons
 from attncheck.harness.checks.cudagraph import GraphDesk
+from attncheck.harness.checks.timing import TimingDesk
 from attncheck.harness.desk import Desk
 from attncheck.harness.environment import collect_environment
 from attncheck.harness.findings import Broken, Finding, NotExamined
@@ -109,6 +110,7 @@ class Examiner:
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
         self._graphs = GraphDesk(plan.seed, self.device)
+        self._clocks = TimingDesk(self.device, plan.timing)
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
     def run(self) -> Iterator[Record]:
@@ -216,7 +218,7 @@ class Examiner:
     def _desk(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> Desk | FunctionDesk:
         if case.batch.path.name in FUNCTION_PATHS:
             return FunctionDesk(backend.backend, case, self.plan.seed, self.device, reasons)
-        return Desk(backend, *self._problem_and_truth(case), self.device, reasons, self._graphs)
+        return Desk(backend, *self._problem_and_truth(case), self.device, reasons, self._graphs, self._clocks)
 
     def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:
         if self._latest is None or self._latest[0] != case:

@@ -3,6 +3,7 @@
 The cache is written before, aliases are handed out. Must not know: sessions, what is judged.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,37 @@ def output_scale_of(problem: Problem, device: torch.device) -> Tensor | None:
     return None if codes is None else torch.tensor([codes.scale], dtype=torch.float32, device=device)
 
 
+def bound_forward(
+    backend: type[AttentionBackend],
+    impl: Any,
+    attn_layer: Layer,
+    call: Call,
+    kv_cache: Tensor,
+    metadata: Any,
+    out: GuardedBuffer,
+    lse: GuardedBuffer | None,
+    output_scale: Tensor | None,
+) -> Callable[[], object]:
+    """One entry with all of its arguments bound, to be made under ``torch.no_grad()``; returns what ``forward`` does.
+
+    Nothing but the backend's own code is left to be run. The device is not waited for.
+    """
+    keywords = {} if lse is None else {"output_lse": lse.handed_out()}
+    if output_scale is not None:
+        keywords["output_scale"] = output_scale
+    # An alias: what the backend does to the tensor object must not reach ours.
+    cache, output = kv_cache.detach(), out.handed_out()
+    query, key, value, slots = call.query, call.key, call.value, call.common.slot_mapping
+    writes = not backend.forward_includes_kv_cache_update and metadata is not None and key is not None
+
+    def forward() -> object:
+        if writes:
+            impl.do_kv_cache_update(attn_layer, key, value, cache, slots)
+        return impl.forward(attn_layer, query, key, value, cache, metadata, output=output, **keywords)
+
+    return forward
+
+
 def enter_forward(
     backend: type[AttentionBackend],
     impl: Any,
@@ -48,18 +80,9 @@ def enter_forward(
     output_scale: Tensor | None,
 ) -> object:
     """What ``forward`` returns, under ``torch.no_grad()``; the device is not waited for."""
-    keywords = {} if lse is None else {"output_lse": lse.handed_out()}
-    if output_scale is not None:
-        keywords["output_scale"] = output_scale
-    # An alias: what the backend does to the tensor object must not reach ours.
-    cache = kv_cache.detach()
+    forward = bound_forward(backend, impl, attn_layer, call, kv_cache, metadata, out, lse, output_scale)
     with torch.no_grad():
-        if not backend.forward_includes_kv_cache_update and metadata is not None and call.key is not None:
-            impl.do_kv_cache_update(attn_layer, call.key, call.value, cache, call.common.slot_mapping)
-        result: object = impl.forward(
-            attn_layer, call.query, call.key, call.value, cache, metadata, output=out.handed_out(), **keywords
-        )
-    return result
+        return forward()
 
 
 def result_of(

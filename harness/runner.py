@@ -78,6 +78,12 @@ class Session:
         return self._builders[0]
 
     @property
+    def threshold(self) -> int | None:
+        """The builder's ``reorder_batch_threshold``, which orders the requests of a step; None: they are not ordered."""
+        threshold: int | None = getattr(self.builder, "reorder_batch_threshold", None)
+        return threshold
+
+    @property
     def _is_merged(self) -> bool:
         return is_merged(self.problem.case.batch, self.backend.features)
 
@@ -128,7 +134,7 @@ class Session:
 
     def _prepare(self) -> None:
         """Everything that depends on the problem."""
-        self.order = stage("builder", lambda: request_order(self.problem, self._threshold))
+        self.order = stage("builder", lambda: request_order(self.problem, self.threshold))
         step = self._step(Fill())
         for _ in range(len(self._builders), num_builders(step)):
             self._add_builder()
@@ -147,7 +153,7 @@ class Session:
         )
 
     def _calls(self, step: Step) -> tuple[Call, ...]:
-        return calls_of(step, self.backend.features, self._threshold)
+        return calls_of(step, self.backend.features, self.threshold)
 
     def _build(self, call: Call) -> Any:
         builder = self._builders[call.builder]
@@ -184,11 +190,6 @@ class Session:
 
     def _empty_cache(self) -> Tensor:
         return torch.empty(0, dtype=self.problem.dtype, device=self.device)
-
-    @property
-    def _threshold(self) -> int | None:
-        threshold: int | None = getattr(self.builder, "reorder_batch_threshold", None)
-        return threshold
 
     def _step(self, fill: Fill) -> Step:
         return make_step(

@@ -1,0 +1,202 @@
+"""One batch of one backend, timed again and again: new contents in the same memory, every answer judged.
+
+The order is a model runner's: the cache and the metadata are there, ``build`` is timed by the host, then the rows of
+the layer arrive, and the cache write and ``forward`` are timed, with nothing of the harness in between. Must not know:
+which batches are timed, how many samples are taken.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from attncheck.harness.buffers import GuardedBuffer
+from attncheck.harness.calls import Call, calls_of
+from attncheck.harness.changes import changes
+from attncheck.harness.clock import Clock, HostClock
+from attncheck.harness.entry import bound_forward, output_buffers, output_scale_of
+from attncheck.harness.findings import Broken
+from attncheck.harness.graphs.inputs import each_of
+from attncheck.harness.problem import Problem
+from attncheck.harness.runner import Session
+from attncheck.harness.stages import stage
+from attncheck.harness.step import Step, make_step, request_order
+from attncheck.harness.timing.fresh import FreshContents
+from attncheck.harness.timing.judgement import Answer, FoundOutError, Judge, answer_of
+from attncheck.harness.timing.lent import LentBuffers, span
+from attncheck.harness.timing.stored import require_stored
+from attncheck.reports.timings import ClockName
+
+Flusher = Callable[[], object]
+
+
+@dataclass
+class Memory:
+    """What a backend is lent in every call, and what it writes to. ``judge``: of the latest answer in it."""
+
+    lent: LentBuffers
+    out: GuardedBuffer
+    lse: GuardedBuffer | None
+    judge: Judge | None = None
+
+    def look_again(self) -> None:
+        """At the latest answer, before it is overwritten; raises FoundOutError where it has changed."""
+        if self.judge is not None:
+            self.judge.look_again()
+
+
+class TimedStep:
+    """A batch of a session's layer and cache. ``build_ns``: of every call so far. Raises StageError at set-up."""
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        contents: FreshContents,
+        clock: Clock,
+        flush: Flusher,
+        memory: Memory | None = None,
+    ) -> None:
+        """``memory``: of another step of at least the same sizes, to be used by this one as well."""
+        self._session, self._contents, self._clock, self._flush = session, contents, clock, flush
+        self._backend, self._device = session.backend, session.device
+        problem = contents.bases[0].problem
+        self._order = stage("builder", lambda: request_order(problem, session.threshold))
+        self._judge = Judge(name, contents, self._backend.conventions)
+        self._host = HostClock()
+        self._scale = output_scale_of(problem, self._device)
+        self.build_ns: list[int] = []
+        _, call = self._fresh(problem)
+        self.memory = self._new_memory(problem, call) if memory is None else memory
+
+    @property
+    def worst(self) -> float:
+        """The largest error so far, in budgets."""
+        return self._judge.worst
+
+    def take(self) -> int:
+        """Nanoseconds of one ``forward``.
+
+        Raises StageError for what the backend raised, FoundOutError where its answer is none.
+        """
+        self.memory.look_again()
+        self.memory.judge = self._judge
+        asked = self._contents.next()
+        problem = asked.problem()
+        step, fresh = self._fresh(problem)
+        self._fill(problem, step)
+        call = self.memory.lent.with_metadata_of(fresh)
+        lent = each_of(call, torch.Tensor.detach)
+        pristine = replace(fresh, common=each_of(call, torch.Tensor.clone).common)
+        metadata = self._build(lent)
+        answer, forward_ns = self._forward(lent, fresh, metadata)
+        changed = ", ".join(changes(pristine, lent))
+        if changed:
+            raise FoundOutError(Broken(f"{self._judge.name}: the call changed what it was lent to read: {changed}"))
+        self._judge.judge(asked, step.row_order[fresh.rows].to(self._device), answer)
+        if self._session.impl.brings_writer and step.key is not None and self._session.pool is not None:
+            require_stored(self._judge.name, self._session.pool, problem, self._contents)
+        return forward_ns
+
+    @property
+    def clock_name(self) -> ClockName:
+        """Of the clock that ``forward`` is timed by."""
+        return self._clock.name
+
+    def bare(self) -> Callable[[], object]:
+        """One more ``forward`` on new contents, to be looked at by other means than a clock."""
+        problem = self._contents.next().problem()
+        step, fresh = self._fresh(problem)
+        self._fill(problem, step)
+        lent = each_of(self.memory.lent.with_metadata_of(fresh), torch.Tensor.detach)
+        forward = self._bound(lent, self._build(lent))
+        self.memory.lent.load_rows(fresh)
+
+        def call() -> object:
+            with torch.no_grad():
+                return stage("forward", forward)
+
+        return call
+
+    def finish(self) -> None:
+        """The last answer, once more: raises FoundOutError."""
+        if self.memory.judge is self._judge:
+            self._judge.look_again()
+        self._judge.finish()
+
+    def _new_memory(self, problem: Problem, call: Call) -> Memory:
+        out, lse = output_buffers(self._backend, problem, len(call.query), call.num_rows, self._device)
+        return Memory(LentBuffers(call), out, lse)
+
+    def _fresh(self, problem: Problem) -> tuple[Step, Call]:
+        step = make_step(problem, self._device, self._order, pad_seq_len=self._backend.conventions.pad_seq_len)
+        (call,) = calls_of(step, self._backend.features, self._session.threshold)
+        return step, call
+
+    def _fill(self, problem: Problem, step: Step) -> None:
+        """The context to the cache, and new rows that no writer brings."""
+        pool = self._session.pool
+        if pool is None:
+            return
+        old = problem.old_keys
+        pool.write(problem.key_slots[old], problem.keys[old], problem.values[old])
+        if not self._session.impl.brings_writer and step.key is not None and step.value is not None:
+            pool.write(step.slot_mapping, step.key, step.value)
+
+    def _build(self, call: Call) -> object:
+        made: list[object] = []
+
+        def build() -> None:
+            made.append(
+                self._session.builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common)
+            )
+
+        self._clock.wait()
+        self.build_ns.append(stage("build", lambda: self._host.time(build)))
+        return made[0]
+
+    def _forward(self, call: Call, fresh: Call, metadata: object) -> tuple[Answer, int]:
+        memory, session, num_rows = self.memory, self._session, call.num_rows
+        spans = memory.lent.spans()
+        if session.pool is not None:
+            spans["the cache"] = span(session.pool.kv_cache)
+        forward = self._bound(call, metadata)
+        returned: list[object] = []
+        answers: list[Answer] = []
+
+        def before() -> None:
+            self._flush()
+            memory.out.refill(num_rows)
+            if memory.lse is not None:
+                memory.lse.refill(num_rows)
+            memory.lent.load_rows(fresh)
+
+        def after() -> None:
+            must_be_buffer = self._backend.accept_output_buffer
+            answers.append(
+                answer_of(returned[0], memory.out, memory.lse, num_rows, spans, must_be_buffer=must_be_buffer)
+            )
+
+        with torch.no_grad():
+            taken = stage(
+                "forward",
+                lambda: self._clock.time(lambda: returned.append(forward()), before=before, after=after),
+            )
+        return answers[0], taken
+
+    def _bound(self, call: Call, metadata: object) -> Callable[[], object]:
+        memory, session = self.memory, self._session
+        kv_cache = torch.empty(0, dtype=call.query.dtype, device=self._device)
+        if session.pool is not None:
+            kv_cache = session.pool.kv_cache
+        return bound_forward(
+            self._backend,
+            session.impl,
+            session.attn_layer,
+            call,
+            kv_cache,
+            metadata,
+            memory.out,
+            memory.lse,
+            self._scale,
+        )
