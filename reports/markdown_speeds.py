@@ -22,7 +22,12 @@ def speeds_section(speeds: Sequence[Speed]) -> list[str]:
     sections = ["## Speeds"]
     for short, whole in zip(summary_tables(speeds), tables, strict=True):
         sections += [f"### {markup.escaped(short.suite)}", *means(short), "Each case:", rows_of(whole)]
-    sections += ["### About these figures", f"{markup.escaped(legend(tables))}.", notes(speeds), *_kernels(speeds)]
+    sections += [
+        "### About these figures",
+        f"{markup.escaped(legend(tables))}.",
+        listed(speed_notes(speeds)),
+        *_kernels(speeds),
+    ]
     return sections
 
 
@@ -32,9 +37,9 @@ def means(short: SpeedTable) -> list[str]:
     return [f"{over[:1].upper()}{over[1:]}:", rows_of(short)]
 
 
-def notes(speeds: Sequence[Speed]) -> str:
-    """What to know of the figures, as a list."""
-    return "\n".join(f"- {markup.escaped(note)}" for note in speed_notes(speeds))
+def listed(notes: Sequence[str]) -> str:
+    """Notes as a list."""
+    return "\n".join(f"- {markup.escaped(note)}" for note in notes)
 
 
 def rows_of(table: SpeedTable) -> str:

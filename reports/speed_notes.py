@@ -37,15 +37,25 @@ def legend(tables: Sequence[SpeedTable]) -> str:
         sentences.append("bytes and operations are the least that a case takes, causal and window aware")
     if "roofline" in headings:
         sentences.append("roofline: the least time the ceilings below allow, as a share of the time taken")
-    if any(table.has_fastest for table in tables):
-        sentences.append(f"{FASTEST} fastest: every round below every round of the others ({FASTEST_ROUNDS} or more)")
-    return "; ".join(sentences)
+    return "; ".join([*sentences, *fastest_note(tables)])
+
+
+def fastest_note(tables: Sequence[SpeedTable]) -> list[str]:
+    """What the mark says, where there is one."""
+    if not any(table.has_fastest for table in tables):
+        return []
+    return [f"{FASTEST} fastest: {FASTEST_ROUNDS} rounds or more, and every one below every one of the others"]
 
 
 def speed_notes(speeds: Sequence[Speed]) -> list[str]:
     """Rounds, clock, cache, ceilings, the device's own clocks; what is unsettled or throttled; what timing noted."""
-    parts = (_rounds, _clocks, _ceilings, _device, _unsettled, _noted)
+    parts = (_rounds, _clocks, _ceilings, _device, _throttled, _unsettled, _noted)
     return [note for part in parts for note in part(speeds)]
+
+
+def doubts(speeds: Sequence[Speed]) -> list[str]:
+    """Of these, what speaks against the figures."""
+    return [*_throttled(speeds), *_unsettled(speeds)]
 
 
 def _rounds(speeds: Sequence[Speed]) -> Iterator[str]:
@@ -100,6 +110,9 @@ def _device(speeds: Sequence[Speed]) -> Iterator[str]:
         of = "" if most is None else f" of at most {most}"
         span = str(min(clocks)) if min(clocks) == max(clocks) else f"{min(clocks)} to {max(clocks)}"
         yield f"SM clock {span}{of} MHz"
+
+
+def _throttled(speeds: Sequence[Speed]) -> Iterator[str]:
     throttled = [(speed, reason) for speed in speeds for reason in _throttle_reasons(speed)]
     for reason in dict.fromkeys(reason for _, reason in throttled):
         cases = [f"{speed.backend}, {speed.case}" for speed, why in throttled if why == reason]

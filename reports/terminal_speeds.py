@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from attncheck.reports import phrases
 from attncheck.reports.columns import WIDTH, table, wrap
 from attncheck.reports.speed import Speed
-from attncheck.reports.speed_notes import speed_notes
+from attncheck.reports.speed_notes import fastest_note, speed_notes
 from attncheck.reports.speed_summary import summary_tables
-from attncheck.reports.speed_tables import FASTEST, FASTEST_ROUNDS, SpeedTable
+from attncheck.reports.speed_tables import SpeedTable
 
 NAME_WIDTH = 27
 """Columns for a backend's name; the tables of checks have the whole name."""
@@ -22,10 +22,7 @@ def render_speeds(speeds: Sequence[Speed]) -> str:
         return ""
     tables = summary_tables(speeds)
     told = [part for each in tables for part in (wrap(_title(each)), table(_fitted(each)))]
-    notes = list(speed_notes(speeds))
-    if any(each.has_fastest for each in tables):
-        notes.insert(0, f"{FASTEST} fastest: {FASTEST_ROUNDS} rounds or more, each below every one of the others")
-    notes.append("each case: `attncheck report --format markdown`")
+    notes = [*fastest_note(tables), *speed_notes(speeds), "each case: `attncheck report --format markdown`"]
     return "\n\n".join([*told, "\n".join(wrap(note, "  ") for note in notes)])
 
 

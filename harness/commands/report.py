@@ -1,13 +1,21 @@
-"""``attncheck report``: run files told to people. Reads, never re-computes; needs no torch."""
+"""``attncheck report``: run files told to people, and to their tools. Reads, never re-computes; needs no torch."""
 
+import os
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attncheck.errors import QuestionError
 from attncheck.harness.commands.run import use_color
+
+if TYPE_CHECKING:
+    from attncheck.reports.store import Run
+
+STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
+"""The environment variable in which GitHub Actions names the file that a step adds its summary to."""
 
 
 class Format(StrEnum):
@@ -15,30 +23,89 @@ class Format(StrEnum):
 
     TERMINAL = "terminal"
     MARKDOWN = "markdown"
+    HTML = "html"
+    JUNIT = "junit"
+    GITHUB = "github"
+    PYTEST_BENCHMARK = "pytest-benchmark"
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run files written by `attncheck run`.")],
-    form: Annotated[Format, typer.Option("--format", help="Text for a terminal, or Markdown.")] = Format.TERMINAL,
+    form: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="Text for a terminal; Markdown; one self-contained HTML page; JUnit XML; for GitHub Actions a step "
+            f"summary (added to ${STEP_SUMMARY} where that is set and no --output given) and annotations (to "
+            "stdout); the JSON of pytest-benchmark, of one run.",
+        ),
+    ] = Format.TERMINAL,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
 ) -> int:
-    """Report on run files, one after the other."""
-    from attncheck.reports import markdown, terminal
+    """Report on run files, one after the other; HTML compares the first with each of the others."""
     from attncheck.reports.store import read_run
 
+    if form == Format.PYTEST_BENCHMARK and len(runs) > 1:
+        raise QuestionError(
+            f"--format {form} takes one run, and {len(runs)} are given; convert each by itself, and let "
+            "`pytest-benchmark compare` read the files together"
+        )
+    if output is not None and output.exists() and any(output.samefile(path) for path in runs):
+        raise QuestionError(f"--output {output} is one of the runs to report on; name another file")
     read = [read_run(path) for path in runs]
-    if form == Format.MARKDOWN:
-        text = "\n".join(markdown.render_run(run) for run in read)
-    else:
-        color = output is None and use_color()
-        text = "\n\n".join(terminal.render_run(run, color=color) for run in read) + "\n"
+    if form == Format.GITHUB:
+        return _report_to_github(read, output)
+    color = output is None and use_color()
+    text = _renderer(form, color=color)(read)
     if output is None:
         typer.echo(text, nl=False)
-        return 0
-    if output.exists() and any(output.samefile(path) for path in runs):
-        raise QuestionError(f"--output {output} is one of the runs to report on; name another file")
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise QuestionError(f"--output {output} cannot be written: {error.strerror}") from error
+    else:
+        _write(output, text, option="--output")
     return 0
+
+
+def _renderer(form: Format, *, color: bool) -> "Callable[[Sequence[Run]], str]":
+    """What turns runs into a text of this format; loaded only now, since some formats need what others do without."""
+    if form == Format.MARKDOWN:
+        from attncheck.reports import markdown
+
+        return lambda runs: "\n".join(markdown.render_run(run) for run in runs)
+    if form == Format.HTML:
+        from attncheck.reports import html
+
+        return html.render_runs
+    if form == Format.JUNIT:
+        from attncheck.reports import junit
+
+        return junit.render_runs
+    if form == Format.PYTEST_BENCHMARK:
+        from attncheck.reports import pytest_benchmark
+
+        return lambda runs: "".join(pytest_benchmark.render_run(run) for run in runs)
+    from attncheck.reports import terminal
+
+    return lambda runs: "\n\n".join(terminal.render_run(run, color=color) for run in runs) + "\n"
+
+
+def _report_to_github(runs: "Sequence[Run]", output: Path | None) -> int:
+    """The summary to where GitHub looks for it, other steps' kept; annotations to the log, which is where it reads."""
+    from attncheck.reports import github
+
+    summary, annotations = github.summary(runs), github.annotations(runs)
+    named = os.environ.get(STEP_SUMMARY)
+    if output is not None:
+        _write(output, summary, option="--output")
+    elif named:
+        _write(Path(named), summary, option=f"${STEP_SUMMARY}", append=True)
+    else:
+        typer.echo(summary)
+    typer.echo(annotations, nl=False)
+    return 0
+
+
+def _write(path: Path, text: str, *, option: str, append: bool = False) -> None:
+    try:
+        with path.open("a" if append else "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise QuestionError(f"{option} {path} cannot be written: {error.strerror}") from error

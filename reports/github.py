@@ -1,0 +1,149 @@
+"""Runs for GitHub Actions: a step summary in Markdown, and annotations, which are commands printed to the log.
+
+The summary is short: tables, speeds, and what fell short folded away; it keeps below the size from which GitHub shows
+nothing at all. What a backend says cannot become a command: annotations are escaped as the runner's own library does,
+and no line of any report looks like one (:func:`attncheck.reports.phrases.printable`). Must not know: how records came
+about.
+"""
+
+import html
+from collections.abc import Iterator, Sequence
+
+from attncheck.reports import markup, phrases
+from attncheck.reports.markdown import check_table, failures
+from attncheck.reports.markdown_speeds import listed, means
+from attncheck.reports.records import EXAMINED, Record, RunHeader
+from attncheck.reports.repro import repro_command
+from attncheck.reports.speed import speeds
+from attncheck.reports.speed_notes import doubts, fastest_note, speed_notes
+from attncheck.reports.speed_summary import summary_tables
+from attncheck.reports.store import Run
+from attncheck.reports.summary import Summary, summarise
+
+MAX_SUMMARY_BYTES = 1_000_000
+"""Somewhat below the 1 MiB that a step's summary may have: other commands of the step may write to it, too."""
+
+MAX_ANNOTATIONS = 10
+"""Errors, and warnings, of which GitHub shows no more for a step."""
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """The step summary of ``runs``, at most :data:`MAX_SUMMARY_BYTES` of UTF-8, ending in a newline."""
+    left = MAX_SUMMARY_BYTES
+    texts = []
+    for index, run in enumerate(runs):
+        texts.append(_summary_of(run, left // (len(runs) - index)))
+        left -= len(texts[-1].encode())
+    return "".join(texts)
+
+
+def _summary_of(run: Run, room: int) -> str:
+    counted = summarise(run.records, checks=run.header.checks)
+    found = speeds(run.records)
+    tables = summary_tables(found)
+    head = [
+        f"## attncheck: {markup.escaped(phrases.closing(counted, run.errors, complete=run.complete))}",
+        markup.escaped(phrases.title(run.header)),
+        f"**{markup.escaped(warning)}**" if (warning := phrases.incomplete(run)) else "",
+        "\n".join(f"- error: {markup.escaped(error)}" for error in run.errors),
+        check_table(counted) if counted.backends else "",
+        *(part for table in tables for part in (f"### Speeds in {markup.escaped(table.suite)}", *means(table))),
+        _folded("About these figures", [listed([*fastest_note(tables), *speed_notes(found)])]) if found else "",
+    ]
+    text = "\n\n".join(part for part in head if part)
+    cut = "\n\nThe rest was cut, since a summary holds 1 MiB: the run file has it all.\n"
+    if len(text.encode()) + len(cut.encode()) > room:
+        return _first_bytes(text, room - len(cut.encode())) + cut
+    _, *told = failures(counted, run.header) or [""]
+    kept, size = [], len(text.encode()) + len(cut.encode()) + 200  # of the fold itself
+    for story in told:
+        if size + len(story.encode()) + 2 <= room:
+            kept.append(story)
+            size += len(story.encode()) + 2
+    if kept:
+        text += "\n\n" + _folded(f"What fell short ({len(counted.short)})", kept)
+    return text + (cut if len(kept) < len(told) else "\n")
+
+
+def _folded(title: str, parts: Sequence[str]) -> str:
+    """Shown when its title is clicked. The empty line has Markdown read what follows."""
+    return "\n\n".join([f"<details><summary>{html.escape(title)}</summary>", *parts, "</details>"])
+
+
+def _first_bytes(text: str, size: int) -> str:
+    """At most ``size`` bytes of ``text``, up to the end of a line."""
+    kept = text.encode()[: max(size, 0)].decode(errors="ignore")
+    return kept.rpartition("\n")[0]
+
+
+def annotations(runs: Sequence[Run]) -> str:
+    """Workflow commands, one a line, errors first; empty where there is nothing to say."""
+    errors = [command for run in runs for command in _errors(run)]
+    warnings = [command for run in runs for command in _warnings(run)]
+    return "".join(f"{command}\n" for command in (*_shown(errors, "error"), *_shown(warnings, "warning")))
+
+
+def _shown(commands: Sequence[str], kind: str) -> Sequence[str]:
+    """As many as GitHub shows; the last says how many more there are."""
+    if len(commands) <= MAX_ANNOTATIONS:
+        return commands
+    more = len(commands) - MAX_ANNOTATIONS + 1
+    return [*commands[: MAX_ANNOTATIONS - 1], _command(kind, f"and {more} more", "the step's summary tells them")]
+
+
+def _errors(run: Run) -> Iterator[str]:
+    for error in run.errors:
+        yield _command("error", "attncheck", error)
+    if (warning := phrases.incomplete(run)) is not None:
+        yield _command("error", "attncheck", warning)
+    counted = summarise(run.records, checks=run.header.checks)
+    for record in counted.short:
+        title = f"{record.backend}: {record.case}, {record.check}: {record.outcome}"
+        message = f"{_what(record, counted)}\nrepeat: {repro_command(record, run.header)}"
+        yield _command("error", title, message, file=_file_of(record, run.header))
+
+
+def _what(record: Record, counted: Summary) -> str:
+    rounds = phrases.rounds_short(counted, record)
+    return phrases.what_happened(record) + (f" ({rounds})" if rounds else "")
+
+
+def _warnings(run: Run) -> Iterator[str]:
+    """Backends of which nothing was examined, and times taken while the device was held back or unsettled."""
+    for backend in run.header.backends:
+        outcomes = {record.outcome for record in run.records if record.backend == backend.name}
+        if outcomes and not outcomes & EXAMINED:
+            yield _command("warning", f"{backend.name}: nothing was examined", _why(backend.name, run.records))
+    for doubt in doubts(speeds(run.records)):
+        yield _command("warning", "attncheck: times", doubt)
+
+
+def _why(backend: str, records: Sequence[Record]) -> str:
+    reasons = [
+        reason
+        for record in records
+        if record.backend == backend and record.outcome in ("unsupported", "unavailable")
+        for reason in getattr(record, "reasons", ())
+    ]
+    return "; ".join(list(dict.fromkeys(reasons))[:3])
+
+
+def _file_of(record: Record, header: RunHeader) -> str:
+    """The YAML file of the record's suite, where it was named as one; GitHub takes paths from the checkout's root."""
+    ref = header.suite_ref(record.suite).partition("{")[0]
+    return ref.removeprefix("./") if ref.endswith((".yaml", ".yml")) and not ref.startswith("/") else ""
+
+
+def _command(kind: str, title: str, message: str, *, file: str = "") -> str:
+    """``::kind file=...,title=...::message``, escaped as the runner unescapes it."""
+    named = {"file": file, "title": phrases.one_line(title)}
+    told = ",".join(f"{key}={_property(value)}" for key, value in named.items() if value)
+    return f"::{kind} {told}::{_data(phrases.printable(message))}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

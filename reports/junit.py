@@ -1,0 +1,166 @@
+"""Runs as JUnit XML, which CI systems read: a test suite for each suite of cases and backend, a test for each check.
+
+Tests are named as the pytest plugin names them, so that one history holds both. What was asked in several rounds is one
+test, with its worst round. XML 1.0 cannot hold most control characters, even escaped: they are replaced. Must not know:
+how records came about.
+"""
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator, Sequence
+
+from attncheck.reports import phrases, terminal
+from attncheck.reports.records import (
+    Crashed,
+    Errored,
+    Record,
+    RunHeader,
+    Unavailable,
+    Unsupported,
+    XFailed,
+    timing_of,
+)
+from attncheck.reports.rounds import Question, questions
+from attncheck.reports.speed import Speed, speeds
+from attncheck.reports.speed_tables import time_unit
+from attncheck.reports.store import Run
+
+_FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What is no character of XML 1.0 (its production 2)."""
+
+
+def render_runs(runs: Sequence[Run]) -> str:
+    """One document of all ``runs``, ending in a newline."""
+    root = ET.Element("testsuites", name="attncheck")
+    for run in runs:
+        for element in _suites(run):
+            element.set("id", str(len(root)))
+            root.append(element)
+    for total in ("tests", "failures", "errors", "skipped"):
+        root.set(total, str(sum(int(suite.get(total, "0")) for suite in root)))
+    root.set("time", _seconds(sum(float(suite.get("time", "0")) for suite in root)))
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _suites(run: Run) -> Iterator[ET.Element]:
+    durations: dict[tuple[str, ...], float] = {}
+    for record in run.records:
+        durations[_test_of(record)] = durations.get(_test_of(record), 0.0) + record.duration_s
+    latencies: dict[tuple[str, str], list[Speed]] = {}
+    for speed in speeds(run.records):
+        latencies.setdefault((speed.backend, speed.case), []).append(speed)
+    groups: dict[tuple[str, str], list[Question]] = {}
+    for question in questions(run.records):
+        groups.setdefault((question.record.suite, question.record.backend), []).append(question)
+    for (suite, backend), asked in groups.items():
+        cases = [_case(each, run.header, durations[_test_of(each.record)], latencies) for each in asked]
+        yield _suite(f"{suite}.{backend}", run.header, cases, _properties(run.header, backend))
+    faults = [("error of the run", error) for error in run.errors]
+    if (warning := phrases.incomplete(run)) is not None:
+        faults.append(("incomplete run", warning))
+    if faults:
+        yield _suite("run", run.header, [_fault(name, message) for name, message in faults], [])
+
+
+def _test_of(record: Record) -> tuple[str, ...]:
+    return record.suite, record.case_id, record.case_hash, record.backend, record.check
+
+
+def _suite(
+    name: str, header: RunHeader, cases: Sequence[ET.Element], properties: Sequence[tuple[str, str]]
+) -> ET.Element:
+    def holding(tag: str) -> str:
+        return str(sum(case.find(tag) is not None for case in cases))
+
+    suite = ET.Element(
+        "testsuite",
+        name=_text(name),
+        tests=str(len(cases)),
+        failures=holding("failure"),
+        errors=holding("error"),
+        skipped=holding("skipped"),
+        time=_seconds(sum(float(case.get("time", "0")) for case in cases)),
+        timestamp=header.started.partition("+")[0],
+        hostname="localhost",  # what its schema says of a host that is not known
+    )
+    if properties:
+        told = ET.SubElement(suite, "properties")
+        for key, value in properties:
+            ET.SubElement(told, "property", name=key, value=_text(value))
+    suite.extend(cases)
+    return suite
+
+
+def _properties(header: RunHeader, backend: str) -> list[tuple[str, str]]:
+    """The environment, what was asked, and the backend's version and conventions."""
+    named = [*header.environment.model_dump(mode="json").items(), ("seed", header.seed), ("rounds", header.rounds)]
+    info = next((each for each in header.backends if each.name == backend), None)
+    if info is not None:
+        named += [("backend_version", info.version), ("conventions", phrases.conventions(info))]
+    return [(key, str(value)) for key, value in named if value not in (None, "")]
+
+
+def _case(
+    question: Question, header: RunHeader, duration_s: float, latencies: dict[tuple[str, str], list[Speed]]
+) -> ET.Element:
+    record = question.record
+    case = ET.Element(
+        "testcase",
+        classname=_text(f"attncheck.{record.suite}.{record.case_id}.{record.backend}"),
+        name=_text(record.check),
+        time=_seconds(duration_s),
+    )
+    rounds = f"in {question.short} of {question.rounds} rounds: " if question.rounds > 1 else ""
+    match record:
+        case Unsupported() | Unavailable():
+            reasons = "; ".join(record.reasons)
+            ET.SubElement(case, "skipped", type=record.outcome, message=_text(f"{record.outcome}: {reasons}"))
+        case XFailed():
+            message = f"fell short as expected: {record.reason}: {record.summary}"
+            ET.SubElement(case, "skipped", type=record.outcome, message=_text(message))
+        case Errored() | Crashed():
+            _add(case, "error", record.outcome, rounds + phrases.what_happened(record), _story(record, header))
+        case _ if question.short:
+            _add(case, "failure", record.outcome, rounds + phrases.what_happened(record), _story(record, header))
+        case _ if timing_of(record) is not None:
+            printed = ET.SubElement(case, "system-out")
+            printed.text = _text("\n".join(_times(latencies.get((record.backend, record.case), ()))))
+        case _:
+            pass
+    return case
+
+
+def _story(record: Record, header: RunHeader) -> str:
+    """Everything known of what fell short, with the line that repeats it."""
+    text = terminal.story(record, header)
+    if isinstance(record, Errored) and record.traceback:
+        text += f"\n\n{record.traceback.rstrip()}"
+    if isinstance(record, Crashed) and record.output:
+        text += f"\n\nthe end of what it printed:\n{record.output.rstrip()}"
+    return text
+
+
+def _times(found: Iterable[Speed]) -> Iterator[str]:
+    for speed in found:
+        unit = time_unit([speed.median_ns])
+        rounds = phrases.plural(len(speed.rounds), "round")
+        yield f"{speed.part}: median {unit.text(speed.median_ns)} {unit.name}, {rounds}"
+
+
+def _fault(name: str, message: str) -> ET.Element:
+    case = ET.Element("testcase", classname="attncheck.run", name=name, time=_seconds(0.0))
+    _add(case, "error", "errored", message, message)
+    return case
+
+
+def _add(case: ET.Element, tag: str, kind: str, message: str, body: str) -> None:
+    ET.SubElement(case, tag, type=kind, message=_text(message)).text = _text(body)
+
+
+def _text(text: str) -> str:
+    return _FORBIDDEN.sub("?", phrases.printable(text))
+
+
+def _seconds(duration_s: float) -> str:
+    return f"{duration_s:.6f}"

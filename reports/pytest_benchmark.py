@@ -1,0 +1,176 @@
+"""A run as pytest-benchmark's JSON, which its command line compares and dashboards read.
+
+One benchmark for each case, backend and part, with every sample of every round in seconds; those of one case and part
+are a group, so that backends stand side by side. The pytest plugin names its benchmarks by the same functions, so that
+files of both compare. Statistics are pytest-benchmark's own. Must not know: how a time was measured.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from attncheck.errors import QuestionError
+from attncheck.reports.phrases import one_line
+from attncheck.reports.records import Environment, Record
+from attncheck.reports.speed import Speed, speeds
+from attncheck.reports.store import Run
+from attncheck.reports.timings import TIMING, Ceilings, DeviceState, Latency, Part, Timing
+
+MACHINE = "attncheck"
+"""The key of pytest-benchmark's ``machine_info`` under which our own facts stand."""
+
+
+class Names(NamedTuple):
+    """How pytest-benchmark knows one benchmark: files are compared by ``fullname``, tables made by ``group``."""
+
+    name: str
+    fullname: str
+    group: str
+    param: str
+    params: dict[str, str]
+
+
+def names_of(suite: str, case_id: str, backend: str, part: Part) -> Names:
+    """The names of one part of one case of one backend; ``fullname`` is the pytest item's id and the part."""
+    param = f"{backend}-{part}"
+    return Names(
+        name=one_line(f"{case_id}[{param}]"),
+        fullname=one_line(f"attncheck::{suite}::{case_id}::{backend}::{TIMING}[{part}]"),
+        group=one_line(f"{suite}/{case_id} {part}"),
+        param=one_line(param),
+        params={"suite": suite, "case": case_id, "backend": backend, "part": part},
+    )
+
+
+def machine_of(environment: Environment, device: DeviceState | None) -> dict[str, Any]:
+    """What must be equal, or known, where runs are compared: the device, its driver and clocks, versions."""
+    return {
+        "device": environment.device.partition(":")[0],
+        "device_name": environment.device_name,
+        "capability": environment.capability,
+        "driver": environment.driver,
+        "max_sm_clock_mhz": None if device is None else device.max_sm_clock_mhz,
+        "attncheck": environment.attncheck,
+        "torch": environment.torch,
+        "tf32": environment.tf32,
+    }
+
+
+def extra_info(
+    backend_version: str, case_hash: str, latency: Latency, ceilings: Ceilings | None, **more: Any
+) -> dict[str, Any]:
+    """What a benchmark says besides its times: whose, of what, how settled, and how much of the roofline."""
+    timing = Timing(latencies=(latency,), ceilings=ceilings)
+    speed = Speed("", "", latency.part, (latency,), (timing,))
+    return {
+        "backend_version": backend_version,
+        "case_hash": case_hash,
+        "clock": latency.clock,
+        "median_s": latency.median_ns / 1e9,
+        "interval_s": [latency.low_ns / 1e9, latency.high_ns / 1e9],
+        "is_settled": latency.is_settled,
+        "moved_bytes": latency.moved_bytes,
+        "flops": latency.flops,
+        "bytes_per_s": speed.bytes_per_s,
+        "flops_per_s": speed.flops_per_s,
+        "roofline_share": speed.roofline_share,
+    } | more
+
+
+def render_run(run: Run) -> str:
+    """The whole of one run's times, ending in a newline.
+
+    Raises:
+        QuestionError: nothing in the run was timed.
+    """
+    records = {(record.backend, record.case): record for record in reversed(run.records) if record.check == TIMING}
+    found = speeds(run.records)
+    if not found:
+        raise QuestionError(
+            f"{run.path} has no times of right answers, so that there is nothing to convert; "
+            f"`attncheck run --check {TIMING}` takes them"
+        )
+    states = [timing.device for speed in found for timing in speed.timings if timing.device is not None]
+    written = {
+        "machine_info": _machine_info(run.header.environment, states[0] if states else None),
+        "commit_info": _commit_info(run.header.environment),
+        "benchmarks": [_benchmark(speed, records[speed.backend, speed.case]) for speed in found],
+        "datetime": run.footer.finished if run.footer else run.header.started,
+        "version": _version(),
+    }
+    return json.dumps(written, indent=1) + "\n"
+
+
+def _benchmark(speed: Speed, record: Record) -> dict[str, Any]:
+    names = names_of(record.suite, record.case_id, speed.backend, speed.part)
+    samples = [sample / 1e9 for latency in speed.rounds for sample in latency.samples_ns]
+    return {
+        "group": names.group,
+        "name": names.name,
+        "fullname": names.fullname,
+        "params": names.params,
+        "param": names.param,
+        "extra_info": _told(speed, record),
+        "options": {"timer": speed.rounds[0].clock, "disable_gc": False, "warmup": True},
+        "stats": _stats(samples),
+    }
+
+
+def _told(speed: Speed, record: Record) -> dict[str, Any]:
+    """Of all rounds together; beside it the median of each, since processes differ by more than their samples."""
+    first, timing = speed.rounds[0], speed.timings[0]
+    told = extra_info(record.backend_version, record.case_hash, first, timing.ceilings, cache=timing.cache)
+    return told | {
+        "median_s": speed.median_ns / 1e9,
+        "interval_s": [
+            min(latency.low_ns for latency in speed.rounds) / 1e9,
+            max(latency.high_ns for latency in speed.rounds) / 1e9,
+        ],
+        "is_settled": all(latency.is_settled for latency in speed.rounds),
+        "bytes_per_s": speed.bytes_per_s,
+        "flops_per_s": speed.flops_per_s,
+        "roofline_share": speed.roofline_share,
+        "round_medians_s": [median / 1e9 for median in speed.medians_ns],
+        "seed": record.seed,
+    }
+
+
+def _stats(samples: Sequence[float]) -> dict[str, Any]:
+    from pytest_benchmark.stats import Stats
+
+    stats = Stats()
+    for sample in samples:
+        stats.update(sample)
+    found: dict[str, Any] = stats.as_dict()
+    return found | {"data": samples, "iterations": 1}
+
+
+def _version() -> str:
+    from pytest_benchmark import __version__
+
+    return str(__version__)
+
+
+def _machine_info(environment: Environment, device: DeviceState | None) -> dict[str, Any]:
+    """pytest-benchmark's own keys as far as a run knows them, and ours."""
+    system, _, machine = environment.platform.partition(" ")
+    return {
+        "processor": machine,
+        "machine": machine,
+        "python_version": environment.python,
+        "system": system,
+        "cpu": {"brand_raw": environment.cpu, "count": environment.cores},
+        MACHINE: machine_of(environment, device),
+    }
+
+
+def _commit_info(environment: Environment) -> dict[str, Any]:
+    commit = environment.git_commit or "unversioned"
+    return {
+        "id": commit.removesuffix("-dirty"),
+        "time": None,
+        "author_time": None,
+        "dirty": commit.endswith("-dirty"),
+        "project": "attncheck",
+        "branch": "(unknown)",
+    }
