@@ -17,6 +17,7 @@ from attncheck.reports.speed_tables import (
     share_text,
     suites_of,
     time_unit,
+    without_empty_columns,
 )
 from attncheck.reports.timings import Part
 
@@ -54,7 +55,7 @@ def _table(suite: str, speeds: Sequence[Speed]) -> SpeedTable:
             )
         )
     headings = ("backend", "cases", f"forward ({unit.name})", f"build ({unit.name})", "roofline", "slowest case")
-    return SpeedTable(suite, headings, tuple(rows), first is not None, len(shared))
+    return without_empty_columns(SpeedTable(suite, headings, tuple(rows), first is not None, len(shared)))
 
 
 def _by_backend(speeds: Sequence[Speed], part: Part) -> dict[str, dict[str, Speed]]:

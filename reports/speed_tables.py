@@ -8,7 +8,7 @@ was measured.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attncheck.reports.speed import Speed
 
@@ -152,13 +152,14 @@ def _table(suite: str, speeds: Sequence[Speed]) -> SpeedTable:
         flops.name,
         "roofline",
     )
-    told = [index for index, _ in enumerate(headings) if any(row[index] != NOTHING for row in rows)]
-    return SpeedTable(
-        suite,
-        tuple(headings[index] for index in told),
-        tuple(tuple(row[index] for index in told) for row in rows),
-        marked,
-    )
+    return without_empty_columns(SpeedTable(suite, headings, tuple(rows), marked))
+
+
+def without_empty_columns(table: SpeedTable) -> SpeedTable:
+    """The same, but for columns in which no row says anything."""
+    told = [index for index, _ in enumerate(table.headings) if any(row[index] != NOTHING for row in table.rows)]
+    headings = tuple(table.headings[index] for index in told)
+    return replace(table, headings=headings, rows=tuple(tuple(row[index] for index in told) for row in table.rows))
 
 
 def spread_text(speed: Speed) -> str:

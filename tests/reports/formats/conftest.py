@@ -1,6 +1,5 @@
 """Hand-made times: reports of every format are made of records alone."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +61,3 @@ def timing_header(header: RunHeader) -> RunHeader:
 @pytest.fixture
 def speeds_of() -> Callable[..., tuple[Speed, ...]]:
     return lambda *records: speeds(records)
-
-
-def as_json(text: str) -> Any:
-    return json.loads(text)

@@ -1,0 +1,159 @@
+"""GitHub's step summary and annotations: short, below the limit, and no backend can give the runner a command."""
+
+import re
+from collections.abc import Callable
+from urllib.parse import unquote
+
+import pytest
+
+from attncheck.reports import github, markdown, phrases, terminal
+from attncheck.reports.records import Record, RunFooter, RunHeader
+from attncheck.reports.store import Run
+
+Make = Callable[..., Record]
+
+COMMAND = re.compile(r"::(?P<kind>error|warning) (?P<properties>[^:]*)::(?P<message>.*)")
+OBEYED = re.compile(r"^\s*::|##\[", re.MULTILINE)
+"""What GitHub's runner takes for a command: a line that begins so, or holds one of the old form anywhere."""
+
+
+def run_of(header: RunHeader, *records: Record, errors: tuple[str, ...] = (), complete: bool = True) -> Run:
+    footer = RunFooter(finished="2026-01-01T00:01:00+00:00", counts={}, errors=errors)
+    return Run("run.jsonl", header, records, footer if complete else None)
+
+
+def commands(run: Run) -> list[tuple[str, dict[str, str], str]]:
+    """Annotations as the runner reads them: it unescapes properties and message."""
+    found = []
+    for line in github.annotations([run]).splitlines():
+        match = COMMAND.fullmatch(line)
+        assert match, line
+        named = dict(each.split("=", 1) for each in match["properties"].split(","))
+        named = {key: unquote(value) for key, value in named.items()}
+        found.append((match["kind"], named, unquote(match["message"])))
+    return found
+
+
+def test_what_fell_short_is_an_error_with_its_file_and_how_to_repeat_it(make: Make, header: RunHeader) -> None:
+    suites = (header.suites[0], header.suites[1].model_copy(update={"ref": "./tests/my.yaml{cache.block_size: 32}"}))
+    header = header.model_copy(update={"suites": suites})
+    records = (make("failed", suite="mine"), make("errored"), make("passed", check="lse"), make("xfailed", case_id="x"))
+    mine, built_in = commands(run_of(header, *records))
+    assert mine[0] == "error"
+    assert mine[1] == {"file": "tests/my.yaml", "title": "reference: mine/edge, numerics: failed"}
+    first, repeat = mine[2].split("\n")
+    assert first == "7 of 40 rows"
+    assert repeat.startswith("repeat: attncheck run --backend reference --suite './tests/my.yaml{")
+    assert "file" not in built_in[1]
+
+
+def test_escaping_is_what_the_runner_undoes(make: Make, header: RunHeader) -> None:
+    record = make("failed", case_id="a,b:c%d", summary="100 %0A of\nrows: a, b")
+    text = github.annotations([run_of(header, record)])
+    assert "title=reference%3A smoke/a%2Cb%3Ac%25d%2C numerics%3A failed::100 %250A of%0Arows: a, b" in text
+    ((_, named, message),) = commands(run_of(header, record))
+    assert named["title"] == "reference: smoke/a,b:c%d, numerics: failed"
+    assert message.startswith("100 %0A of\nrows: a, b\nrepeat: ")
+
+
+def test_no_more_are_printed_than_github_shows(make: Make, header: RunHeader) -> None:
+    ten = [make("failed", case_id=f"c{i}") for i in range(10)]
+    assert [named["title"] for _, named, _ in commands(run_of(header, *ten))] == [
+        f"reference: smoke/c{i}, numerics: failed" for i in range(10)
+    ]
+    many = commands(run_of(header, *ten, make("failed", case_id="c10"), make("failed", case_id="c11")))
+    assert len(many) == 10
+    assert many[-1][1]["title"] == "and 3 more"
+
+
+def test_rounds_are_one_annotation(make: Make, header: RunHeader) -> None:
+    records = [make(outcome, check="timing", round=i) for i, outcome in enumerate(("failed", "passed", "failed"))]
+    ((_, _, message),) = commands(run_of(header, *records))
+    assert message.startswith("7 of 40 rows (in 2 of 3 rounds)\n")
+
+
+def test_errors_of_the_run_and_a_run_cut_off_are_errors(make: Make, header: RunHeader) -> None:
+    assert commands(run_of(header, make("passed"), errors=("a stale expectation",))) == [
+        ("error", {"title": "attncheck"}, "a stale expectation")
+    ]
+    ((kind, _, message),) = commands(run_of(header, make("passed"), make("passed", backend="Wrong"), complete=False))
+    assert kind == "error"
+    assert "was cut off before its footer" in message
+
+
+def test_warnings_are_of_backends_that_did_not_run_and_of_doubtful_times(
+    make: Make, timed: Make, header: RunHeader
+) -> None:
+    slow = timed(
+        {"forward": 1e6}, timing={"device": {"throttle_reasons": ["sw_power_cap"]}}, work={"is_settled": False}
+    )
+    found = commands(run_of(header, slow, make("unavailable", backend="Wrong")))
+    assert [kind for kind, _, _ in found] == ["warning"] * 3
+    assert found[0][1:] == ({"title": "Wrong: nothing was examined"}, "needs CUDA")
+    assert "held back (sw_power_cap)" in found[1][2]
+    assert found[2][2].startswith("unsettled")
+    assert commands(run_of(header, make("passed"), make("passed", backend="Wrong"))) == []
+
+
+HOSTILE = "::set-output name=x::1\n  ::error::owned\r::add-mask::a\nwell ##[error]owned ::stop-commands::x"
+
+
+@pytest.mark.parametrize("outcome", ["failed", "errored", "crashed", "unsupported", "xfailed"])
+def test_no_report_holds_a_line_that_the_runner_obeys(make: Make, header: RunHeader, outcome: str) -> None:
+    said = {
+        "failed": {"summary": HOSTILE, "meaning": HOSTILE, "details": [HOSTILE]},
+        "errored": {"message": HOSTILE, "traceback": HOSTILE},
+        "crashed": {"output": HOSTILE},
+        "unsupported": {"reasons": [HOSTILE]},
+        "xfailed": {"summary": HOSTILE, "reason": HOSTILE},
+    }[outcome]
+    run = run_of(header, make(outcome, **said))
+    assert "owned" in markdown.render_run(run)
+    for text in (github.summary([run]), markdown.render_run(run), terminal.render_run(run)):
+        assert not OBEYED.search(text), text
+    for line in github.annotations([run]).splitlines():
+        assert COMMAND.fullmatch(line)
+        assert "##[" not in line
+
+
+def test_ordinary_names_of_cxx_stay_as_they_are() -> None:
+    for text in ("at::native::foo", "std::vector<int>::push_back", "a # b ## c", "case::x", "x :: y"):
+        assert phrases.printable(text) == text
+
+
+def test_the_summary_is_short_and_folds_what_fell_short(make: Make, timed: Make, header: RunHeader) -> None:
+    records = (
+        make("failed", backend="Wrong", case_id="<b>", meaning="one key too many"),
+        timed({"forward": 1e6, "build": 1e5}),
+    )
+    text = github.summary([run_of(header, *records)])
+    lines = text.splitlines()
+    assert lines[0] == "## attncheck: failed: 2 backends, 2 cases: 1 passed, 1 failed"
+    assert "| Wrong | **0/1** | - |" in lines
+    assert "| reference | 1 | 1,000 | 100 | edge (1,000) |" in lines
+    folded = text[text.index("<details><summary>What fell short (1)</summary>\n\n") :]
+    assert "Looks like: one key too many" in folded
+    assert "&lt;b>" in folded
+    assert text.endswith("</details>\n")
+    passed = github.summary([run_of(header, make("passed"))])
+    assert "<details>" not in passed
+
+
+def test_the_summary_stays_below_the_limit_and_says_what_it_left_out(make: Make, header: RunHeader) -> None:
+    long = "é" * 1500
+    many = [make("failed", case_id=f"c{i}", summary=f"{i} {long}") for i in range(500)]
+    text = github.summary([run_of(header, *many)])
+    assert 900_000 < len(text.encode()) <= github.MAX_SUMMARY_BYTES
+    assert text.count("<details>") == text.count("</details>") == 1
+    assert text.rstrip().endswith("The rest was cut, since a summary holds 1 MiB: the run file has it all.")
+    both = github.summary([run_of(header, *many), run_of(header, *many)])
+    assert len(both.encode()) <= github.MAX_SUMMARY_BYTES
+    assert both.count("## attncheck: failed") == 2
+    assert "was cut" not in github.summary([run_of(header, *many[:3])])
+
+
+def test_even_tables_that_are_too_long_are_cut(make: Make, header: RunHeader) -> None:
+    records = [make("passed", backend=f"{'b' * 2000}{i}") for i in range(800)]
+    text = github.summary([run_of(header, *records)])
+    assert len(text.encode()) <= github.MAX_SUMMARY_BYTES
+    assert text.rstrip().endswith("the run file has it all.")

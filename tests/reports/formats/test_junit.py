@@ -1,0 +1,155 @@
+"""JUnit XML: well-formed whatever a backend said, named as pytest names the same checks, counts that add up."""
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+
+import pytest
+
+from attncheck.reports import junit
+from attncheck.reports.records import OUTCOMES, Record, RunFooter, RunHeader
+from attncheck.reports.store import Run
+
+Make = Callable[..., Record]
+
+# The schema that Jenkins publishes: elements, what they may hold in which order, what they must and may say.
+CHILDREN = {
+    "testsuites": ["testsuite"],
+    "testsuite": ["properties", "testcase", "system-out", "system-err"],
+    "properties": ["property"],
+    "testcase": ["skipped", "error", "failure", "system-out", "system-err"],
+}
+REQUIRED = {
+    "testsuite": {"name", "tests", "failures", "errors", "time", "timestamp", "hostname", "id"},
+    "testcase": {"classname", "name", "time"},
+    "property": {"name", "value"},
+    "failure": {"type", "message"},
+    "error": {"type", "message"},
+}
+
+
+def document(header: RunHeader, *records: Record, errors: tuple[str, ...] = (), complete: bool = True) -> ET.Element:
+    footer = RunFooter(finished="2026-01-01T00:01:00+00:00", counts={}, errors=errors) if complete else None
+    root = ET.fromstring(junit.render_runs([Run("run.jsonl", header, records, footer)]))
+    for element in root.iter():
+        tags = [child.tag for child in element]
+        allowed = CHILDREN.get(element.tag, [])
+        assert tags == sorted(tags, key=allowed.index), element.tag
+        assert REQUIRED.get(element.tag, set()) <= set(element.attrib), element.tag
+        if element.tag == "testsuite":
+            assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", element.attrib["timestamp"])
+            cases = element.findall("testcase")
+            counted = [len(cases), *(sum(case.find(tag) is not None for case in cases) for tag in COUNTED)]
+            stated = [int(element.attrib[key]) for key in ("tests", "failures", "errors", "skipped")]
+            assert stated == counted
+    return root
+
+
+COUNTED = ("failure", "error", "skipped")
+
+
+def the_case(root: ET.Element) -> ET.Element:
+    (case,) = root.iter("testcase")
+    return case
+
+
+@pytest.mark.parametrize(
+    ("outcome", "tag", "said"),
+    [
+        ("passed", None, ""),
+        ("failed", "failure", "7 of 40 rows"),
+        ("errored", "error", "RuntimeError in forward: no such kernel"),
+        ("crashed", "error", "killed by SIGABRT during check numerics"),
+        ("unsupported", "skipped", "unsupported: head_size 80 is not one of 64, 128"),
+        ("unavailable", "skipped", "unavailable: needs CUDA"),
+        ("xfailed", "skipped", "fell short as expected: known: 7 of 40 rows"),
+        ("xpassed", "failure", "passed, but was expected to fall short: known"),
+    ],
+)
+def test_every_outcome_is_told(make: Make, header: RunHeader, outcome: str, tag: str | None, said: str) -> None:
+    case = the_case(document(header, make(outcome)))
+    assert case.attrib["classname"] == "attncheck.smoke.edge.reference"
+    assert case.attrib["name"] == "numerics"
+    assert [child.tag for child in case] == ([] if tag is None else [tag])
+    if tag is not None:
+        assert (case[0].attrib["type"], case[0].attrib["message"]) == (outcome, said)
+    if tag in ("failure", "error"):
+        assert "repeat: attncheck run --backend reference --suite smoke --case edge" in (case[0].text or "")
+
+
+def test_outcomes_are_all_tried() -> None:
+    (tried,) = test_every_outcome_is_told.pytestmark  # type: ignore[attr-defined]
+    assert tuple(row[0] for row in tried.args[1]) == OUTCOMES
+
+
+def test_suites_are_by_suite_and_backend_and_times_add_up(make: Make, header: RunHeader) -> None:
+    records = (
+        make("passed", duration_s=0.25),
+        make("failed", check="lse", duration_s=0.5),
+        make("passed", backend="Wrong", duration_s=1.0),
+        make("passed", suite="mine", duration_s=2.0),
+    )
+    root = document(header, *records)
+    found = [(suite.get("name"), suite.get("tests"), float(suite.get("time", ""))) for suite in root]
+    assert found == [("smoke.reference", "2", 0.75), ("smoke.Wrong", "1", 1.0), ("mine.reference", "1", 2.0)]
+    assert [suite.get("id") for suite in root] == ["0", "1", "2"]
+    assert (root.get("tests"), root.get("failures"), float(root.get("time", ""))) == ("4", "1", 3.75)
+    told = {each.get("name"): each.get("value") for each in root[1].iter("property")}
+    assert (told["torch"], told["seed"], told["device_name"]) == ("2.13.0+cpu", "0", "a cpu")
+    assert told["conventions"] == "lse_base: 2, batch_invariant: yes"
+
+
+def test_rounds_are_one_test_with_the_worst_of_them(make: Make, header: RunHeader) -> None:
+    outcomes = ("passed", "failed", "passed")
+    records = [make(outcome, check="timing", round=i, duration_s=1.0) for i, outcome in enumerate(outcomes)]
+    case = the_case(document(header, *records))
+    assert float(case.attrib["time"]) == 3.0
+    assert case[0].attrib["message"] == "in 1 of 3 rounds: 7 of 40 rows"
+
+
+def test_times_are_printed_by_the_test_that_took_them(timed: Make, header: RunHeader) -> None:
+    case = the_case(document(header, timed({"forward": 2_500_000.0, "build": 40_000.0})))
+    assert case[0].tag == "system-out"
+    assert case[0].text == "forward: median 2.50 ms, 1 round\nbuild: median 40.0 us, 1 round"
+
+
+def test_what_failed_the_run_besides_is_an_error(make: Make, header: RunHeader) -> None:
+    root = document(header, make("passed"), errors=("expectation 3 matched nothing",))
+    assert root.get("errors") == "1"
+    assert root[-1][0][0].attrib["message"] == "expectation 3 matched nothing"
+    cut = document(header, make("passed"), complete=False)
+    assert "was cut off before its footer" in cut[-1][0][0].attrib["message"]
+    assert document(header, make("passed")).get("errors") == "0"
+
+
+def test_a_traceback_and_the_end_of_what_was_printed_are_there(make: Make, header: RunHeader) -> None:
+    trace = 'Traceback:\n  File "wrong.py", line 9, in forward\n    x'
+    case = the_case(document(header, make("errored", traceback=trace)))
+    assert trace in (case[0].text or "")
+    case = the_case(document(header, make("crashed", output="Fatal Python error: Aborted")))
+    assert (case[0].text or "").rstrip().endswith("the end of what it printed:\nFatal Python error: Aborted")
+
+
+@pytest.mark.parametrize(
+    "hostile", ["\x00\x1b[2J\x08", "]]></error><x/>", "\ufffe\uffff", "&amp;<>\"'", "\x0b\x0c\x85"]
+)
+def test_what_xml_cannot_hold_is_replaced_and_the_rest_escaped(make: Make, header: RunHeader, hostile: str) -> None:
+    record = make("errored", message=hostile, case_id="a", traceback=hostile)
+    case = the_case(document(header, record))  # it parses
+    assert [child.tag for child in case] == ["error"]
+    kept = "".join(character for character in hostile if 32 <= ord(character) < 127)
+    assert kept in (case[0].text or "")
+    assert kept in case[0].attrib["message"]
+
+
+def test_a_lone_surrogate_does_not_keep_the_file_from_being_written(make: Make, header: RunHeader) -> None:
+    record = make("failed").model_copy(update={"summary": "a\udcffb"})
+    text = junit.render_runs([Run("run.jsonl", header, (record,))])
+    assert "a?b" in ET.fromstring(text.encode("utf-8"))[0].find("testcase/failure").attrib["message"]
+
+
+def test_several_runs_are_one_document(make: Make, header: RunHeader) -> None:
+    run = Run("run.jsonl", header, (make("passed"),), RunFooter(finished="", counts={}))
+    root = ET.fromstring(junit.render_runs([run, run]))
+    assert [suite.get("id") for suite in root] == ["0", "1"]
+    assert root.get("tests") == "2"

@@ -1,0 +1,122 @@
+"""A run as pytest-benchmark's JSON: its own command line reads it, and its figures are those of the samples."""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attncheck.errors import QuestionError
+from attncheck.reports.pytest_benchmark import names_of, render_run
+from attncheck.reports.records import Record, RunFooter, RunHeader
+from attncheck.reports.store import Run
+
+Make = Callable[..., Record]
+
+CEILINGS = {"copy_bytes_per_s": 1e12, "matmul_flops_per_s": 1e14, "dtype": "bfloat16"}
+
+
+def converted(header: RunHeader, *records: Record) -> dict[str, Any]:
+    footer = RunFooter(finished="2026-01-01T00:01:00+00:00", counts={})
+    return json.loads(render_run(Run("run.jsonl", header, records, footer)))
+
+
+def test_each_part_of_each_case_of_each_backend_is_a_benchmark(timed: Make, timing_header: RunHeader) -> None:
+    records = [timed({"forward": 2e6, "build": 5e4}), timed({"forward": 3e6}, backend="Wrong")]
+    found = converted(timing_header, *records)["benchmarks"]
+    assert [(each["name"], each["group"]) for each in found] == [
+        ("edge[reference-forward]", "smoke/edge forward"),
+        ("edge[reference-build]", "smoke/edge build"),
+        ("edge[Wrong-forward]", "smoke/edge forward"),
+    ]
+    assert found[0]["fullname"] == "attncheck::smoke::edge::reference::timing[forward]"
+    assert found[2]["params"] == {"suite": "smoke", "case": "edge", "backend": "Wrong", "part": "forward"}
+
+
+def test_statistics_are_of_all_samples_in_seconds(timed: Make, timing_header: RunHeader) -> None:
+    records = [timed({"forward": 2e6}, round=0), timed({"forward": 4e6}, round=1)]
+    (found,) = converted(timing_header, *records)["benchmarks"]
+    # Each round holds 0.98, 1, 1.02, 1 and 5 times its median.
+    samples = [median * share for median in (2e-3, 4e-3) for share in (0.98, 1.0, 1.02, 1.0, 5.0)]
+    assert found["stats"]["data"] == pytest.approx(samples)
+    assert found["stats"]["rounds"] == 10
+    assert found["stats"]["iterations"] == 1
+    assert found["stats"]["median"] == pytest.approx(statistics.median(samples))
+    assert found["stats"]["mean"] == pytest.approx(sum(samples) / 10)
+    assert found["stats"]["ops"] == pytest.approx(10 / sum(samples))
+    # Sorted: 1.96 2 2 2.04 3.92 | 4 4 4.08 10 20 ms; the quartiles are the medians of the halves.
+    assert found["stats"]["iqr"] == pytest.approx(4.08e-3 - 2e-3)
+    assert found["stats"]["iqr_outliers"] == 2
+    # What counts of a process is its median.
+    assert found["extra_info"]["round_medians_s"] == pytest.approx([2e-3, 4e-3])
+    assert found["extra_info"]["median_s"] == pytest.approx((2e-3 * 4e-3) ** 0.5)
+
+
+def test_a_benchmark_says_of_what_it_is(timed: Make, timing_header: RunHeader) -> None:
+    work = {"moved_bytes": 200_000_000, "flops": 10_000_000_000}
+    record = timed({"forward": 1e6}, work=work, timing={"ceilings": CEILINGS, "cache": "cold"})
+    (found,) = converted(timing_header, record)["benchmarks"]
+    told = found["extra_info"]
+    assert told["backend_version"] == "0.1.0"
+    assert told["case_hash"] == "0123456789ab"
+    assert (told["clock"], told["cache"], told["is_settled"]) == ("events", "cold", True)
+    assert told["interval_s"] == pytest.approx([0.98e-3, 1.02e-3])
+    assert told["bytes_per_s"] == pytest.approx(2e11)
+    assert told["roofline_share"] == pytest.approx(0.2)
+
+
+def test_the_machine_is_told(timed: Make, timing_header: RunHeader) -> None:
+    gpu = timing_header.environment.model_copy(
+        update={"device": "cuda:1", "device_name": "NVIDIA H200", "driver": "570.1", "git_commit": "0123-dirty"}
+    )
+    header = timing_header.model_copy(update={"environment": gpu})
+    found = converted(header, timed({"forward": 1e6}, timing={"device": {"max_sm_clock_mhz": 1980}}))
+    told = found["machine_info"]["attncheck"]
+    assert (told["device"], told["device_name"], told["driver"], told["max_sm_clock_mhz"]) == (
+        "cuda",
+        "NVIDIA H200",
+        "570.1",
+        1980,
+    )
+    assert found["commit_info"]["id"] == "0123"
+    assert found["commit_info"]["dirty"]
+    assert found["datetime"] == "2026-01-01T00:01:00+00:00"
+
+
+def test_a_wrong_answer_has_no_benchmark_and_none_at_all_is_an_error(
+    timed: Make, make: Make, timing_header: RunHeader
+) -> None:
+    with pytest.raises(QuestionError, match=r"run\.jsonl has no times .*attncheck run --check timing"):
+        converted(timing_header, make("failed", check="timing"), make("passed"))
+
+
+def test_pytest_benchmark_itself_compares_two_of_them(timed: Make, timing_header: RunHeader, tmp_path: Path) -> None:
+    for name, factor in (("base", 1.0), ("new", 1.5)):
+        records = [timed({"forward": 2e6 * factor, "build": 5e4}), timed({"forward": 3e6 * factor}, backend="Wrong")]
+        run = Run("run.jsonl", timing_header, tuple(records))
+        (tmp_path / f"{name}.json").write_text(render_run(run), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest_benchmark", "compare", "base.json", "new.json"]
+    done = subprocess.run(
+        [*command, "--group-by=group", "--columns=median,iqr,outliers,ops,rounds", "--sort=name"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (forward,) = re.findall(r"benchmark 'smoke/edge forward': (\d+) tests", done.stdout)
+    assert forward == "4"
+    rows = dict(re.findall(r"^(edge\[\S+\] \(\S+\)) +([\d.,]+)", done.stdout, re.MULTILINE))
+    assert rows["edge[Wrong-forward] (base)"].startswith("3.0000")
+    assert rows["edge[Wrong-forward] (new)"].startswith("4.5000")
+
+
+def test_names_are_one_line_whatever_a_backend_is_called() -> None:
+    names = names_of("smoke", "edge", "evil\x1b[2J\nname", "forward")
+    for text in (names.name, names.fullname, names.group, names.param):
+        assert text.isprintable()
