@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attncheck.backends.kernel import kernel_backend
     from attncheck.harness.api import Examination, examine
+    from attncheck.harness.timing.settings import TimingSettings
 
     __version__: str
 
-__all__ = ["Examination", "__version__", "examine", "kernel_backend"]
+__all__ = ["Examination", "TimingSettings", "__version__", "examine", "kernel_backend"]
 
 _HOME = {
     "Examination": "attncheck.harness.api",
+    "TimingSettings": "attncheck.harness.timing.settings",
     "examine": "attncheck.harness.api",
     "kernel_backend": "attncheck.backends.kernel",
 }

@@ -14,7 +14,7 @@ from attncheck.errors import BackendLoadError, CaseFileError, QuestionError, Sel
 from attncheck.harness.engine import Examiner
 from attncheck.reference.metadata import CommonAttentionMetadata
 from attncheck.reference.params import AttentionParams
-from attncheck.reports.records import Errored, Failed, Passed, Unsupported
+from attncheck.reports.records import Errored, Failed, Passed, Unsupported, timing_of
 
 SUITE = """\
 suite: small
@@ -63,6 +63,20 @@ def zeros(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: A
 
 def broken(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
     raise RuntimeError("no such kernel")
+
+
+def test_times_are_taken_once_where_they_are_asked_for(suite: str) -> None:
+    quick = attncheck.TimingSettings(limit_s=60, min_samples=3, max_samples=3)
+    found = attncheck.examine(attend, suite, cases="decode", checks="timing", device="cpu", timing=quick)
+    assert (found.verdict, found.header.checks, found.header.rounds) == ("passed", ("timing",), 1)
+    (record,) = found.records
+    timing = timing_of(record)
+    assert timing is not None
+    forward = timing.latency("forward")
+    assert forward is not None
+    assert len(forward.samples_ns) == 3
+    with pytest.raises(SelectionError, match="timing= is about the check timing"):
+        attncheck.examine(attend, suite, checks="numerics", device="cpu", timing=quick)
 
 
 def test_a_right_function_passes_and_what_it_does_not_declare_is_unsupported(suite: str) -> None:
