@@ -231,7 +231,6 @@ _ABSENT = object()
 
 def _watcher() -> Callable[[], tuple[str, ...]]:
     """The function ``tampered``, which holds what everything is at present."""
-    own = [sys.modules[each.__module__] for each in (Clock, DeviceApi)]
     watched: list[tuple[str, Any, Iterable[str]]] = [
         ("time", time, _HOST_FUNCTIONS),
         ("torch.cuda", torch.cuda, _CUDA_FUNCTIONS),
@@ -239,24 +238,25 @@ def _watcher() -> Callable[[], tuple[str, ...]]:
         ("torch.cuda.Stream", torch.cuda.Stream, _STREAM_METHODS),
         ("torch.cuda.CUDAGraph", torch.cuda.CUDAGraph, ("replay",)),
         ("torch._C", torch._C, _C_FUNCTIONS),
-        *((module.__name__, module, [name for name in vars(module) if not name.startswith("__")]) for module in own),
-        *(
-            (f"{each.__module__}.{each.__name__}", each, tuple(vars(each)))
-            for each in (EventClock, HostClock, DeviceApi)
-        ),
     ]
+    for name in (Clock.__module__, DeviceApi.__module__):
+        module = sys.modules[name]
+        watched.append((name, module, [each for each in vars(module) if not each.startswith("__")]))
+    for each in (EventClock, HostClock, DeviceApi):
+        methods = tuple(key for key, value in vars(each).items() if isinstance(value, FunctionType))
+        watched.append((f"{each.__module__}.{each.__name__}", each, methods))
     static = inspect.getattr_static
     taken = [
-        (f"{path}.{name}", owner, name, value, _code(value))
+        (f"{path}.{name}", owner, name, value := static(owner, name, _ABSENT), _code(value))
         for path, owner, names in watched
         for name in names
-        if (value := static(owner, name, _ABSENT)) is not None
     ]
 
     def tampered() -> tuple[str, ...]:
         """Names of what is no longer what it was when this module was imported; empty: all is as it was.
 
         Asked of: Python's clocks, torch's events, streams and synchronisation, and the functions clocks are made of.
+        Cannot see: what native code changes below Python.
         """
         return tuple(
             label

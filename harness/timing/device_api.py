@@ -82,10 +82,10 @@ def cuda_api(device: torch.device | str) -> DeviceApi:
         _record(event, _stream_cls(stream_id=stream_id, device_index=device_index, device_type=device_type))
         return event
 
-    def synchronize() -> None:
+    def on_device(function: Callable[..., Any], *args: Any) -> None:
         before = _exchange_device(index)
         try:
-            _synchronize()
+            function(*args)
         finally:
             _exchange_device(before)
 
@@ -95,6 +95,6 @@ def cuda_api(device: torch.device | str) -> DeviceApi:
         record=record,
         is_done=lambda event: bool(_query(event)),
         elapsed_ms=lambda start, end: float(_elapsed_time(start, end)),
-        synchronize=synchronize,
-        hold=lambda ns: _sleep(ns * CYCLES_PER_NS),
+        synchronize=lambda: on_device(_synchronize),
+        hold=lambda ns: on_device(_sleep, ns * CYCLES_PER_NS),
     )
