@@ -99,10 +99,10 @@ class Examiner:
     """Examines a plan, pair by pair. Problem and truth of the latest case are kept for the backends that follow.
 
     blind: cases that could not be put at all; the command line ends with exit code 2 if there are any. environment:
-    whose digest the records carry; None: this process's.
+    whose digest the records carry; None: this process's. clocks: what times; None: as the plan has it.
     """
 
-    def __init__(self, plan: Plan, environment: Environment | None = None) -> None:
+    def __init__(self, plan: Plan, environment: Environment | None = None, clocks: TimingDesk | None = None) -> None:
         self.plan = plan
         self.blind: list[QuestionError] = []
         self.device = torch.device(plan.device)
@@ -110,7 +110,7 @@ class Examiner:
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
         self._graphs = GraphDesk(plan.seed, self.device)
-        self._clocks = TimingDesk(self.device, plan.timing)
+        self._clocks = clocks or TimingDesk(self.device, plan.timing)
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
     def run(self) -> Iterator[Record]:

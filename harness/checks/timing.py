@@ -8,7 +8,7 @@ machines), nor a backend that reads the harness's own objects to learn how the c
 backend.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch
@@ -41,14 +41,22 @@ from attncheck.reports.timings import Ceilings, Latency, Part, Timing
 WARM_UPS = 2
 """Calls before any is timed: a first one may compile."""
 
+Sampler = Callable[[Part, Callable[[], int], TimingSettings], Samples]
+"""Takes samples of a part by calling what gives one, in nanoseconds: warm-ups first, the samples last."""
+
 _PLAYED = ("split_kv", "dcp", "micro_batch")
+
+
+def take_samples(_part: Part, take: Callable[[], int], settings: TimingSettings) -> Samples:
+    """As many as the median of a part needs."""
+    return sample(take, settings)
 
 
 class TimingDesk:
     """Times backends on one device; what the device can do is measured once a dtype."""
 
-    def __init__(self, device: torch.device, settings: TimingSettings) -> None:
-        self._device, self._settings = device, settings
+    def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = take_samples) -> None:
+        self._device, self._settings, self._sampler = device, settings, sampler
         self._flush = Flush(device)
         self._ceilings: dict[str, Ceilings] = {}
 
@@ -67,14 +75,14 @@ class TimingDesk:
         before = device_state(self._device)
         session = Session(backend.backend, problem, self._device)
         own = self._step("forward", session, FreshContents(problem, truth, self._device))
-        samples = self._sampled(own)
+        samples = self._sampler("forward", own.take, self._settings)
         latencies = [
             _latency("forward", own, samples, problem.case),
             _build_latency(own.build_ns[-len(samples.samples_ns) :], self._settings),
         ]
         for name, part in parts_of(problem).items():
             step = self._step(name, session, FreshContents(part, None, self._device))
-            latencies.append(_latency(name, step, self._sampled(step), part.case))
+            latencies.append(_latency(name, step, self._sampler(name, step.take, self._settings), part.case))
             step.finish()
         notes = self._look_at_neighbours(own, session, problem)
         kernels = kernels_of(own.bare(), self._device) if self._settings.kernels else ()
@@ -105,9 +113,6 @@ class TimingDesk:
         for _ in range(WARM_UPS):
             step.take()
         return step
-
-    def _sampled(self, step: TimedStep) -> Samples:
-        return sample(step.take, self._settings)
 
     def _look_at_neighbours(self, own: TimedStep, session: Session, problem: Problem) -> tuple[str, ...]:
         """Notes about shapes that are nearly the batch's; FoundOutError where it alone is fast."""
