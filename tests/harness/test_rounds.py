@@ -1,15 +1,23 @@
 """What is asked in which process: timing in rounds and apart from all else; how many rounds may be asked for."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from attncheck.errors import SelectionError
+from attncheck.harness.crew import Crew
 from attncheck.harness.engine import Plan
+from attncheck.harness.header import make_header
+from attncheck.harness.introduction import Introduction
+from attncheck.harness.lineup import line_up
+from attncheck.harness.messages import Assignment
 from attncheck.harness.rounds import Sitting, count_questions, in_turn, timed_sitting, untimed_sitting
 from attncheck.harness.selection import DEFAULT_ROUNDS, check_timed, choose_rounds, select_cases
+from attncheck.harness.timing.settings import TimingSettings
 from attncheck.reference.vocabulary import DEFAULT_CHECKS
+from attncheck.reports.records import BackendInfo
 
 
 def test_times_are_asked_apart_from_all_other_checks(make_case: Any) -> None:
@@ -70,6 +78,29 @@ def test_ten_rounds_where_nothing_else_is_said(
 def test_rounds_that_mean_nothing_are_refused(wanted: int, is_timed: bool, in_process: bool, told: str) -> None:
     with pytest.raises(SelectionError, match=told):
         choose_rounds(wanted, is_timed=is_timed, in_process=in_process)
+
+
+class Recruits:
+    """Stands for a crew that is not asked anything yet."""
+
+    def assign(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+
+    def introduce(self, refs: Sequence[str]) -> list[Introduction]:
+        return [Introduction(info=BackendInfo(name=ref, ref=ref)) for ref in refs]
+
+
+def test_what_is_said_of_times_reaches_the_plan_the_processes_and_the_header() -> None:
+    crew, settings = Recruits(), TimingSettings(limit_s=2.0, warm=True)
+    selection = select_cases(["decode"], (), ["timing"])
+    asked: dict[str, Any] = {"device": "cpu", "seed": 0, "dump": None, "timing": settings}
+    apart = line_up(selection, ["reference"], crew=cast(Crew, crew), rounds=4, **asked)
+    assert (apart.plan.rounds, apart.plan.timing, crew.assignment.timing) == (4, settings, settings)
+    assert make_header(selection, apart.plan, [], apart.environment).rounds == 4
+    assert apart.notes == ()
+    here = line_up(selection, ["reference"], **asked)
+    assert (here.plan.rounds, here.plan.timing) == (1, settings)
+    assert [note for note in here.notes if note.startswith("timed in this one process")]
 
 
 def test_a_selection_knows_whether_it_is_timed() -> None:

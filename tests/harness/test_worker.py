@@ -12,6 +12,7 @@ from attncheck.harness.engine import environment_of
 from attncheck.harness.messages import Answer, Assignment, Begun, Done, Examine, Fault, Introduced, Refused
 from attncheck.harness.selection import select_cases
 from attncheck.harness.timing.settings import TimingSettings
+from attncheck.reports.records import timing_of
 
 SUITE = """\
 suite: small
@@ -112,6 +113,19 @@ def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:
     code = "from attncheck.harness.loading import load_backend; print(load_backend('late.py:Late').version)"
     here = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert here.stdout == "clock first: True\n"
+
+
+def test_times_are_taken_as_the_run_says(folder: Path) -> None:
+    three = TimingSettings(limit_s=60, min_samples=3, max_samples=3)
+    with Child("reference", {}) as child:
+        child.send(assignment(checks=["timing"]).model_copy(update={"timing": three}))
+        assert isinstance(child.receive(), Introduced)
+        child.send(Examine(case="small/decode", checks=("timing",), round=2))
+        (record,) = (answer for answer in answers(child) if answer.kind == "record")
+    timing = timing_of(record)
+    assert timing is not None
+    assert {len(latency.samples_ns) for latency in timing.latencies} == {3}
+    assert record.round == 2
 
 
 def test_the_cases_are_those_the_run_selected(folder: Path) -> None:

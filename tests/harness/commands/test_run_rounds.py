@@ -4,11 +4,15 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from attncheck.errors import SelectionError
 from attncheck.harness import cli
+from attncheck.harness.crew import Crew
 from attncheck.harness.progress import Lines
+from attncheck.harness.timing.settings import TimingSettings
 from attncheck.reports.records import Crashed, Record, timing_of
 from attncheck.reports.store import read_run
 
@@ -195,6 +199,29 @@ def test_what_was_wrong_while_it_was_timed_is_dumped(run: Attncheck) -> None:
     assert run("--backend", "mine.py:Wrong", "--case", "prefill", "--in-process", "--dump", "dumped") == 1
     assert told() == [("Wrong", 0, "prefill", "failed")]
     assert [path.name for path in Path("dumped").iterdir()] == ["small.prefill.Wrong.seed0.pt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "rounds"),
+    [
+        ([], TimingSettings(), 10),
+        (["--time-limit", "2", "--rounds", "3"], TimingSettings(limit_s=2.0), 3),
+        (["--warm-cache", "--kernels", "--in-process"], TimingSettings(warm=True, kernels=True), 1),
+    ],
+)
+def test_options_reach_the_plan(
+    run: Attncheck, words: list[str], settings: TimingSettings, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def line_up(*args: Any, **keywords: Any) -> None:
+        asked.update(keywords)
+        raise SelectionError("enough")
+
+    monkeypatch.setattr("attncheck.harness.lineup.line_up", line_up)
+    monkeypatch.setattr(Crew, "start", lambda self, refs: None)
+    assert cli.main(["run", "--suite", "small.yaml", "--device", "cpu", "--check", "timing", *words]) == 2
+    assert (asked["timing"], asked["rounds"]) == (settings, rounds)
 
 
 @pytest.mark.parametrize(
