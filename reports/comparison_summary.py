@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from attncheck.reports import significance
 from attncheck.reports.comparison import OneSided, OutcomeChange, RunComparison, SpeedChange
 from attncheck.reports.outcome_changes import KINDS
 from attncheck.reports.phrases import plural
+from attncheck.reports.power import smallest_slowdown
 from attncheck.reports.reasons import without_figures
-from attncheck.reports.significance import FAMILY_LEVEL
+from attncheck.reports.significance import FAMILY_LEVEL, pooled_spread
 from attncheck.reports.speed_changes import VERDICTS, Verdict
 from attncheck.reports.speed_tables import time_unit
 from attncheck.reports.store import Run
@@ -117,10 +117,10 @@ def power_of(comparison: RunComparison) -> Power | None:
     tested = [change for change in comparison.speeds if change.low is not None]
     if not tested:
         return None
-    spread = statistics.median(significance.pooled_spread(each.base.medians_ns, each.new.medians_ns) for each in tested)
+    spread = statistics.median(pooled_spread(each.base.medians_ns, each.new.medians_ns) for each in tested)
     rounds = min(len(speed.rounds) for each in tested for speed in (each.base, each.new))
     level = FAMILY_LEVEL / len(tested)
-    slowdown = significance.smallest_slowdown(spread, rounds, level=level, effect=comparison.terms.effect)
+    slowdown = smallest_slowdown(spread, rounds, level=level, effect=comparison.terms.effect)
     return Power(len(tested), rounds, spread, slowdown)
 
 

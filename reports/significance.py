@@ -32,11 +32,6 @@ EFFECT = 0.01
 MARGIN = 0.05
 """The difference below which two times count as the same, where none is asked about."""
 
-POWER = 0.8
-"""How often what is said to be found is found."""
-
-MOST_ROUNDS = 1000
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -70,33 +65,6 @@ def estimate_ratio(base: Sequence[float], new: Sequence[float], *, level: float,
 def pooled_spread(base: Sequence[float], new: Sequence[float]) -> float:
     """How far processes of either side lie from their own middle, as a share of the time (deviation of the logs)."""
     return math.sqrt(statistics.fmean(statistics.variance(map(math.log, times)) for times in (base, new)))
-
-
-def smallest_slowdown(spread: float, rounds: int, *, level: float, effect: float = EFFECT) -> float:
-    """The least slowdown, as a share of the time, that ``rounds`` processes a side find four times in five.
-
-    ``spread``: of process medians, as by :func:`pooled_spread`; ``level``: as of :func:`estimate_ratio`.
-    """
-    freedom = 2 * (rounds - 1)
-    errors = quantile(1 - level / 2, freedom) + quantile(POWER, freedom)
-    return math.expm1(math.log1p(effect) + errors * spread * math.sqrt(2 / rounds))
-
-
-def rounds_needed(spread: float, slowdown: float, *, level: float, effect: float = EFFECT) -> int | None:
-    """How many processes a side find ``slowdown`` four times in five; None: more than :data:`MOST_ROUNDS`.
-
-    The least effect is never found more often than by luck, so nothing is enough for a slowdown not above it.
-    """
-    if smallest_slowdown(spread, MOST_ROUNDS, level=level, effect=effect) > slowdown:
-        return None
-    few, enough = MIN_ROUNDS - 1, MOST_ROUNDS
-    while enough - few > 1:
-        middle = (few + enough) // 2
-        if smallest_slowdown(spread, middle, level=level, effect=effect) > slowdown:
-            few = middle
-        else:
-            enough = middle
-    return enough
 
 
 def quantile(probability: float, freedom: float) -> float:

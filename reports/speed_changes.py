@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import Literal
 
 from attncheck.reports import significance
-from attncheck.reports.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS, MOST_ROUNDS
+from attncheck.reports.power import MOST_ROUNDS, rounds_needed
+from attncheck.reports.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS
 from attncheck.reports.speed import Speed
 from attncheck.reports.thresholds import Thresholds
 from attncheck.reports.timings import Part
@@ -149,9 +150,9 @@ def _why_unclear(base: Speed, new: Speed, terms: Terms, level: float, step: floa
     spread = significance.pooled_spread(base.medians_ns, new.medians_ns)
     margin = terms.margin_of(base.case, base.part)
     rounds = min(len(base.rounds), len(new.rounds))
-    needed = significance.rounds_needed(spread, margin, level=level, effect=terms.effect)
+    needed = rounds_needed(spread, margin, level=level, effect=terms.effect)
     if needed is None:
-        remedy = f"{MOST_ROUNDS} would not find {margin:.3g} of the time"
+        remedy = f"{MOST_ROUNDS} would not find {margin:.1%}"
     elif needed > rounds:
         remedy = f"{needed} a side would find {margin:.1%}"
     else:

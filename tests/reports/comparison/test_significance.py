@@ -1,0 +1,102 @@
+"""The interval against scipy's own test, how often equal speeds are named, and how often a slower one is found."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+from scipy import stats
+
+from attncheck.reports.power import rounds_needed, smallest_slowdown
+from attncheck.reports.significance import FAMILY_LEVEL, estimate_ratio, pooled_spread
+from attncheck.reports.speed import Speed
+from attncheck.reports.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+
+BASE = (100.0, 104.0, 97.0, 101.0, 99.0, 110.0)
+NEW = (120.0, 118.0, 131.0, 122.0)
+
+
+def test_the_interval_is_welchs_of_the_logs() -> None:
+    found = estimate_ratio(BASE, NEW, level=0.001)
+    one, other = ([math.log(time) for time in times] for times in (BASE, NEW))
+    expected = stats.ttest_ind(other, one, equal_var=False).confidence_interval(0.999)
+    assert math.log(found.low) == pytest.approx(expected.low)
+    assert math.log(found.high) == pytest.approx(expected.high)
+    assert found.ratio == pytest.approx(stats.gmean(NEW) / stats.gmean(BASE))
+
+
+def test_a_step_of_the_clock_widens_the_interval_of_times_without_spread() -> None:
+    found = estimate_ratio([10.0] * 10, [10.5] * 10, level=0.001, resolution=0.05)
+    assert (found.low, found.high) == (pytest.approx(1.05 / 1.05), pytest.approx(1.05 * 1.05))
+    assert estimate_ratio([10.0] * 10, [10.5] * 10, level=0.001).low == pytest.approx(1.05)
+
+
+def test_the_spread_is_of_each_side_around_its_own_middle() -> None:
+    sides = [[math.exp(-0.02), math.exp(0.02)], [5 * math.exp(-0.04), 5 * math.exp(0.04)]]
+    variances = [2 * 0.02**2, 2 * 0.04**2]  # two values, one degree of freedom
+    assert pooled_spread(*sides) == pytest.approx(math.sqrt(sum(variances) / 2))
+
+
+def test_more_rounds_find_less_and_as_many_as_are_needed_are_named() -> None:
+    level = 1e-4
+    needed = rounds_needed(0.03, 0.05, level=level)
+    assert needed is not None
+    assert smallest_slowdown(0.03, needed, level=level) <= 0.05 < smallest_slowdown(0.03, needed - 1, level=level)
+    assert smallest_slowdown(0.03, 5, level=level) > smallest_slowdown(0.03, 50, level=level) > 0.01
+    assert rounds_needed(0.03, 0.01, level=level) is None  # the least that is told is never found
+    assert rounds_needed(0.9, 0.02, level=level) is None
+
+
+@pytest.mark.parametrize("rounds", [5, 10, 30])
+def test_the_slowdown_said_to_be_found_four_times_in_five_is(rounds: int) -> None:
+    slowdown = smallest_slowdown(0.02, rounds, level=1e-4)
+    drawn = Random(3)
+    found = 0
+    for _ in range(1000):
+        base = [math.exp(drawn.gauss(0, 0.02)) for _ in range(rounds)]
+        new = [(1 + slowdown) * math.exp(drawn.gauss(0, 0.02)) for _ in range(rounds)]
+        found += estimate_ratio(base, new, level=1e-4).low > 1.01
+    assert 0.76 < found / 1000 < 0.84  # three standard errors of a share of 0.8
+
+
+Draw = Callable[[], float]
+
+
+def _verdicts(speed: Callable[..., Speed], draws: Sequence[tuple[Draw, Draw]], rounds: int) -> Sequence[SpeedChange]:
+    pairs = [
+        SpeedPair("fast", speed([base() for _ in range(rounds)]), speed([new() for _ in range(rounds)]))
+        for base, new in draws
+    ]
+    return compare_speeds(pairs, Terms())
+
+
+def test_slow_ones_among_many_are_found_and_others_are_not_named(speed: Callable[..., Speed]) -> None:
+    drawn = Random(11)
+
+    def at(factor: float) -> Draw:
+        return lambda: 1e6 * factor * math.exp(drawn.gauss(0, 0.01))
+
+    draws = [(at(1), at(1.05 if index < 5 else 1)) for index in range(100)]
+    found, named, repeats = 0, 0, 10
+    for _ in range(repeats):
+        verdicts = [change.verdict for change in _verdicts(speed, draws, 10)]
+        found += verdicts[:5].count("slower")
+        named += len(verdicts[5:]) - verdicts[5:].count("same")
+    assert found >= 0.95 * 5 * repeats
+    assert named <= 0.01 * 95 * repeats
+
+
+@pytest.mark.parametrize(("rounds", "kinds"), [(10, (0.9, 1.3)), (10, (0.5, 1.3)), (5, (0.5, 1.3)), (10, (0.8, 3.0))])
+def test_processes_of_two_kinds_raise_no_false_alarm(
+    speed: Callable[..., Speed], rounds: int, kinds: tuple[float, float]
+) -> None:
+    drawn = Random(7)
+    share, factor = kinds
+
+    def one() -> float:
+        return 1e6 * (1 if drawn.random() < share else factor) * math.exp(drawn.gauss(0, 0.003))
+
+    counts = Counter(change.verdict for change in _verdicts(speed, [(one, one)] * 1000, rounds))
+    assert counts["slower"] + counts["faster"] <= 5  # of 1000; a comparison of a single pair may err in FAMILY_LEVEL
+    assert FAMILY_LEVEL <= 0.01
