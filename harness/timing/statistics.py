@@ -14,8 +14,8 @@ def median_interval(samples: Sequence[int]) -> tuple[float, float]:
     Samples that follow one another resemble one another (clocks rise, neighbours come and go), and drawing them one by
     one would claim too much. So runs of them are drawn, around the corner at the end: the circular block bootstrap
     (Politis and Romano 1992). A run is about ``n ** (1/3) - 1`` long, one sample where there are fewer than 16: of so
-    few, runs would claim more still. Simulated, the interval holds the median of independent samples in 92 to 95 of 100
-    cases; of 200 samples that correlate by 0.5 with the one before, in 89. Of a single sample both ends are that sample.
+    few, runs would claim more still. Simulated, the interval holds the median of independent samples 92 to 95 times in
+    100; of 200 samples that correlate by 0.5 with the one before, 89 times. Of one sample both ends are that sample.
 
     Raises ``ValueError`` without a sample.
 
