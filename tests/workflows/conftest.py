@@ -21,6 +21,19 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 STEP_KEYS = {"name", "id", "if", "env", "run", "uses", "with", "continue-on-error"}
 ACTIONS = {"actions/checkout@v6", "actions/setup-python@v6", "actions/upload-artifact@v7"}
 TOKENS = re.compile(r"'(?:[^']|'')*'|&&|\|\||!=|!|\b(?:true|false|null)\b|.", re.DOTALL)
+TINY = {
+    "EXAMINE": "--backend torch_sdpa --suite decode --case single --check numerics",
+    "TIME": "--backend torch_sdpa --suite decode --case single --rounds 2 --time-limit 0.01",
+    "DEVICE": "cpu",
+    "PIP_CONSTRAINT": "",  # what is installed here may be newer than the pins
+}
+ON_MAIN = {
+    "ref": "refs/heads/main",
+    "ref_name": "main",
+    "token": "t",
+    "event": {"repository": {"default_branch": "main"}},
+}
+VARIABLES = {"ATTNCHECK_GPUS": '["h100"]', "ATTNCHECK_CLOCKS": '{"h100": 1410}'}
 IN_PYTHON = {"&&": " and ", "||": " or ", "!": " not ", "true": "True", "false": "False", "null": "''"}
 
 
@@ -268,3 +281,17 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "PIP_NO_INDEX": "1",
         "PIP_NO_BUILD_ISOLATION": "0",  # as pip reads it: no isolation
     }
+
+
+@pytest.fixture(scope="session")
+def cpu(checkout: Callable[[], Path], machine: dict[str, str]) -> Job:
+    """The workflow of a CPU, from the first step to the last."""
+    return Job("attncheck-cpu.yml", "examine", checkout(), ON_MAIN, overrides=TINY, machine=machine).run()
+
+
+@pytest.fixture(scope="session")
+def gpu(checkout: Callable[[], Path], machine: dict[str, str]) -> Job:
+    """The first run on a type of GPU, when nothing is kept yet."""
+    (Path(machine["STUBS"]) / "api").write_text("", encoding="utf-8")
+    of = {"matrix": {"gpu": "h100"}, "overrides": TINY, "machine": machine}
+    return Job("attncheck-gpu.yml", "gpu", checkout(), ON_MAIN, VARIABLES, **of).run()

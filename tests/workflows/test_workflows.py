@@ -20,19 +20,6 @@ COMPARED, FETCHED, KEPT_GREEN = (
     "Fetch the last green run",
     "Keep the run files as the last green ones",
 )
-TINY = {
-    "EXAMINE": "--backend torch_sdpa --suite decode --case single --check numerics",
-    "TIME": "--backend torch_sdpa --suite decode --case single --rounds 2 --time-limit 0.01",
-    "DEVICE": "cpu",
-    "PIP_CONSTRAINT": "",  # what is installed here may be newer than the pins
-}
-ON_MAIN = {
-    "ref": "refs/heads/main",
-    "ref_name": "main",
-    "token": "t",
-    "event": {"repository": {"default_branch": "main"}},
-}
-VARIABLES = {"ATTNCHECK_GPUS": '["h100"]', "ATTNCHECK_CLOCKS": '{"h100": 1410}'}
 NO_LONGER = {"outcome", "reasons", "by"}
 WRONG = """
 from attncheck import kernel_backend
@@ -44,19 +31,6 @@ def attend(query, key_cache, value_cache, metadata, params, out):
 
 Wrong = kernel_backend(attend, name="Wrong")
 """
-
-
-@pytest.fixture(scope="module")
-def cpu(job, checkout, machine):
-    return job(CPU, "examine", checkout(), ON_MAIN, overrides=TINY, machine=machine).run()
-
-
-@pytest.fixture(scope="module")
-def gpu(job, checkout, machine):
-    """The first run on a type of GPU: nothing is kept yet."""
-    (Path(machine["STUBS"]) / "api").write_text("", encoding="utf-8")
-    made = job(GPU, "gpu", checkout(), ON_MAIN, VARIABLES, matrix={"gpu": "h100"}, overrides=TINY, machine=machine)
-    return made.run()
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +73,7 @@ def test_a_backend_that_falls_short_fails_the_job_and_is_reported_all_the_same(c
     (cpu.folder / "wrong.py").write_text(WRONG, encoding="utf-8")
     shutil.rmtree(cpu.folder / "results")
     examined = "--backend ./wrong.py:Wrong --suite decode --case single --check numerics"
-    made = cpu.again(overrides={**TINY, "EXAMINE": examined}).run(start="Examine")
+    made = cpu.again(overrides={**cpu.overrides, "EXAMINE": examined}).run(start="Examine")
     assert made.ran["Examine"].code == 1
     assert made.has_failed
     assert list(went_wrong(made)) == ["Examine"]
@@ -109,7 +83,7 @@ def test_a_backend_that_falls_short_fails_the_job_and_is_reported_all_the_same(c
 
 
 def test_what_was_never_examined_is_not_reported(cpu):
-    made = cpu.again(overrides={**TINY, "ATTNCHECK": "attncheck[report]==0.0.0"}).run()
+    made = cpu.again(overrides={**cpu.overrides, "ATTNCHECK": "attncheck[report]==0.0.0"}).run()
     assert list(made.ran) == ["Install"]
     assert made.ran["Install"].code
     assert made.artifacts == {}
@@ -221,7 +195,7 @@ def test_a_lost_answer_fails_the_job_though_the_times_are_the_same(gpu, timed):
 
 
 def test_a_run_of_another_branch_is_compared_and_not_kept_as_green(gpu):
-    made = gpu.again(github={**ON_MAIN, "ref_name": "topic"}).run(start="Keep the run files and the reports")
+    made = gpu.again(github={**gpu.github, "ref_name": "topic"}).run(start="Keep the run files and the reports")
     assert list(made.artifacts) == ["attncheck-h100"]
     assert made.skipped == [KEPT_GREEN]
 
@@ -233,7 +207,7 @@ def test_without_a_clock_to_lock_none_is_touched(gpu):
 
 
 def test_a_job_is_queued_only_for_the_gpus_that_are_named(job, tmp_path):
-    assert not job(GPU, "gpu", tmp_path, ON_MAIN).is_wanted
-    made = job(GPU, "gpu", tmp_path, ON_MAIN, {"ATTNCHECK_GPUS": '["h100", "a100"]'})
+    assert not job(GPU, "gpu", tmp_path, {}).is_wanted
+    made = job(GPU, "gpu", tmp_path, {}, {"ATTNCHECK_GPUS": '["h100", "a100"]'})
     assert made.is_wanted
     assert made.combinations() == [{"gpu": "h100"}, {"gpu": "a100"}]
