@@ -5,24 +5,31 @@ selected. Must not know: how anything is examined or told.
 """
 
 from collections.abc import Generator, Iterable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import QuestionError
 from attncheck.harness.candidates import choose_backends, suite_device
+from attncheck.harness.checks.timing import TimingDesk
 from attncheck.harness.engine import Examiner, Missing, Plan
 from attncheck.harness.header import make_header
 from attncheck.harness.introduction import Introduction
 from attncheck.harness.lineup import default_suites
 from attncheck.harness.loading import Loader
-from attncheck.harness.selection import check_seed, select_cases
-from attncheck.reference.spec import BACKEND_CHECKS
+from attncheck.harness.selection import Selection, check_seed, select_cases
+from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports import phrases, terminal
 from attncheck.reports.records import FALLEN_SHORT, Errored, Record, RunHeader, Unavailable, Unsupported
+from attncheck.reports.timings import TIMING
+
+if TYPE_CHECKING:
+    from attncheck.harness.pytest_timing import Benchmarks
 
 Candidate = LoadedBackend | Missing
 
@@ -36,15 +43,48 @@ class Collection:
         self._examined: tuple[Examiner, RunHeader] | None = None
         self._latest: tuple[tuple[str, str], list[Record]] | None = None
 
+    @cached_property
+    def asked(self) -> tuple[Selection, str]:
+        """Suites, cases and checks as the options have them, and the device; pytest.UsageError for a wrong question."""
+        option = self.config.getoption
+        checks = option("attncheck_check")
+        if option("attncheck_timing"):
+            checks = [*(checks or DEFAULT_CHECKS), TIMING]
+        if TIMING in checks and self.benchmark_session is None:
+            raise pytest.UsageError(
+                f"attncheck: the check {TIMING} is made through pytest-benchmark, which is switched off "
+                "(-p no:benchmark)"
+            )
+        try:
+            selection = select_cases(option("attncheck_suite"), option("attncheck_case"), checks)
+            device, _ = suite_device(selection.suites, option("attncheck_device"))
+        except QuestionError as error:
+            raise pytest.UsageError(f"attncheck: {error}") from error
+        return selection, device
+
+    @property
+    def device(self) -> str:
+        """Where everything is examined."""
+        return self.asked[1]
+
+    @property
+    def benchmark_session(self) -> Any:
+        """pytest-benchmark's session; None where that plugin is switched off."""
+        return getattr(self.config, "_benchmarksession", None)
+
+    @cached_property
+    def benchmarks(self) -> "Benchmarks":
+        """What takes the times of this process."""
+        from attncheck.harness.pytest_timing import Benchmarks
+
+        return Benchmarks(self.benchmark_session)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
         """Read the question before anything is collected; a wrong one ends the run as a usage error."""
         option = self.config.getoption
+        self.selection, device = self.asked
         try:
-            self.selection = select_cases(
-                option("attncheck_suite"), option("attncheck_case"), option("attncheck_check")
-            )
-            device, _ = suite_device(self.selection.suites, option("attncheck_device"))
             seed = check_seed(option("attncheck_seed"))
             loader = Loader(device)
             self.introductions, _ = choose_backends(
@@ -95,12 +135,20 @@ class Collection:
         return PairScheduling(config, log)
 
     def record_of(self, item: "CheckItem") -> Record | QuestionError:
-        """The record of one item; its case and backend are examined when the first of their items asks."""
+        """The record of one item; its case and backend are examined when the first of their items asks.
+
+        Times are taken when their own item asks, and beside nothing else.
+        """
         examiner, _ = self.examined(item.session)
-        pair = (item.case.key, item.backend.name)
-        if self._latest is None or self._latest[0] != pair:
-            self._latest = (pair, examiner.examine(item.case, item.backend))
-        found = next((record for record in self._latest[1] if record.check == item.check), None)
+        if item.check == TIMING:
+            records = list(examiner.records(item.case, item.backend, checks=(TIMING,)))
+        else:
+            pair = (item.case.key, item.backend.name)
+            if self._latest is None or self._latest[0] != pair:
+                checks = tuple(check for check in examiner.plan.checks_of(item.case) if check != TIMING)
+                self._latest = (pair, list(examiner.records(item.case, item.backend, checks=checks)))
+            records = self._latest[1]
+        found = next((record for record in records if record.check == item.check), None)
         return found or examiner.fault_of(item.case) or QuestionError(f"{item.case.key} gave no record of {item.check}")
 
     def examined(self, session: pytest.Session) -> tuple[Examiner, RunHeader]:
@@ -114,7 +162,10 @@ class Collection:
                 device=self.plan.device,
                 seed=self.plan.seed,
             )
-            examiner = Examiner(plan)
+            clocks = None
+            if TIMING in wanted:
+                clocks = TimingDesk(torch.device(plan.device), plan.timing, self.benchmarks.sample)
+            examiner = Examiner(plan, clocks=clocks)
             infos = [introduction.info for introduction in self.introductions]
             self._examined = (examiner, make_header(self.selection, plan, infos, examiner.environment))
         return self._examined
@@ -165,12 +216,20 @@ class _BackendNode(pytest.Collector):
     def collect(self) -> "Iterable[CheckItem]":
         has_xdist = self.config.pluginmanager.hasplugin("xdist")
         for check in self.collection.plan.checks_of(self.case):
-            item = CheckItem.from_parent(self, name=check)
+            item = _item_class(check).from_parent(self, name=check)
             item.collection, item.case, item.backend, item.check = self.collection, self.case, self.backend, check
             item.add_marker("attncheck")
             if has_xdist:
                 item.add_marker(pytest.mark.xdist_group(f"{self.case.suite}.{self.case.id}.{self.backend.name}"))
             yield item
+
+
+def _item_class(check: str) -> "type[CheckItem]":
+    if check != TIMING:
+        return CheckItem
+    from attncheck.harness.pytest_timing import TimingItem
+
+    return TimingItem
 
 
 class FellShortError(Exception):
@@ -191,7 +250,7 @@ class CheckItem(pytest.Item):
 
     def runtest(self) -> None:
         """Examine; what was not examined is a skip with its reasons, what fell short a failure."""
-        record = self.collection.record_of(self)
+        record = self.examine()
         if isinstance(record, QuestionError):
             raise record
         if isinstance(record, Unsupported | Unavailable):
@@ -199,6 +258,10 @@ class CheckItem(pytest.Item):
             raise pytest.skip.Exception(f"{record.outcome}: {reasons}", _use_item_location=True)
         if record.outcome in FALLEN_SHORT:
             raise FellShortError(record)
+
+    def examine(self) -> Record | QuestionError:
+        """The record of this item, or what is wrong with its case."""
+        return self.collection.record_of(self)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
         """What the record says: a traceback through attncheck would tell a kernel author nothing."""

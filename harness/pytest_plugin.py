@@ -31,6 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--attncheck-case", action="append", default=[], metavar="PATTERN", help="only cases whose id matches"
     )
     group.addoption("--attncheck-check", action="append", default=[], metavar="NAME", help="only this check")
+    group.addoption(
+        "--attncheck-timing",
+        action="store_true",
+        help="make the check timing as well, its samples taken by pytest-benchmark (and so its --benchmark-json, "
+        "--benchmark-compare, ...); --attncheck-check timing makes no other",
+    )
     group.addoption("--attncheck-device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (default: the best)")
     group.addoption("--attncheck-seed", type=int, default=0, metavar="N", help="seed of the inputs (default: 0)")
 
@@ -42,4 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from attncheck.harness.pytest_items import Collection
 
-    config.pluginmanager.register(Collection(config), "attncheck-collection")
+    collection = Collection(config)
+    config.pluginmanager.register(collection, "attncheck-collection")
+    if config.getoption("attncheck_timing") or "timing" in config.getoption("attncheck_check"):
+        from attncheck.harness.pytest_timing import Machine
+
+        config.pluginmanager.register(Machine(collection), "attncheck-machine")
