@@ -125,8 +125,9 @@ def run(
     """Examine backends, or providers of metadata utilities, and print what they are worth.
 
     Without options: suite smoke (interpreted, where kernels are), every built-in backend, the best device. Each
-    backend is examined in a process of its own: one that kills its process loses a case, and the others nothing. Every
-    record goes into a run file, which `attncheck report` reads.
+    backend is examined in a process of its own: one that kills its process loses a case, and the others nothing. Times
+    (--check timing) are taken in rounds, each in a fresh process that is alone. Every record goes into a run file,
+    which `attncheck report` reads.
     """
     from attncheck.harness.candidates import asked_first
     from attncheck.harness.crew import Crew
