@@ -54,10 +54,15 @@ class Session:
         problem: Problem,
         device: torch.device,
         later: tuple[Problem, ...] = (),
+        *,
+        capture_sizes: tuple[int, ...] = (),
     ) -> None:
-        """``later``: problems that are to follow ``beside`` this one; what a builder is told bounds them all."""
+        """``later``: problems that are to follow ``beside`` this one; what a builder is told bounds them all.
+
+        ``capture_sizes``: tokens of the graphs that will be captured, ascending.
+        """
         self.backend, self.problem, self.device = backend, problem, device
-        self._asked = (problem, *later)
+        self._asked, self._capture_sizes = (problem, *later), capture_sizes
         self.attn_layer = Layer(problem.cache, device)
         self.impl = self.attn_layer.impl = stage("construct", lambda: construct_impl(backend, problem, device))
         self._builders: list[Any] = []
@@ -79,7 +84,7 @@ class Session:
 
     @property
     def threshold(self) -> int | None:
-        """The builder's ``reorder_batch_threshold``, which orders the requests of a step; None: they are not ordered."""
+        """The builder's ``reorder_batch_threshold``, which orders the requests of a step; None: none does."""
         threshold: int | None = getattr(self.builder, "reorder_batch_threshold", None)
         return threshold
 
@@ -148,8 +153,12 @@ class Session:
             self.pool = stage("cache", lambda: new_pool(self.backend, self.problem, self.device, self.impl))
 
     def _add_builder(self) -> None:
+        sizes = self._capture_sizes
         self._builders.append(
-            stage("builder", lambda: construct_builder(self.backend, self._asked, self.device, self.attn_layer))
+            stage(
+                "builder",
+                lambda: construct_builder(self.backend, self._asked, self.device, self.attn_layer, capture_sizes=sizes),
+            )
         )
 
     def _calls(self, step: Step) -> tuple[Call, ...]:

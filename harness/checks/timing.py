@@ -9,7 +9,6 @@ backend.
 """
 
 from collections.abc import Callable, Mapping
-from statistics import median
 
 import torch
 
@@ -20,29 +19,16 @@ from attncheck.cases.model import Case
 from attncheck.harness.clock import clock_for, tampered
 from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.problem import Problem
-from attncheck.harness.runner import Session
 from attncheck.harness.stages import stage
 from attncheck.harness.timing.cache_flush import Flush
 from attncheck.harness.timing.ceilings import measure_ceilings
 from attncheck.harness.timing.device_state import device_state
-from attncheck.harness.timing.fresh import FreshContents
 from attncheck.harness.timing.judgement import FoundOutError
-from attncheck.harness.timing.kernels import kernels_of
-from attncheck.harness.timing.neighbours import Neighbour, compare
-from attncheck.harness.timing.parts import DISTANCES, neighbour_of, parts_of
+from attncheck.harness.timing.measurement import Bench, Measurement, Sampler
 from attncheck.harness.timing.sampling import Samples, sample
 from attncheck.harness.timing.settings import TimingSettings
-from attncheck.harness.timing.statistics import median_interval
-from attncheck.harness.timing.step import TimedStep
-from attncheck.harness.timing.work import work_of
 from attncheck.harness.truth import Truth
-from attncheck.reports.timings import Ceilings, Latency, Part, Timing
-
-WARM_UPS = 2
-"""Calls before any is timed: a first one may compile."""
-
-Sampler = Callable[[Part, Callable[[], int], TimingSettings], Samples]
-"""Takes samples of a part by calling what gives one, in nanoseconds: warm-ups first, the samples last."""
+from attncheck.reports.timings import Ceilings, Part, Timing
 
 _PLAYED = ("split_kv", "dcp", "micro_batch")
 
@@ -56,94 +42,51 @@ class TimingDesk:
     """Times backends on one device; what the device can do is measured once a dtype."""
 
     def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = take_samples) -> None:
-        self._device, self._settings, self._sampler = device, settings, sampler
-        self._flush = Flush(device)
+        self._bench = Bench(device, settings, sampler, Flush(device))
         self._ceilings: dict[str, Ceilings] = {}
 
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
         """The finding for one case. Raises StageError for what the backend raised."""
-        reasons = unasked_reasons(problem.case, backend.features) or _interpreted_reasons(backend, self._device)
+        reasons = unasked_reasons(problem.case, backend.features) or _interpreted_reasons(backend, self._bench.device)
         if reasons:
             return NotExamined(reasons, "attncheck")
         try:
             return self._measure(backend, problem, truth)
         except FoundOutError as found:
             return found.finding
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            return NotExamined((f"out of memory for the contents of several problems: {error}",), "attncheck")
 
     def _measure(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
+        bench = self._bench
         ceilings = self._ceilings_of(problem.layer.dtype)
-        before = device_state(self._device)
-        session = Session(backend.backend, problem, self._device)
-        own = self._step("forward", session, FreshContents(problem, truth, self._device))
-        samples = self._sampler("forward", own.take, self._settings)
-        latencies = [
-            _latency("forward", own, samples, problem.case),
-            _build_latency(own.build_ns[-len(samples.samples_ns) :], self._settings),
-        ]
-        for name, part in parts_of(problem).items():
-            step = self._step(name, session, FreshContents(part, None, self._device))
-            latencies.append(_latency(name, step, self._sampler(name, step.take, self._settings), part.case))
-            step.finish()
-        notes = self._look_at_neighbours(own, session, problem)
-        kernels = kernels_of(own.bare(), self._device) if self._settings.kernels else ()
-        own.finish()
-        replaced = tampered()
-        if replaced:
-            raise FoundOutError(
-                Broken(
-                    f"replaced while the backend was loaded or ran: {', '.join(replaced)}",
-                    meaning="clocks, events or synchronisation were patched; attncheck's own references were not",
-                )
+        measurement = Measurement(bench, backend.backend, problem, truth)
+        latencies = measurement.latencies()
+        state = device_state(bench.device)
+        measurement.look_at_neighbours()
+        kernels = measurement.kernels() if bench.settings.kernels else ()
+        measurement.finish()
+        if replaced := tampered():
+            return Broken(
+                f"replaced while the backend was loaded or ran: {', '.join(replaced)}",
+                meaning="clocks, events or synchronisation were patched; attncheck's own references were not",
             )
+        notes = measurement.notes
+        if state is not None and state.throttle_reasons:
+            notes = (*notes, f"the device was held back: {', '.join(state.throttle_reasons)}")
         timing = Timing(
-            latencies=tuple(latencies),
-            cache="warm" if self._settings.warm or not self._flush.num_bytes else "cold",
+            latencies=latencies,
+            cache="cold" if bench.is_cold else "warm",
             ceilings=ceilings,
             kernels=kernels,
-            device=device_state(self._device) or before,
+            device=state,
             notes=notes,
         )
-        return Holds(_figures(timing, own.worst), timing.notes, timing=timing)
-
-    def _step(self, name: str, session: Session, contents: FreshContents, like: TimedStep | None = None) -> TimedStep:
-        """A step, warmed up."""
-        flush = (lambda: None) if self._settings.warm else self._flush
-        memory = None if like is None else like.memory
-        step = TimedStep(name, session, contents, clock_for(self._device), flush, memory)
-        for _ in range(WARM_UPS):
-            step.take()
-        return step
-
-    def _look_at_neighbours(self, own: TimedStep, session: Session, problem: Problem) -> tuple[str, ...]:
-        """Notes about shapes that are nearly the batch's; FoundOutError where it alone is fast."""
-        seen: list[Neighbour] = []
-        for distance in DISTANCES:
-            asked = neighbour_of(problem, distance)
-            if asked is None:
-                continue
-            name = f"the same batch, {distance} tokens shorter" if distance > 1 else "the same batch, a token shorter"
-            step = self._step(name, session, FreshContents(asked, None, self._device), own)
-            seen.append(compare(distance, own.take, step.take))
-            step.finish()
-            if not seen[-1].is_notable:
-                return ()
-        if not seen:
-            return ()
-        nearest = min(seen, key=lambda neighbour: neighbour.least)
-        told = f"{nearest.ratio:.3g} times as long where every request is {nearest.distance} tokens shorter"
-        if all(neighbour.is_suspect for neighbour in seen):
-            raise FoundOutError(
-                Broken(
-                    f"forward takes {told}",
-                    {"neighbour_ratio": nearest.ratio},
-                    "a known shape is special-cased: its time says nothing about others",
-                )
-            )
-        return (f"forward takes {told}",)
+        return Holds(_figures(timing) | {"budget_share": measurement.worst}, notes, timing=timing)
 
     def _ceilings_of(self, dtype: str) -> Ceilings:
         if dtype not in self._ceilings:
-            self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device))
+            self._ceilings[dtype] = measure_ceilings(self._bench.device, dtype, clock_for(self._bench.device))
         return self._ceilings[dtype]
 
 
@@ -171,38 +114,8 @@ def _interpreted_reasons(backend: LoadedBackend, device: torch.device) -> tuple[
     return ()
 
 
-def _latency(part: Part, step: TimedStep, samples: Samples, case: Case) -> Latency:
-    work = work_of(case)
-    return Latency(
-        part=part,
-        clock=step.clock_name,
-        median_ns=samples.median_ns,
-        low_ns=samples.low_ns,
-        high_ns=samples.high_ns,
-        samples_ns=samples.samples_ns,
-        is_settled=samples.is_settled,
-        moved_bytes=work.moved_bytes,
-        flops=work.flops,
-    )
-
-
-def _build_latency(taken: list[int], settings: TimingSettings) -> Latency:
-    """Of the builds before the samples of ``forward``: they end with those, settled or not."""
-    low, high = median_interval(taken)
-    middle = float(median(taken))
-    is_settled = len(taken) >= settings.min_samples and high - low <= settings.relative_width * middle
-    return Latency(
-        part="build",
-        clock="host",
-        median_ns=middle,
-        low_ns=low,
-        high_ns=high,
-        samples_ns=tuple(taken),
-        is_settled=is_settled,
-    )
-
-
-def _figures(timing: Timing, worst: float) -> dict[str, float | int]:
+def _figures(timing: Timing) -> dict[str, float | int]:
+    """Medians in microseconds, and how much of the roofline ``forward`` reaches."""
     figures: dict[str, float | int] = {f"{each.part}_us": each.median_ns / 1e3 for each in timing.latencies}
     forward = timing.latency("forward")
     if forward is not None and timing.ceilings is not None and forward.moved_bytes is not None:
@@ -211,4 +124,4 @@ def _figures(timing: Timing, worst: float) -> dict[str, float | int]:
             (forward.flops or 0) / timing.ceilings.matmul_flops_per_s,
         )
         figures["roofline_share"] = least_s * 1e9 / forward.median_ns
-    return figures | {"budget_share": worst}
+    return figures

@@ -49,6 +49,10 @@ class CudaRecording:
         if any(block.was_written() for block in self._blocks):
             raise ReleasedMemoryError("the graph wrote to memory that has been let go of since its capture")
 
+    def launch(self) -> None:
+        """Launch the graph on the current stream, and nothing else."""
+        self._graph.replay()
+
     def reads(self, tensor: Tensor) -> bool | None:
         """Cannot be told: a graph does not say which addresses its kernels were given."""
         return None

@@ -28,6 +28,10 @@ class EmulatedRecording:
         """Every operator once more, with the arguments it had, in the memory it had."""
         self._tape.replay()
 
+    def launch(self) -> None:
+        """As :meth:`replay`: a host waits for itself."""
+        self._tape.replay()
+
     def reads(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` existed before the recording, and an operator was given it."""
         return self._tape.uses_outside(tensor)

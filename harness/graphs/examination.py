@@ -119,7 +119,11 @@ def declared_level(backend: type[AttentionBackend], questions: Questions) -> Att
     Another library's enum of the same names counts. Raises StageError where the declaration raises, or is no level.
     """
     probe = questions.probes[0]
-    problem = questions.problem(questions.case(probe, probe.turns[0]))
+    return level_for(backend, questions.problem(questions.case(probe, probe.turns[0])))
+
+
+def level_for(backend: type[AttentionBackend], problem: Problem) -> AttentionCGSupport:
+    """The same for the layer and cache of ``problem``."""
 
     def ask() -> AttentionCGSupport:
         builder: Any = backend.get_builder_cls()

@@ -73,6 +73,9 @@ class Recording(Protocol):
     def replay(self) -> None:
         """Everything that was recorded, once more, in the same memory. Whatever an operator raises comes through."""
 
+    def launch(self) -> None:
+        """The same, to be timed: nothing is waited for, and no memory is looked after."""
+
     def reads(self, tensor: Tensor) -> bool | None:
         """Whether the memory of ``tensor`` is among what the graph was given; None: this recorder cannot tell."""
 

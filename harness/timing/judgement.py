@@ -102,6 +102,7 @@ class Judge:
         self._earlier: deque[Contents] = deque(maxlen=_REMEMBERED)
         self._latest: tuple[Contents, Tensor, Answer] | None = None
         self.num_judged = 0
+        self.notes: tuple[str, ...] = ()
         self.worst = 0.0
         """The largest error so far, in budgets."""
 
@@ -111,7 +112,8 @@ class Judge:
         if answer.fault is not None:
             raise FoundOutError(Broken(answer.fault, {"calls": self.num_judged}, answer.meaning))
         layer = asked.base.problem.layer
-        limit = max(1, JUDGED_ELEMENTS // max(1, answer.output[0].numel() if len(rows) else 1))
+        limit = max(1, JUDGED_ELEMENTS // answer.output[0].numel()) if len(rows) else 0
+        self.notes = () if limit >= len(rows) else (_sampled(self.name, limit, len(rows)),)
         which = self._source.some(len(rows), len(rows) if self._latest is None else limit)
         self._latest = (asked, rows, answer)
         share = float(_shares(asked, rows[which], answer.output[which]).max()) if len(which) else 0.0
@@ -185,6 +187,12 @@ def _shares(asked: Contents, rows: Tensor, output: Tensor) -> Tensor:
     """The error of each row and head in budgets, float64 ``[n, H]``."""
     right, budget = asked.right(rows)
     return share_of_budget(output_error(output, right, output_codes(asked.base.problem.layer)), budget)
+
+
+def _sampled(name: str, judged: int, rows: int) -> str:
+    return (
+        f"{name}: {judged} of {rows} rows were judged after each call, chosen at random; all after the first and last"
+    )
 
 
 def _shifts_lse(has_alibi: bool, conventions: Conventions) -> bool:

@@ -5,7 +5,7 @@ the layer arrive, and the cache write and ``forward`` are timed, with nothing of
 which batches are timed, how many samples are taken.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,10 +13,11 @@ import torch
 from attncheck.harness.buffers import GuardedBuffer
 from attncheck.harness.calls import Call, calls_of
 from attncheck.harness.changes import changes
-from attncheck.harness.clock import Clock, HostClock
+from attncheck.harness.clock import Clock, EventClock, HostClock
 from attncheck.harness.entry import bound_forward, output_buffers, output_scale_of
 from attncheck.harness.findings import Broken
 from attncheck.harness.graphs.inputs import each_of
+from attncheck.harness.graphs.recorder import Recorder
 from attncheck.harness.problem import Problem
 from attncheck.harness.runner import Session
 from attncheck.harness.stages import stage
@@ -24,6 +25,7 @@ from attncheck.harness.step import Step, make_step, request_order
 from attncheck.harness.timing.fresh import FreshContents
 from attncheck.harness.timing.judgement import Answer, FoundOutError, Judge, answer_of
 from attncheck.harness.timing.lent import LentBuffers, span
+from attncheck.harness.timing.replay import Replay, capture
 from attncheck.harness.timing.stored import require_stored
 from attncheck.reports.timings import ClockName
 
@@ -56,8 +58,12 @@ class TimedStep:
         clock: Clock,
         flush: Flusher,
         memory: Memory | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """``memory``: of another step of at least the same sizes, to be used by this one as well."""
+        """``memory``: of another step of at least the same sizes, to be used by this one as well.
+
+        ``recorder``: makes the graph whose replays are timed in place of ``forward``; None: none is to be made.
+        """
         self._session, self._contents, self._clock, self._flush = session, contents, clock, flush
         self._backend, self._device = session.backend, session.device
         problem = contents.bases[0].problem
@@ -65,6 +71,9 @@ class TimedStep:
         self._judge = Judge(name, contents, self._backend.conventions)
         self._host = HostClock()
         self._scale = output_scale_of(problem, self._device)
+        self._recorder = recorder
+        self._replay: Replay | None = None
+        self._notes: tuple[str, ...] = ()
         self.build_ns: list[int] = []
         _, call = self._fresh(problem)
         self.memory = self._new_memory(problem, call) if memory is None else memory
@@ -88,20 +97,27 @@ class TimedStep:
         call = self.memory.lent.with_metadata_of(fresh)
         lent = each_of(call, torch.Tensor.detach)
         pristine = replace(fresh, common=each_of(call, torch.Tensor.clone).common)
+        if self._recorder is not None and self._replay is None:
+            self._capture(self._recorder, call, fresh)
         metadata = self._build(lent)
         answer, forward_ns = self._forward(lent, fresh, metadata)
+        self._judge.judge(asked, step.row_order[fresh.rows].to(self._device), answer)
         changed = ", ".join(changes(pristine, lent))
         if changed:
             raise FoundOutError(Broken(f"{self._judge.name}: the call changed what it was lent to read: {changed}"))
-        self._judge.judge(asked, step.row_order[fresh.rows].to(self._device), answer)
         if self._session.impl.brings_writer and step.key is not None and self._session.pool is not None:
             require_stored(self._judge.name, self._session.pool, problem, self._contents)
         return forward_ns
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the times should know."""
+        return (*self._notes, *self._judge.notes, *self._clock_notes())
+
+    @property
     def clock_name(self) -> ClockName:
-        """Of the clock that ``forward`` is timed by."""
-        return self._clock.name
+        """How ``forward`` is timed."""
+        return self._clock.name if self._replay is None else "graph"
 
     def bare(self) -> Callable[[], object]:
         """One more ``forward`` on new contents, to be looked at by other means than a clock."""
@@ -124,6 +140,21 @@ class TimedStep:
             self._judge.look_again()
         self._judge.finish()
 
+    def _clock_notes(self) -> Iterator[str]:
+        clock = self._clock
+        if not isinstance(clock, EventClock):
+            return
+        if clock.num_behind:
+            yield (
+                f"{self._judge.name}: in {clock.num_behind} of {clock.num_taken} calls the host fell behind the "
+                "device, and gaps between launches count"
+            )
+        if clock.num_late:
+            yield (
+                f"{self._judge.name}: in {clock.num_late} of {clock.num_taken} calls work went on elsewhere on the "
+                "device when the stream was done; it counts"
+            )
+
     def _new_memory(self, problem: Problem, call: Call) -> Memory:
         out, lse = output_buffers(self._backend, problem, len(call.query), call.num_rows, self._device)
         return Memory(LentBuffers(call), out, lse)
@@ -143,6 +174,17 @@ class TimedStep:
         if not self._session.impl.brings_writer and step.key is not None and step.value is not None:
             pool.write(step.slot_mapping, step.key, step.value)
 
+    def _capture(self, recorder: Recorder, call: Call, fresh: Call) -> None:
+        common = call.common
+        recorder.mark_host(common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu)
+        self.memory.lent.load_rows(fresh)
+        captured = capture(recorder, self._session.builder, call, self._bound)
+        if isinstance(captured, Replay):
+            self._replay = captured
+        else:
+            self._recorder = None
+            self._notes = (f"{self._judge.name} is not replayed from a graph, though one is declared: {captured}",)
+
     def _build(self, call: Call) -> object:
         made: list[object] = []
 
@@ -160,7 +202,7 @@ class TimedStep:
         spans = memory.lent.spans()
         if session.pool is not None:
             spans["the cache"] = span(session.pool.kv_cache)
-        forward = self._bound(call, metadata)
+        forward = self._bound(call, metadata) if self._replay is None else self._replay.forward
         returned: list[object] = []
         answers: list[Answer] = []
 

@@ -1,0 +1,182 @@
+"""All that is timed of one backend on one problem: the batch, its parts, and neighbours that it is held against.
+
+Must not know: records, how a sample is judged.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.cases.model import Case
+from attncheck.harness.clock import clock_for
+from attncheck.harness.findings import Broken
+from attncheck.harness.graphs.recorder import recorder_for
+from attncheck.harness.problem import Problem
+from attncheck.harness.runner import Session
+from attncheck.harness.timing.cache_flush import Flush
+from attncheck.harness.timing.fresh import FreshContents
+from attncheck.harness.timing.judgement import FoundOutError
+from attncheck.harness.timing.kernels import kernels_of
+from attncheck.harness.timing.neighbours import Neighbour, compare
+from attncheck.harness.timing.parts import DISTANCES, neighbour_of, parts_of
+from attncheck.harness.timing.replay import allows_graph
+from attncheck.harness.timing.sampling import Samples
+from attncheck.harness.timing.settings import TimingSettings
+from attncheck.harness.timing.statistics import median_interval
+from attncheck.harness.timing.step import TimedStep
+from attncheck.harness.timing.work import work_of
+from attncheck.harness.truth import Truth
+from attncheck.reports.timings import Kernel, Latency, Part
+
+WARM_UPS = 2
+"""Calls before any is timed: a first one may compile."""
+
+Sampler = Callable[[Part, Callable[[], int], TimingSettings], Samples]
+"""Takes samples of a part by calling what gives one, in nanoseconds: warm-ups first, the samples last."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and how is timed."""
+
+    device: torch.device
+    settings: TimingSettings
+    sampler: Sampler
+    flush: Flush
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the device's last-level cache is flushed before each sample."""
+        return not self.settings.warm and self.flush.num_bytes > 0
+
+
+class Measurement:
+    """One backend on one problem. Raises StageError for what the backend raised, FoundOutError where it cheats."""
+
+    def __init__(self, bench: Bench, backend: type[AttentionBackend], problem: Problem, truth: Truth) -> None:
+        self._bench, self._backend, self._problem = bench, backend, problem
+        self._parts = parts_of(problem)
+        self._session = Session(backend, problem, bench.device, capture_sizes=self._capture_sizes())
+        self._own = self._step("forward", FreshContents(problem, truth, bench.device))
+        self._notes: list[str] = []
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the times should know."""
+        return (*self._own.notes, *self._notes)
+
+    @property
+    def worst(self) -> float:
+        """The largest error of the batch's answers, in budgets."""
+        return self._own.worst
+
+    def latencies(self) -> tuple[Latency, ...]:
+        """Of the batch, of its metadata, and of its parts."""
+        samples = self._sampled("forward", self._own)
+        found = [
+            _latency("forward", self._own, samples, self._problem.case),
+            _build_latency(self._own.build_ns[-len(samples.samples_ns) :], self._bench.settings),
+        ]
+        for name, part in self._parts.items():
+            step = self._step(name, FreshContents(part, None, self._bench.device))
+            found.append(_latency(name, step, self._sampled(name, step), part.case))
+            step.finish()
+            self._notes += step.notes
+        return tuple(found)
+
+    def look_at_neighbours(self) -> None:
+        """Batches of nearly the same shape have to take about as long."""
+        seen: list[Neighbour] = []
+        for distance in DISTANCES:
+            asked = neighbour_of(self._problem, distance)
+            if asked is None:
+                continue
+            name = f"the same batch, {'a token' if distance == 1 else f'{distance} tokens'} shorter"
+            step = self._step(name, FreshContents(asked, None, self._bench.device), like=self._own)
+            seen.append(compare(distance, self._own.take, step.take))
+            step.finish()
+            if not seen[-1].is_notable:
+                return
+        if not seen:
+            return
+        nearest = min(seen, key=lambda neighbour: neighbour.least)
+        told = f"{nearest.ratio:.3g} times as long where requests are shorter by {nearest.distance}"
+        if all(neighbour.is_suspect for neighbour in seen):
+            raise FoundOutError(
+                Broken(
+                    f"forward takes {told}",
+                    {"neighbour_ratio": nearest.ratio},
+                    "a known shape is special-cased: its time says nothing about others",
+                )
+            )
+        self._notes.append(f"forward takes {told}")
+
+    def finish(self) -> None:
+        """The last answer, once more."""
+        self._own.finish()
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What runs in one ``forward``."""
+        return kernels_of(self._own.bare(), self._bench.device)
+
+    def _step(self, name: str, contents: FreshContents, like: TimedStep | None = None) -> TimedStep:
+        """A step, warmed up; in the memory of another where there is one."""
+        bench = self._bench
+        step = TimedStep(
+            name,
+            self._session,
+            contents,
+            clock_for(bench.device),
+            bench.flush if bench.is_cold else lambda: None,
+            None if like is None else like.memory,
+            recorder_for(bench.device) if self._is_replayed(contents.bases[0].problem) else None,
+        )
+        for _ in range(WARM_UPS):
+            step.take()
+        return step
+
+    def _sampled(self, part: Part, step: TimedStep) -> Samples:
+        return self._bench.sampler(part, step.take, self._bench.settings)
+
+    def _is_replayed(self, problem: Problem) -> bool:
+        return self._bench.device.type == "cuda" and allows_graph(self._backend, problem)
+
+    def _capture_sizes(self) -> tuple[int, ...]:
+        """Tokens of the batches that are replayed from graphs, ascending."""
+        replayed = [each for each in (self._problem, *self._parts.values()) if self._is_replayed(each)]
+        batches = [problem.case.batch for problem in replayed]
+        return tuple(sorted({batch.num_tokens + batch.padding.tokens for batch in batches}))
+
+
+def _latency(part: Part, step: TimedStep, samples: Samples, case: Case) -> Latency:
+    work = work_of(case)
+    return Latency(
+        part=part,
+        clock=step.clock_name,
+        median_ns=samples.median_ns,
+        low_ns=samples.low_ns,
+        high_ns=samples.high_ns,
+        samples_ns=samples.samples_ns,
+        is_settled=samples.is_settled,
+        moved_bytes=work.moved_bytes,
+        flops=work.flops,
+    )
+
+
+def _build_latency(taken: list[int], settings: TimingSettings) -> Latency:
+    """Of the builds before the samples of ``forward``: they end with those, settled or not."""
+    low, high = median_interval(taken)
+    middle = float(median(taken))
+    is_settled = len(taken) >= settings.min_samples and high - low <= settings.relative_width * middle
+    return Latency(
+        part="build",
+        clock="host",
+        median_ns=middle,
+        low_ns=low,
+        high_ns=high,
+        samples_ns=tuple(taken),
+        is_settled=is_settled,
+    )

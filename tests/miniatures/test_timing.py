@@ -1,0 +1,164 @@
+"""Every trick known to make a kernel look fast is caught by ``timing``, and by no check of answers alone.
+
+Clocks are stand-ins, so that nothing depends on how busy the machine is: one counts ATen's operators, one is the clock
+of CUDA over a device that is simulated.
+"""
+
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attncheck.backends.registry import load
+from attncheck.cases.loader import load_suite
+from attncheck.harness.checks import timing
+from attncheck.harness.clock import EventClock
+from attncheck.harness.engine import Examiner, Plan
+from attncheck.harness.timing import measurement
+from attncheck.harness.timing.device_api import DeviceApi
+from attncheck.harness.timing.settings import TimingSettings
+from attncheck.reports.timings import Ceilings
+
+HERE = Path(__file__).resolve().parent
+SETTINGS = TimingSettings(limit_s=60, min_samples=5, max_samples=6)
+CASE = "page-edges.float32-NHD"
+
+MEANINGS = {
+    "timing.py": {
+        "LeavesWorkToAThread": "written after the clock had stopped",
+        "EvaluatesLazily": "computed when it is looked at",
+        "ReplacesTheClock": "were patched",
+        "LowersThePrecision": "a lower precision",
+        "LeavesOutTheWrite": "cache write is left out",
+        "KnowsTheShape": "a known shape is special-cased",
+        "KeepsThePlan": "",
+    },
+    "timing_kept.py": {
+        "LeavesTheEarlierAnswer": "nothing was written",
+        "HandsOutTheEarlierAnswer": "results are kept",
+        "CachesByPointer": "results are kept",
+        "CachesByFingerprint": "results are kept",
+        "KeepsTheWeights": "",
+        "HandsBackItsInput": "an input is handed back",
+        "FindsItsAnswerInMemory": "",
+        "LooksForTheTruth": "",
+    },
+}
+"""What the finding must mean; empty: a wrong answer of no known sort."""
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class OperatorClock:
+    """A microsecond for each operator."""
+
+    name = "host"
+
+    def time(self, call, *, before=lambda: None, after=lambda: None):
+        before()
+        with Operators() as seen:
+            call()
+        after()
+        return 1_000 * (1 + seen.count)
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_ceilings(monkeypatch):
+    """What the machine can do is not asked."""
+    known = Ceilings(copy_bytes_per_s=1e10, matmul_flops_per_s=1e11, dtype="float32")
+    monkeypatch.setattr(timing, "measure_ceilings", lambda *_: known)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Clocks that count operators."""
+    monkeypatch.setattr(measurement, "clock_for", lambda _device: OperatorClock())
+
+
+@cache
+def case_of(suite, case_id):
+    return next(case for case in load_suite(suite).cases if case.id == case_id)
+
+
+def examined(backend, case, *checks):
+    plan = Plan(cases=(case,), backends=(backend,), checks=checks, timing=SETTINGS)
+    examiner = Examiner(plan)
+    records = {record.check: record for record in examiner.run()}
+    assert not examiner.blind
+    return records
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in MEANINGS.items() for name in names])
+@pytest.mark.usefixtures("counted")
+def test_a_trick_is_caught_under_the_clock(file, name, monkeypatch):
+    for owner, attribute in (
+        (time, "perf_counter_ns"),
+        (torch.cuda, "synchronize"),
+        (torch.cuda.Event, "elapsed_time"),
+    ):
+        monkeypatch.setattr(owner, attribute, getattr(owner, attribute))  # to be put back
+    records = examined(load(f"{HERE / file}:{name}"), case_of("decode", CASE), "numerics", "timing")
+    assert records["numerics"].outcome == "passed"
+    found = records["timing"]
+    assert found.outcome == "failed", found
+    assert MEANINGS[file][name] in (found.meaning or "")
+    assert found.timing is None
+
+
+@pytest.mark.usefixtures("counted")
+def test_results_cached_by_content_are_never_found_again():
+    backend = load(f"{HERE / 'timing_kept.py'}:CachesByContent")
+    found = examined(backend, case_of("decode", CASE), "timing")["timing"]
+    assert found.outcome == "passed"
+    assert backend.backend.Impl.hits == 0
+
+
+def test_work_on_another_stream_is_caught(monkeypatch):
+    backend = load(f"{HERE / 'timing.py'}:LeavesWorkToAStream")
+    deferred = backend.backend.Impl.cheat.__globals__["deferred"]
+
+    def synchronize():
+        while deferred:
+            deferred.pop()()
+
+    api = DeviceApi(
+        current=lambda: "main",
+        make_current=lambda _stream: None,
+        record=lambda _stream: None,
+        is_done=lambda _event: False,
+        elapsed_ms=lambda _start, _end: 1.0,
+        synchronize=synchronize,
+        hold=lambda _ns: None,
+    )
+    monkeypatch.setattr(measurement, "clock_for", lambda _device: EventClock("cuda", api))
+    found = examined(backend, case_of("decode", CASE), "timing")["timing"]
+    assert found.outcome == "failed"
+    assert "another stream" in found.meaning
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_work_on_another_stream_is_caught_on_a_gpu():
+    plan = Plan(
+        cases=(case_of("decode", CASE),),
+        backends=(load(f"{HERE / 'timing.py'}:LeavesWorkToAStream"),),
+        checks=("timing",),
+        device="cuda",
+        timing=SETTINGS,
+    )
+    (found,) = Examiner(plan).run()
+    assert found.outcome == "failed"
+    assert "another stream" in found.meaning

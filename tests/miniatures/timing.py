@@ -1,0 +1,181 @@
+"""Time that is hidden from a clock: work put off, done worse, left out, or done for one shape only.
+
+All are right in their first calls, and cheat once they take it that nobody looks any more. ``test_timing.py`` names
+what each must be told. Beside the reference only ``timing_kept.py`` derives from the classes here.
+"""
+
+import threading
+import time
+from dataclasses import replace
+
+import torch
+
+from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+
+HONEST_CALLS = 3
+
+deferred = []
+"""What stands for a side stream where there is no device: it is done when somebody waits for the device."""
+
+
+class Miniature(ReferenceBackend):
+    """The reference under the name of the subclass, whose nested ``Impl`` or ``Builder`` brings the fault."""
+
+    Impl = ReferenceImpl
+    Builder = ReferenceBuilder
+
+    @classmethod
+    def get_name(cls):
+        return cls.__name__.upper()
+
+    @classmethod
+    def get_impl_cls(cls):
+        return cls.Impl
+
+    @classmethod
+    def get_builder_cls(cls):
+        return cls.Builder
+
+
+class CheatingImpl(ReferenceImpl):
+    """Honest for some calls, then ``cheat`` answers in place of ``attend``."""
+
+    calls = 0
+
+    def attend(self, *arguments):
+        self.calls += 1
+        if self.calls <= HONEST_CALLS:
+            self.answer(*arguments)
+        else:
+            self.cheat(*arguments)
+
+    def answer(self, *arguments):
+        super().attend(*arguments)
+
+    def cheat(self, layer, query, key, value, caches, metadata, output, output_lse):
+        raise NotImplementedError
+
+
+class LeavesWorkToAThread(Miniature):
+    """Comes back at once; a thread does the work meanwhile."""
+
+    class Impl(CheatingImpl):
+        def cheat(self, *arguments):
+            def work():
+                threading.Event().wait(0.02)
+                self.answer(*arguments)
+
+            threading.Thread(target=work, daemon=True).start()
+
+
+class LeavesWorkToAStream(Miniature):
+    """Work on a stream that the current one never waits for."""
+
+    class Impl(CheatingImpl):
+        def cheat(self, layer, query, key, value, caches, metadata, output, output_lse):
+            right = torch.empty_like(output)
+            lse = None if output_lse is None else torch.empty_like(output_lse)
+            self.answer(layer, query, key, value, caches, metadata, right, lse)
+
+            def hand_over():
+                output.copy_(right)
+                if lse is not None:
+                    output_lse.copy_(lse)
+
+            if not output.is_cuda:
+                deferred.append(hand_over)
+                return
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(10_000_000)
+                hand_over()
+
+
+class Lazy(torch.Tensor):
+    """An output that is computed when it is first looked at."""
+
+    work = None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        for argument in args:
+            if isinstance(argument, Lazy) and argument.__dict__.get("work"):
+                argument.__dict__.pop("work")()
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class EvaluatesLazily(Miniature):
+    """Hands out a subclass of Tensor; the work is done when its first method is called."""
+
+    class Impl(CheatingImpl):
+        def forward(self, *arguments, output, **keywords):
+            super().forward(*arguments, output=output, **keywords)
+            if self.calls <= HONEST_CALLS:
+                return output
+            lazy = output.as_subclass(Lazy)
+            lazy.__dict__["work"] = self.work
+            return lazy
+
+        def cheat(self, *arguments):
+            self.work = lambda: self.answer(*arguments)
+
+
+class ReplacesTheClock(Miniature):
+    """Puts functions of its own in place of what measures time."""
+
+    class Impl(CheatingImpl):
+        def cheat(self, *arguments):
+            self.answer(*arguments)
+            time.perf_counter_ns = lambda: 0
+            torch.cuda.Event.elapsed_time = lambda *_: 0.0
+            torch.cuda.synchronize = lambda *_: None
+
+
+class LowersThePrecision(Miniature):
+    """Computes with queries of eight bits."""
+
+    class Impl(CheatingImpl):
+        def cheat(self, layer, query, *rest):
+            self.answer(layer, query.to(torch.float8_e4m3fn).to(query.dtype), *rest)
+
+
+class LeavesOutTheWrite(Miniature):
+    """Attends to the new rows where they are handed over, and stores them no more."""
+
+    class Impl(CheatingImpl):
+        def answer(self, layer, query, key, value, caches, metadata, output, output_lse):
+            super().answer(layer, query, key, value, caches, metadata, output, output_lse)
+            if caches is not None and self.calls > HONEST_CALLS:
+                common = metadata.common
+                for cache in caches:
+                    cache.flatten(0, 1)[common.slot_mapping[common.slot_mapping >= 0]] = 0
+
+        cheat = answer
+
+
+class KnowsTheShape(Miniature):
+    """Fast for the lengths it has seen first, and slow for all others."""
+
+    class Impl(CheatingImpl):
+        known = None
+
+        def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
+            lens = metadata.common.seq_lens.tolist()
+            self.known = self.known or lens
+            for _ in range(1 if lens == self.known else 4):
+                self.answer(layer, query, key, value, caches, metadata, output, output_lse)
+
+
+class KeepsThePlan(Miniature):
+    """The builder plans once for each address of a block table."""
+
+    class Builder(ReferenceBuilder):
+        plans = None
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            common = common_attn_metadata
+            self.plans = self.plans or {}
+            table = common.block_table_tensor
+            own = self.plans.setdefault((table.data_ptr(), table.shape), table.clone())
+            return super().build(common_prefix_len, replace(common, block_table_tensor=own), fast_build)
