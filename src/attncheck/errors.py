@@ -13,7 +13,8 @@
     |   |-- ProviderLoadError        a named provider of utilities could not be imported
     |   |-- DeviceError              a device that is not there
     |   |-- BlindCaseError           a case whose truth does not notice what it asks about
-    |   `-- RunFileError             a run file that cannot be trusted: path, line, why
+    |   |-- RunFileError             a run file that cannot be trusted: path, line, why
+    |   `-- MissingExtraError        something asked for needs a package that is not installed
     |-- BackendUnavailableError      a registered backend cannot run on this machine: an outcome, not a fault
     `-- ReferenceArgumentError       the reference refuses an undefined argument (also a ValueError)
 
@@ -156,6 +157,17 @@ class RunFileError(QuestionError):
 
     def __str__(self) -> str:
         return f"{self.path}{'' if self.line is None else f':{self.line}'}: {self.reason}"
+
+
+class MissingExtraError(QuestionError):
+    """Something asked for (``what``) needs ``package``, which is not installed; ``extra`` of attncheck brings it."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        self.what, self.package, self.extra = what, package, extra
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        return f"{self.what} needs {self.package}, which is not installed; pip install 'attncheck[{self.extra}]'"
 
 
 class BackendUnavailableError(AttncheckError):

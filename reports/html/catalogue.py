@@ -1,0 +1,219 @@
+"""All records of the page's runs as compact data, from which the page builds the rows a reader asks for.
+
+What many records say alike (reasons, needs, levels) stands there once and is referred to by number. The text is safe
+within a ``<script>``: nothing in it can end the element, and what a terminal or a reader of bidirectional text would
+obey is taken out. Must not know: how the rows look.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attncheck.reports import phrases
+from attncheck.reports.html.cleaning import clean_all
+from attncheck.reports.html.intervals import interval
+from attncheck.reports.records import (
+    BUDGET_SHARE,
+    OUTCOMES,
+    Crashed,
+    Errored,
+    Failed,
+    Passed,
+    Record,
+    Unavailable,
+    Unsupported,
+    XFailed,
+    XPassed,
+    graph_of,
+    timing_of,
+)
+from attncheck.reports.repro import repro_command
+from attncheck.reports.speed import speeds
+from attncheck.reports.speed_tables import case_id, fastest, suite_of
+from attncheck.reports.store import Run
+from attncheck.reports.timings import Latency, Timing
+
+Json = dict[str, Any]
+
+
+class _Pool:
+    """Values in the order they first came, each once; a value is asked for by its number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        """The number of ``text``, a new one where it is new."""
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    @property
+    def texts(self) -> list[str]:
+        """All of them, by number."""
+        return list(self._numbers)
+
+    @property
+    def json(self) -> str:
+        """All of them, each JSON already, as one list."""
+        return f"[{','.join(self._numbers)}]"
+
+
+def catalogue(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """JSON of every record and every speed of the runs, called ``names``, for a ``<script>`` that is data.
+
+    ``groups``: of each backend and case, ``[run, backend, suite, case id, needs, records]``, a record being ``[check,
+    outcome, round, seconds, body, repro command]``; ``speeds``: ``[run, backend, suite, case id, part, median, low,
+    high, rounds, spread, bytes a second, flops a second, share of the roofline, whether it is the fastest]``, times in
+    nanoseconds. Backends, suites, checks, needs, repro commands and bodies are numbers within lists of these names.
+    """
+    pools = {kind: _Pool() for kind in ("backends", "suites", "checks", "needs", "repros")}
+    bodies = _Pool()
+    groups: dict[tuple[int, str, str, str], list[Any]] = {}
+    for index, run in enumerate(runs):
+        for record in run.records:
+            key = (index, record.backend, record.suite, record.case_id)
+            if key not in groups:
+                where = [pools["backends"].number(record.backend), pools["suites"].number(record.suite)]
+                needs = pools["needs"].number(", ".join(record.needs))
+                groups[key] = [index, *where, record.case_id, needs, []]
+            groups[key][-1].append(
+                [
+                    pools["checks"].number(record.check),
+                    OUTCOMES.index(record.outcome),
+                    record.round,
+                    round(record.duration_s, 6),
+                    bodies.number(_dump(_body(record))),
+                    pools["repros"].number(repro_command(record, run.header)),
+                ]
+            )
+    rows = [row for index, run in enumerate(runs) for row in _speed_rows(index, run, pools)]
+    members = {
+        "runs": _dump(names),
+        "outcomes": _dump(OUTCOMES),
+        **{kind: _dump(pool.texts) for kind, pool in pools.items()},
+        "bodies": bodies.json,
+        "groups": _dump(list(groups.values())),
+        "speeds": _dump(rows),
+    }
+    # Within a script, only "<" could begin anything else; as an escape it is the same JSON.
+    return "{" + ",\n".join(f'"{name}":{text}' for name, text in members.items()).replace("<", "\\u003c") + "}"
+
+
+def _speed_rows(index: int, run: Run, pools: Mapping[str, _Pool]) -> list[list[Any]]:
+    found = speeds(run.records)
+    medians: dict[tuple[str, str], dict[str, tuple[float, ...]]] = {}
+    for speed in found:
+        medians.setdefault((speed.case, speed.part), {})[speed.backend] = speed.medians_ns
+    first = {key: fastest(times) for key, times in medians.items()}
+    return [
+        [
+            index,
+            pools["backends"].number(speed.backend),
+            pools["suites"].number(suite_of(speed)),
+            case_id(speed),
+            speed.part,
+            _figure(speed.median_ns),
+            _figure(interval(speed).low_ns),
+            _figure(interval(speed).high_ns),
+            len(speed.rounds),
+            _figure(speed.spread),
+            _figure(speed.bytes_per_s),
+            _figure(speed.flops_per_s),
+            _figure(speed.roofline_share),
+            int(first[speed.case, speed.part] == speed.backend),
+        ]
+        for speed in found
+    ]
+
+
+def _body(record: Record) -> Json:
+    """What only this kind of record says, without what is empty."""
+    told: Json = {"graph": _graph(record), "timing": _timing(timing_of(record))}
+    match record:
+        case Passed():
+            told |= {"notes": record.notes, "figures": _figures(record.figures), "share": _share(record.figures)}
+        case Failed():
+            told |= {
+                "what": phrases.what_happened(record),
+                "meaning": record.meaning,
+                "details": record.details,
+                "figures": _figures(record.figures),
+                "share": _share(record.figures),
+            }
+        case Errored():
+            told |= {"what": phrases.what_happened(record), "trail": record.traceback}
+            told |= {} if record.message in record.traceback else {"message": record.message}
+        case Crashed():
+            told |= {"what": phrases.what_happened(record), "trail": record.output}
+        case Unsupported() | Unavailable():
+            told |= {"reasons": record.reasons, "by": record.by if isinstance(record, Unsupported) else ""}
+        case XFailed():
+            told |= {"what": f"{record.underlying}: {record.summary}", "expected": record.reason}
+        case XPassed():
+            told |= {"what": phrases.what_happened(record)}
+    return {name: value for name, value in told.items() if value not in (None, "", (), {})}
+
+
+def _graph(record: Record) -> Json | None:
+    if (graph := graph_of(record)) is None:
+        return None
+    return {
+        "declared": graph.declared,
+        "measured": phrases.measured_level(graph.measured),
+        "recorder": graph.recorder,
+        "probes": [[probe.name, probe.level, phrases.probe_outcome(probe), probe.reason] for probe in graph.probes],
+        "notes": graph.notes,
+    }
+
+
+def _timing(timing: Timing | None) -> Json | None:
+    if timing is None:
+        return None
+    ceilings, device = timing.ceilings, timing.device
+    return {
+        "cache": timing.cache,
+        "parts": [_latency(latency) for latency in timing.latencies],
+        "ceilings": ceilings and [ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s, ceilings.dtype],
+        "device": device and device.model_dump(exclude_none=True),
+        "kernels": [[kernel.name, kernel.count, kernel.duration_ns] for kernel in timing.kernels],
+        "notes": timing.notes,
+    }
+
+
+def _latency(latency: Latency) -> Json:
+    """One part, its samples as their number and where 0, 25, 50, 75 and 100 % of them lie."""
+    ordered = sorted(latency.samples_ns)
+    last = len(ordered) - 1
+    return {
+        "part": latency.part,
+        "clock": latency.clock,
+        "median": _figure(latency.median_ns),
+        "low": _figure(latency.low_ns),
+        "high": _figure(latency.high_ns),
+        "samples": len(ordered),
+        "quartiles": [ordered[round(last * quarter / 4)] for quarter in range(5)] if ordered else [],
+        "settled": latency.is_settled,
+        "bytes": latency.moved_bytes,
+        "flops": latency.flops,
+    }
+
+
+def _figures(figures: Mapping[str, float]) -> dict[str, float | str | None]:
+    return {name: _figure(value) for name, value in figures.items()}
+
+
+def _share(figures: Mapping[str, float]) -> float | str | None:
+    """The share of the error budget, infinite where it is no number."""
+    share = figures.get(BUDGET_SHARE)
+    return "inf" if share is not None and math.isnan(share) else _figure(share)
+
+
+def _figure(value: float | None) -> float | str | None:
+    """A number of at most six digits; JSON has no infinity and no NaN, which become words."""
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+
+
+def _dump(value: object) -> str:
+    return json.dumps(clean_all(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,67 @@
+"""What became of the first run in another, as the page shows it. Values for templates, unescaped.
+
+Must not know: HTML, when a change counts.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attncheck.errors import QuestionError
+from attncheck.reports.comparison import OutcomeChange, RunComparison, SpeedChange, compare_runs
+from attncheck.reports.html.change_chart import change_chart, in_order
+from attncheck.reports.html.support_view import Tone
+from attncheck.reports.outcome_changes import KINDS
+from attncheck.reports.speed_changes import VERDICTS
+from attncheck.reports.store import Run
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+MOST_ROWS = 400
+"""Rows of a table; what there is no room for is counted."""
+CHARTED = 40
+
+
+@dataclass(frozen=True)
+class ComparisonView:
+    """``refusal``: why the runs cannot be compared; then there is no ``found``. ``counts``: pairs by verdict."""
+
+    key: str
+    base: str
+    new: str
+    found: RunComparison | None = None
+    refusal: str = ""
+    counts: tuple[tuple[str, int], ...] = ()
+    speeds: tuple[SpeedChange, ...] = ()
+    outcomes: tuple[OutcomeChange, ...] = ()
+    chart: "Markup | None" = None
+
+    @property
+    def verdict(self) -> tuple[str, Tone]:
+        """The comparison in a word, and its colour."""
+        verdicts = dict(self.counts)
+        if verdicts.get("slower") or any(change.kind == "worse" for change in self.outcomes):
+            return "slower or worse", "bad"
+        if verdicts and set(verdicts) == {"cannot tell"}:
+            return "nothing worse, times cannot be told apart", "warn"
+        return "nothing slower or worse", "good"
+
+
+def comparison_view(base: Run, new: Run, key: str, names: tuple[str, str]) -> ComparisonView:
+    """The comparison of two runs; ``key`` is its own within the page, ``names`` are theirs."""
+    try:
+        found = compare_runs(base, new)
+    except QuestionError as error:
+        return ComparisonView(key, *names, refusal=str(error))
+    speeds = in_order(found.speeds)
+    verdicts = Counter(change.verdict for change in speeds)
+    return ComparisonView(
+        key,
+        *names,
+        found=found,
+        counts=tuple((verdict, verdicts[verdict]) for verdict in VERDICTS if verdicts[verdict]),
+        speeds=speeds[:MOST_ROWS],
+        outcomes=tuple(sorted(found.outcomes, key=lambda change: KINDS.index(change.kind)))[:MOST_ROWS],
+        chart=change_chart(key, speeds[:CHARTED]) if speeds else None,
+    )

@@ -1,0 +1,140 @@
+"""The page itself: templates, style sheet, scripts and data put together, so that one file is all there is.
+
+Nothing is fetched: the page's own policy forbids it, and lets no script run but the one written here, by its digest.
+Must not know: what any section says.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from attncheck.errors import MissingExtraError
+from attncheck.reports import phrases
+from attncheck.reports.html.budget_chart import TALLEST
+from attncheck.reports.html.catalogue import catalogue
+from attncheck.reports.html.cleaning import clean
+from attncheck.reports.html.comparison_view import comparison_view
+from attncheck.reports.html.failures import SHOWN
+from attncheck.reports.html.run_view import FUNCTION_TONES, run_names, run_view
+from attncheck.reports.html.units import bytes_, rate, time
+from attncheck.reports.records import GRAPH_LEVELS
+from attncheck.reports.speed_tables import FASTEST_ROUNDS
+from attncheck.reports.store import Run
+from attncheck.reports.terminal_speeds import averaged
+from attncheck.reports.utilities import LEGEND
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+EXTRA = "report"
+NEEDED = ("jinja2", "matplotlib")
+
+SCRIPTS = ("dom.js", "table.js", "drill.js", "explorer.js", "page.js")
+"""In the order in which they are put together; they share one scope."""
+
+LONGEST, LONGEST_NAME, LONGEST_REASON = 600, 160, 240
+"""Characters of a sentence in a table, of a name, and of why a graph level was not reached; records tell them whole."""
+
+
+def render_runs(runs: Sequence[Run]) -> str:
+    """One self-contained HTML page of these runs, one at least; the first is compared with each of the others.
+
+    Raises:
+        MissingExtraError: jinja2 or matplotlib is not installed.
+    """
+    environment = _environment()
+    from markupsafe import Markup
+
+    names = run_names(runs)
+    views = [run_view(run, f"run-{index}", name) for index, (run, name) in enumerate(zip(runs, names, strict=True))]
+    comparisons = [
+        comparison_view(runs[0], run, f"comparison-{index}", (names[0], names[index]))
+        for index, run in enumerate(runs)
+        if index
+    ]
+    script = _script()
+    # All three are of our own making: templates of the package, and JSON in which nothing can end its element.
+    return environment.get_template("page.html").render(
+        views=views,
+        comparisons=comparisons,
+        policy=_policy(script),
+        style=Markup(_text("page.css")),  # noqa: S704
+        script=Markup(script),  # noqa: S704
+        data=Markup(catalogue(runs, names)),  # noqa: S704
+    )
+
+
+def _environment() -> "Environment":
+    """The templates, which escape whatever they are given, and clean every text of it."""
+    for package in NEEDED:
+        if find_spec(package) is None:
+            raise MissingExtraError("a report as HTML", package, EXTRA)
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def finalize(value: object) -> object:
+        return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=finalize,
+    )
+    environment.filters |= {
+        "budgets": phrases.budgets,
+        "conventions": phrases.conventions,
+        "gap_outcome": phrases.gap_outcome,
+        "gap_reasons": phrases.gap_reasons,
+        "measured_level": phrases.measured_level,
+        "why_no_higher": lambda row: phrases.why_no_higher(row, width=LONGEST_REASON),
+        "breakable": _breakable,
+        "name": lambda text: phrases.cut(phrases.one_line(text), LONGEST_NAME),
+        "brief": lambda text: phrases.cut(phrases.one_line(text), LONGEST),
+        "plural": phrases.plural,
+        "other_reasons": phrases.other_reasons,
+        "averaged": averaged,
+        "time": time,
+        "bytes": bytes_,
+        "rate": rate,
+    }
+    environment.globals |= {
+        "levels": GRAPH_LEVELS,
+        "row_tones": FUNCTION_TONES,
+        "functions_legend": LEGEND,
+        "tallest": TALLEST,
+        "shown_failures": SHOWN,
+        "fastest_rounds": FASTEST_ROUNDS,
+    }
+    return environment
+
+
+def _breakable(text: str) -> "Markup":
+    """Names, which may be broken after their underscores."""
+    from markupsafe import Markup, escape
+
+    return Markup("_<wbr>").join(map(escape, phrases.one_line(text).split("_")))
+
+
+def _script() -> str:
+    """All scripts as one, whose names nothing else on the page can see."""
+    return '"use strict";\n{\n' + "\n".join(_text(name) for name in SCRIPTS) + "}\n"
+
+
+def _policy(script: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # matplotlib writes the style of what it draws into attributes.
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+
+
+def _text(name: str) -> str:
+    return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8")

@@ -1,0 +1,181 @@
+"""One run as the page shows it, but for its records: who was asked, what came of it, and what never was asked.
+
+Values for templates, unescaped: the template escapes whatever it is given. Must not know: HTML, how records came about.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from attncheck.reports import phrases
+from attncheck.reports.graph_levels import LevelRow, legend, level_notes, level_rows, unmeasured_cases
+from attncheck.reports.html.budget_chart import BudgetUse, budget_chart, budget_uses
+from attncheck.reports.html.failures import Expected, Failure, expected, failures
+from attncheck.reports.html.speed_view import SpeedView, speed_view
+from attncheck.reports.html.support_view import Matrix, Tone, matrix
+from attncheck.reports.records import BackendInfo
+from attncheck.reports.store import Run
+from attncheck.reports.summary import Gap, Summary, Tally, summarise
+from attncheck.reports.support import support_rows
+from attncheck.reports.utilities import FunctionRow, Word, function_rows, known_departures, provider_title
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+FUNCTION_TONES: Mapping[Word, Tone] = {
+    "equal": "good",
+    "drifted": "calm",
+    "judged": "calm",
+    "differs": "bad",
+    "missing": "none",
+    "errored": "bad",
+    "crashed": "bad",
+    "stale": "warn",
+    "expected": "warn",
+}
+"""The colour of what became of a function of a provider."""
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The functions of one provider, and what is known of those that depart: names and a sentence."""
+
+    title: str
+    rows: tuple[FunctionRow, ...]
+    departures: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What the page says of one run. ``name``: its file; ``key``: what its sections are called in links."""
+
+    run: Run
+    key: str
+    name: str
+    summary: Summary
+    verdict: str
+    counts: str
+    warning: str | None
+    facts: Mapping[str, str]
+    backends: tuple[BackendInfo, ...]
+    support: Matrix
+    levels: tuple[LevelRow, ...]
+    unmeasured: Mapping[str, Mapping[str, int]]
+    level_legend: str
+    level_notes: Mapping[str, tuple[str, ...]]
+    functions: tuple[Functions, ...]
+    budgets: tuple[BudgetUse, ...]
+    budget_chart: "Markup | None"
+    speeds: SpeedView | None
+    failures: tuple[Failure, ...]
+    expected: tuple[Expected, ...]
+
+    @property
+    def tone(self) -> Tone:
+        """The colour of the verdict."""
+        match self.verdict:
+            case "passed":
+                return "good"
+            case "failed":
+                return "bad"
+            case _:
+                return "warn"
+
+    @property
+    def sections(self) -> tuple[tuple[str, str], ...]:
+        """What there is to say: the name of each section in links, and its heading."""
+        told = (
+            ("circumstances", "Circumstances", True),
+            ("checks", "Backends and checks", self.summary.backends),
+            ("functions", "Utilities", self.functions),
+            ("failures", "What fell short", self.failures or self.run.errors),
+            ("support", "Measured support", self.support.features or self.support.forms),
+            ("graphs", "CUDA-graph levels", self.levels),
+            ("budgets", "Error budget", self.budgets),
+            ("speeds", "Speeds", self.speeds),
+            ("expected", "Fell short as expected", self.expected),
+            ("gaps", "Not examined", self.summary.gaps),
+        )
+        return tuple((anchor, title) for anchor, title, is_told in told if is_told)
+
+    def tally(self, backend: str, check: str) -> Tally | None:
+        """What a check of a backend came to; None where it has no record."""
+        return self.summary.by_check.get((backend, check))
+
+    def gap_what(self, gap: Gap) -> str:
+        """How many cases, and which checks where only some were not made."""
+        return phrases.gap(gap, len(self.summary.checks))
+
+
+def run_view(run: Run, key: str, name: str) -> RunView:
+    """The view of one run; ``key`` and ``name`` are its own within the page."""
+    summary = summarise(run.records, checks=run.header.checks)
+    verdict, _, counts = phrases.closing(summary, run.errors, complete=run.complete).partition(": ")
+    levels, uses = level_rows(run.records), budget_uses(run.records)
+    return RunView(
+        run=run,
+        key=key,
+        name=name,
+        summary=summary,
+        verdict=verdict,
+        counts=counts,
+        warning=phrases.incomplete(run),
+        facts=_facts(run),
+        backends=tuple(backend for backend in run.header.backends if backend.name in summary.backends),
+        support=matrix(support_rows(run.records, run.header), summary.backends),
+        levels=levels,
+        unmeasured=unmeasured_cases(run.records),
+        level_legend=legend(levels),
+        level_notes=level_notes(levels),
+        functions=tuple(_functions(run, provider) for provider in summary.providers),
+        budgets=uses,
+        budget_chart=budget_chart(f"{key}-budgets", uses) if uses else None,
+        speeds=speed_view(run, key),
+        failures=failures(summary, run.header),
+        expected=expected(summary.expected),
+    )
+
+
+def run_names(runs: Sequence[Run]) -> list[str]:
+    """The names of the files, with their folders where names alone do not differ; numbered where paths do not."""
+    paths = [PurePath(run.path) for run in runs]
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"{index}: {name}" for index, name in enumerate(names, start=1)]
+    return names
+
+
+def _facts(run: Run) -> dict[str, str]:
+    return {name: value for name, value in _all_facts(run) if value}
+
+
+def _all_facts(run: Run) -> Iterator[tuple[str, str]]:
+    header, env = run.header, run.header.environment
+    yield "Asked", ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in header.suites)
+    yield "Checks", ", ".join(header.checks)
+    yield "Seed", str(header.seed)
+    yield "Rounds", str(header.rounds) if header.rounds > 1 else ""
+    device = [f"{header.device}: {env.device_name}"]
+    device += [f"compute capability {env.capability}"] if env.capability else []
+    device += [f"driver {env.driver}"] if env.driver else []
+    yield "Device", ", ".join(device)
+    yield "Machine", f"{env.cpu}, {phrases.plural(env.cores, 'core')}, {env.platform}"
+    commit = f", commit {env.git_commit}" if env.git_commit else ""
+    yield "Versions", f"attncheck {env.attncheck}{commit}, torch {env.torch}, numpy {env.numpy}, Python {env.python}"
+    yield "Policy", f"TF32 {_on(env.tf32)}, deterministic algorithms {_on(env.deterministic)}"
+    yield "Started", header.started
+    yield "Finished", run.footer.finished if run.footer else ""
+    yield "Notes", "; ".join(header.notes)
+    yield "File", run.path
+
+
+def _on(is_on: bool) -> str:
+    return "on" if is_on else "off"
+
+
+def _functions(run: Run, provider: str) -> Functions:
+    rows = function_rows(run.records, provider)
+    return Functions(provider_title(run.header, provider), rows, known_departures(rows))

@@ -1,0 +1,144 @@
+"""The times of one run as the page shows them: bars of each case, charts, and the rows of a table.
+
+Bars of one case share a scale that begins at zero; those of different cases do not. The fastest is marked only where
+:func:`attncheck.reports.speed_tables.fastest` says so. Must not know: how a time was measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from attncheck.reports.html.drawing import Style, styles
+from attncheck.reports.html.intervals import interval
+from attncheck.reports.html.speed_charts import build_chart, length_chart, panels, roofline_charts
+from attncheck.reports.html.units import time
+from attncheck.reports.speed import Speed, speeds
+from attncheck.reports.speed_notes import legend, speed_notes
+from attncheck.reports.speed_summary import summary_tables
+from attncheck.reports.speed_tables import SpeedTable, fastest, speed_tables, suites_of
+from attncheck.reports.store import Run
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+MOST_BARS = 1200
+OPEN_BARS = 160
+"""Up to so many bars, those of a suite are shown without being asked for."""
+
+
+class Bar(NamedTuple):
+    """One backend's time for ``forward`` of a case; ``share``, ``low``, ``high``: in hundredths of the scale."""
+
+    backend: str
+    series: int
+    time: str
+    share: float
+    low: float
+    high: float
+    is_fastest: bool
+
+
+class CaseBars(NamedTuple):
+    """The bars of one case."""
+
+    case: str
+    bars: tuple[Bar, ...]
+
+
+class SuiteBars(NamedTuple):
+    """The bars of one suite; ``left_out``: cases for which there was no room."""
+
+    suite: str
+    cases: tuple[CaseBars, ...]
+    left_out: int
+    is_open: bool
+
+
+class Drawing(NamedTuple):
+    """A chart, its heading, and what it shows."""
+
+    title: str
+    about: str
+    chart: "Markup"
+
+
+@dataclass(frozen=True)
+class SpeedView:
+    """What the page says of the times of one run."""
+
+    summaries: tuple[SpeedTable, ...]
+    drawings: tuple[Drawing, ...]
+    looks: Mapping[str, Style]
+    bars: tuple[SuiteBars, ...]
+    intervals: Literal["rounds", "process"]
+    about: str
+    notes: tuple[str, ...]
+
+
+def speed_view(run: Run, name: str) -> SpeedView | None:
+    """The view of a run's times, None where there are none; ``name`` is the run's own within the page."""
+    if not (found := speeds(run.records)):
+        return None
+    looks = styles(dict.fromkeys(speed.backend for speed in found))
+    return SpeedView(
+        summaries=summary_tables(found),
+        drawings=tuple(_drawings(run, found, looks, name)),
+        looks=looks,
+        bars=_bars(found, list(looks)),
+        intervals="rounds" if any(len(speed.rounds) > 1 for speed in found) else "process",
+        about=legend(speed_tables(found)),
+        notes=tuple(speed_notes(found)),
+    )
+
+
+def _drawings(run: Run, found: Sequence[Speed], looks: Mapping[str, Style], name: str) -> list[Drawing]:
+    forward = [speed for speed in found if speed.part == "forward"]
+    needs = {record.case: record.needs for record in run.records}
+    drawings = [
+        Drawing(
+            f"Latency over length: {panel.title}", panel.about, length_chart(f"{name}-length-{index}", panel, looks)
+        )
+        for index, panel in enumerate(panels(forward, needs))
+    ]
+    drawings += [
+        Drawing(f"Roofline, {dtype}", "what forward achieves, under what the device copies and multiplies", drawn)
+        for dtype, drawn in roofline_charts(f"{name}-roofline", forward, looks).items()
+    ]
+    if (drawn := build_chart(f"{name}-build", found, looks)) is not None:
+        drawings.append(Drawing("Build and forward", "above the line, making the metadata takes longer", drawn))
+    return drawings
+
+
+def _bars(found: Sequence[Speed], backends: Sequence[str]) -> tuple[SuiteBars, ...]:
+    forward = [speed for speed in found if speed.part == "forward"]
+    room, is_open = MOST_BARS, len(forward) <= OPEN_BARS
+    suites = []
+    for suite, members in suites_of(forward).items():
+        cases: dict[str, list[Speed]] = {}
+        for speed in members:
+            cases.setdefault(speed.case, []).append(speed)
+        shown = []
+        for case, own in cases.items():
+            if (room := room - len(own)) < 0:
+                break
+            shown.append(CaseBars(case, _case_bars(own, backends)))
+        suites.append(SuiteBars(suite, tuple(shown), len(cases) - len(shown), is_open))
+    return tuple(suites)
+
+
+def _case_bars(own: Sequence[Speed], backends: Sequence[str]) -> tuple[Bar, ...]:
+    intervals = [interval(speed) for speed in own]
+    first = fastest({speed.backend: speed.medians_ns for speed in own})
+    full = max(*(each.high_ns for each in intervals), *(speed.median_ns for speed in own)) / 100
+    return tuple(
+        Bar(
+            speed.backend,
+            backends.index(speed.backend),
+            time(speed.median_ns),
+            round(speed.median_ns / full, 1),
+            round(each.low_ns / full, 1),
+            round(each.high_ns / full, 1),
+            speed.backend == first,
+        )
+        for speed, each in zip(own, intervals, strict=True)
+    )

@@ -1,0 +1,95 @@
+"""What backends support, as a matrix of coloured cells with words: features, then sizes and forms.
+
+Must not know: what a feature means.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from attncheck.reports.support import SupportRow
+
+Tone = Literal["good", "bad", "warn", "calm", "none"]
+
+TONES: Mapping[str, Tone] = {
+    "right": "good",
+    "short": "bad",
+    "wrong": "bad",
+    "died": "bad",
+    "answered": "warn",
+    "unclear": "warn",
+    "refused": "calm",
+    "left": "none",
+}
+"""The colour of each verdict; words say the same."""
+
+WORDS = {
+    "right": "right",
+    "short": "some fall short",
+    "wrong": "not declared, accepted and wrong",
+    "died": "not declared, and the process died",
+    "answered": "not declared, right all the same",
+    "unclear": "refused unclearly",
+    "refused": "refused",
+    "left": "not examined",
+}
+
+
+class Cell(NamedTuple):
+    """A feature of a backend: its colour, whether it is declared where that matters, and what was found."""
+
+    tone: Tone
+    declared: str
+    words: str
+
+
+class Values(NamedTuple):
+    """The values of one form that share a verdict."""
+
+    tone: Tone
+    words: str
+    values: tuple[str, ...]
+
+
+class Matrix(NamedTuple):
+    """Rows of a feature or form and a cell a backend, None where no case says anything."""
+
+    features: Mapping[str, tuple[Cell | None, ...]]
+    forms: Mapping[str, tuple[tuple[Values, ...], ...]]
+
+
+def matrix(rows: Sequence[SupportRow], backends: Sequence[str]) -> Matrix:
+    """The matrix of these backends, in their order; features by name, forms as they first come."""
+    features = {(row.feature, row.backend): _cell(row) for row in rows if not row.is_form}
+    forms: dict[tuple[str, str], list[SupportRow]] = {}
+    for row in rows:
+        if row.is_form:
+            forms.setdefault((row.feature.partition("=")[0], row.backend), []).append(row)
+    names = sorted({feature for feature, _ in features})
+    keys = dict.fromkeys(key for key, _ in forms)
+    return Matrix(
+        {name: tuple(features.get((name, backend)) for backend in backends) for name in names},
+        {key: tuple(_values(forms.get((key, backend), ())) for backend in backends) for key in keys},
+    )
+
+
+def _cell(row: SupportRow) -> Cell:
+    declared, _, words = row.in_words.rpartition("declared: ")
+    return Cell(TONES[row.verdict], f"{declared}declared" if words != row.in_words else "", words)
+
+
+def _values(rows: Sequence[SupportRow]) -> tuple[Values, ...]:
+    found: dict[str, list[tuple[str, str]]] = {}
+    for row in rows:
+        value = row.feature.partition("=")[2]
+        counted = f" ({row.right} of {row.right + row.short} right)" if row.verdict == "short" else ""
+        found.setdefault(row.verdict, []).append((value, f"{value}{counted}"))
+    return tuple(
+        Values(TONES[verdict], WORDS[verdict], tuple(shown for _, shown in sorted(found[verdict], key=_by_size)))
+        for verdict in WORDS
+        if verdict in found
+    )
+
+
+def _by_size(value: tuple[str, str]) -> tuple[bool, int, str]:
+    text = value[0]
+    return not text.isdecimal(), int(text) if text.isdecimal() else 0, text

@@ -1,0 +1,31 @@
+"""Times, sizes and rates in the units a reader knows. Must not know: what was measured."""
+
+from collections.abc import Sequence
+
+_TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "\u00b5s"), (1.0, "ns"))
+
+
+def digits(value: float) -> str:
+    """Three digits that mean something, or all of a whole number that has more."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+def time(ns: float) -> str:
+    """A time in the unit that suits it: ``12.3 µs``."""
+    return _scaled(ns, _TIMES)
+
+
+def bytes_(count: float) -> str:
+    """A number of bytes: ``4 MB``."""
+    return _scaled(count, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")))
+
+
+def rate(flops_per_s: float) -> str:
+    """Operations a second: ``3.1 TFLOP/s``."""
+    units = ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1, "FLOP/s"))
+    return _scaled(flops_per_s, units)
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    size, unit = next((each for each in units if value >= each[0] * 0.9995), units[-1])
+    return f"{digits(value / size)} {unit}"
