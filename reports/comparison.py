@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from attncheck.reports.environment_changes import Difference, another_device, differences, warnings_of_times
-from attncheck.reports.matching import Matching, OneSided, label, match_runs
+from attncheck.reports.matching import Matching, OneSided, is_one_file, label, match_runs
 from attncheck.reports.outcome_changes import OutcomeChange, compare_outcomes
 from attncheck.reports.phrases import plural
 from attncheck.reports.speed import Speed, speeds
@@ -89,6 +89,7 @@ def _pair_speeds(base: Run, new: Run, matching: Matching) -> tuple[list[SpeedPai
     A case that was timed in one run alone came out otherwise, and is told as such.
     """
     before, after = _speeds(base), _speeds(new)
+    in_one_run = is_one_file(base, new)
     pairs = []
     lone = 0
     for (one, case), parts in before.items():
@@ -96,11 +97,11 @@ def _pair_speeds(base: Run, new: Run, matching: Matching) -> tuple[list[SpeedPai
             continue
         parts_anew = after[other, case]
         lone += len(parts.keys() ^ parts_anew.keys())
-        pairs += [
-            SpeedPair(label(one, other), parts[part], parts_anew[part])
-            for part in PARTS
-            if part in parts and part in parts_anew
-        ]
+        for part in PARTS:
+            if part in parts and part in parts_anew:
+                speed, anew = parts[part], parts_anew[part]
+                took_turns = in_one_run and len(speed.rounds) == len(anew.rounds)
+                pairs.append(SpeedPair(label(one, other), speed, anew, took_turns))
     return pairs, lone
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from attncheck.reports.comparison import OneSided, OutcomeChange, RunComparison, SpeedChange
 from attncheck.reports.outcome_changes import KINDS
 from attncheck.reports.phrases import plural
-from attncheck.reports.power import smallest_slowdown
+from attncheck.reports.power import Noise, smallest_slowdown
 from attncheck.reports.reasons import without_figures
-from attncheck.reports.significance import FAMILY_LEVEL, pooled_spread
+from attncheck.reports.significance import FAMILY_LEVEL
 from attncheck.reports.speed_changes import VERDICTS, Verdict
 from attncheck.reports.speed_tables import time_unit
 from attncheck.reports.store import Run
@@ -60,20 +60,21 @@ class OutcomeGroup:
 class Power:
     """What the pairs tested could have shown.
 
-    ``spread``: of processes, in the middle of the pairs; ``slowdown``: the least that is found four times in five where
+    ``noise``: of processes, in the middle of the pairs; ``slowdown``: the least that is found four times in five where
     processes differ so, with ``rounds`` a side and intervals that hold for all ``pairs`` at once.
     """
 
     pairs: int
     rounds: int
-    spread: float
+    noise: Noise
     slowdown: float
 
     @property
     def in_words(self) -> str:
         """One sentence."""
+        beside = "" if self.noise.in_turns is None else f", from those beside them by {self.noise.in_turns:.1%}"
         return (
-            f"processes differ by {self.spread:.1%} (the middle of {plural(self.pairs, 'pair')}): "
+            f"processes differ by {self.noise.spread:.1%}{beside} (the middle of {plural(self.pairs, 'pair')}): "
             f"with {self.rounds} rounds a side, a slowdown of {self.slowdown:.1%} is found four times in five"
         )
 
@@ -115,13 +116,15 @@ def counts_by_part(changes: Sequence[SpeedChange]) -> dict[Part, dict[Verdict, i
 def power_of(comparison: RunComparison) -> Power | None:
     """What the pairs that were tested could have shown; None: none was."""
     tested = [change for change in comparison.speeds if change.low is not None]
-    if not tested:
+    noises = [change.noise for change in tested if change.noise is not None]
+    if not noises:
         return None
-    spread = statistics.median(pooled_spread(each.base.medians_ns, each.new.medians_ns) for each in tested)
+    beside = [noise.in_turns for noise in noises if noise.in_turns is not None]
+    noise = Noise(statistics.median(each.spread for each in noises), statistics.median(beside) if beside else None)
     rounds = min(len(speed.rounds) for each in tested for speed in (each.base, each.new))
     level = FAMILY_LEVEL / len(tested)
-    slowdown = smallest_slowdown(spread, rounds, level=level, effect=comparison.terms.effect)
-    return Power(len(tested), rounds, spread, slowdown)
+    slowdown = smallest_slowdown(noise, rounds, level=level, effect=comparison.terms.effect)
+    return Power(len(tested), rounds, noise, slowdown)
 
 
 def run_in_words(run: Run) -> str:

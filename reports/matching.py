@@ -77,7 +77,7 @@ def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> Matching:
         of_common = {question: record for question, record in asked.items() if question[0] in common}
         answers += [(label(one, other), of_common[q], asked_anew[q]) for q in of_common if q in asked_anew]
         unasked += sum(q not in asked_anew and q[1] in new.header.checks for q in of_common)
-    if not _is_one_file(base, new):
+    if not is_one_file(base, new):
         only[0].extend(_whole(name, asked.values()) for name, asked in before.items() if name not in matched)
         only[1].extend(_whole(name, asked.values()) for name, asked in after.items() if name not in matched.values())
     if not cases:
@@ -95,7 +95,7 @@ def _match_backends(base: Run, new: Run, told: Mapping[str, str]) -> dict[str, s
             raise UnknownNameError(f"backend of {base.path}", one, names)
         if other not in names_anew:
             raise UnknownNameError(f"backend of {new.path}", other, names_anew)
-    if _is_one_file(base, new):
+    if is_one_file(base, new):
         if not told:
             raise QuestionError(f"{base.path} is BASE and NEW; --match OLD=NEW says which of its backends are compared")
         return dict(told)
@@ -104,7 +104,8 @@ def _match_backends(base: Run, new: Run, told: Mapping[str, str]) -> dict[str, s
     return {name: told.get(name, name) for name in names if name in told or name in by_name}
 
 
-def _is_one_file(base: Run, new: Run) -> bool:
+def is_one_file(base: Run, new: Run) -> bool:
+    """Whether both sides are the same run."""
     return Path(base.path).resolve() == Path(new.path).resolve()
 
 

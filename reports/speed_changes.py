@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Literal
 
 from attncheck.reports import significance
-from attncheck.reports.power import MOST_ROUNDS, rounds_needed
+from attncheck.reports.power import MOST_ROUNDS, Noise, rounds_needed
 from attncheck.reports.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS
 from attncheck.reports.speed import Speed
 from attncheck.reports.thresholds import Thresholds
@@ -28,8 +28,8 @@ class SpeedChange:
 
     ``backend``: its name, ``OLD -> NEW`` where backends of two names were matched (``base.backend``, ``new.backend``
     are those names). ``low``, ``high``: the interval of the ratio, simultaneous over all pairs tested; None where none
-    was made. ``reason``: why nothing can be told; empty for the other verdicts. ``is_regression``: slower, and by as
-    much as the run is to fail for.
+    was made. ``noise``: how far processes lie apart; None likewise. ``reason``: why nothing can be told; empty for the
+    other verdicts. ``is_regression``: slower, and by as much as the run is to fail for.
     """
 
     backend: str
@@ -43,15 +43,27 @@ class SpeedChange:
     verdict: Verdict
     reason: str = ""
     is_regression: bool = False
+    noise: Noise | None = None
 
 
 @dataclass(frozen=True)
 class SpeedPair:
-    """Two speeds of one question, and what the backend is called; nothing is said yet."""
+    """Two speeds of one question, and what the backend is called; nothing is said yet.
+
+    ``in_turns``: processes of both sides took turns, round by round, as in one run.
+    """
 
     backend: str
     base: Speed
     new: Speed
+    in_turns: bool = False
+
+    @property
+    def noise(self) -> Noise:
+        """How far processes lie apart; both sides need two at least, and as many where they took turns."""
+        medians = self.base.medians_ns, self.new.medians_ns
+        beside = significance.spread_in_turns(*medians) if self.in_turns else None
+        return Noise(significance.pooled_spread(*medians), beside)
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,9 @@ def _not_tested(pair: SpeedPair, reason: str) -> SpeedChange:
 def _tested(pair: SpeedPair, terms: Terms, level: float) -> SpeedChange:
     base, new = pair.base, pair.new
     step = clock_step(base, new)
-    found = significance.estimate_ratio(base.medians_ns, new.medians_ns, level=level, resolution=step)
+    found = significance.estimate_ratio(
+        base.medians_ns, new.medians_ns, level=level, resolution=step, in_turns=pair.in_turns
+    )
     effect, margin = 1 + terms.effect, 1 + terms.margin_of(base.case, base.part)
     verdict: Verdict
     reason = ""
@@ -125,7 +139,7 @@ def _tested(pair: SpeedPair, terms: Terms, level: float) -> SpeedChange:
     elif found.low >= 1 / margin and found.high <= margin:
         verdict = "same"
     else:
-        verdict, reason = "cannot tell", _why_unclear(base, new, terms, level, step)
+        verdict, reason = "cannot tell", _why_unclear(pair, terms, level, step)
     enough = terms.thresholds.share(base.case, base.part)
     is_regression = verdict == "slower" and enough is not None and found.ratio - 1 >= enough
     return SpeedChange(
@@ -140,21 +154,21 @@ def _tested(pair: SpeedPair, terms: Terms, level: float) -> SpeedChange:
         verdict,
         reason,
         is_regression,
+        pair.noise,
     )
 
 
-def _why_unclear(base: Speed, new: Speed, terms: Terms, level: float, step: float) -> str:
+def _why_unclear(pair: SpeedPair, terms: Terms, level: float, step: float) -> str:
     """What stands between the figures and a verdict, and how many rounds would get past it."""
     if math.log1p(step) > math.log1p(terms.effect):
         return f"the clock counts in steps of {step:.1%} of the time"
-    spread = significance.pooled_spread(base.medians_ns, new.medians_ns)
-    margin = terms.margin_of(base.case, base.part)
-    rounds = min(len(base.rounds), len(new.rounds))
-    needed = rounds_needed(spread, margin, level=level, effect=terms.effect)
+    margin = terms.margin_of(pair.base.case, pair.base.part)
+    rounds = min(len(pair.base.rounds), len(pair.new.rounds))
+    needed = rounds_needed(pair.noise, margin, level=level, effect=terms.effect)
     if needed is None:
         remedy = f"{MOST_ROUNDS} would not find {margin:.1%}"
     elif needed > rounds:
         remedy = f"{needed} a side would find {margin:.1%}"
     else:
         remedy = f"the difference is neither clearly above {terms.effect:.1%} nor clearly within {margin:.1%}"
-    return f"processes differ by {spread:.1%} over {rounds} rounds; {remedy}"
+    return f"processes differ by {pair.noise.spread:.1%} over {rounds} rounds; {remedy}"

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 from scipy import stats
 
-from attncheck.reports.power import rounds_needed, smallest_slowdown
-from attncheck.reports.significance import FAMILY_LEVEL, estimate_ratio, pooled_spread
+from attncheck.reports.power import Noise, rounds_needed, smallest_slowdown
+from attncheck.reports.significance import FAMILY_LEVEL, estimate_ratio, pooled_spread, spread_in_turns
 from attncheck.reports.speed import Speed
 from attncheck.reports.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
 
@@ -39,18 +39,21 @@ def test_the_spread_is_of_each_side_around_its_own_middle() -> None:
 
 
 def test_more_rounds_find_less_and_as_many_as_are_needed_are_named() -> None:
-    level = 1e-4
-    needed = rounds_needed(0.03, 0.05, level=level)
+    level, noise = 1e-4, Noise(0.03)
+    needed = rounds_needed(noise, 0.05, level=level)
     assert needed is not None
-    assert smallest_slowdown(0.03, needed, level=level) <= 0.05 < smallest_slowdown(0.03, needed - 1, level=level)
-    assert smallest_slowdown(0.03, 5, level=level) > smallest_slowdown(0.03, 50, level=level) > 0.01
-    assert rounds_needed(0.03, 0.01, level=level) is None  # the least that is told is never found
-    assert rounds_needed(0.9, 0.02, level=level) is None
+    assert smallest_slowdown(noise, needed, level=level) <= 0.05 < smallest_slowdown(noise, needed - 1, level=level)
+    assert smallest_slowdown(noise, 5, level=level) > smallest_slowdown(noise, 50, level=level) > 0.01
+    assert rounds_needed(noise, 0.01, level=level) is None  # the least that is told is never found
+    assert rounds_needed(Noise(0.9), 0.02, level=level) is None
+    quiet_beside = rounds_needed(Noise(0.03, in_turns=0.01), 0.05, level=level)
+    assert quiet_beside is not None
+    assert quiet_beside < needed
 
 
 @pytest.mark.parametrize("rounds", [5, 10, 30])
 def test_the_slowdown_said_to_be_found_four_times_in_five_is(rounds: int) -> None:
-    slowdown = smallest_slowdown(0.02, rounds, level=1e-4)
+    slowdown = smallest_slowdown(Noise(0.02), rounds, level=1e-4)
     drawn = Random(3)
     found = 0
     for _ in range(1000):
@@ -58,6 +61,38 @@ def test_the_slowdown_said_to_be_found_four_times_in_five_is(rounds: int) -> Non
         new = [(1 + slowdown) * math.exp(drawn.gauss(0, 0.02)) for _ in range(rounds)]
         found += estimate_ratio(base, new, level=1e-4).low > 1.01
     assert 0.76 < found / 1000 < 0.84  # three standard errors of a share of 0.8
+
+
+@pytest.mark.parametrize("rounds", [5, 10, 30])
+def test_so_it_is_of_processes_that_took_turns_on_a_machine_that_wanders(rounds: int) -> None:
+    slowdown = smallest_slowdown(Noise(0.2, in_turns=0.02), rounds, level=1e-4)
+    drawn = Random(3)
+    found = 0
+    for _ in range(1000):
+        machine = [drawn.gauss(0, 0.2) for _ in range(rounds)]
+        base = [math.exp(each + drawn.gauss(0, 0.02)) for each in machine]
+        new = [(1 + slowdown) * math.exp(each + drawn.gauss(0, 0.02)) for each in machine]
+        found += estimate_ratio(base, new, level=1e-4, in_turns=True).low > 1.01
+    assert 0.76 < found / 1000 < 0.84
+
+
+def test_of_processes_in_turns_what_they_share_with_the_one_beside_them_is_left_out() -> None:
+    machine = [100.0, 130.0, 90.0, 105.0, 140.0, 95.0]
+    ratios = [1.10, 1.11, 1.09, 1.10, 1.12, 1.10]
+    new = [time * ratio for time, ratio in zip(machine, ratios, strict=True)]
+    found = estimate_ratio(machine, new, level=0.002, in_turns=True)
+    expected = stats.ttest_1samp([math.log(ratio) for ratio in ratios], 0).confidence_interval(0.999)
+    assert (math.log(found.low), math.log(found.high)) == (pytest.approx(expected.low), pytest.approx(expected.high))
+    assert estimate_ratio(machine, new, level=0.002).low < 1 < found.low
+    assert spread_in_turns(machine, new) == pytest.approx(
+        stats.tstd([math.log(each) for each in ratios]) / math.sqrt(2)
+    )
+
+
+def test_where_nothing_is_shared_the_wider_base_of_both_sides_counts() -> None:
+    found = estimate_ratio(BASE[:4], NEW, level=0.002, in_turns=True)
+    apart = estimate_ratio(BASE[:4], NEW, level=0.001)
+    assert (found.low, found.high) == (pytest.approx(apart.low), pytest.approx(apart.high))
 
 
 Draw = Callable[[], float]

@@ -1,0 +1,287 @@
+"""How often ``attncheck compare`` finds what is slower, and how often it names what is not.
+
+    python benchmarks/compare_power.py [--comparisons 2000] [--seed 0]
+    python benchmarks/compare_power.py --aa RUN... [--pairs 2000]
+
+Without a run, processes are simulated: comparisons of 100 cases, 5 of them 5 % slower in NEW, whose process medians
+spread in several ways; then the smallest slowdown found, by spread and rounds. The interval is computed for all cases
+at once, and checked against attncheck's own, which takes them one by one.
+
+With ``--aa``, the rounds of real runs (``attncheck run --check timing --rounds N``, N 10 or more) are split into two
+halves that differ in nothing, at first even from odd ones, then at random, until there are enough pairs; whatever is
+named is a false alarm. Of several runs, each is also compared with the next one as they are: the same backends, at
+another time.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+from tabulate import tabulate
+
+from attncheck.reports.comparison import compare_runs
+from attncheck.reports.power import Noise, smallest_slowdown
+from attncheck.reports.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS, estimate_ratio
+from attncheck.reports.speed import Speed, speeds
+from attncheck.reports.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+from attncheck.reports.store import read_run
+from attncheck.reports.timings import PARTS
+
+CASES, SLOW, SLOWDOWN, ROUNDS = 100, 5, 0.05, 10
+BATCH = 100
+
+Floats = NDArray[np.float64]
+Draw = Callable[[np.random.Generator, tuple[int, int, int]], tuple[Floats, Floats]]
+"""Logs of process medians ``[comparisons, cases, rounds]`` of both sides, which do not differ in truth."""
+
+
+def _each(noise: Callable[[np.random.Generator, tuple[int, ...]], Floats]) -> Draw:
+    """Both sides alike, every process by itself."""
+    return lambda rng, shape: (noise(rng, shape), noise(rng, shape))
+
+
+def _now_and_then(share: float, factor: float) -> Draw:
+    """Besides 1 % of spread, a share of the processes slower by a factor."""
+    return _each(lambda rng, shape: rng.normal(0, 0.01, shape) + (rng.random(shape) < share) * np.log(factor))
+
+
+def _in_turns(wander: Callable[[np.random.Generator, tuple[int, ...]], Floats]) -> Draw:
+    """Besides 1 % of spread, a machine whose speed changes while processes of both sides take turns."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Floats, Floats]:
+        both = wander(rng, (*shape[:-1], 2 * shape[-1])) + rng.normal(0, 0.01, (*shape[:-1], 2 * shape[-1]))
+        return both[..., ::2], both[..., 1::2]
+
+    return draw
+
+
+def _one_after_the_other(wander: Callable[[np.random.Generator, tuple[int, ...]], Floats]) -> Draw:
+    """The same machine, with all processes of NEW after those of BASE."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Floats, Floats]:
+        both = wander(rng, (*shape[:-1], 2 * shape[-1])) + rng.normal(0, 0.01, (*shape[:-1], 2 * shape[-1]))
+        return both[..., : shape[-1]], both[..., shape[-1] :]
+
+    return draw
+
+
+def _normal(share: float) -> Draw:
+    return _each(lambda rng, shape: rng.normal(0, share, shape))
+
+
+def _heavy(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+    """1 % of spread, now and then far more."""
+    drawn: Floats = rng.standard_t(3, shape) * 0.01 / np.sqrt(3)
+    return drawn
+
+
+def _drift(_: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+    """10 % from the first process to the last."""
+    return np.broadcast_to(np.linspace(0, np.log(1.1), shape[-1]), shape)
+
+
+def _wandering(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+    """3 % of spread, 0.9 of which each process has of the one before."""
+    steps = rng.normal(0, 0.03, shape)
+    for index in range(1, shape[-1]):
+        steps[..., index] = 0.9 * steps[..., index - 1] + np.sqrt(1 - 0.9**2) * steps[..., index]
+    return steps
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """How process medians are spread; ``in_turns``: both sides stand in one run, and are compared as such."""
+
+    name: str
+    draw: Draw
+    in_turns: bool = False
+
+
+_ONE_PERCENT = _normal(0.01)
+
+SCENARIOS = (
+    Scenario("spread of 1 %", _ONE_PERCENT),
+    Scenario("spread of 1 %, one run", _ONE_PERCENT, in_turns=True),
+    Scenario("spread of 2 %", _normal(0.02)),
+    Scenario("spread of 5 %", _normal(0.05)),
+    Scenario("spread of 1 %, heavy tails (t, 3 degrees)", _each(_heavy)),
+    Scenario("one process in ten 30 % slower", _now_and_then(0.1, 1.3)),
+    Scenario("every second process 30 % slower", _now_and_then(0.5, 1.3)),
+    Scenario("every second process 30 % slower, one run", _now_and_then(0.5, 1.3), in_turns=True),
+    Scenario("drift of 10 %, one run", _in_turns(_drift), in_turns=True),
+    Scenario("drift of 10 %, one run after the other", _one_after_the_other(_drift)),
+    Scenario("wandering by 3 %, one run", _in_turns(_wandering), in_turns=True),
+    Scenario("wandering by 3 %, one run after the other", _one_after_the_other(_wandering)),
+)
+
+
+def intervals(base: Floats, new: Floats, level: float, *, in_turns: bool) -> tuple[Floats, Floats]:
+    """The interval of the log of the ratio over the last axis, as :func:`estimate_ratio` has it."""
+    halves_of = [_half_of_welch(base, new, level / 2 if in_turns else level)]
+    if in_turns:
+        rounds = base.shape[-1]
+        error = (new - base).std(axis=-1, ddof=1) / np.sqrt(rounds)
+        halves_of.append(special.stdtrit(rounds - 1, 1 - level / 4) * error)
+    half = np.minimum.reduce(halves_of)
+    difference = new.mean(axis=-1) - base.mean(axis=-1)
+    return difference - half, difference + half
+
+
+def _half_of_welch(base: Floats, new: Floats, level: float) -> Floats:
+    shares = [logs.var(axis=-1, ddof=1) / logs.shape[-1] for logs in (base, new)]
+    total = shares[0] + shares[1]
+    freedom = total**2 / sum(share**2 / (logs.shape[-1] - 1) for share, logs in zip(shares, (base, new), strict=True))
+    half: Floats = special.stdtrit(freedom, 1 - level / 2) * np.sqrt(total)
+    return half
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Shares of pairs: slow ones found, others named, others that could not be told."""
+
+    found: float
+    named: float
+    unclear: float
+
+
+def simulate(draw: Draw, comparisons: int, rng: np.random.Generator, *, in_turns: bool) -> Tally:
+    """Comparisons of :data:`CASES`, the first :data:`SLOW` of which are slower in NEW by :data:`SLOWDOWN`."""
+    level = FAMILY_LEVEL / CASES
+    counts = np.zeros(3)
+    for start in range(0, comparisons, BATCH):
+        base, new = draw(rng, (min(BATCH, comparisons - start), CASES, ROUNDS))
+        new = new.copy()
+        new[:, :SLOW] += np.log1p(SLOWDOWN)
+        low, high = intervals(base, new, level, in_turns=in_turns)
+        if start == 0:
+            _agree(base[0], new[0], low[0], high[0], level, in_turns=in_turns)
+        slower, faster = low > np.log1p(EFFECT), high < -np.log1p(EFFECT)
+        same = ~slower & ~faster & (low >= -np.log1p(MARGIN)) & (high <= np.log1p(MARGIN))
+        named = (slower | faster)[:, SLOW:]
+        counts += [slower[:, :SLOW].sum(), named.sum(), (~named & ~same[:, SLOW:]).sum()]
+    found, *others = counts / comparisons
+    return Tally(found / SLOW, *(count / (CASES - SLOW) for count in others))
+
+
+def _agree(base: Floats, new: Floats, low: Floats, high: Floats, level: float, *, in_turns: bool) -> None:
+    for case in range(len(base)):
+        times = np.exp(base[case]).tolist(), np.exp(new[case]).tolist()
+        own = estimate_ratio(*times, level=level, in_turns=in_turns)
+        np.testing.assert_allclose([np.log(own.low), np.log(own.high)], [low[case], high[case]], rtol=1e-9)
+
+
+def print_simulations(comparisons: int, seed: int) -> None:
+    """The scenarios, then the smallest slowdown by spread and rounds, by theory."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for scenario in SCENARIOS:
+        tally = simulate(scenario.draw, comparisons, rng, in_turns=scenario.in_turns)
+        rows.append([scenario.name, *(f"{share:.2%}" for share in (tally.found, tally.named, tally.unclear))])
+        if scenario.draw is _ONE_PERCENT:
+            assert tally.found >= 0.95, tally
+            assert tally.named <= 0.01, tally
+    print(f"{comparisons} comparisons of {CASES} cases, {SLOW} of them {SLOWDOWN:.0%} slower, {ROUNDS} rounds a side\n")
+    print(tabulate([["process medians", "slow ones found", "others named", "others not told"], *rows], "firstrow"))
+    print(f"\nthe smallest slowdown found four times in five among {CASES} pairs, by rounds a side\n")
+    spreads, rounds = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2), (5, 10, 20, 40, 80)
+    level = FAMILY_LEVEL / CASES
+    table = [
+        [f"{spread:.1%}", *(f"{smallest_slowdown(Noise(spread), count, level=level):.1%}" for count in rounds)]
+        for spread in spreads
+    ]
+    print(tabulate([["spread", *map(str, rounds)], *table], "firstrow", stralign="right"))
+
+
+def halves(found: Sequence[Speed], pairs: int, seed: int) -> Iterator[list[SpeedChange]]:
+    """Comparisons of halves of the rounds of ``found``, until ``pairs`` are compared."""
+    drawn = Random(seed)  # noqa: S311 (a simulation)
+    compared = 0
+    splits = 0
+    while compared < pairs:
+        split = []
+        for speed in found:
+            order = list(range(len(speed.rounds)))
+            if splits:
+                drawn.shuffle(order)
+            even = len(order) // 2 * 2
+            one, other = (_rounds(speed, order[offset:even:2]) for offset in (0, 1))
+            split.append(SpeedPair(speed.backend, one, other, in_turns=not splits))
+        yield list(compare_speeds(split, Terms()))
+        compared += len(split)
+        splits += 1
+
+
+def _rounds(speed: Speed, which: Sequence[int]) -> Speed:
+    rounds = tuple(speed.rounds[index] for index in which)
+    return Speed(speed.backend, speed.case, speed.part, rounds, tuple(speed.timings[index] for index in which))
+
+
+def print_false_alarms(paths: Sequence[str], pairs: int, seed: int) -> None:
+    """What is named of times that differ in nothing, and how far processes lie apart."""
+    runs = [read_run(path) for path in paths]
+    rows = []
+    for run in runs:
+        found = [speed for speed in speeds(run.records) if len(speed.rounds) >= 2 * MIN_ROUNDS]
+        if not found:
+            print(f"{run.path}: no time of {2 * MIN_ROUNDS} rounds or more")
+            continue
+        print_spread(run.path, found)
+        comparisons = list(halves(found, pairs, seed))
+        rows.append(_row(f"{run.path}: even and odd rounds", comparisons[:1]))
+        rows.append(_row(f"{run.path}: random halves", comparisons[1:]))
+    for base, new in pairwise(runs):
+        rows.append(_row(f"{base.path} and {new.path}", [list(compare_runs(base, new).speeds)]))
+    print(
+        tabulate(
+            [["times that differ in nothing", "comparisons", "pairs", "named", "share", "not told"], *rows], "firstrow"
+        )
+    )
+
+
+def _row(name: str, comparisons: Sequence[Sequence[SpeedChange]]) -> list[str]:
+    verdicts = [change.verdict for changes in comparisons for change in changes]
+    named = verdicts.count("slower") + verdicts.count("faster")
+    share = f"{named / len(verdicts):.2%}" if verdicts else "-"
+    unclear = f"{verdicts.count('cannot tell') / len(verdicts):.1%}" if verdicts else "-"
+    return [name, str(len(comparisons)), str(len(verdicts)), str(named), share, unclear]
+
+
+def print_spread(path: str, found: Sequence[Speed]) -> None:
+    """Of each part how far processes lie apart, and what that allows."""
+    rows = []
+    level = FAMILY_LEVEL / len(found)
+    for part in PARTS:
+        spreads = sorted(speed.spread for speed in found if speed.part == part and speed.spread is not None)
+        if len(spreads) > 1:
+            tenths = statistics.quantiles(spreads, n=10)
+            allowed = (smallest_slowdown(Noise(tenths[4]), rounds, level=level) for rounds in (ROUNDS, 2 * ROUNDS))
+            rows.append(
+                [part, len(spreads), *(f"{share:.1%}" for share in (tenths[0], tenths[4], tenths[8], *allowed))]
+            )
+    headings = ["part", "times", "spread: a tenth", "half", "nine tenths below"]
+    headings += [f"slowdown found, {rounds} rounds" for rounds in (ROUNDS, 2 * ROUNDS)]
+    print(f"{path}: how far process medians lie apart\n\n{tabulate([headings, *rows], 'firstrow')}\n")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comparisons", type=int, default=2000)
+    parser.add_argument("--aa", nargs="+", metavar="RUN", default=[])
+    parser.add_argument("--pairs", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.aa:
+        print_false_alarms(options.aa, options.pairs, options.seed)
+    else:
+        print_simulations(options.comparisons, options.seed)
+
+
+if __name__ == "__main__":
+    main()
