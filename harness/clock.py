@@ -4,10 +4,12 @@
 :class:`EventClock` for the work of a device. Must not know: backends, cases, how many samples are taken.
 """
 
+import gc
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -30,6 +32,18 @@ MARGIN_NS = 20_000
 
 def nothing() -> None:
     """Does nothing."""
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Python collects none meanwhile: what a collection takes depends on what everybody else has allocated."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Clock(Protocol):
@@ -79,10 +93,11 @@ class HostClock:
         """See :class:`Clock`."""
         before()
         self._wait()
-        began = host_ns()
-        call()
-        self._wait()
-        ended = host_ns()
+        with garbage_kept():
+            began = host_ns()
+            call()
+            self._wait()
+            ended = host_ns()
         after()
         return ended - began
 
@@ -142,18 +157,19 @@ class EventClock:
         is_held = self._is_holding and not is_guard
         api.synchronize()
         stream = api.current()
-        began = api.now_ns()
-        if is_held:
-            api.hold(self._hold_ns)
-        before()
-        if not is_held:
-            api.synchronize()
+        with garbage_kept():
             began = api.now_ns()
-        start = api.record(stream)
-        call()
-        end = api.record(stream)
-        is_ahead = not api.is_done(start)
-        issued_ns = api.now_ns() - began
+            if is_held:
+                api.hold(self._hold_ns)
+            before()
+            if not is_held:
+                api.synchronize()
+                began = api.now_ns()
+            start = api.record(stream)
+            call()
+            end = api.record(stream)
+            is_ahead = not api.is_done(start)
+            issued_ns = api.now_ns() - began
         if api.current() != stream:
             api.make_current(stream)
         after()

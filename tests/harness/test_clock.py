@@ -3,6 +3,7 @@
 Work on a stream takes the nanoseconds it says, from when it was issued and what is before it in its stream is done.
 """
 
+import gc
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -208,6 +209,16 @@ def test_the_host_clock_takes_what_lies_between(monkeypatch):
     timer = HostClock(wait=step("wait", 5))
     assert timer.time(step("call", 70), before=step("before", 1_000), after=step("after", 1_000)) == 75
     assert order == ["before", "wait", "call", "wait", "after"]
+
+
+def test_no_garbage_is_collected_under_a_clock(device):
+    seen = []
+    for timer in (HostClock(), device.clock):
+        timer.time(lambda: seen.append(gc.isenabled()))
+        with pytest.raises(LookupError):
+            timer.time(lambda: {}["gone"])
+        assert gc.isenabled()
+    assert seen == [False, False]
 
 
 def test_the_host_clock_does_not_look_clocks_up(monkeypatch):

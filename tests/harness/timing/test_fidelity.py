@@ -1,0 +1,35 @@
+"""Whether a time is true: a call that spins, and knows how long it did, is timed within 2 %.
+
+Each sample is held against what the call measured itself, so that a machine that is busy makes both longer.
+"""
+
+import time
+from statistics import median
+
+import pytest
+
+from attncheck.harness.clock import HostClock
+from attncheck.harness.timing.sampling import sample
+from attncheck.harness.timing.settings import TimingSettings
+
+
+@pytest.mark.parametrize("target_us", [100, 1_000, 10_000])
+def test_a_spin_takes_as_long_as_it_says(target_us):
+    clock, spent, taken = HostClock(), [], []
+
+    def spin():
+        began = time.perf_counter_ns()
+        while (now := time.perf_counter_ns()) - began < target_us * 1000:
+            pass
+        spent.append(now - began)
+
+    def take():
+        taken.append(clock.time(spin))
+        return taken[-1]
+
+    found = sample(take, TimingSettings(limit_s=0.3))
+    assert tuple(taken[-len(found.samples_ns) :]) == found.samples_ns
+    errors = [ns / own - 1 for ns, own in zip(taken, spent, strict=True)]
+    assert min(errors) >= 0
+    assert median(errors) <= 0.02
+    assert found.median_ns >= 1000 * target_us
