@@ -8,7 +8,6 @@ anything is timed.
 
 import os
 from collections.abc import Callable, Mapping
-from statistics import median
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ from attncheck.harness.clock import host_ns
 from attncheck.harness.engine import environment_of
 from attncheck.harness.pytest_items import CheckItem, Collection
 from attncheck.harness.timing.device_state import device_state
-from attncheck.harness.timing.sampling import Samples
+from attncheck.harness.timing.sampling import Samples, samples_of
 from attncheck.harness.timing.settings import TimingSettings
-from attncheck.harness.timing.statistics import median_interval
 from attncheck.reports.pytest_benchmark import MACHINE, extra_info, machine_of, names_of
 from attncheck.reports.records import Passed, Record
 from attncheck.reports.timings import Part
@@ -79,10 +77,7 @@ class Benchmarks:
         options = self._session.options
         fitting = int(float(options["max_time"]) * 1e9 / spent_ns)
         fixture.pedantic(call, rounds=max(1, options["min_rounds"], min(fitting, settings.max_samples)))
-        low, high = median_interval(taken)
-        middle = float(median(taken))
-        is_settled = len(taken) >= settings.min_samples and high - low <= settings.relative_width * middle
-        return Samples(tuple(taken), middle, low, high, is_settled)
+        return samples_of(taken, settings)
 
     def end(self, record: Record) -> None:
         """Tells pytest-benchmark what the check found: times of wrong answers are errors, and saved nowhere."""

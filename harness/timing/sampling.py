@@ -52,6 +52,11 @@ def sample(take: Callable[[], int], settings: TimingSettings, now: Callable[[], 
                 break
             look_at = max(look_at + 1, int(look_at * GROWTH))
         taken.append(take())
+    return samples_of(taken, settings)
+
+
+def samples_of(taken: list[int], settings: TimingSettings) -> Samples:
+    """What the nanoseconds ``taken`` come to; at least one."""
     low, high = median_interval(taken)
     return Samples(tuple(taken), float(median(taken)), low, high, _is_settled(taken, settings))
 
