@@ -77,5 +77,7 @@ def _parse(text: str, least: float) -> Threshold:
         raise UnknownNameError("part", match["part"], PARTS)
     share = float(match["percent"]) / 100
     if share < least:
-        raise QuestionError(f"--fail-on {shorten(text)}: differences below {least:.3g} of the time are not told")
+        raise QuestionError(
+            f"--fail-on {shorten(text)}: differences below {100 * least:.3g}% are not told (--min-effect)"
+        )
     return Threshold(match["pattern"] or EVERYTHING, part, share, text)

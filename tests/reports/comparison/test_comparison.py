@@ -1,0 +1,161 @@
+"""Which questions of two runs are compared, and what is told of the others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attncheck.errors import QuestionError, UnknownNameError
+from attncheck.reports.comparison import RunComparison, Terms, compare_runs
+from attncheck.reports.records import Record
+from attncheck.reports.store import Run
+from attncheck.reports.thresholds import parse_thresholds
+
+Compare = Callable[..., RunComparison]
+Make = Callable[..., Record]
+Timed = Callable[..., list[Record]]
+Around = Callable[..., list[float]]
+RunOf = Callable[..., Run]
+
+
+def test_a_slowdown_and_a_lost_feature_are_both_named(
+    compare: Compare, make: Make, timed: Timed, around: Around
+) -> None:
+    steady = timed(around(1e6), case_id="steady")
+    found = compare(
+        [make("passed", case_id="sinks"), *steady, *timed(around(1e6), build=around(1e4))],
+        [make("unsupported", case_id="sinks"), *steady, *timed(around(1.1e6, seed=1), build=around(1e4, seed=2))],
+    )
+    assert [(each.case, each.part, each.verdict) for each in found.speeds] == [
+        ("smoke/steady", "forward", "same"),
+        ("smoke/edge", "forward", "slower"),
+        ("smoke/edge", "build", "same"),
+    ]
+    assert [(each.case, each.kind) for each in found.outcomes] == [("smoke/sinks", "worse")]
+    assert found.is_regression
+    assert found.warnings == ()
+
+
+def test_a_slowdown_alone_is_a_regression_unless_the_threshold_lets_it_pass(
+    compare: Compare, timed: Timed, around: Around
+) -> None:
+    sides = timed(around(1e6)), timed(around(1.1e6, seed=1))
+    assert compare(*sides).is_regression
+    assert not compare(*sides, terms=Terms(thresholds=parse_thresholds(["20%"], least=0.01))).is_regression
+    with pytest.raises(QuestionError, match="matches no case"):
+        compare(*sides, terms=Terms(thresholds=parse_thresholds(["decode: 5%"], least=0.01)))
+
+
+def test_only_changes_for_the_worse_are_a_regression(compare: Compare, make: Make) -> None:
+    assert not compare([make("failed")], [make("passed")]).is_regression
+    assert not compare([make("failed")], [make("crashed")]).is_regression
+    assert compare([make("passed")], [make("crashed")]).is_regression
+
+
+def test_a_time_of_a_wrong_answer_is_compared_with_nothing(
+    compare: Compare, make: Make, timed: Timed, around: Around
+) -> None:
+    wrong_once = [*timed(around(1e6))[:-1], make("failed", check="timing", round=9)]
+    found = compare(timed(around(1e6)), wrong_once)
+    assert found.speeds == ()
+    assert [(each.before, each.after, each.kind) for each in found.outcomes] == [("passed", "failed", "worse")]
+
+
+def test_a_rewritten_case_is_another_question(compare: Compare, make: Make) -> None:
+    found = compare(
+        [make("passed"), make("passed", case_id="other")],
+        [make("failed", case_hash="ffffffffffff"), make("passed", case_id="other")],
+    )
+    assert found.outcomes == ()
+    assert found.changed_cases == ("smoke/edge",)
+    with pytest.raises(QuestionError, match=r"no case of a backend in common; 1 case of the same name changed"):
+        compare([make("passed")], [make("failed", case_hash="ffffffffffff")])
+
+
+def test_what_one_run_alone_asked_is_listed_and_no_regression(compare: Compare, make: Make) -> None:
+    found = compare(
+        [make("passed"), make("passed", case_id="gone"), make("passed", backend="fast")],
+        [make("passed"), make("failed", case_id="come"), make("failed", backend="Wrong")],
+    )
+    assert [(each.backend, each.cases, each.is_whole) for each in found.only_base] == [
+        ("reference", ("smoke/gone",), False),
+        ("fast", ("smoke/edge",), True),
+    ]
+    assert [(each.backend, each.cases, each.is_whole) for each in found.only_new] == [
+        ("reference", ("smoke/come",), False),
+        ("Wrong", ("smoke/edge",), True),
+    ]
+    assert not found.is_regression
+
+
+def test_a_check_that_new_left_out_of_a_case_is_warned_of(compare: Compare, make: Make) -> None:
+    found = compare([make("passed"), make("passed", check="cudagraph")], [make("passed")])
+    assert len(found.warnings) == 1
+    assert "1 answer of BASE" in found.warnings[0]
+
+
+def test_a_part_that_one_run_alone_timed_is_warned_of(compare: Compare, timed: Timed, around: Around) -> None:
+    found = compare(timed(around(1e6), build=around(1e4)), timed(around(1e6)))
+    assert [each.part for each in found.speeds] == ["forward"]
+    assert "1 time" in found.warnings[0]
+
+
+def test_backends_of_two_names_are_compared_as_told(compare: Compare, timed: Timed, around: Around) -> None:
+    base = [*timed(around(1e6), backend="reference"), *timed(around(1e6), backend="fast")]
+    new = [*timed(around(2e6), backend="Wrong"), *timed(around(1e6), backend="fast")]
+    found = compare(base, new, backends={"reference": "Wrong"})
+    assert [(each.backend, each.verdict) for each in found.speeds] == [
+        ("reference -> Wrong", "slower"),
+        ("fast", "same"),
+    ]
+    with pytest.raises(UnknownNameError, match="'nobody'"):
+        compare(base, new, backends={"nobody": "Wrong"})
+    with pytest.raises(UnknownNameError, match="'nobody'"):
+        compare(base, new, backends={"reference": "nobody"})
+
+
+def test_two_backends_of_one_run_are_compared_round_by_round(run_of: RunOf, timed: Timed) -> None:
+    machine = [1e6, 1.4e6, 0.8e6, 1.1e6, 1.5e6, 0.9e6, 1.2e6, 1e6, 1.3e6, 0.85e6]
+    slower = [1.1 * time * (1 + 0.001 * (index % 3)) for index, time in enumerate(machine)]
+    both = run_of([*timed(machine, backend="reference"), *timed(slower, backend="fast")])
+    found = compare_runs(both, both, backends={"reference": "fast"})
+    assert [each.verdict for each in found.speeds] == ["slower"]
+    assert (found.only_base, found.only_new) == ((), ())
+    apart = compare_runs(run_of(timed(machine)), run_of(timed(slower)))
+    assert [each.verdict for each in apart.speeds] == ["cannot tell"]
+    with pytest.raises(QuestionError, match="--match OLD=NEW"):
+        compare_runs(both, both)
+
+
+def test_a_backend_that_misses_rounds_is_not_compared_round_by_round(
+    run_of: RunOf, timed: Timed, around: Around
+) -> None:
+    both = run_of([*timed(around(1e6)), *timed(around(1.2e6, rounds=8, seed=1), backend="fast")])
+    (found,) = compare_runs(both, both, backends={"reference": "fast"}).speeds
+    assert found.verdict == "slower"
+    assert found.noise is not None
+    assert found.noise.in_turns is None
+
+
+def test_a_run_that_was_cut_off_is_warned_of(run_of: RunOf, make: Make) -> None:
+    whole, cut = run_of([make("passed")]), run_of([make("passed")], is_cut=True)
+    (warning,) = compare_runs(whole, cut).warnings
+    assert warning.startswith("NEW was cut off after 1 record")
+    assert compare_runs(cut, whole).warnings[0].startswith("BASE was cut off")
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_other"),
+    [({"cpu": "another"}, True), ({"device": "cuda", "device_name": "a GPU"}, True), ({"torch": "2.14.0"}, False)],
+)
+def test_times_of_another_device_are_not_compared_and_outcomes_are(
+    run_of: RunOf, make: Make, timed: Timed, around: Around, changed: dict[str, Any], is_other: bool
+) -> None:
+    base = run_of([make("passed"), *timed(around(1e6))])
+    environment = base.header.environment.model_copy(update=changed)
+    new = run_of([make("failed"), *timed(around(2e6))], environment=environment)
+    found = compare_runs(base, new)
+    (speed,) = found.speeds
+    assert (speed.verdict == "cannot tell", "another device" in speed.reason) == (is_other, is_other)
+    assert [each.kind for each in found.outcomes] == ["worse"]
+    assert [each.field for each in found.environments] == list(changed)

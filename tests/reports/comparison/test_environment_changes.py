@@ -1,0 +1,106 @@
+"""What is told of the circumstances of two runs, and of what their times have in common."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attncheck.reports.comparison import compare_runs
+from attncheck.reports.environment_changes import another_device
+from attncheck.reports.records import BackendInfo, Environment, Record
+from attncheck.reports.store import Run
+
+RunOf = Callable[..., Run]
+Timed = Callable[..., list[Record]]
+Around = Callable[..., list[float]]
+
+
+def test_every_field_that_differs_is_told(run_of: RunOf, timed: Timed, around: Around) -> None:
+    base = run_of(timed(around(1e6, rounds=6)), backends=(_info(features=("sinks", "lse")),))
+    environment = base.header.environment.model_copy(update={"torch": "2.14.0", "git_commit": "abc", "tf32": True})
+    new = run_of(
+        timed(around(1e6, rounds=7)), backends=(_info(version="2", features=("lse",)),), environment=environment, seed=3
+    )
+    told = {each.field: (each.base, each.new) for each in compare_runs(base, new).environments}
+    assert told == {
+        "torch": ("2.13.0+cpu", "2.14.0"),
+        "git_commit": ("none", "abc"),
+        "tf32": ("no", "yes"),
+        "seed": ("0", "3"),
+        "rounds": ("6", "7"),
+        "reference: version": ("0.1.0", "2"),
+        "reference: features declared in one run only": ("sinks", "none"),
+    }
+    assert compare_runs(base, Run("elsewhere", base.header, base.records)).environments == ()
+
+
+def _info(**fields: Any) -> BackendInfo:
+    return BackendInfo(**({"name": "reference", "ref": "reference", "version": "0.1.0"} | fields))
+
+
+def test_conventions_and_what_a_process_was_started_with_are_told(run_of: RunOf, timed: Timed, around: Around) -> None:
+    base = run_of(timed(around(1e6)), backends=(_info(conventions={"lse_base": "e", "batch_invariant": True}),))
+    new = run_of(
+        timed(around(1e6)),
+        backends=(_info(conventions={"lse_base": "2", "batch_invariant": True}, required_environment={"A": "1"}),),
+    )
+    told = {each.field: (each.base, each.new) for each in compare_runs(base, new).environments}
+    assert told == {"reference: lse_base": ("e", "2"), "reference: started with": ("none", "A=1")}
+
+
+def test_a_gpu_is_its_name_whatever_the_machine_around_it(run_of: RunOf, timed: Timed, around: Around) -> None:
+    one = run_of(timed(around(1e6))).header.environment.model_copy(update={"device": "cuda", "device_name": "H200"})
+    assert another_device(one, one.model_copy(update={"cpu": "another", "cores": 64, "driver": "2"})) == ""
+    assert another_device(one, one.model_copy(update={"device_name": "A100"})) == "another device: H200 and A100"
+    cpu = Environment(**(one.model_dump() | {"device": "cpu", "device_name": one.cpu}))
+    assert another_device(cpu, cpu.model_copy(update={"cores": 64})) == "another device: 2 and 64"
+
+
+def state(**fields: Any) -> dict[str, Any]:
+    return {"device": fields}
+
+
+def ceilings(rate: float) -> dict[str, Any]:
+    return {"ceilings": {"copy_bytes_per_s": rate, "matmul_flops_per_s": 1e12, "dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "said"),
+    [
+        (state(), state(throttle_reasons=("sw_power_cap",)), "held back in 10 of 10 timings of NEW: sw_power_cap"),
+        (state(sm_clock_mhz=1980), state(sm_clock_mhz=1900), "the SM clock is -4.0% in NEW"),
+        (state(sm_clock_mhz=1980), state(sm_clock_mhz=1975), ""),
+        (ceilings(1e12), ceilings(0.9e12), "the rate of a large copy is -10.0% in NEW"),
+        (ceilings(1e12), ceilings(0.98e12), ""),
+        (ceilings(1e12), {}, ""),
+    ],
+)
+def test_a_machine_that_became_slower_is_warned_of(
+    run_of: RunOf, timed: Timed, around: Around, base: dict[str, Any], new: dict[str, Any], said: str
+) -> None:
+    runs = [run_of(timed(around(1e6), timing=timing)) for timing in (base, new)]
+    warnings = compare_runs(*runs).warnings
+    assert len(warnings) == bool(said)
+    assert all(said in warning for warning in warnings)
+
+
+def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(
+    run_of: RunOf, timed: Timed, around: Around
+) -> None:
+    def of(factors: dict[str, float], seed: int) -> Run:
+        return run_of(
+            [
+                record
+                for backend, factor in factors.items()
+                for case in range(4)
+                for record in timed(
+                    around(factor * 1e6, spread=0.002, seed=seed + case), case_id=f"c{case}", backend=backend
+                )
+            ]
+        )
+
+    base = of({"reference": 1, "fast": 0.5}, 0)
+    (warning,) = compare_runs(base, of({"reference": 1.06, "fast": 0.53}, 10)).warnings
+    assert warning.startswith("8 of 8 times are longer in NEW, whatever the backend, by 6.")
+    assert compare_runs(base, of({"reference": 1, "fast": 0.53}, 10)).warnings == ()
+    assert compare_runs(of({"fast": 1}, 0), of({"fast": 1.06}, 10)).warnings == ()

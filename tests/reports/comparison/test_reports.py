@@ -1,0 +1,181 @@
+"""A comparison as text, Markdown, and commands for a GitHub runner: what a person sees, and what cannot be smuggled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attncheck.reports import comparison_github, comparison_markdown, comparison_text
+from attncheck.reports.comparison import RunComparison, Terms
+from attncheck.reports.comparison_summary import change_text, closing, grouped_outcomes, power_of, unclear, with_verdict
+from attncheck.reports.records import Record
+from attncheck.reports.thresholds import parse_thresholds
+
+Compare = Callable[..., RunComparison]
+Make = Callable[..., Record]
+Timed = Callable[..., list[Record]]
+Around = Callable[..., list[float]]
+
+HOSTILE = "<script>|x`\x1b[2J\n::error title=x::forged\n**bold**"
+
+
+@pytest.fixture
+def found(compare: Compare, make: Make, timed: Timed, around: Around) -> RunComparison:
+    """One slower, one faster, one the same, one unclear; sinks lost in three cases, one case repaired."""
+    base, new = [], []
+    for index, (case, factor, spread) in enumerate(
+        [("slow", 1.1, 0.01), ("fast", 0.8, 0.01), ("same", 1.0, 0.01), ("loud", 1.0, 0.2)]
+    ):
+        base += timed(around(1e6, spread=spread, seed=index), case_id=case)
+        new += timed(around(factor * 1e6, spread=spread, seed=10 + index), case_id=case)
+    for case in ("a", "b", "c"):
+        base.append(make("passed", case_id=case))
+        new.append(make("unsupported", case_id=case, reasons=["no sinks"]))
+    return compare([*base, make("failed", case_id="d")], [*new, make("passed", case_id="d")])
+
+
+def test_a_terminal_is_told_what_changed_worst_first(found: RunComparison) -> None:
+    text = comparison_text.render_comparison(found)
+    wanted = [
+        "outcomes that changed",
+        "worse reference, smoke/a and 2 more cases: numerics",
+        "passed -> unsupported: no sinks",
+        "better reference, smoke/d: numerics",
+        "slower",
+        "reference  smoke/slow",
+        "faster",
+        "reference  smoke/fast",
+        "cannot tell",
+        "1 time, reference, smoke/loud, forward: processes differ by",
+        "forward   1       1       1     1",
+        "a slowdown of",
+        "regression: 3 outcomes worse, 1 outcome better; of 4 times 1 slower, 1 faster, 1 same, 1 CANNOT BE",
+    ]
+    places = [text.find(each) for each in wanted]
+    assert -1 not in places, text
+    assert places == sorted(places)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\033" not in text
+
+
+def test_only_what_is_no_luck_has_a_colour(found: RunComparison, compare: Compare, timed: Timed) -> None:
+    text = comparison_text.render_comparison(found, color=True)
+    assert "\033[31mslower\033[0m" in text
+    assert "\033[32mfaster\033[0m" in text
+    assert "\033[31mregression\033[0m" in text
+    unclear_alone = compare(timed([1e6] * 3), timed([9e6] * 3))
+    assert "\033" not in comparison_text.render_comparison(unclear_alone, color=True)
+
+
+def test_markdown_tells_every_case(found: RunComparison) -> None:
+    text = comparison_markdown.render_comparison(found)
+    assert "| **worse** | reference | smoke/a, smoke/b, smoke/c | numerics | passed -> unsupported | no sinks |" in text
+    assert "| forward | 1 | 1 | 1 | 1 |" in text
+    assert text.index("**regression") < text.index("## Outcomes that changed") < text.index("### Slower")
+    assert text.endswith("\n")
+
+
+def test_long_names_and_many_changes_keep_to_the_width(compare: Compare, timed: Timed, around: Around) -> None:
+    names = [f"{'long-' * 12}{index}" for index in range(20)]
+    base = [record for name in names for record in timed(around(1e6), case_id=name)]
+    new = [record for name in names for record in timed(around(2e6, seed=1), case_id=name)]
+    text = comparison_text.render_comparison(compare(base, new))
+    assert max(map(len, text.splitlines())) <= 100
+    assert sum("long-long" in line for line in text.splitlines()) == comparison_text.SHOWN_CHANGES
+    assert "and 5 more (`--format markdown` tells them all)" in text
+    assert all(name in comparison_markdown.render_comparison(compare(base, new)) for name in names)
+
+
+def test_what_fails_is_an_error_on_github_and_what_cannot_be_told_a_warning(found: RunComparison) -> None:
+    errors, warnings = [
+        [line for line in comparison_github.annotations(found) if line.startswith(f"::{kind} ")]
+        for kind in ("error", "warning")
+    ]
+    assert len(errors) == 2
+    assert errors[0] == (
+        "::error title=reference%3A smoke/a and 2 more cases%2C numerics%3A passed -> unsupported::no sinks"
+    )
+    assert errors[1].startswith("::error title=reference%3A smoke/slow%2C forward%3A +")
+    assert len(warnings) == 1
+    assert "1 of 4 times cannot be told" in warnings[0]
+
+
+def test_slower_within_the_threshold_is_a_warning(compare: Compare, timed: Timed, around: Around) -> None:
+    terms = Terms(thresholds=parse_thresholds(["20%"], least=0.01))
+    mild = compare(timed(around(1e6)), timed(around(1.1e6, seed=1)), terms=terms)
+    (line,) = comparison_github.annotations(mild)
+    assert line.startswith("::warning title=1 time slower that --fail-on lets pass::reference, smoke/edge, forward: +")
+    assert "fails" in comparison_text.render_comparison(mild)
+    assert closing(mild).startswith("no regression: outcomes as before; of 1 time 1 slower (0 by as much as --fail-on")
+
+
+def test_a_summary_keeps_below_what_github_shows(found: RunComparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = comparison_github.render_summary(found)
+    assert whole == comparison_markdown.render_comparison(found)
+    monkeypatch.setattr(comparison_github, "MAX_SUMMARY_BYTES", 600)
+    cut = comparison_github.render_summary(found)
+    assert len(cut.encode()) <= 600
+    assert cut.endswith("a summary holds 1 MiB.\n")
+    assert whole.startswith(cut.split("\n\nThe rest")[0])
+
+
+def test_what_a_backend_says_is_neither_markup_nor_a_command(
+    compare: Compare, make: Make, timed: Timed, around: Around
+) -> None:
+    fields: dict[str, Any] = {"case_id": HOSTILE}
+    hostile = compare(
+        [make("passed", case_id="a"), make("passed", **fields), *timed(around(1e6), **fields)],
+        [make("errored", case_id="a", message=HOSTILE), *timed(around(2e6, seed=1), **fields)],
+    )
+    text = comparison_text.render_comparison(hostile)
+    markdown = comparison_markdown.render_comparison(hostile)
+    log = comparison_github.annotations(hostile)
+    assert all("\x1b" not in told for told in (text, markdown, *log))
+    assert "<script" not in markdown
+    assert not any(line.lstrip().startswith("::") for line in (*text.splitlines(), *markdown.splitlines()))
+    assert all("\n" not in line for line in log)
+    assert sum(line.count("::error") for line in log) == len([line for line in log if line.startswith("::error ")])
+    rows = [line.replace("\\|", "") for line in markdown.splitlines() if "script>" in line]
+    assert [row.count("|") for row in rows] == [6 + 1, 7 + 1]  # columns of outcomes, of times
+
+
+def test_a_run_that_tells_nothing_of_speed_says_so_in_its_last_line(compare: Compare, timed: Timed) -> None:
+    nothing = compare(timed([1e6] * 3), timed([9e6] * 3))
+    assert not nothing.is_regression
+    assert closing(nothing).startswith("cannot tell: outcomes as before; of 1 time NOT ONE CAN BE TOLD")
+    assert power_of(nothing) is None
+
+
+def test_runs_without_times_say_nothing_of_speed(compare: Compare, make: Make) -> None:
+    alike = compare([make("passed")], [make("passed")])
+    assert closing(alike) == "no regression: outcomes as before; no times to compare"
+    assert "times of" not in comparison_text.render_comparison(alike)
+
+
+def test_changes_in_the_same_words_are_one_group(compare: Compare, make: Make) -> None:
+    cases = ("a", "b")
+    base = [make("passed", case_id=case, check=check) for case in cases for check in ("numerics", "cudagraph")]
+    new = [
+        make("failed", case_id=case, check=check, summary=f"{index} of 40 rows", figures={})
+        for index, case in enumerate(cases)
+        for check in ("numerics", "cudagraph")
+    ]
+    (group,) = grouped_outcomes(compare(base, new).outcomes)
+    assert group.cases == ("smoke/a", "smoke/b")
+    assert group.checks == ("numerics", "cudagraph")
+
+
+def test_times_are_told_the_largest_change_first_and_of_the_unclear_the_widest(found: RunComparison) -> None:
+    assert [each.case for each in with_verdict(found.speeds, "slower")] == ["smoke/slow"]
+    ((only,),) = unclear(found.speeds)
+    assert only.case == "smoke/loud"
+    power = power_of(found)
+    assert power is not None
+    assert (power.pairs, power.rounds) == (4, 10)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(1.104, "+10.4%"), (0.9, "-10.0%"), (23.25, "x23.2"), (0.0401, "x0.0401"), (1.0, "+0.0%")]
+)
+def test_a_change_is_a_share_or_where_it_is_large_a_factor(ratio: float, text: str) -> None:
+    assert change_text(ratio) == text
