@@ -10,10 +10,8 @@ from attncheck.reports import comparison_summary as summary
 from attncheck.reports.annotations import annotation, as_shown
 from attncheck.reports.comparison import RunComparison, SpeedChange
 from attncheck.reports.comparison_markdown import render_comparison
+from attncheck.reports.github import MAX_SUMMARY_BYTES
 from attncheck.reports.phrases import plural
-
-MAX_SUMMARY_BYTES = 1_000_000
-"""Somewhat below the 1 MiB from which GitHub shows nothing of a step's summary."""
 
 _CUT = "\n\nThe rest was cut: a summary holds 1 MiB.\n"
 

@@ -10,6 +10,7 @@ import html
 from collections.abc import Iterator, Sequence
 
 from attncheck.reports import markup, phrases
+from attncheck.reports.annotations import annotation, as_shown
 from attncheck.reports.markdown import check_table, failures
 from attncheck.reports.markdown_speeds import listed, means
 from attncheck.reports.records import EXAMINED, Record, RunHeader
@@ -22,9 +23,6 @@ from attncheck.reports.summary import Summary, summarise
 
 MAX_SUMMARY_BYTES = 1_000_000
 """Somewhat below the 1 MiB that a step's summary may have: other commands of the step may write to it, too."""
-
-MAX_ANNOTATIONS = 10
-"""Errors, and warnings, of which GitHub shows no more for a step."""
 
 
 def summary(runs: Sequence[Run]) -> str:
@@ -80,27 +78,19 @@ def annotations(runs: Sequence[Run]) -> str:
     """Workflow commands, one a line, errors first; empty where there is nothing to say."""
     errors = [command for run in runs for command in _errors(run)]
     warnings = [command for run in runs for command in _warnings(run)]
-    return "".join(f"{command}\n" for command in (*_shown(errors, "error"), *_shown(warnings, "warning")))
-
-
-def _shown(commands: Sequence[str], kind: str) -> Sequence[str]:
-    """As many as GitHub shows; the last says how many more there are."""
-    if len(commands) <= MAX_ANNOTATIONS:
-        return commands
-    more = len(commands) - MAX_ANNOTATIONS + 1
-    return [*commands[: MAX_ANNOTATIONS - 1], _command(kind, f"and {more} more", "the step's summary tells them")]
+    return "".join(f"{command}\n" for command in (*as_shown(errors, "error"), *as_shown(warnings, "warning")))
 
 
 def _errors(run: Run) -> Iterator[str]:
     for error in run.errors:
-        yield _command("error", "attncheck", error)
+        yield annotation("error", "attncheck", error)
     if (warning := phrases.incomplete(run)) is not None:
-        yield _command("error", "attncheck", warning)
+        yield annotation("error", "attncheck", warning)
     counted = summarise(run.records, checks=run.header.checks)
     for record in counted.short:
         title = f"{record.backend}: {record.case}, {record.check}: {record.outcome}"
         message = f"{_what(record, counted)}\nrepeat: {repro_command(record, run.header)}"
-        yield _command("error", title, message, file=_file_of(record, run.header))
+        yield annotation("error", title, message, file=_file_of(record, run.header))
 
 
 def _what(record: Record, counted: Summary) -> str:
@@ -113,9 +103,9 @@ def _warnings(run: Run) -> Iterator[str]:
     for backend in run.header.backends:
         outcomes = {record.outcome for record in run.records if record.backend == backend.name}
         if outcomes and not outcomes & EXAMINED:
-            yield _command("warning", f"{backend.name}: nothing was examined", _why(backend.name, run.records))
+            yield annotation("warning", f"{backend.name}: nothing was examined", _why(backend.name, run.records))
     for doubt in doubts(speeds(run.records)):
-        yield _command("warning", "attncheck: times", doubt)
+        yield annotation("warning", "attncheck: times", doubt)
 
 
 def _why(backend: str, records: Sequence[Record]) -> str:
@@ -132,18 +122,3 @@ def _file_of(record: Record, header: RunHeader) -> str:
     """The YAML file of the record's suite, where it was named as one; GitHub takes paths from the checkout's root."""
     ref = header.suite_ref(record.suite).partition("{")[0]
     return ref.removeprefix("./") if ref.endswith((".yaml", ".yml")) and not ref.startswith("/") else ""
-
-
-def _command(kind: str, title: str, message: str, *, file: str = "") -> str:
-    """``::kind file=...,title=...::message``, escaped as the runner unescapes it."""
-    named = {"file": file, "title": phrases.one_line(title)}
-    told = ",".join(f"{key}={_property(value)}" for key, value in named.items() if value)
-    return f"::{kind} {told}::{_data(phrases.printable(message))}"
-
-
-def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")

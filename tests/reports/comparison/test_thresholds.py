@@ -51,7 +51,7 @@ def test_another_form_is_refused_with_examples(text: str) -> None:
 def test_an_unknown_part_and_what_is_never_told_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'build'"):
         parse_thresholds(["decode@biuld: 5%"], least=LEAST)
-    with pytest.raises(QuestionError, match="below 1"):
+    with pytest.raises(QuestionError, match="below 1%"):
         parse_thresholds(["decode: 0.5%"], least=LEAST)
 
 
