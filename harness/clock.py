@@ -5,17 +5,15 @@
 """
 
 import gc
-import inspect
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 
 from attncheck.harness.timing.device_api import DeviceApi, cuda_api, host_ns
+from attncheck.harness.timing.watching import watch
 from attncheck.reports.timings import ClockName
 
 __all__ = ["Clock", "EventClock", "HostClock", "clock_for", "host_ns", "tampered"]
@@ -70,6 +68,10 @@ class Clock(Protocol):
         """Until everything that was issued is done."""
         ...
 
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the times taken so far should know."""
+        ...
+
 
 class HostClock:
     """The host's monotonic clock around a call, which is over once ``wait`` (of a device) returns.
@@ -104,6 +106,10 @@ class HostClock:
     def wait(self) -> None:
         """See :class:`Clock`."""
         self._wait()
+
+    def notes(self) -> tuple[str, ...]:
+        """See :class:`Clock`: nothing."""
+        return ()
 
 
 class EventClock:
@@ -193,6 +199,14 @@ class EventClock:
         """See :class:`Clock`."""
         self._api.synchronize()
 
+    def notes(self) -> tuple[str, ...]:
+        """See :class:`Clock`: what holds for more than half of the samples."""
+        found = {
+            "work that another stream goes on with after the call is counted": self.num_late,
+            "gaps between launches count: the host does not get ahead of the device": self.num_behind,
+        }
+        return tuple(note for note, count in found.items() if 2 * count > self.num_taken)
+
     def _between(self, start: Any, end: Any) -> int:
         return round(self._api.elapsed_ms(start, end) * 1e6)
 
@@ -224,68 +238,5 @@ def clock_for(device: torch.device | str) -> Clock:
     return EventClock(device) if torch.device(device).type == "cuda" else HostClock()
 
 
-_HOST_FUNCTIONS = (
-    "perf_counter",
-    "perf_counter_ns",
-    "monotonic",
-    "monotonic_ns",
-    "time",
-    "time_ns",
-    "process_time",
-    "process_time_ns",
-    "thread_time",
-    "thread_time_ns",
-)
-_CUDA_FUNCTIONS = ("synchronize", "Event", "Stream", "current_stream", "default_stream", "CUDAGraph")
-_EVENT_METHODS = ("__new__", "record", "wait", "query", "elapsed_time", "synchronize")
-_STREAM_METHODS = ("__new__", "record_event", "wait_event", "wait_stream", "query", "synchronize")
-_C_FUNCTIONS = ("_cuda_synchronize", "_cuda_exchangeDevice", "_cuda_getCurrentStream", "_cuda_setStream", "_cuda_sleep")
-"""``torch.cuda.set_stream`` and ``stream`` are not among them: vLLM replaces the former, to know the current stream."""
-
-_ABSENT = object()
-
-
-def _watcher() -> Callable[[], tuple[str, ...]]:
-    """The function ``tampered``, which holds what everything is at present."""
-    watched: list[tuple[str, Any, Iterable[str]]] = [
-        ("time", time, _HOST_FUNCTIONS),
-        ("torch.cuda", torch.cuda, _CUDA_FUNCTIONS),
-        ("torch.cuda.Event", torch.cuda.Event, _EVENT_METHODS),
-        ("torch.cuda.Stream", torch.cuda.Stream, _STREAM_METHODS),
-        ("torch.cuda.CUDAGraph", torch.cuda.CUDAGraph, ("replay",)),
-        ("torch._C", torch._C, _C_FUNCTIONS),
-    ]
-    for name in (Clock.__module__, DeviceApi.__module__):
-        module = sys.modules[name]
-        watched.append((name, module, [each for each in vars(module) if not each.startswith("__")]))
-    for each in (EventClock, HostClock, DeviceApi):
-        methods = tuple(key for key, value in vars(each).items() if isinstance(value, FunctionType))
-        watched.append((f"{each.__module__}.{each.__name__}", each, methods))
-    static = inspect.getattr_static
-    taken = [
-        (f"{path}.{name}", owner, name, value := static(owner, name, _ABSENT), _code(value))
-        for path, owner, names in watched
-        for name in names
-    ]
-
-    def tampered() -> tuple[str, ...]:
-        """Names of what is no longer what it was when this module was imported; empty: all is as it was.
-
-        Asked of: Python's clocks, torch's events, streams and synchronisation, and the functions clocks are made of.
-        Cannot see: what native code changes below Python.
-        """
-        return tuple(
-            label
-            for label, owner, name, value, code in taken
-            if (now := static(owner, name, _ABSENT)) is not value or _code(now) is not code
-        )
-
-    return tampered
-
-
-def _code(value: object) -> object:
-    """What a function of Python runs, which can be exchanged within it."""
-    return value.__code__ if isinstance(value, FunctionType) else None
-
-
-tampered = _watcher()
+tampered = watch(sys.modules[__name__], sys.modules[DeviceApi.__module__])
+"""Names of what is no longer what it was when this module was imported; see :func:`watch`. Empty: all is as it was."""

@@ -1,6 +1,6 @@
 """When sampling ends, and what comes of it; in virtual time."""
 
-from itertools import chain, count, repeat
+from itertools import chain, count, cycle, repeat
 
 import numpy as np
 import pytest
@@ -80,6 +80,12 @@ def test_a_warm_up_that_never_ends_takes_a_fifth_of_the_time():
     found = bench.sample(limit_s=1)
     taken = sum(bench.given) - sum(found.samples_ns)
     assert 0.2e9 <= taken <= 0.3e9
+
+
+def test_a_warm_up_is_over_once_nothing_is_faster_than_the_fastest():
+    bench = Bench(cycle([1.2 * MS, MS]))
+    found = bench.sample(limit_s=10)
+    assert len(bench.given) - len(found.samples_ns) == 5
 
 
 def test_what_takes_longer_than_the_limit_is_sampled_once():
