@@ -167,6 +167,18 @@ def test_notes_tell_what_speaks_against_a_figure(timed: Build, speeds_of: Callab
     assert unsettled.endswith(": reference, smoke/edge (forward)")
 
 
+def test_notes_say_how_many_rounds_there_were_and_how_far_they_lie_apart(rounds_of: Rounds) -> None:
+    # ln 1.21 - ln 1 = 0.1906 over two rounds is a deviation of 0.1906 / sqrt 2; of the other case it is half that.
+    found = speeds([*rounds_of("reference", [1e6, 1.21e6]), *rounds_of("Wrong", [1e6, 1.1e6])])
+    assert speed_notes(found)[0] == (
+        "2 rounds, each in a process of its own; their medians spread by 10.1% as a rule, by 13.5% at most"
+    )
+    assert speed_notes(found[:1])[0].startswith("2 rounds, ")
+    mixed = speeds([*rounds_of("reference", [1e6, 1.1e6, 1e6]), *rounds_of("Wrong", [1e6, 1.1e6])])
+    assert speed_notes(mixed)[0].startswith("2 to 3 rounds, ")
+    assert speed_notes(speeds(rounds_of("reference", [1e6])))[0].startswith("one round: ")
+
+
 def test_many_cases_are_named_by_a_few(timed: Build) -> None:
     found = speeds([timed({"forward": 1e6}, case_id=f"c{i}", work={"is_settled": False}) for i in range(5)])
     (unsettled,) = (note for note in speed_notes(found) if note.startswith("unsettled"))
