@@ -68,10 +68,6 @@ class Clock(Protocol):
         """Until everything that was issued is done."""
         ...
 
-    def notes(self) -> tuple[str, ...]:
-        """What a reader of the times taken so far should know."""
-        ...
-
 
 class HostClock:
     """The host's monotonic clock around a call, which is over once ``wait`` (of a device) returns.
@@ -106,10 +102,6 @@ class HostClock:
     def wait(self) -> None:
         """See :class:`Clock`."""
         self._wait()
-
-    def notes(self) -> tuple[str, ...]:
-        """See :class:`Clock`: nothing."""
-        return ()
 
 
 class EventClock:
@@ -198,14 +190,6 @@ class EventClock:
     def wait(self) -> None:
         """See :class:`Clock`."""
         self._api.synchronize()
-
-    def notes(self) -> tuple[str, ...]:
-        """See :class:`Clock`: what holds for more than half of the samples."""
-        found = {
-            "work that another stream goes on with after the call is counted": self.num_late,
-            "gaps between launches count: the host does not get ahead of the device": self.num_behind,
-        }
-        return tuple(note for note, count in found.items() if 2 * count > self.num_taken)
 
     def _between(self, start: Any, end: Any) -> int:
         return round(self._api.elapsed_ms(start, end) * 1e6)
