@@ -1,0 +1,94 @@
+"""docs/timing.md is true: its commands work, and its figures are those of the code.
+
+Commands that time are run in one round and for a moment: how long they take says nothing about the page.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.timing import neighbours
+from attncheck.harness.timing.settings import TimingSettings
+from attncheck.reports import significance
+from attncheck.reports.power import Noise, smallest_slowdown
+from attncheck.reports.speed_tables import FASTEST_ROUNDS
+
+pytestmark = pytest.mark.xdist_group("timing-page")
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "docs" / "timing.md").read_text(encoding="utf-8")
+PROSE = " ".join(TEXT.split())
+COMMANDS = re.findall(r"^\$ (.*)$", TEXT, re.MULTILINE)
+PYTEST_OPTIONS = "-p no:cacheprovider --benchmark-max-time=0.01 --benchmark-min-rounds=1"
+IN_BRIEF = "--rounds 1 --time-limit 0.01"
+
+
+def in_brief(command):
+    if not command.startswith("attncheck run"):
+        return command
+    return f"{re.sub(r' --(rounds|time-limit) [0-9.]+', '', command)} {IN_BRIEF}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two kernels of one's own, and two runs of the suite that is compared."""
+    made = tmp_path_factory.mktemp("timing")
+    for name in ("old", "new"):
+        run(f"attncheck new backend {name}", made)
+        (made / f"test_{name}.py").unlink()  # which pytest would collect
+    timed = f"attncheck run --backend torch_sdpa --suite decode --case single-short --check timing {IN_BRIEF}"
+    code, printed = run(f"{timed} --output base.jsonl", made)
+    assert code == 0, printed
+    shutil.copy(made / "base.jsonl", made / "new.jsonl")
+    return made
+
+
+def run(command, folder):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": PYTEST_OPTIONS}
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
+def test_a_command_works(folder, command):
+    code, printed = run(in_brief(command), folder)
+    assert code == 0, printed
+
+
+def test_how_many_samples_are_taken_is_what_is_taken():
+    own = TimingSettings()
+    assert own.limit_s == 0.5
+    assert f"no wider than {own.relative_width:.0%} of it".replace("%", " %") in PROSE
+    assert f"at least {own.min_samples}, at most {own.max_samples}, and for half a second at most" in PROSE
+
+
+def test_what_counts_in_a_comparison_is_what_counts():
+    assert f"lies beyond {significance.EFFECT:.0%}".replace("%", " %") in PROSE
+    assert f"lies within {significance.MARGIN:.0%}".replace("%", " %") in PROSE
+    assert f"a {1 - significance.FAMILY_LEVEL:.0%} interval".replace("%", " %") in PROSE
+    assert f"fewer than {significance.MIN_ROUNDS} rounds a side" in PROSE
+    assert (FASTEST_ROUNDS, neighbours.TOO_FAST, neighbours.NOTABLE) == (5, 2.0, 1.25)  # told in words
+
+
+def test_the_slowdowns_that_are_found_are_those_of_the_theory():
+    (pairs,) = re.findall(r"where (\d+) pairs are compared", PROSE)
+    (heading,) = re.findall(r"^\| processes differ by \|(.*)\|$", TEXT, re.MULTILINE)
+    rounds = [int(number) for number in re.findall(r"(\d+) rounds", heading)]
+    rows = re.findall(r"^\| (\d+) % \|(.*)\|$", TEXT, re.MULTILINE)
+    assert len(rounds) == len(rows) == 4
+    for spread, cells in rows:
+        level = significance.FAMILY_LEVEL / int(pairs)
+        found = [smallest_slowdown(Noise(int(spread) / 100), number, level=level) for number in rounds]
+        assert [cell.strip() for cell in cells.split("|")] == [f"{share:.1%}" for share in found]
+
+
+def test_every_module_that_is_named_is_there():
+    named = re.findall(r"`((?:harness|reports|tests)/[\w/.]*)`", TEXT)
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
