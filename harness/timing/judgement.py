@@ -6,6 +6,7 @@ Must not know: clocks, how a call is made.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import sleep
 
@@ -37,6 +38,8 @@ _NEAR = 0.1
 """A relative error up to which a wrong answer is an inexact one."""
 
 _clone = torch._C.TensorBase.clone
+_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 class FoundOutError(AttncheckError):
@@ -65,6 +68,11 @@ class Answer:
         return not torch.equal(_bits(self.live), _bits(self.output))
 
 
+def active_modes() -> tuple[int, int]:
+    """How many modes of torch see what is called: whoever leaves one behind can work where nobody measures."""
+    return _num_dispatch_modes(), _num_function_modes()
+
+
 def answer_of(
     returned: object,
     out: GuardedBuffer,
@@ -73,11 +81,18 @@ def answer_of(
     spans: dict[str, tuple[int, int]],
     *,
     must_be_buffer: bool,
+    modes: tuple[int, int],
 ) -> Answer:
-    """The answer in ``returned``, or in the buffers, copied; ``spans``: the memory that was lent for reading."""
+    """The answer in ``returned``, or in the buffers, copied.
+
+    ``spans``: the memory that was lent for reading. ``modes``: those that were active before the call.
+    """
     fault = meaning = None
     rows = out.rows
-    if isinstance(returned, Tensor) and type(returned) is not Tensor:
+    if active_modes() != modes:
+        fault = "forward left a mode of torch active behind it"
+        meaning = "what is called next, after the clock has stopped, can do its work"
+    elif isinstance(returned, Tensor) and type(returned) is not Tensor:
         fault = f"forward returned a {type(returned).__name__}; the contract says a torch.Tensor"
         meaning = "a subclass may be computed when it is looked at, after the clock has stopped"
     else:

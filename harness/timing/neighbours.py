@@ -16,7 +16,7 @@ TOO_FAST = 2.0
 NOTABLE = 1.25
 """From how many times on it is said."""
 
-GLANCE, LOOK = 5, 15
+GLANCE, LOOK = 3, 10
 """Samples of each side: to see that there is nothing, and to be sure that there is."""
 
 Take = Callable[[], int]

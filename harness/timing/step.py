@@ -23,7 +23,7 @@ from attncheck.harness.runner import Session
 from attncheck.harness.stages import stage
 from attncheck.harness.step import Step, make_step, request_order
 from attncheck.harness.timing.fresh import FreshContents
-from attncheck.harness.timing.judgement import Answer, FoundOutError, Judge, answer_of
+from attncheck.harness.timing.judgement import Answer, FoundOutError, Judge, active_modes, answer_of
 from attncheck.harness.timing.lent import LentBuffers, span
 from attncheck.harness.timing.replay import Replay, capture
 from attncheck.harness.timing.stored import require_stored
@@ -205,6 +205,7 @@ class TimedStep:
         forward = self._bound(call, metadata) if self._replay is None else self._replay.forward
         returned: list[object] = []
         answers: list[Answer] = []
+        modes = active_modes()
 
         def before() -> None:
             self._flush()
@@ -214,9 +215,16 @@ class TimedStep:
             memory.lent.load_rows(fresh)
 
         def after() -> None:
-            must_be_buffer = self._backend.accept_output_buffer
             answers.append(
-                answer_of(returned[0], memory.out, memory.lse, num_rows, spans, must_be_buffer=must_be_buffer)
+                answer_of(
+                    returned[0],
+                    memory.out,
+                    memory.lse,
+                    num_rows,
+                    spans,
+                    must_be_buffer=self._backend.accept_output_buffer,
+                    modes=modes,
+                )
             )
 
         with torch.no_grad():

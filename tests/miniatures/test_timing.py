@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
@@ -30,6 +30,7 @@ MEANINGS = {
     "timing.py": {
         "LeavesWorkToAThread": "written after the clock had stopped",
         "EvaluatesLazily": "computed when it is looked at",
+        "LeavesAModeActive": "after the clock has stopped",
         "ReplacesTheClock": "were patched",
         "LowersThePrecision": "a lower precision",
         "LeavesOutTheWrite": "cache write is left out",
@@ -58,6 +59,15 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += 1
         return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def no_modes():
+    """Modes that a miniature leaves active are gone afterwards."""
+    before = torch._C._len_torch_dispatch_stack()
+    yield
+    while torch._C._len_torch_dispatch_stack() > before:
+        _pop_mode()
 
 
 class OperatorClock:

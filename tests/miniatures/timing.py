@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 
@@ -119,6 +120,28 @@ class EvaluatesLazily(Miniature):
 
         def cheat(self, *arguments):
             self.work = lambda: self.answer(*arguments)
+
+
+class Later(TorchDispatchMode):
+    """Does some work before the first operator it sees."""
+
+    def __init__(self, work):
+        super().__init__()
+        self.work = work
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        work, self.work = self.work, None
+        if work:
+            work()
+        return function(*args, **(kwargs or {}))
+
+
+class LeavesAModeActive(Miniature):
+    """Its work is done when somebody, whoever it is, next calls an operator."""
+
+    class Impl(CheatingImpl):
+        def cheat(self, *arguments):
+            Later(lambda: self.answer(*arguments)).__enter__()
 
 
 class ReplacesTheClock(Miniature):
