@@ -88,7 +88,7 @@ def _check_table(summary: Summary, color: bool) -> str:
     worst = ["worst error\n(budgets)"] if summary.has_errors_measured else []
     rows = [
         [
-            backend,
+            phrases.one_line(backend),
             *(_cell(summary.by_check.get((backend, check)), color) for check in summary.checks),
             *(phrases.budgets(summary.by_backend[backend].worst_share) for _ in worst),
             str(summary.by_backend[backend].not_examined or "-"),
@@ -152,10 +152,11 @@ def _suite_table(summary: Summary, color: bool) -> str:
         [_cell(summary.by_suite.get((backend, suite)), color) for backend in summary.backends]
         for suite in summary.suites
     ]
-    if len(summary.backends) <= max(5, len(summary.suites)):
+    names = [phrases.one_line(backend) for backend in summary.backends]
+    if len(names) <= max(5, len(summary.suites)):
         rows = [[suite, *row] for suite, row in zip(summary.suites, cells, strict=True)]
-        return table([["suite", *summary.backends], *rows])
-    columns = [[backend, *column] for backend, column in zip(summary.backends, zip(*cells, strict=True), strict=True)]
+        return table([["suite", *names], *rows])
+    columns = [[name, *column] for name, column in zip(names, zip(*cells, strict=True), strict=True)]
     return table([["backend", *summary.suites], *columns])
 
 
@@ -203,7 +204,7 @@ def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
         if told[kind] <= SHOWN_FAILURES:
             shown.append(_paragraph(records, summary, header, color))
         else:
-            more.update(f"{record.backend}, {record.check}" for record in records)
+            more.update(phrases.one_line(f"{record.backend}, {record.check}") for record in records)
     if more:
         counts = "; ".join(f"{kind}: {count}" for kind, count in more.items())
         shown.append(wrap(f"not shown here: {counts} (`attncheck report --format markdown` tells them all)"))
@@ -214,7 +215,8 @@ def _paragraph(records: Sequence[Record], summary: Summary, header: RunHeader, c
     """Who, which case, which checks; then the story of the first record, which speaks for all."""
     first, checks = records[0], ", ".join(dict.fromkeys(record.check for record in records))
     rounds = phrases.rounds_short(summary, first)
-    heading = f"{_paint(first.outcome, '31', color)}  {first.backend}  {first.case}  {checks}  {rounds}".rstrip()
+    who = f"{phrases.one_line(first.backend)}  {phrases.one_line(first.case)}  {checks}  {rounds}".rstrip()
+    heading = f"{_paint(first.outcome, '31', color)}  {who}"
     further = len({record.case for record in records}) - 1
     shared = [f"  and {phrases.plural(further, 'more case')} with the same levels and probes"] if further else []
     return "\n".join([heading, *shared, textwrap.indent(story(first, header), "  ")])
@@ -246,9 +248,9 @@ def _gaps(summary: Summary) -> str:
         gaps = [gap for gap in summary.gaps if gap.backend == backend]
         for gap in gaps[:SHOWN_GAPS]:
             text = f"{phrases.gap(gap, len(summary.checks))}, {phrases.gap_outcome(gap)}: {phrases.gap_reasons(gap)}"
-            owners.setdefault(text, []).append(backend)
+            owners.setdefault(text, []).append(phrases.one_line(backend))
         if len(gaps) > SHOWN_GAPS:
-            left_out[backend] = len(gaps) - SHOWN_GAPS
+            left_out[phrases.one_line(backend)] = len(gaps) - SHOWN_GAPS
     lines = [wrap(f"{', '.join(backends)}: {text}", "  ") for text, backends in owners.items()]
     lines += [wrap(f"{name}: and for {phrases.plural(n, 'further reason')}", "  ") for name, n in left_out.items()]
     return "\n".join(["not examined", *lines]) if lines else ""
@@ -257,7 +259,7 @@ def _gaps(summary: Summary) -> str:
 def _expected(summary: Summary) -> str:
     reasons = Counter((record.backend, record.reason) for record in summary.expected)
     return "\n".join(
-        wrap(f"fell short as expected: {backend}, {count} times: {phrases.printable(reason)}")
+        wrap(f"fell short as expected: {phrases.one_line(backend)}, {count} times: {phrases.printable(reason)}")
         for (backend, reason), count in reasons.items()
     )
 
@@ -268,6 +270,6 @@ def _conventions(header: RunHeader, summary: Summary) -> str:
     for backend in header.backends:
         if backend.name in summary.backends and backend.conventions:
             is_ours = backend.version in ("", header.environment.attncheck)
-            name = backend.name if is_ours else f"{backend.name} ({phrases.printable(backend.version)})"
-            groups.setdefault(phrases.conventions(backend), []).append(name)
+            name = backend.name if is_ours else f"{backend.name} ({backend.version})"
+            groups.setdefault(phrases.conventions(backend), []).append(phrases.one_line(name))
     return "\n".join(wrap(f"conventions of {', '.join(names)}: {text}") for text, names in groups.items())

@@ -116,6 +116,17 @@ def test_no_report_holds_a_line_that_the_runner_obeys(make: Make, header: RunHea
         assert "##[" not in line
 
 
+@pytest.mark.parametrize("outcome", ["passed", "failed", "crashed", "unsupported", "xfailed"])
+def test_nor_can_a_name_become_one(make: Make, timed: Make, header: RunHeader, outcome: str) -> None:
+    info = header.backends[1].model_copy(update={"name": HOSTILE, "version": HOSTILE})
+    header = header.model_copy(update={"backends": (header.backends[0], info)})
+    records = [make(outcome, backend=HOSTILE, backend_ref=HOSTILE, suite=suite) for suite in ("smoke", "mine")]
+    run = run_of(header, *records, timed({"forward": 1e6}, backend=HOSTILE))
+    for text in (github.summary([run]), markdown.render_run(run), terminal.render_run(run)):
+        assert not OBEYED.search(text), text
+    assert all(COMMAND.fullmatch(line) for line in github.annotations([run]).splitlines())
+
+
 def test_ordinary_names_of_cxx_stay_as_they_are() -> None:
     for text in ("at::native::foo", "std::vector<int>::push_back", "a # b ## c", "case::x", "x :: y"):
         assert phrases.printable(text) == text
