@@ -1,6 +1,7 @@
 """New contents with a known truth: held against the truth computed anew, and against what a cheat could hope for."""
 
 import gc
+from itertools import pairwise
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_rows_that_several_requests_share_stay_shared(make_case):
 def test_nothing_is_repeated_and_the_answers_differ(make_case):
     made = contents(build_problem(make_case(*SMALL), 0))
     asked = [made.next() for _ in range(20)]
-    for one, other in zip(asked, asked[1:], strict=False):
+    for one, other in pairwise(asked):
         assert one.base is not other.base  # so that scores differ, too
     queries = {one.problem().query.view(torch.uint8).numpy().tobytes() for one in asked}
     assert len(queries) == 20
@@ -109,10 +110,10 @@ def test_heads_of_a_group_are_moved_with_their_keys():
 @pytest.mark.parametrize(
     ("layer", "moves"),
     [
-        ({}, [range(0, 20), range(21, 36)]),
+        ({}, [range(20), range(21, 36)]),
         ({"sliding_window": 8}, []),
         ({"alibi": True}, []),
-        ({"causal": False}, [range(0, 20), range(21, 36)]),
+        ({"causal": False}, [range(20), range(21, 36)]),
     ],
 )
 def test_keys_change_places_where_no_modifier_counts_them(layer, moves, make_case):
