@@ -33,10 +33,13 @@ def test_a_clear_difference_is_told_and_a_small_one_is_none(
     assert change.is_regression == (verdict == "slower")
 
 
-def test_what_is_certain_and_below_the_least_effect_is_not_told(speed: MakeSpeed, around: Around) -> None:
-    base, new = around(1e6, spread=1e-4), around(1.009e6, spread=1e-4, seed=1)
+@pytest.mark.parametrize(("factor", "verdict"), [(1.009, "slower"), (1 / 1.009, "faster")])
+def test_what_is_certain_and_below_the_least_effect_is_not_told(
+    speed: MakeSpeed, around: Around, factor: float, verdict: str
+) -> None:
+    base, new = around(1e6, spread=1e-4), around(1e6 * factor, spread=1e-4, seed=1)
     assert one(speed(base), speed(new)).verdict == "same"
-    assert one(speed(base), speed(new), Terms(effect=0.005)).verdict == "slower"
+    assert one(speed(base), speed(new), Terms(effect=0.005)).verdict == verdict
 
 
 def test_a_wide_interval_tells_nothing_and_says_how_many_rounds_would(speed: MakeSpeed, around: Around) -> None:
