@@ -1,0 +1,189 @@
+"""In which order a timed step goes, what its clock sees, and what is asked of each call."""
+
+import pytest
+import torch
+
+from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.harness.problem import build_problem
+from attncheck.harness.runner import Session
+from attncheck.harness.stages import StageError
+from attncheck.harness.timing.fresh import FreshContents
+from attncheck.harness.timing.judgement import FoundOutError
+from attncheck.harness.timing.step import TimedStep
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Tells the ``log`` when it runs; every call takes its number of nanoseconds."""
+
+    name = "host"
+
+    def __init__(self, log):
+        self.log, self.taken = log, 0
+
+    def time(self, call, *, before=lambda: None, after=lambda: None):
+        before()
+        self.log.append("start")
+        call()
+        self.log.append("stop")
+        after()
+        self.taken += 1
+        return self.taken
+
+    def wait(self):
+        self.log.append("wait")
+
+
+def backend_of(impl=ReferenceImpl, builder=ReferenceBuilder, **own):
+    made = {"get_impl_cls": staticmethod(lambda: impl), "get_builder_cls": staticmethod(lambda: builder)}
+    return type("Backend", (ReferenceBackend,), made | own)
+
+
+def step_of(backend, case, log=None):
+    log = [] if log is None else log
+    problem = build_problem(case, 0)
+    session = Session(backend, problem, CPU)
+    contents = FreshContents(problem, None, CPU)
+    return TimedStep("forward", session, contents, Clock(log), lambda: log.append("flush"))
+
+
+@pytest.fixture
+def case(make_case):
+    return make_case((1, 21), (4, 19), dtype="float32", padding=(1, 2))
+
+
+def test_the_clock_sees_the_write_and_forward_and_nothing_else(case):
+    log = []
+
+    class Impl(ReferenceImpl):
+        def do_kv_cache_update(self, *arguments):
+            log.append("write")
+
+        def forward(self, *arguments, **keywords):
+            log.append("forward")
+            return super().forward(*arguments, **keywords)
+
+    class Builder(ReferenceBuilder):
+        def build(self, *arguments, **keywords):
+            log.append("build")
+            return super().build(*arguments, **keywords)
+
+    step = step_of(backend_of(Impl, Builder, forward_includes_kv_cache_update=False), case, log)
+    log.clear()  # of the session's own set-up
+    assert [step.take(), step.take()] == [1, 2]
+    assert log == ["wait", "build", "flush", "start", "write", "forward", "stop"] * 2
+    assert len(step.build_ns) == 2
+
+
+def test_rows_are_not_there_while_metadata_are_built(case):
+    kept, seen = {}, []
+
+    class Impl(ReferenceImpl):
+        def forward(self, layer, query, *arguments, **keywords):
+            kept["query"] = query
+            seen.append(("forward", query.clone()))
+            return super().forward(layer, query, *arguments, **keywords)
+
+    class Builder(ReferenceBuilder):
+        def build(self, *arguments, **keywords):
+            if kept:
+                seen.append(("build", kept["query"].clone()))
+            return super().build(*arguments, **keywords)
+
+    step = step_of(backend_of(Impl, Builder), case)
+    seen.clear()
+    for _ in range(2):
+        step.take()
+    (_, first), (_, ahead), (_, second) = seen[-3:]
+    assert [name for name, _ in seen[-3:]] == ["forward", "build", "forward"]
+    assert torch.equal(ahead[:5], first[:5])
+    assert not torch.equal(ahead[:5], second[:5])
+
+
+def test_addresses_stay_and_contents_do_not(case):
+    lent = []
+
+    class Impl(ReferenceImpl):
+        def forward(self, layer, query, key, value, kv_cache, metadata, output, **keywords):
+            common = metadata.common
+            tensors = (query, key, value, kv_cache, output, common.seq_lens, common.block_table_tensor)
+            lent.append(([each.data_ptr() for each in tensors], query.clone(), kv_cache.clone(), output.clone()))
+            return super().forward(layer, query, key, value, kv_cache, metadata, output=output, **keywords)
+
+    step = step_of(backend_of(Impl), case)
+    lent.clear()
+    for _ in range(4):
+        step.take()
+    assert all(where == lent[0][0] for where, *_ in lent)
+    for position in (1, 2):
+        assert not torch.equal(lent[0][position], lent[1][position])
+        assert not torch.equal(lent[1][position], lent[2][position])
+    assert all(torch.isnan(output[:5]).all() for *_, output in lent)  # poison
+
+
+def test_what_comes_behind_a_right_answer_is_seen_at_the_next_call(case):
+    class Impl(ReferenceImpl):
+        def forward(self, *arguments, output, **keywords):
+            self.output = output
+            return super().forward(*arguments, output=output, **keywords)
+
+    step = step_of(backend_of(Impl), case)
+    step.take()
+    step._session.impl.output[0] += 1
+    with pytest.raises(FoundOutError, match="changed after the clock had stopped"):
+        step.take()
+    step = step_of(backend_of(Impl), case)
+    step.take()
+    step._session.impl.output[0] += 1
+    with pytest.raises(FoundOutError, match="changed after the clock had stopped"):
+        step.finish()
+
+
+def test_inputs_and_metadata_are_only_lent(case):
+    class Impl(ReferenceImpl):
+        def forward(self, layer, query, key, value, kv_cache, metadata, output, **keywords):
+            returned = super().forward(layer, query, key, value, kv_cache, metadata, output=output, **keywords)
+            query.zero_()
+            metadata.common.seq_lens += 1
+            return returned
+
+    with pytest.raises(FoundOutError, match=r"changed what it was lent to read: query, metadata.seq_lens"):
+        step_of(backend_of(Impl), case).take()
+
+
+def test_what_is_raised_has_its_stage(case):
+    class Impl(ReferenceImpl):
+        def forward(self, *arguments, **keywords):
+            raise RuntimeError("no such kernel")
+
+    with pytest.raises(StageError) as caught:
+        step_of(backend_of(Impl), case).take()
+    assert caught.value.raised.in_words == "forward raised RuntimeError: no such kernel"
+
+
+def test_steps_of_one_memory_look_after_each_other_s_answers(case):
+    own = step_of(backend_of(), case)
+    other = TimedStep("other", own._session, own._contents, Clock([]), lambda: None, own.memory)
+    for step in (own, other, own, other):
+        step.take()
+    own.finish()
+    other.finish()
+    assert other.memory is own.memory
+
+
+def test_one_call_can_be_looked_at_by_other_means(case):
+    calls = []
+
+    class Impl(ReferenceImpl):
+        def forward(self, *arguments, **keywords):
+            calls.append(torch.is_grad_enabled())
+            return super().forward(*arguments, **keywords)
+
+    step = step_of(backend_of(Impl), case)
+    step.take()
+    calls.clear()
+    bare = step.bare()
+    assert calls == []
+    bare()
+    assert calls == [False]
