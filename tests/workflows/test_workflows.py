@@ -5,6 +5,7 @@ The commands are the real ones, over one case and for a moment; test_workflow_fi
 
 import random
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def next_gpu(gpu):
 
 def follow(gpu, *, base, new, **changes):
     """A later run that found ``new``, with ``base`` kept by an earlier one."""
-    stubs, folder = Path(gpu.machine["STUBS"]), gpu.folder.parent / f"later-{random.random()}"
+    stubs, folder = Path(gpu.machine["STUBS"]), Path(tempfile.mkdtemp(dir=gpu.folder.parent))
     for name in ("artifact", "asked"):
         shutil.rmtree(stubs / name, ignore_errors=True)
         (stubs / name).unlink(missing_ok=True)
@@ -137,10 +138,10 @@ def timed(gpu, tmp_path_factory):
     def write(factor):
         folder = tmp_path_factory.mktemp("timed")
         shutil.copy(gpu.folder / "results" / "correctness.jsonl", folder)
-        header = base.header.model_copy(update={"rounds": 10})
+        header, luck = base.header.model_copy(update={"rounds": 10}), random.Random(factor)
         with RunWriter(folder / "timing.jsonl", header) as writer:
-            for number, luck in enumerate(random.Random(factor).gauss(1, 0.005) for _ in range(10)):
-                writer.add(_scaled(base.records[0], number, factor * luck))
+            for number in range(10):
+                writer.add(_scaled(base.records[0], number, factor * luck.gauss(1, 0.005)))
         return folder
 
     return write
@@ -192,6 +193,14 @@ def test_a_lost_answer_fails_the_job_though_the_times_are_the_same(gpu, timed):
     assert made.ran[COMPARED].code == 1
     assert made.has_failed
     assert "too many heads" in made.summary
+
+
+def test_a_question_to_github_that_fails_is_no_first_run(gpu):
+    (Path(gpu.machine["STUBS"]) / "api").unlink()
+    made = gpu.again().run(start=FETCHED)
+    assert made.ran[FETCHED].code
+    assert "nothing to compare with" not in made.summary
+    assert made.has_failed
 
 
 def test_a_run_of_another_branch_is_compared_and_not_kept_as_green(gpu):
