@@ -117,6 +117,8 @@ def _warnings(base: Run, new: Run, matching: Matching, lone: int) -> Iterator[st
     for side, run in (("BASE", base), ("NEW", new)):
         if not run.complete:
             yield f"{side} was cut off after {plural(len(run.records), 'record')}: {run.path}"
+        if run.errors:
+            yield f"{side} ended with {plural(len(run.errors), 'error')} of its own: {run.errors[0]}"
     if matching.unasked:
         yield f"{plural(matching.unasked, 'answer')} of BASE to checks that NEW makes too have none beside them in NEW"
     if lone:

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attncheck.reports.records import BackendInfo, Environment, RunHeader
+from attncheck.reports.speed import Speed
 from attncheck.reports.speed_changes import SpeedChange
 from attncheck.reports.timings import Timing
 
 CEILING_DRIFT = 0.05
 CLOCK_DRIFT = 0.01
+"""Changes of what is measured beside the times that are told, as a share of it."""
 
 FEW_PAIRS = 5
-"""Pairs below which nothing is said of what they have in common."""
-
+COMMON_SHIFT = 0.01
 MOST = 0.9
+"""Times moved alike where so large a share of so many pairs went one way, by as much in their middle."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +46,17 @@ def differences(base: RunHeader, new: RunHeader, backends: Mapping[str, str]) ->
 
 def another_device(base: Environment, new: Environment) -> str:
     """Why times of the two machines are no comparison of backends; empty: one device, as far as can be told."""
-    names = (
-        ("device", "device_name")
-        if "cpu" not in (base.device, new.device)
-        else ("device", "device_name", "cpu", "cores")
-    )
-    told = [
-        f"{_words(was)} and {_words(now)}"
-        for name in names
-        if (was := getattr(base, name)) != (now := getattr(new, name))
-    ]
-    return f"another device: {', '.join(dict.fromkeys(told))}" if told else ""
+    names = ["device", "device_name"]
+    if "cpu" in (base.device, new.device):
+        names += ["cpu", "cores"]
+    changed = [(getattr(base, name), getattr(new, name)) for name in names]
+    told = dict.fromkeys(f"{_words(was)} and {_words(now)}" for was, now in changed if was != now)
+    return f"another device: {', '.join(told)}" if told else ""
 
 
 def warnings_of_times(changes: Sequence[SpeedChange]) -> tuple[str, ...]:
     """What makes these times worth less: throttling, another clock rate, a machine that became slower itself."""
-    base = [timing for change in changes for timing in change.base.timings]
-    new = [timing for change in changes for timing in change.new.timings]
+    base, new = _timings(change.base for change in changes), _timings(change.new for change in changes)
     found = [
         *_throttled("BASE", base),
         *_throttled("NEW", new),
@@ -88,7 +84,7 @@ def _of_backend(name: str, base: BackendInfo, new: BackendInfo) -> list[tuple[st
     ]
     return [
         (f"{name}: version", base.version, new.version),
-        (f"{name}: features declared in one run only", lost, gained),
+        (f"{name}: features declared on one side only", lost, gained),
         *conventions,
         (f"{name}: started with", started[0], started[1]),
     ]
@@ -106,15 +102,18 @@ def _words(value: object) -> str:
             return str(value)
 
 
+def _timings(speeds: Iterable[Speed]) -> list[Timing]:
+    """Each once, though it has times of several parts."""
+    return list({id(timing): timing for speed in speeds for timing in speed.timings}.values())
+
+
 def _throttled(side: str, timings: Sequence[Timing]) -> list[str]:
     states = [timing.device for timing in timings if timing.device is not None]
     held_back = [state for state in states if state.throttle_reasons]
-    reasons = dict.fromkeys(reason for state in held_back for reason in state.throttle_reasons)
-    return (
-        [f"the device was held back in {len(held_back)} of {len(states)} timings of {side}: {', '.join(reasons)}"]
-        if held_back
-        else []
-    )
+    if not held_back:
+        return []
+    reasons = ", ".join(dict.fromkeys(reason for state in held_back for reason in state.throttle_reasons))
+    return [f"the device was held back in {len(held_back)} of {len(states)} timings of {side}: {reasons}"]
 
 
 def _drift(
@@ -144,16 +143,15 @@ def _copy_rate(timing: Timing) -> float | None:
 
 
 def _common_shift(changes: Sequence[SpeedChange]) -> list[str]:
-    """That nearly all times moved one way, by more than is told as a difference: so does a machine, not a kernel."""
-    ratios = [change.ratio for change in changes if change.low is not None]
-    if len(ratios) < FEW_PAIRS or len({change.backend for change in changes}) < 2:
+    """That nearly all times of several backends moved one way from run to run: so does a machine, not a kernel."""
+    apart = [change for change in changes if change.noise is not None and change.noise.in_turns is None]
+    if len(apart) < FEW_PAIRS or len({change.backend for change in apart}) < 2:
         return []
+    ratios = [change.ratio for change in apart]
     middle = statistics.median(ratios)
     alike = sum((ratio > 1) == (middle > 1) for ratio in ratios)
-    if abs(middle - 1) < CLOCK_DRIFT or alike < MOST * len(ratios):
+    if abs(middle - 1) < COMMON_SHIFT or alike < MOST * len(ratios):
         return []
     way = "longer" if middle > 1 else "shorter"
-    told = (
-        f"{alike} of {len(ratios)} times are {way} in NEW, whatever the backend, by {abs(middle - 1):.1%} in the middle"
-    )
-    return [f"{told}: that looks like the machine rather than a kernel; time both in one run to tell"]
+    told = f"{alike} of {len(ratios)} times are {way} in NEW, whatever the backend, by {abs(middle - 1):.1%}"
+    return [f"{told} in the middle: that looks like the machine, not a kernel; time both in one run to tell"]

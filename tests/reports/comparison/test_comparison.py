@@ -137,6 +137,14 @@ def test_a_backend_that_misses_rounds_is_not_compared_round_by_round(
     assert found.noise.in_turns is None
 
 
+def test_errors_of_a_run_are_told(run_of: RunOf, make: Make) -> None:
+    run = run_of([make("passed")])
+    footer = run.footer
+    assert footer is not None
+    stale = Run("stale.jsonl", run.header, run.records, footer.model_copy(update={"errors": ("an entry is stale",)}))
+    assert compare_runs(run, stale).warnings == ("NEW ended with 1 error of its own: an entry is stale",)
+
+
 def test_a_run_that_was_cut_off_is_warned_of(run_of: RunOf, make: Make) -> None:
     whole, cut = run_of([make("passed")]), run_of([make("passed")], is_cut=True)
     (warning,) = compare_runs(whole, cut).warnings

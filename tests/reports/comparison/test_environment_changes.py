@@ -29,7 +29,7 @@ def test_every_field_that_differs_is_told(run_of: RunOf, timed: Timed, around: A
         "seed": ("0", "3"),
         "rounds": ("6", "7"),
         "reference: version": ("0.1.0", "2"),
-        "reference: features declared in one run only": ("sinks", "none"),
+        "reference: features declared on one side only": ("sinks", "none"),
     }
     assert compare_runs(base, Run("elsewhere", base.header, base.records)).environments == ()
 
@@ -78,7 +78,7 @@ def ceilings(rate: float) -> dict[str, Any]:
 def test_a_machine_that_became_slower_is_warned_of(
     run_of: RunOf, timed: Timed, around: Around, base: dict[str, Any], new: dict[str, Any], said: str
 ) -> None:
-    runs = [run_of(timed(around(1e6), timing=timing)) for timing in (base, new)]
+    runs = [run_of(timed(around(1e6), build=around(1e4), timing=timing)) for timing in (base, new)]
     warnings = compare_runs(*runs).warnings
     assert len(warnings) == bool(said)
     assert all(said in warning for warning in warnings)
@@ -104,3 +104,18 @@ def test_times_that_all_moved_one_way_are_laid_at_the_machines_door(
     assert warning.startswith("8 of 8 times are longer in NEW, whatever the backend, by 6.")
     assert compare_runs(base, of({"reference": 1, "fast": 0.53}, 10)).warnings == ()
     assert compare_runs(of({"fast": 1}, 0), of({"fast": 1.06}, 10)).warnings == ()
+
+
+def test_backends_of_one_run_may_all_be_slower_than_others(run_of: RunOf, timed: Timed, around: Around) -> None:
+    run = run_of(
+        [
+            record
+            for backend, factor in {"reference": 1, "fast": 1.06, "Wrong": 1.07}.items()
+            for case in range(4)
+            for record in timed(around(factor * 1e6, seed=case), case_id=f"c{case}", backend=backend)
+        ]
+    )
+    found = compare_runs(run, run, backends={"reference": "fast", "fast": "Wrong"})
+    assert len(found.speeds) == 8
+    assert all(change.ratio > 1 for change in found.speeds)
+    assert found.warnings == ()
