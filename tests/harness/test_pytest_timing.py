@@ -14,6 +14,7 @@ import attncheck.backends.reference_backend
 import attncheck.backends.torch_sdpa  # noqa: F401 (pytester forgets what is imported while it runs)
 from attncheck.harness.pytest_timing import WARM_UPS, Benchmarks, refusal_of
 from attncheck.harness.timing.settings import TimingSettings
+from attncheck.reports.records import Errored, Failed, Record, parse_line
 
 pytest_plugins = ["pytester"]
 
@@ -24,6 +25,7 @@ defaults:
   layer: {num_heads: 2, num_kv_heads: 1, head_size: 16, dtype: float32}
 cases:
   - {id: decode, batch: q1s20_q1s7}
+  - {id: mixed, batch: q1s20_q5s9}
   - {id: soft, batch: q1s20, layer: {logits_soft_cap: 5.0}}
 """
 WRONG = """\
@@ -128,6 +130,12 @@ def test_disabled_benchmarks_are_examined_and_not_told(folder: pytest.Pytester) 
     assert "benchmark 'small" not in result.stdout.str()
 
 
+def test_the_parts_of_a_mixed_batch_are_benchmarks_of_their_own(folder: pytest.Pytester) -> None:
+    run(folder, *TIMING, "-k", "mixed", "--attncheck-case", "mixed", "--benchmark-json", "out.json")
+    groups = [each["group"] for each in saved(folder)["benchmarks"]]
+    assert groups == [f"small/mixed {part}" for part in ("forward", "decode", "prefill", "build")]
+
+
 def test_a_case_that_is_refused_is_a_skip(folder: pytest.Pytester) -> None:
     result = run(folder, *TIMING, "--attncheck-case", "soft", "-rs")
     assert "unsupported: " in result.stdout.str()
@@ -219,6 +227,15 @@ def benchmarks(session: Any, request: pytest.FixtureRequest) -> Benchmarks:
     return found
 
 
+def record(outcome: str) -> Record:
+    fields = {"failed": {"summary": "x"}, "errored": {"stage": "forward", "error_type": "E", "message": "x"}}[outcome]
+    who = {"suite": "small", "case_id": "decode", "case_hash": "0", "check": "timing", "seed": 0, "environment": "e"}
+    who |= {"backend": "mine", "backend_ref": "mine", "backend_version": "", "attncheck_version": "0", "kind": "record"}
+    found = parse_line(json.dumps(who | fields | {"outcome": outcome}))
+    assert isinstance(found, Failed | Errored)
+    return found
+
+
 def ticking(*nanoseconds: int) -> Iterator[int]:
     yield from nanoseconds
     raise AssertionError("a call too many")
@@ -246,8 +263,20 @@ def test_as_many_are_taken_as_fit_into_the_time_and_no_more_than_the_most(benchm
     assert len(found.samples_ns) == 17
 
 
-def test_what_a_call_raises_is_an_error_of_its_benchmark(benchmarks: Benchmarks, session: Any) -> None:
+@pytest.mark.parametrize("outcome", ["failed", "errored"])
+def test_times_of_a_wrong_answer_are_taken_back_and_those_of_others_stay(
+    benchmarks: Benchmarks, session: Any, outcome: str
+) -> None:
+    session.benchmarks.append(other := SimpleNamespace())
+    benchmarks.sample("forward", lambda: 100, TimingSettings())
+    assert len(session.benchmarks) == 2
+    benchmarks.end(record(outcome))
+    assert session.benchmarks == [other]
+
+
+def test_what_a_call_raises_ends_its_item(benchmarks: Benchmarks, session: Any) -> None:
     calls = iter([1] * (WARM_UPS + 1))
     with pytest.raises(StopIteration):
         benchmarks.sample("forward", lambda: next(calls), TimingSettings())
-    assert [each.has_error for each in session.benchmarks] == [True]
+    benchmarks.end(record("errored"))
+    assert session.benchmarks == []
