@@ -5,13 +5,12 @@ within a ``<script>``: nothing in it can end the element, and what a terminal or
 obey is taken out. Must not know: how the rows look.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attncheck.reports import phrases
-from attncheck.reports.html.cleaning import clean_all
+from attncheck.reports.html.cleaning import clean_json
 from attncheck.reports.html.intervals import interval
 from attncheck.reports.records import (
     BUDGET_SHARE,
@@ -82,18 +81,18 @@ def catalogue(runs: Sequence[Run], names: Sequence[str]) -> str:
                     OUTCOMES.index(record.outcome),
                     record.round,
                     round(record.duration_s, 6),
-                    bodies.number(_dump(_body(record))),
+                    bodies.number(clean_json(_body(record))),
                     pools["repros"].number(repro_command(record, run.header)),
                 ]
             )
     rows = [row for index, run in enumerate(runs) for row in _speed_rows(index, run, pools)]
     members = {
-        "runs": _dump(names),
-        "outcomes": _dump(OUTCOMES),
-        **{kind: _dump(pool.texts) for kind, pool in pools.items()},
+        "runs": clean_json(names),
+        "outcomes": clean_json(OUTCOMES),
+        **{kind: clean_json(pool.texts) for kind, pool in pools.items()},
         "bodies": bodies.json,
-        "groups": _dump(list(groups.values())),
-        "speeds": _dump(rows),
+        "groups": clean_json(list(groups.values())),
+        "speeds": clean_json(rows),
     }
     # Within a script, only "<" could begin anything else; as an escape it is the same JSON.
     return "{" + ",\n".join(f'"{name}":{text}' for name, text in members.items()).replace("<", "\\u003c") + "}"
@@ -180,22 +179,22 @@ def _timing(timing: Timing | None) -> Json | None:
     }
 
 
-def _latency(latency: Latency) -> Json:
-    """One part, its samples as their number and where 0, 25, 50, 75 and 100 % of them lie."""
+def _latency(latency: Latency) -> list[Any]:
+    """One part: its samples as their number and where 0, 25, 50, 75 and 100 % of them lie."""
     ordered = sorted(latency.samples_ns)
     last = len(ordered) - 1
-    return {
-        "part": latency.part,
-        "clock": latency.clock,
-        "median": _figure(latency.median_ns),
-        "low": _figure(latency.low_ns),
-        "high": _figure(latency.high_ns),
-        "samples": len(ordered),
-        "quartiles": [ordered[round(last * quarter / 4)] for quarter in range(5)] if ordered else [],
-        "settled": latency.is_settled,
-        "bytes": latency.moved_bytes,
-        "flops": latency.flops,
-    }
+    return [
+        latency.part,
+        latency.clock,
+        _figure(latency.median_ns),
+        _figure(latency.low_ns),
+        _figure(latency.high_ns),
+        len(ordered),
+        [ordered[round(last * quarter / 4)] for quarter in range(5)] if ordered else [],
+        int(latency.is_settled),
+        latency.moved_bytes,
+        latency.flops,
+    ]
 
 
 def _figures(figures: Mapping[str, float]) -> dict[str, float | str | None]:
@@ -213,7 +212,3 @@ def _figure(value: float | None) -> float | str | None:
     if value is None or isinstance(value, int):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else str(value)
-
-
-def _dump(value: object) -> str:
-    return json.dumps(clean_all(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)

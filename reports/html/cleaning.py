@@ -3,12 +3,14 @@
 Escaping for HTML is left to what writes it. Must not know: where the text stands.
 """
 
+import json
 import re
 from typing import Any
 
 from attncheck.reports import phrases
 
 _UNUSUAL = re.compile(r"[^\n\t\x20-\x7e]")
+_UNUSUAL_JSON = re.compile(r"[^\x20-\x7e]|\\u00")
 
 
 def clean(text: str) -> str:
@@ -16,14 +18,28 @@ def clean(text: str) -> str:
     return phrases.printable(text) if _UNUSUAL.search(text) else text
 
 
-def clean_all(value: Any) -> Any:
-    """The same value with every text in it cleaned, names included."""
+def clean_json(value: object) -> str:
+    """``value`` as compact JSON, with every text in it cleaned, names included; a figure must be finite.
+
+    Raises:
+        ValueError: a figure is not.
+    """
+    text = _dump(value)
+    # Most values say nothing unusual, and need not be walked through.
+    return _dump(_cleaned(value)) if _UNUSUAL_JSON.search(text) else text
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _cleaned(value: Any) -> Any:
     match value:
         case str():
             return clean(value)
         case dict():
-            return {clean(name): clean_all(member) for name, member in value.items()}
+            return {clean(name): _cleaned(member) for name, member in value.items()}
         case list() | tuple():
-            return [clean_all(member) for member in value]
+            return [_cleaned(member) for member in value]
         case _:
             return value

@@ -83,18 +83,19 @@ function graph(levels) {
 function timing(records) {
   const parts = new Map();
   for (const record of records) {
-    for (const latency of record.body.timing.parts) {
-      if (!parts.has(latency.part)) parts.set(latency.part, []);
-      parts.get(latency.part).push([record.round, latency]);
+    for (const [part, ...latency] of record.body.timing.parts) {
+      if (!parts.has(part)) parts.set(part, []);
+      parts.get(part).push([record.round, latency]);
     }
   }
   const rows = [...parts].flatMap(([part, rounds]) => {
-    const ends = [Math.min(...rounds.map(([, each]) => each.quartiles[0])),
-      Math.max(...rounds.map(([, each]) => each.quartiles[4]))];
-    return rounds.map(([round, each]) => [
-      part, String(round + 1), timeText(each.median), `${timeText(each.low)} to ${timeText(each.high)}`,
-      String(each.samples), box(each.quartiles, ends), each.clock,
-      each.bytes ? bytesText(each.bytes) : "", each.flops ? flopsText(each.flops) : "", each.settled ? "yes" : "no",
+    const samples = rounds.map(([, latency]) => latency[5]).filter((quartiles) => quartiles.length);
+    const ends = [Math.min(...samples.map((quartiles) => quartiles[0])),
+      Math.max(...samples.map((quartiles) => quartiles[4]))];
+    return rounds.map(([round, [clock, median, low, high, count, quartiles, isSettled, bytes, flops]]) => [
+      part, String(round + 1), timeText(median), `${timeText(low)} to ${timeText(high)}`, String(count),
+      quartiles.length ? box(quartiles, ends) : "", clock, bytes ? bytesText(bytes) : "",
+      flops ? flopsText(flops) : "", isSettled ? "yes" : "no",
     ]);
   });
   const [{ body: { timing: first } }] = records;

@@ -32,10 +32,14 @@ function severity(record) {
   return SEVERITY.indexOf(record.outcome);
 }
 
+function worse(one, other) {
+  return severity(other) < severity(one) ? other : one;
+}
+
 /* Set anew by every filtering: the records shown, the worst of them, and what the columns show. */
 function choose(group, records) {
   group.shown = records;
-  group.worst = records.reduce((worst, record) => (severity(record) < severity(worst) ? record : worst), records[0]);
+  group.worst = records.reduce(worse);
   const shares = records.map((record) => record.body.share).filter((share) => share !== undefined);
   group.share = shares.length ? Math.max(...shares.map((share) => (share === "inf" ? Infinity : share))) : null;
   return group;
@@ -86,9 +90,12 @@ function filteredSpeeds(filter) {
     && words.every((word) => `${speed.backend}\n${speed.title}\n${speed.part}`.toLowerCase().includes(word)));
 }
 
+/* A check that was made in several rounds counts once, with its worst outcome. */
 function chips(group) {
+  const checks = new Map();
+  for (const record of group.shown) checks.set(record.check, worse(checks.get(record.check) || record, record));
   const counts = new Map();
-  for (const { outcome } of group.shown) counts.set(outcome, (counts.get(outcome) || 0) + 1);
+  for (const { outcome } of checks.values()) counts.set(outcome, (counts.get(outcome) || 0) + 1);
   const ordered = [...counts].sort(([one], [other]) => SEVERITY.indexOf(one) - SEVERITY.indexOf(other));
   return element("div", { class: "chips" }, ordered.map(([outcome, count]) =>
     chip(count > 1 ? `${count} ${outcome}` : outcome, OUTCOME_TONES[outcome])));

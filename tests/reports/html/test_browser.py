@@ -1,0 +1,256 @@
+"""The page in a real browser: with mouse and keyboard, on the screen and on paper, and never with a network."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attncheck.reports.html import render_runs
+from attncheck.reports.records import Failed, Unsupported
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+
+LENGTHS = (512, 1024, 2048, 4096)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium; a test that is asked for and cannot be made fails, with what is missing."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        pytest.fail("playwright is not installed: pip install 'attncheck[browser]', or `tox run -e browser`")
+    program = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    if program is None:
+        pytest.fail("no chromium on PATH: install it (apt-get install chromium), or name one: CHROMIUM=/path/to/it")
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """``show(runs, ...)``: the page, opened as a file. What it asks of a network, or complains of, fails the test."""
+    contexts, complaints = [], []
+
+    def opened(*runs: Any, **options: Any) -> Any:
+        file = tmp_path / "report.html"
+        file.write_text(render_runs(runs), encoding="utf-8")
+        context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
+        contexts.append(context)
+        context.set_offline(True)
+        page = context.new_page()
+        page.on("request", lambda request: request.url == file.as_uri() or complaints.append(f"asked: {request.url}"))
+        page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.goto(file.as_uri())
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.fixture
+def run(timed: Any, run_with: Any, record_of: Any) -> Any:
+    """Three backends, eight cases that were timed, and one that failed for the last."""
+    failed = record_of(
+        Failed,
+        backend="third",
+        case_id="window",
+        summary="7 of 40 rows",
+        meaning="the window is one key too long",
+        figures={"budget_share": 18.4},
+    )
+    return run_with([*timed(["first", "second", "third"], LENGTHS, rounds=5), failed])
+
+
+def cells(page: Any, column: int, table: str = "#record-table") -> list[str]:
+    """The texts of one column, its heading left out."""
+    return [text.strip() for text in page.locator(f"{table} tr.row > :nth-child({column})").all_inner_texts()]
+
+
+def status(page: Any) -> str:
+    return page.locator("#record-table [role=status]").inner_text()
+
+
+def wait_for(page: Any, text: str) -> None:
+    """Until the records are as many as ``text`` says; the page's policy forbids to poll by a script."""
+    page.locator("#record-table [role=status]").get_by_text(text, exact=True).wait_for()
+
+
+def test_filters_narrow_the_records(show: Any, run: Any) -> None:
+    page = show(run)
+    assert status(page) == "25 cases"
+    page.select_option("#filter-backend", "third")
+    assert status(page) == "9 cases"
+    assert set(cells(page, 2)) == {"third"}
+    page.select_option("#filter-outcome", "short")
+    assert cells(page, 3) == ["decode/window"]
+    page.click("button[type=reset]")
+    wait_for(page, "25 cases")
+    page.select_option("#filter-check", "lse")
+    assert set(cells(page, 4)) == {"unsupported"}
+    assert status(page) == "24 cases"
+    page.select_option("#filter-check", "")
+    page.fill("#filter-words", "one KEY window")
+    wait_for(page, "1 case")
+    assert cells(page, 6) == ["7 of 40 rows"]
+
+
+def test_speeds_are_filtered_with_the_records(show: Any, run: Any) -> None:
+    page = show(run)
+    assert page.locator("#speed-table [role=status]").inner_text() == "48 speeds"
+    page.select_option("#filter-backend", "second")
+    assert page.locator("#speed-table [role=status]").inner_text() == "16 speeds"
+    assert set(cells(page, 1, "#speed-table")) == {"second"}
+
+
+def test_columns_sort_both_ways_and_what_is_missing_comes_last(show: Any, run: Any) -> None:
+    page = show(run)
+    head = page.get_by_role("button", name="worst error")
+    head.click()
+    ascending = [float(text) for text in cells(page, 5)]
+    assert ascending == sorted(ascending)
+    assert ascending[-1] == 18.4
+    head.click()
+    assert page.locator("#record-table th[aria-sort]").get_attribute("aria-sort") == "descending"
+    assert [float(text) for text in cells(page, 5)] == ascending[::-1]
+    page.locator("#speed-table").get_by_role("button", name="roofline").click()
+    shares = cells(page, 10, "#speed-table")
+    assert shares.count("") == 24  # a build has no roofline
+    assert set(shares[-24:]) == {""}
+
+
+def test_many_records_come_in_pages(show: Any, run_with: Any, record_of: Any) -> None:
+    page = show(run_with([record_of(case_id=f"case-{index}") for index in range(230)]))
+    assert status(page) == "1\u2013100 of 230 cases"
+    table = page.locator("#record-table")
+    assert table.get_by_role("button", name="Previous").is_disabled()
+    table.get_by_role("button", name="Next").click()
+    table.get_by_role("button", name="Next").click()
+    assert status(page) == "201\u2013230 of 230 cases"
+    assert len(cells(page, 3)) == 30
+    assert table.get_by_role("button", name="Next").is_disabled()
+    table.get_by_role("button", name="case", exact=True).click()
+    assert cells(page, 3)[:3] == ["decode/case-0", "decode/case-1", "decode/case-2"]  # numbers as numbers
+
+
+def test_a_case_opens_by_keyboard_and_tells_all_checks(show: Any, run: Any) -> None:
+    page = show(run)
+    button = page.get_by_role("button", name="Details of lengths/decode.512").first
+    button.focus()
+    page.keyboard.press("Enter")
+    opened = page.locator("tr.drill")
+    assert button.get_attribute("aria-expanded") == "true"
+    assert [" ".join(text.split()) for text in opened.locator(".answer h4").all_inner_texts()] == [
+        "timing passed in 5 rounds 1 s",
+        "numerics passed 10 ms",
+        "lse unsupported",
+    ]
+    assert opened.locator("svg.box").count() == 10  # two parts, five rounds
+    command = (
+        "attncheck run --backend first --suite lengths --case decode.512 --check numerics --device cuda --in-process"
+    )
+    assert opened.get_by_text(command).count() == 1
+    opened.get_by_text("The same case on every backend").click()
+    assert cells(page, 2) == ["first", "second", "third"]
+    assert page.locator("tr.drill").count() == 1
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Details of lengths/decode.512").first.click()
+    assert page.locator("tr.drill").count() == 0
+
+
+def test_the_command_that_repeats_is_copied(show: Any, run: Any) -> None:
+    page = show(run, permissions=["clipboard-read", "clipboard-write"])
+    failure = page.locator("article.failure")
+    failure.get_by_role("button").click()
+    failure.get_by_text("Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == failure.locator("code").inner_text()
+
+
+def test_the_command_is_copied_without_the_clipboard_interface(show: Any, run: Any) -> None:
+    page = show(run, permissions=["clipboard-read"])
+    page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('refused')); }")
+    page.locator("article.failure").get_by_role("button").click()
+    page.locator("article.failure").get_by_text("Copied").wait_for()
+    assert "--case window" in page.evaluate("navigator.clipboard.readText()")
+
+
+def test_a_cell_leads_to_its_records(show: Any, run: Any) -> None:
+    page = show(run)
+    page.get_by_role("link", name="8/9").click()
+    assert page.input_value("#filter-backend") == "third"
+    assert page.input_value("#filter-check") == "numerics"
+    assert status(page) == "9 cases"
+
+
+def test_dark_is_the_systems_choice_until_the_reader_chooses(show: Any, run: Any) -> None:
+    def ground(page: Any) -> str:
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    light, dark = (show(run, color_scheme=scheme) for scheme in ("light", "dark"))
+    assert ground(light) == "rgb(251, 251, 249)"
+    assert ground(dark) == "rgb(19, 22, 26)"
+    ink = "getComputedStyle(document.querySelector('.chart text')).fill"
+    assert light.evaluate(ink) != dark.evaluate(ink)
+    for page, expected in ((light, ground(dark)), (dark, ground(light))):
+        page.get_by_role("button", name="Dark").click()
+        assert ground(page) == expected
+        page.reload()
+        assert ground(page) == expected
+
+
+def test_hostile_texts_run_nothing(show: Any, hostile: Any, hostile_texts: Any) -> None:
+    page = show(hostile)
+    for button in page.get_by_role("button", name="Details of").all()[:80]:
+        button.evaluate("button => button.click()")
+    assert page.locator("tr.drill").count() > 60
+    page.fill("#filter-words", hostile_texts[0])
+    wait_for(page, "9 cases")
+    assert cells(page, 2)
+    page.locator("[data-look]").nth(3).evaluate("link => link.click()")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("img").count() == 0
+
+
+def test_on_paper_all_is_open_and_nothing_is_to_be_clicked(show: Any, run: Any) -> None:
+    page = show(run, viewport={"width": 710, "height": 1000})
+    page.emulate_media(media="print", color_scheme="dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("button:visible, select:visible, input:visible, nav:visible").count() == 0
+    assert page.locator("main details:not([open])").count() == 0
+    assert page.get_by_text("another process may well").count() + page.get_by_text("geometric mean of the").count() > 0
+    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(28, 32, 37)"  # dark ink, whatever the screen
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.pdf(format="A4").startswith(b"%PDF-")
+
+
+@pytest.mark.parametrize("width", [340, 2200])
+def test_the_page_fits_the_window(show: Any, timed: Any, run_with: Any, width: int) -> None:
+    names = [f"a_backend_of_a_long_name_{index}" for index in range(12)]
+    page = show(run_with(timed(names, LENGTHS, rounds=2)), viewport={"width": width, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_without_a_script_the_summary_is_readable(show: Any, run: Any) -> None:
+    page = show(run, java_script_enabled=False)
+    assert page.get_by_text("Browsing the records takes JavaScript").is_visible()
+    assert page.locator("button:visible, select:visible").count() == 0
+    for told in ("failed", "7 of 40 rows", "the window is one key too long"):
+        assert page.get_by_text(told).first.is_visible()
+    assert page.locator("svg.chart").first.is_visible()
+
+
+def test_several_runs_are_told_apart(show: Any, run: Any, run_with: Any, record_of: Any) -> None:
+    other = run_with([record_of(Unsupported, backend="first", reasons=("no",))], path="other.jsonl")
+    page = show(run, other)
+    assert status(page) == "26 cases"
+    page.select_option("#filter-run", "other.jsonl")
+    assert cells(page, 2) == ["other.jsonl"]
