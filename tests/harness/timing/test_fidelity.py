@@ -3,7 +3,10 @@
 Each sample is held against what the call measured itself, so that a machine that is busy makes both longer.
 """
 
+import importlib.util
+import sys
 import time
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -11,6 +14,8 @@ import pytest
 from attncheck.harness.clock import HostClock
 from attncheck.harness.timing.sampling import sample
 from attncheck.harness.timing.settings import TimingSettings
+
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "timing_fidelity.py"
 
 
 @pytest.mark.parametrize("target_us", [100, 1_000, 10_000])
@@ -33,3 +38,16 @@ def test_a_spin_takes_as_long_as_it_says(target_us):
     assert min(errors) >= 0
     assert median(errors) <= 0.02
     assert found.median_ns >= 1000 * target_us
+
+
+def test_the_whole_check_tells_what_a_backend_spins(tmp_path, monkeypatch):
+    """Of the shortest sample, which a machine that is busy has left alone."""
+    spec = importlib.util.spec_from_file_location("timing_fidelity", BENCHMARK)
+    benchmark = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "timing_fidelity", benchmark)
+    spec.loader.exec_module(benchmark)
+    suite = tmp_path / "spin.yaml"
+    suite.write_text(benchmark.SPIN_SUITE)
+    latency = benchmark.timing_of(benchmark.spinning(1_000), str(suite)).latency("forward")
+    assert latency.clock == "host"
+    assert 1_000_000 <= min(latency.samples_ns) <= 1_020_000
