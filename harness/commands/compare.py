@@ -43,7 +43,8 @@ def compare(
         ),
     ] = None,
     min_effect: Annotated[
-        float, typer.Option(metavar="N", min=0, help="The least difference that is told, in per cent of the time.")
+        float,
+        typer.Option(metavar="N", min=0, max=100, help="The least difference that is told, in per cent of the time."),
     ] = 1.0,
     form: Annotated[
         Format,
