@@ -22,6 +22,7 @@ COMPARED, FETCHED, KEPT_GREEN = (
     "Keep the run files as the last green ones",
 )
 NO_LONGER = {"outcome", "reasons", "by"}
+EXAMINE_WRONG = "--backend ./wrong.py:Wrong --suite decode --case single --check numerics"
 WRONG = """
 from attncheck import kernel_backend
 
@@ -73,8 +74,7 @@ def test_on_a_cpu_every_step_works(cpu, workflow):
 def test_a_backend_that_falls_short_fails_the_job_and_is_reported_all_the_same(cpu):
     (cpu.folder / "wrong.py").write_text(WRONG, encoding="utf-8")
     shutil.rmtree(cpu.folder / "results")
-    examined = "--backend ./wrong.py:Wrong --suite decode --case single --check numerics"
-    made = cpu.again(overrides={**cpu.overrides, "EXAMINE": examined}).run(start="Examine")
+    made = cpu.again(overrides={**cpu.overrides, "EXAMINE": EXAMINE_WRONG}).run(start="Examine")
     assert made.ran["Examine"].code == 1
     assert made.has_failed
     assert list(went_wrong(made)) == ["Examine"]
@@ -201,6 +201,18 @@ def test_a_question_to_github_that_fails_is_no_first_run(gpu):
     assert made.ran[FETCHED].code
     assert "nothing to compare with" not in made.summary
     assert made.has_failed
+
+
+def test_a_wrong_kernel_is_not_timed_and_is_reported(gpu, tmp_path):
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "wrong.py").write_text(WRONG, encoding="utf-8")
+    made = gpu.again(tmp_path / "checkout", overrides={**gpu.overrides, "EXAMINE": EXAMINE_WRONG}).run(start="Examine")
+    assert list(made.ran) == ["Examine", "Report"]
+    assert made.ran["Report"].code == 0
+    assert made.has_failed
+    assert {name: set(kept) for name, kept in made.artifacts.items()} == {
+        "attncheck-h100": {"results/correctness.jsonl", "results/correctness.html"}
+    }
 
 
 def test_a_run_of_another_branch_is_compared_and_not_kept_as_green(gpu):
