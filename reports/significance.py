@@ -11,11 +11,11 @@ degrees of freedom, and is wider where nothing wanders; so both are made, each a
 counts: both hold the truth at once as often as one would.
 
 A rank test needs no normal distribution, and cannot reach such a level with few rounds: its p-value is never below
-2 / 252 with 5 processes a side or 2 / 184756 with 10, and that only where the sides do not overlap at all; 100 pairs ask
-for 1e-4, 1000 for 1e-5. What is assumed instead is that the mean of a side is near to normal. Where it is not, because
-a process now and then is far slower, the interval grows with it and less is told, not more. The exception is very few
-processes, of two kinds: all fast ones on one side and all slow ones on the other look like a difference, which is why
-:data:`MIN_ROUNDS` is what it is.
+2 / 252 with 5 processes a side or 2 / 184756 with 10, and that only where the sides do not overlap at all; 100 pairs
+ask for 1e-4, 1000 for 1e-5. What is assumed instead is that the mean of a side is near to normal. Where it is not,
+because a process now and then is far slower, the interval grows with it and less is told, not more. The exception is
+very few processes, of two kinds: all fast ones on one side and all slow ones on the other look like a difference, which
+is why :data:`MIN_ROUNDS` is what it is.
 
 Must not know: records, cases, verdicts.
 """
