@@ -50,9 +50,9 @@ def report(
             f"--format {form} takes one run, and {len(runs)} are given; convert each by itself, and let "
             "`pytest-benchmark compare` read the files together"
         )
+    read = [read_run(path) for path in runs]
     if output is not None and output.exists() and any(output.samefile(path) for path in runs):
         raise QuestionError(f"--output {output} is one of the runs to report on; name another file")
-    read = [read_run(path) for path in runs]
     if form == Format.GITHUB:
         return _report_to_github(read, output)
     color = output is None and use_color()
