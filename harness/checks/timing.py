@@ -4,8 +4,8 @@ The times of ``forward``, which writes the new rows to the cache as the contract
 of the decodes and the prefills of a mixed batch alone. Whatever makes a time that no honest kernel has breaks the
 check: a wrong answer in any call, work that goes on when the clock has stopped, a clock that was replaced, a shape that
 alone is fast. Cannot see: what the same kernel takes in another process (medians differ by tens of per cent on shared
-machines), nor a backend that reads the harness's own objects to learn how the contents were made. Needs runs of the
-backend.
+machines), nor a backend that reads or changes the harness's own objects, to learn how the contents were made or to
+judge itself. Needs runs of the backend.
 """
 
 from collections.abc import Callable, Mapping

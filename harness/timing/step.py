@@ -96,7 +96,7 @@ class TimedStep:
         self._fill(problem, step)
         call = self.memory.lent.with_metadata_of(fresh)
         lent = each_of(call, torch.Tensor.detach)
-        pristine = replace(fresh, common=each_of(call, torch.Tensor.clone).common)
+        pristine = replace(fresh, common=_copied(call).common)
         if self._recorder is not None and self._replay is None:
             self._capture(self._recorder, call, fresh)
         metadata = self._build(lent)
@@ -250,3 +250,8 @@ class TimedStep:
             memory.lse,
             self._scale,
         )
+
+
+def _copied(call: Call) -> Call:
+    """Copies of the metadata; without the rows, which are not there yet."""
+    return each_of(replace(call, query=call.query[:0], key=None, value=None), torch.Tensor.clone)

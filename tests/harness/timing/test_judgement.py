@@ -95,6 +95,20 @@ def test_a_lower_precision_is_told(bench):
     assert found.figures["budget_share"] > 1
 
 
+@pytest.mark.parametrize(("budgets", "is_wrong"), [(0.8, False), (1.2, True)])
+def test_the_budget_is_that_of_numerics(budgets, is_wrong, make_case):
+    bench = Bench(make_case((1, 21), (4, 19), dtype="float32"))
+    asked = bench.source.next()
+    right, budget = asked.right(bench.rows)
+    off = right.clone()
+    off[3, 2, 7] += budgets * min(float(budget.norm[3, 2]), float(budget.peak[3, 2]))
+    if is_wrong:
+        assert "row 3" in bench.refusal(asked, off.float()).summary
+    else:
+        bench.put(asked, off.float())
+        assert bench.judge.worst == pytest.approx(budgets, rel=0.1)
+
+
 def test_a_wrong_lse_is_an_answer_too(bench):
     asked = bench.source.next()
     lse = asked.lse(bench.rows)
