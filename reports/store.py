@@ -163,6 +163,7 @@ def read_run(path: Path | str) -> Run:
     if unfinished:
         lines = content.split(b"\n")
     header = _read_header(path, lines[0])
+    announced = _announced(header)
     records: dict[RecordKey, Record] = {}
     footer: RunFooter | None = None
     for number, text in enumerate(lines[1:], start=2):
@@ -178,7 +179,7 @@ def read_run(path: Path | str) -> Run:
             continue
         if line.key in records:
             raise RunFileError(path, f"this record is there twice: {line.key}", line=number)
-        if reason := _stranger(header, line):
+        if reason := _stranger(announced, header.rounds, line):
             raise RunFileError(path, reason, line=number)
         records[line.key] = line
     if footer is not None:
@@ -228,22 +229,26 @@ def _explain(error: ValidationError) -> str:
     return f"{place}: {first['msg']}" if place else first["msg"]
 
 
-def _stranger(header: RunHeader, record: Record) -> str | None:
-    """Why a record cannot be of this run, or None."""
-    announced: Mapping[str, Sequence[object]] = {
-        "suite": [suite.name for suite in header.suites],
-        "backend": [backend.name for backend in header.backends],
+def _announced(header: RunHeader) -> dict[str, tuple[object, ...]]:
+    """By field, what the records of a run may say."""
+    return {
+        "suite": tuple(suite.name for suite in header.suites),
+        "backend": tuple(backend.name for backend in header.backends),
         "check": header.checks,
-        "seed": [header.seed],
-        "environment": [header.environment.digest],
-        "attncheck_version": [header.environment.attncheck],
+        "seed": (header.seed,),
+        "environment": (header.environment.digest,),
+        "attncheck_version": (header.environment.attncheck,),
     }
+
+
+def _stranger(announced: Mapping[str, tuple[object, ...]], rounds: int, record: Record) -> str | None:
+    """Why a record cannot be of this run, or None."""
     for name, known in announced.items():
         value = getattr(record, name)
         if value not in known:
             return f"{name} {value!r} is not in the header (which has {', '.join(map(repr, known)) or 'none'})"
-    if not 0 <= record.round < header.rounds:
-        return f"round {record.round} is none of the header's, which counts {header.rounds} from 0"
+    if not 0 <= record.round < rounds:
+        return f"round {record.round} is none of the header's, which counts {rounds} from 0"
     return None
 
 
