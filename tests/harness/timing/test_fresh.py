@@ -65,6 +65,16 @@ def test_rows_that_several_requests_share_stay_shared(make_case):
     assert torch.equal(problem.values[first : first + 32], problem.values[second : second + 32])
 
 
+def test_latent_rows_turn_their_sign_by_request_unless_requests_share_rows(make_case):
+    apart = contents(build_problem(make_case(*SMALL, **LATENT), 0))
+    turned = {tuple(apart.next().twist.request_sign.tolist()) for _ in range(40)}
+    assert {len(set(signs)) for signs in turned} == {1, 2}
+    requests = [RequestSpec(query_len=1, seq_len=n, shared_prefix=32) for n in (33, 40)]
+    shared = contents(build_problem(make_case(*requests, **LATENT), 0))
+    turned = {tuple(shared.next().twist.request_sign.tolist()) for _ in range(20)}
+    assert turned == {(1, 1), (-1, -1)}
+
+
 def test_nothing_is_repeated_and_the_answers_differ(make_case):
     made = contents(build_problem(make_case(*SMALL), 0))
     asked = [made.next() for _ in range(20)]
