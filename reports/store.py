@@ -11,7 +11,7 @@ Must not know: how a record came about, or how it is shown.
 import lzma
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import TextIOWrapper
