@@ -19,7 +19,7 @@ from attncheck.reports.html.cleaning import clean
 from attncheck.reports.html.comparison_view import comparison_view
 from attncheck.reports.html.failures import SHOWN
 from attncheck.reports.html.run_view import FUNCTION_TONES, run_names, run_view
-from attncheck.reports.html.units import bytes_, rate, time
+from attncheck.reports.html.units import measured_time
 from attncheck.reports.records import GRAPH_LEVELS
 from attncheck.reports.speed_tables import FASTEST_ROUNDS
 from attncheck.reports.store import Run
@@ -100,9 +100,7 @@ def _environment() -> "Environment":
         "plural": phrases.plural,
         "other_reasons": phrases.other_reasons,
         "averaged": averaged,
-        "time": time,
-        "bytes": bytes_,
-        "rate": rate,
+        "time": measured_time,
     }
     environment.globals |= {
         "levels": GRAPH_LEVELS,

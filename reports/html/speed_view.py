@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from attncheck.reports.html.drawing import Style, styles
 from attncheck.reports.html.intervals import interval
 from attncheck.reports.html.speed_charts import build_chart, length_chart, panels, roofline_charts
-from attncheck.reports.html.units import time
+from attncheck.reports.html.units import measured_time
 from attncheck.reports.speed import Speed, speeds
 from attncheck.reports.speed_notes import legend, speed_notes
 from attncheck.reports.speed_summary import summary_tables
@@ -134,7 +134,7 @@ def _case_bars(own: Sequence[Speed], backends: Sequence[str]) -> tuple[Bar, ...]
         Bar(
             speed.backend,
             backends.index(speed.backend),
-            time(speed.median_ns),
+            measured_time(speed.median_ns),
             round(speed.median_ns / full, 1),
             round(each.low_ns / full, 1),
             round(each.high_ns / full, 1),

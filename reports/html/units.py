@@ -6,13 +6,19 @@ _TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "\u00b5s"), (1.0, "ns"))
 
 
 def digits(value: float) -> str:
-    """Three digits that mean something, or all of a whole number that has more."""
+    """Three digits at most, or all of a whole number that has more."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def time(ns: float) -> str:
-    """A time in the unit that suits it: ``12.3 µs``."""
+    """A time in the unit that suits it: ``12 µs``."""
     return _scaled(ns, _TIMES)
+
+
+def measured_time(ns: float) -> str:
+    """The same with three digits, however many of them are zeros: ``12.0 µs``."""
+    number, unit = time(ns).split()
+    return f"{number if ',' in number else f'{float(number):#.3g}'.removesuffix('.')} {unit}"
 
 
 def bytes_(count: float) -> str:

@@ -22,11 +22,22 @@ function chip(text, tone) {
   return element("span", { class: `chip t-${tone}` }, text);
 }
 
+const LONGEST = 160;
+
+function shortened(text) {
+  return text.length > LONGEST ? `${text.slice(0, LONGEST - 2)}\u2026` : text;
+}
+
+/* A name, which may be broken after its slashes, dots and underscores. */
+function breakable(text) {
+  return shortened(text).split(/(?<=[/._])/).flatMap((part, index) => (index ? [element("wbr"), part] : [part]));
+}
+
 /* Times in nanoseconds, in the unit that suits them; three digits that mean something. */
 function scaled(value, units) {
   const [size, name] = units.find(([least]) => Math.abs(value) >= least * 0.9995) || units[units.length - 1];
   const shown = value / size;
-  return `${shown >= 999.5 ? Math.round(shown).toLocaleString("en") : Number(shown.toPrecision(3))} ${name}`;
+  return `${shown >= 999.5 ? Math.round(shown).toLocaleString("en") : shown.toPrecision(3)} ${name}`;
 }
 
 function timeText(nanoseconds) {
@@ -43,7 +54,7 @@ function flopsText(count) {
 
 function percent(share) {
   const shown = share * 100;
-  return `${shown >= 9.95 ? Math.round(shown) : Number(shown.toPrecision(2))}%`;
+  return `${shown >= 9.95 ? Math.round(shown) : shown.toPrecision(2)}%`;
 }
 
 function budgets(share) {

@@ -101,12 +101,8 @@ function chips(group) {
     chip(count > 1 ? `${count} ${outcome}` : outcome, OUTCOME_TONES[outcome])));
 }
 
-function shortened(text) {
-  return text.length > 160 ? `${text.slice(0, 158)}\u2026` : text;
-}
-
 function caseName(row) {
-  return [element("span", { class: "suite" }, `${row.suite}/`), row.caseId];
+  return [element("span", { class: "suite" }, breakable(`${row.suite}/`)), element("wbr"), ...breakable(row.caseId)];
 }
 
 const runColumn = catalogue.runs.length > 1 ? [{ title: "run", value: (row) => row.run, cell: (row) => row.run }] : [];
@@ -115,7 +111,7 @@ const recordTable = new RowTable(document.getElementById("record-table"), {
   label: "Records", noun: "case", open: drill,
   columns: [
     ...runColumn,
-    { title: "backend", value: (row) => row.backend, cell: (row) => row.backend },
+    { title: "backend", value: (row) => row.backend, cell: (row) => breakable(row.backend) },
     { title: "case", isName: true, value: (row) => row.title, cell: caseName },
     { title: "outcome", value: (row) => severity(row.worst), cell: chips },
     { title: "worst error (budgets)", isNumber: true, value: (row) => row.share,
@@ -129,7 +125,7 @@ const speedTable = new RowTable(document.getElementById("speed-table"), {
   label: "All speeds", noun: "speed",
   columns: [
     ...runColumn,
-    { title: "backend", value: (row) => row.backend, cell: (row) => row.backend },
+    { title: "backend", value: (row) => row.backend, cell: (row) => breakable(row.backend) },
     { title: "case", isName: true, value: (row) => row.title, cell: caseName },
     { title: "part", value: (row) => row.part, cell: (row) => row.part },
     { title: "median", isNumber: true, value: (row) => row.median,

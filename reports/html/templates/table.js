@@ -102,6 +102,7 @@ class RowTable {
   }
 
   below(row) {
-    return element("tr", { class: "drill" }, element("td", { colspan: this.columns.length + 1 }, this.open(row)));
+    return element("tr", { class: "drill" }, element("td", { colspan: this.columns.length + 1 },
+      element("div", {}, this.open(row))));
   }
 }

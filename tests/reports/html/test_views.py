@@ -1,0 +1,164 @@
+"""What the page tells of a run, as values: support in words and tones, failures told once, bars and the fastest."""
+
+import re
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
+
+import pytest
+
+from attncheck.reports.html.failures import expected, failures
+from attncheck.reports.html.speed_view import speed_view
+from attncheck.reports.html.support_view import matrix
+from attncheck.reports.records import Crashed, Errored, Failed, Passed, XFailed
+from attncheck.reports.summary import summarise
+from attncheck.reports.support import SupportRow
+
+
+def test_a_cell_says_in_words_and_tone_what_was_found() -> None:
+    rows = [
+        SupportRow("one", "alibi", is_declared=True, right=3),
+        SupportRow("one", "sinks", is_declared=True, right=1, short=2),
+        SupportRow("two", "alibi", is_declared=False, refused=4),
+        SupportRow("two", "sinks", is_declared=False, wrong=1, refused=2),
+        SupportRow("two", "lse", is_declared=True, left=5),
+    ]
+    found = matrix(rows, ["one", "two", "three"]).features
+    assert list(found) == ["alibi", "lse", "sinks"]
+    assert found["alibi"] == (("good", "", "yes (3)"), ("calm", "not declared", "refused (4)"), None)
+    assert found["lse"] == (None, ("none", "declared", "not examined"), None)
+    assert found["sinks"][:2] == (
+        ("bad", "", "falls short in 2 of 3"),
+        ("bad", "not declared", "refused (2); accepted, and wrong (1)"),
+    )
+
+
+def test_values_of_a_form_stand_under_their_verdict_by_size() -> None:
+    sizes = [SupportRow("one", f"head_size={size}", is_declared=True, right=1) for size in (128, 64, 8)]
+    sizes += [SupportRow("one", "head_size=72", is_declared=False, refused=1)]
+    sizes += [SupportRow("one", "head_size=96", is_declared=True, right=1, short=2)]
+    ((cell,),) = matrix(sizes, ["one"]).forms.values()
+    assert cell == (
+        ("good", "right", ("8", "64", "128")),
+        ("bad", "some fall short", ("96 (1 of 3 right)",)),
+        ("calm", "refused", ("72",)),
+    )
+
+
+def test_findings_that_differ_in_figures_are_told_once(record_of: Any, run_with: Any) -> None:
+    def error(case: str, traceback: str) -> Any:
+        return record_of(
+            Errored, case_id=case, stage="forward", error_type="E", message="no", traceback=traceback, check="lse"
+        )
+
+    records = [
+        record_of(Failed, case_id="a", summary="7 of 40 rows", meaning="off by one"),
+        record_of(Failed, case_id="b", summary="9 of 50 rows", meaning="off by one"),
+        record_of(Failed, case_id="c", summary="9 of 50 rows", meaning="the scale is forgotten"),
+        record_of(Failed, case_id="d", summary="9 of 50 rows", meaning="off by one", backend="other"),
+        error("a", "at line 1"),
+        error("b", "at line 1"),
+        error("c", "at line 2"),
+        record_of(Crashed, case_id="a", check="claims", stage="check claims", cause="killed", output="last words"),
+    ]
+    run = run_with(records)
+    told = failures(summarise(records), run.header)
+    assert [(each.record.case_id, [other.case_id for other in each.others]) for each in told] == [
+        ("a", ["b"]),
+        ("c", []),
+        ("d", []),
+        ("a", ["b"]),
+        ("c", []),
+        ("a", []),
+    ]
+    assert [each.trail for each in told] == ["", "", "", "at line 1", "at line 2", "last words"]
+
+
+def test_expected_failures_stand_by_reason_and_check(record_of: Any) -> None:
+    records = [
+        record_of(XFailed, case_id=case, check=check, underlying="failed", summary="s", reason=reason)
+        for case, check, reason in (
+            ("a", "lse", "known"),
+            ("b", "lse", "known"),
+            ("c", "claims", "known"),
+            ("d", "lse", "x"),
+        )
+    ]
+    assert [(each.first.case_id, each.further) for each in expected(records)] == [("a", 1), ("c", 0), ("d", 0)]
+
+
+def bars(view: Any) -> dict[str, list[tuple[str, bool]]]:
+    return {
+        case.case: [(bar.backend, bar.is_fastest) for bar in case.bars] for suite in view.bars for case in suite.cases
+    }
+
+
+def test_the_fastest_is_named_only_outside_of_the_noise(timed: Any, run_with: Any) -> None:
+    enough = speed_view(run_with(timed(["one", "two"], (4096,), rounds=5)), "run")
+    assert set(map(tuple, bars(enough).values())) == {(("one", True), ("two", False))}
+    few = speed_view(run_with(timed(["one", "two"], (4096,), rounds=4)), "run")
+    # As fast as the second, whose factor is 1.65 where the first has 1.3.
+    even = speed_view(run_with(timed(["one", "two"], (65536,), rounds=5, slower=1.65 / 1.3)), "run")
+    for view in (few, even):
+        assert not any(is_fastest for case in bars(view).values() for _, is_fastest in case)
+
+
+def test_bars_of_a_case_share_a_scale_from_zero(timed: Any, run_with: Any) -> None:
+    records = timed(["one", "two"], (4096,), rounds=3)
+    (suite,) = speed_view(run_with(records), "run").bars
+    case = next(case for case in suite.cases if case.case == "lengths/decode.4096")
+    medians = {
+        name: [
+            r.timing.latencies[0].median_ns
+            for r in records
+            if r.check == "timing" and r.backend == name and r.case_id == "decode.4096"
+        ]
+        for name in ("one", "two")
+    }
+    longest = max(max(times) for times in medians.values())
+    assert max(bar.high for bar in case.bars) == 100
+    for bar in case.bars:
+        assert bar.low == pytest.approx(100 * min(medians[bar.backend]) / longest, abs=0.06)
+        assert bar.low <= bar.share <= bar.high
+
+
+def test_cases_beyond_the_room_are_counted(timed: Any, run_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attncheck.reports.html.speed_view.MOST_BARS", 5)
+    (suite,) = speed_view(run_with(timed(["one", "two"], (512, 1024, 2048))), "run").bars
+    assert (len(suite.cases), suite.left_out) == (2, 4)
+
+
+def test_a_run_without_times_has_no_speeds(record_of: Any, run_with: Any) -> None:
+    assert speed_view(run_with([record_of(Passed)]), "run") is None
+
+
+def colours() -> Iterator[tuple[str, tuple[str, str]]]:
+    """The named colours of the style sheet: for a light page, and for a dark one."""
+    style = (resources.files("attncheck.reports.html") / "templates" / "page.css").read_text(encoding="utf-8")
+    for name, light, dark in re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", style):
+        yield name, (light, dark)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, as WCAG 2 defines it."""
+    channels = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    brighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (brighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_colours_can_be_read(theme: int) -> None:
+    """4.5 to 1 for text and 3 to 1 for marks, as WCAG 2 asks (AA)."""
+    shown = {name: pair[theme] for name, pair in colours()}
+    for text in ("ink", "muted", "link", "good", "bad", "warn", "calm"):
+        for ground in ("ground", "surface", "raised"):
+            assert contrast(shown[text], shown[ground]) >= 4.5, (text, ground)
+    for tone in ("good", "bad", "warn", "calm"):
+        assert contrast(shown[tone], shown[f"{tone}-ground"]) >= 4.5, tone
+    for index in range(12):
+        assert contrast(shown[f"series-{index}"], shown["ground"]) >= 3, index
