@@ -26,9 +26,10 @@ from attncheck.harness.tolerance import Budget
 from attncheck.harness.truth import Truth, truth_of
 
 MOST_BASES = 3
-"""Problems that take turns, and may be made within :data:`_PATIENCE_S`; two there are in any case."""
+"""Problems that take turns."""
 
 _PATIENCE_S = 0.05
+"""How long more of them are made for than there have to be: a truth of long prompts takes a while."""
 
 
 @dataclass(frozen=True)
@@ -135,21 +136,21 @@ class Contents:
 
 
 class FreshContents:
-    """Contents without end; no two that follow one another are of one problem."""
+    """Contents without end; where there are several problems, no two that follow one another are of the same."""
 
-    def __init__(self, problem: Problem, truth: Truth | None, device: torch.device) -> None:
-        """``truth``: the problem's, if it is known.
+    def __init__(self, problem: Problem, truth: Truth | None, device: torch.device, *, at_least: int = 2) -> None:
+        """``truth``: the problem's, if it is known. ``at_least``: so many problems, however long their truth takes.
 
-        Raises QuestionError where the truth is not, and cannot be had.
+        Raises QuestionError where the truth is not known, and cannot be had.
         """
         self._device = device
         self._random = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
+        began = perf_counter()
         if truth is None:
             truth = truth_of(problem, device, refuse_blindness=False)
         self.bases = [Base(_moved(problem, device), truth)]
-        began = perf_counter()
         while len(self.bases) < MOST_BASES:
-            if len(self.bases) > 1 and perf_counter() - began > _PATIENCE_S:
+            if len(self.bases) >= at_least and perf_counter() - began > _PATIENCE_S:
                 break
             other = build_problem(problem.case, self._below(2**31))
             try:

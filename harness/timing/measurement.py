@@ -11,6 +11,7 @@ import torch
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.model import Case
+from attncheck.errors import QuestionError
 from attncheck.harness.clock import clock_for
 from attncheck.harness.findings import Broken
 from attncheck.harness.graphs.recorder import recorder_for
@@ -81,7 +82,11 @@ class Measurement:
             _build_latency(self._own.build_ns[-len(samples.samples_ns) :], self._bench.settings),
         ]
         for name, part in self._parts.items():
-            step = self._step(name, FreshContents(part, None, self._bench.device))
+            contents = self._contents(part, at_least=2)
+            if contents is None:
+                self._notes.append(f"{name}: not timed alone, since honest kernels overflow on its contents")
+                continue
+            step = self._step(name, contents)
             found.append(_latency(name, step, self._sampled(name, step), part.case))
             step.finish()
             self._notes += step.notes
@@ -92,10 +97,11 @@ class Measurement:
         seen: list[Neighbour] = []
         for distance in DISTANCES:
             asked = neighbour_of(self._problem, distance)
-            if asked is None:
+            contents = None if asked is None else self._contents(asked, at_least=1)
+            if contents is None:
                 continue
             name = f"the same batch, {'a token' if distance == 1 else f'{distance} tokens'} shorter"
-            step = self._step(name, FreshContents(asked, None, self._bench.device), like=self._own)
+            step = self._step(name, contents, like=self._own)
             seen.append(compare(distance, self._own.take, step.take))
             step.finish()
             if not seen[-1].is_notable:
@@ -121,6 +127,13 @@ class Measurement:
     def kernels(self) -> tuple[Kernel, ...]:
         """What runs in one ``forward``."""
         return kernels_of(self._own.bare(), self._bench.device)
+
+    def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
+        """Contents of ``problem``; None where its truth cannot be had."""
+        try:
+            return FreshContents(problem, None, self._bench.device, at_least=at_least)
+        except QuestionError:
+            return None
 
     def _step(self, name: str, contents: FreshContents, like: TimedStep | None = None) -> TimedStep:
         """A step, warmed up; in the memory of another where there is one."""

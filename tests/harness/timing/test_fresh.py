@@ -1,13 +1,15 @@
 """New contents with a known truth: held against the truth computed anew, and against what a cheat could hope for."""
 
 import gc
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
 
+from attncheck.errors import BlindCaseError
 from attncheck.harness.problem import build_problem
 from attncheck.harness.storage import key_storage, value_storage
+from attncheck.harness.timing import fresh
 from attncheck.harness.timing.fresh import Base, FreshContents, SignedOrder
 from attncheck.harness.truth import truth_of
 from attncheck.reference.spec import MLASpec, OutputQuantSpec, RequestSpec
@@ -84,6 +86,31 @@ def test_nothing_is_repeated_and_the_answers_differ(make_case):
     assert len(queries) == 20
     rows = torch.arange(len(asked[0].base.truth.out))
     assert len({one.right(rows)[0].numpy().tobytes() for one in asked}) == 20
+
+
+@pytest.mark.parametrize("at_least", [1, 2])
+def test_where_truths_take_long_there_are_few(at_least, make_case, monkeypatch):
+    clock = count(step=10)
+    monkeypatch.setattr(fresh, "perf_counter", lambda: next(clock))
+    problem = build_problem(make_case(*SMALL), 0)
+    made = FreshContents(problem, None, CPU, at_least=at_least)
+    assert len(made.bases) == at_least
+    queries = [made.next().problem().query for _ in range(3)]
+    assert not any(torch.equal(one, other) for one, other in pairwise(queries))
+
+
+def test_problems_on_which_honest_kernels_overflow_are_left_out(make_case, monkeypatch):
+    problem = build_problem(make_case(*SMALL), 0)
+    truth = truth_of(problem, CPU, refuse_blindness=False)
+
+    def refuse(*_, **__):
+        raise BlindCaseError("made/case", "any error", "overflows")
+
+    monkeypatch.setattr(fresh, "truth_of", refuse)
+    made = FreshContents(problem, truth, CPU)
+    assert [made.next().base for _ in range(3)] == made.bases * 3
+    with pytest.raises(BlindCaseError):
+        FreshContents(problem, None, CPU)
 
 
 def test_two_makers_make_different_contents(make_case):

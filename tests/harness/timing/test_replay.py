@@ -11,10 +11,16 @@ from attncheck.harness.clock import HostClock
 from attncheck.harness.graphs.recorder import CaptureError, Violation
 from attncheck.harness.problem import build_problem
 from attncheck.harness.runner import Session
+from attncheck.harness.timing import measurement
+from attncheck.harness.timing.cache_flush import Flush
 from attncheck.harness.timing.fresh import FreshContents
 from attncheck.harness.timing.judgement import FoundOutError
+from attncheck.harness.timing.measurement import Bench, Measurement
 from attncheck.harness.timing.replay import allows_graph, level_of
+from attncheck.harness.timing.sampling import sample
+from attncheck.harness.timing.settings import TimingSettings
 from attncheck.harness.timing.step import TimedStep
+from attncheck.harness.truth import truth_of
 from attncheck.reference.spec import BatchSpec, RequestSpec
 
 CPU = torch.device("cpu")
@@ -123,6 +129,27 @@ def test_where_no_graph_comes_about_forward_is_timed_and_it_is_said(make_case):
     (note,) = step.notes
     assert "forward is not replayed from a graph" in note
     assert ".item()" in note
+
+
+def test_a_measurement_replays_what_it_can_capture(make_case, monkeypatch):
+    told = []
+
+    class Told(Builder):
+        def __init__(self, spec, names, config, device):
+            super().__init__(spec, names, config, device)
+            told.append(config.compilation_config.cudagraph_capture_sizes)
+
+    backend = type("Told", (Graphed,), {"Builder": Told})
+    problem = build_problem(make_case((1, 21), (4, 40), (1, 17), padding=(1, 3), dtype="float32"), 0)
+    decodes = measurement.parts_of(problem)["decode"].case.batch
+    monkeypatch.setattr(measurement.Measurement, "_is_replayed", lambda _self, asked: asked.case.batch == decodes)
+    monkeypatch.setattr(measurement, "recorder_for", lambda _device: Recorder())
+    settings = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
+    bench = Bench(CPU, settings, lambda _part, take, asked: sample(take, asked), Flush(CPU))
+    made = Measurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
+    clocks = {latency.part: latency.clock for latency in made.latencies()}
+    assert clocks == {"forward": "host", "build": "host", "decode": "graph", "prefill": "host"}
+    assert told[0] == [2]  # the decodes, without padding
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.harness.clock import EventClock
 from attncheck.harness.problem import build_problem
 from attncheck.harness.runner import Session
 from attncheck.harness.stages import StageError
+from attncheck.harness.timing.device_api import DeviceApi
 from attncheck.harness.timing.fresh import FreshContents
 from attncheck.harness.timing.judgement import FoundOutError
 from attncheck.harness.timing.step import TimedStep
@@ -187,3 +189,26 @@ def test_one_call_can_be_looked_at_by_other_means(case):
     assert calls == []
     bare()
     assert calls == [False]
+
+
+def test_a_reader_learns_what_the_clock_of_a_device_met(case):
+    api = DeviceApi(
+        current=lambda: "main",
+        make_current=lambda _stream: None,
+        record=lambda _stream: None,
+        is_done=lambda _event: False,
+        elapsed_ms=lambda _start, _end: 0.5,
+        synchronize=lambda: None,
+        hold=lambda _ns: None,
+    )
+    clock = EventClock("cuda", api)
+    problem = build_problem(case, 0)
+    step = TimedStep(
+        "forward", Session(backend_of(), problem, CPU), FreshContents(problem, None, CPU), clock, lambda: None
+    )
+    assert step.take() == 500_000
+    assert (step.clock_name, step.notes) == ("events", ())
+    clock.num_taken, clock.num_behind, clock.num_late = 20, 4, 3
+    behind, late = step.notes
+    assert behind.startswith("forward: in 4 of 20 calls the host fell behind")
+    assert late.startswith("forward: in 3 of 20 calls work went on elsewhere")
