@@ -114,6 +114,13 @@ def test_timing_comes_beside_the_other_checks_where_it_is_asked_for(folder: pyte
     assert items(*TIMING) == ["timing"]
 
 
+def test_times_are_taken_by_their_own_items_alone(folder: pytest.Pytester) -> None:
+    words = ("--attncheck-timing", "--attncheck-check", "numerics", "--benchmark-json", "out.json")
+    run(folder, *words, backends=("torch_sdpa", "reference")).assert_outcomes(passed=4)
+    names = [each["name"] for each in saved(folder)["benchmarks"]]
+    assert names == [f"decode[{name}-{part}]" for name in ("torch_sdpa", "reference") for part in ("forward", "build")]
+
+
 def test_the_other_checks_are_made_as_ever(folder: pytest.Pytester) -> None:
     words = ("--attncheck-timing", "--attncheck-check", "numerics", "--attncheck-check", "lse")
     result = run(folder, *words, "--benchmark-only", "-rs", "-v", backends=("reference",))
