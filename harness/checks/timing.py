@@ -9,6 +9,7 @@ judge itself. Needs runs of the backend.
 """
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 
@@ -42,12 +43,17 @@ class TimingDesk:
     """Times backends on one device; what the device can do is measured once a dtype."""
 
     def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = take_samples) -> None:
-        self._bench = Bench(device, settings, sampler, Flush(device))
+        self._device, self._settings, self._sampler = device, settings, sampler
         self._ceilings: dict[str, Ceilings] = {}
+
+    @cached_property
+    def _bench(self) -> Bench:
+        """Made when it is needed: what it flushes a cache with takes memory of the device."""
+        return Bench(self._device, self._settings, self._sampler, Flush(self._device))
 
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
         """The finding for one case. Raises StageError for what the backend raised."""
-        reasons = unasked_reasons(problem.case, backend.features) or _interpreted_reasons(backend, self._bench.device)
+        reasons = unasked_reasons(problem.case, backend.features) or _interpreted_reasons(backend, self._device)
         if reasons:
             return NotExamined(reasons, "attncheck")
         try:
@@ -86,7 +92,7 @@ class TimingDesk:
 
     def _ceilings_of(self, dtype: str) -> Ceilings:
         if dtype not in self._ceilings:
-            self._ceilings[dtype] = measure_ceilings(self._bench.device, dtype, clock_for(self._bench.device))
+            self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device))
         return self._ceilings[dtype]
 
 

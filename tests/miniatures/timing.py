@@ -1,7 +1,7 @@
 """Time that is hidden from a clock: work put off, done worse, left out, or done for one shape only.
 
 All are right in their first calls, and cheat once they take it that nobody looks any more. ``test_timing.py`` names
-what each must be told. Beside the reference only ``timing_kept.py`` derives from the classes here.
+what each must be told.
 """
 
 import threading

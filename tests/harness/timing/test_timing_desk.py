@@ -8,6 +8,7 @@ from attncheck.harness.checks import timing
 from attncheck.harness.checks.timing import TimingDesk, examine, unasked_reasons
 from attncheck.harness.findings import Broken, Holds, NotExamined
 from attncheck.harness.problem import build_problem
+from attncheck.harness.timing.cache_flush import Flush
 from attncheck.harness.timing.sampling import Samples
 from attncheck.harness.timing.settings import TimingSettings
 from attncheck.harness.truth import truth_of
@@ -64,6 +65,16 @@ def test_ceilings_are_measured_once_a_dtype(question, make_case, measured):
     problem = build_problem(make_case((1, 21), (1, 40), dtype="float16"), 0)
     desk.examine(load("reference"), problem, truth_of(problem, CPU, refuse_blindness=False))
     assert measured == ["float32", "float16"]
+
+
+def test_a_desk_that_is_not_asked_takes_no_memory(question, monkeypatch):
+    made = []
+    monkeypatch.setattr(timing, "Flush", lambda device: made.append(device) or Flush(device))
+    desk = TimingDesk(CPU, SETTINGS, steady)
+    assert made == []
+    desk.examine(load("reference"), *question)
+    desk.examine(load("reference"), *question)
+    assert made == [CPU]
 
 
 def test_a_device_that_was_held_back_is_noted(question, monkeypatch):
