@@ -1,18 +1,16 @@
 """Times drawn: against the work a case is, against the roofline, and the build of the metadata beside forward.
 
-A record does not say how long the contexts of a case are; it says the least bytes the case has to move, which grow with
-them. Must not know: how a time was measured.
+Must not know: which cases make a curve, how a time was measured.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from attncheck.reports.html.curves import Panel, work_of
 from attncheck.reports.html.drawing import INK, MUTED, Style, chart, plot_area, text
 from attncheck.reports.html.intervals import interval
 from attncheck.reports.html.units import bytes_, digits, rate, time
-from attncheck.reports.phrases import plural
-from attncheck.reports.reasons import without_figures
 from attncheck.reports.speed import Speed
 from attncheck.reports.timings import Ceilings
 
@@ -22,66 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 430, 320
-FEWEST_POINTS = 3
-MOST_PANELS = 8
-ALIKE = 2.0
-"""Cases of one curve differ in operations a byte by less than this factor."""
-
-Needs = Mapping[str, tuple[str, ...]]
-
-
-class Panel(NamedTuple):
-    """Cases that differ in little but their length: ``title``, what they have in common, and the speeds of them."""
-
-    title: str
-    about: str
-    speeds: tuple[Speed, ...]
-
-
-class Work(NamedTuple):
-    """What a case has to move and compute at least."""
-
-    moved_bytes: int
-    flops: int
-
-    @property
-    def intensity(self) -> float:
-        """Operations a byte."""
-        return self.flops / self.moved_bytes
-
-
-def work_of(speed: Speed) -> Work | None:
-    """The work of a speed, where a record says it and it is more than nothing."""
-    latency = speed.rounds[0]
-    return Work(latency.moved_bytes, latency.flops) if latency.moved_bytes and latency.flops else None
-
-
-def panels(speeds: Sequence[Speed], needs: Needs) -> tuple[Panel, ...]:
-    """The curves of latency over length that these speeds of ``forward`` allow, those of most cases first.
-
-    ``needs``: what each case needs. One panel is cases of one suite that need the same, and have ids that differ in
-    figures alone; of the others, those with about as many operations a byte. None has fewer than three sizes.
-    """
-    work = {speed.case: own for speed in speeds if (own := work_of(speed)) is not None}
-    families: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for case in work:
-        families.setdefault((without_figures(case), needs.get(case, ())), []).append(case)
-    found = [
-        _panel(stem.replace("#", "*"), needed, cases, work, speeds)
-        for (stem, needed), cases in families.items()
-        if _has_sizes(cases, work)
-    ]
-    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for (stem, needed), cases in families.items():
-        if not _has_sizes(cases, work):
-            groups.setdefault((stem.partition("/")[0], needed), []).extend(cases)
-    found += [
-        _panel(suite, needed, alike, work, speeds)
-        for (suite, needed), cases in groups.items()
-        for alike in _alike(cases, work)
-        if _has_sizes(alike, work)
-    ]
-    return tuple(sorted(found, key=lambda panel: -len({speed.case for speed in panel.speeds}))[:MOST_PANELS])
 
 
 def length_chart(name: str, panel: Panel, looks: Mapping[str, Style]) -> "Markup":
@@ -91,7 +29,8 @@ def length_chart(name: str, panel: Panel, looks: Mapping[str, Style]) -> "Markup
     def draw(figure: "Figure") -> None:
         axes = _log_axes(figure, "least bytes to move", "forward")
         for backend, speeds in by_backend.items():
-            points = sorted((work.moved_bytes, speed) for speed in speeds if (work := work_of(speed)))
+            found = [(work.moved_bytes, speed) for speed in speeds if (work := work_of(speed))]
+            points = sorted(found, key=lambda point: point[0])
             xs = [moved for moved, _ in points]
             look = looks[backend]
             axes.plot(
@@ -112,13 +51,7 @@ def length_chart(name: str, panel: Panel, looks: Mapping[str, Style]) -> "Markup
                 linewidth=2.4,
                 alpha=0.4,
             )
-        best = sorted(
-            {
-                (work.moved_bytes, least)
-                for speed in panel.speeds
-                if (work := work_of(speed)) and (least := _least(speed))
-            }
-        )
+        best = _least(panel.speeds)
         if best:
             axes.plot(*zip(*best, strict=True), color=INK, linestyle=(0, (4, 3)), linewidth=1.1)
             axes.set_ylim(bottom=best[0][1] / 2)
@@ -168,7 +101,7 @@ def build_chart(name: str, speeds: Sequence[Speed], looks: Mapping[str, Style]) 
 
 
 def _roofline(name: str, dtype: str, speeds: Sequence[Speed], looks: Mapping[str, Style]) -> "Markup":
-    found = [timing.ceilings for speed in speeds for timing in speed.timings if timing.ceilings is not None]
+    found = _ceilings(speeds)
     copy, product = _middle(found, _copy), _middle(found, _product)
     ridge = product / copy
 
@@ -237,38 +170,18 @@ def _scatter(axes: "Axes", xs: Sequence[float], ys: Sequence[float], look: Style
     axes.scatter(xs, ys, s=20, c=look.color, marker=look.marker, linewidths=0, alpha=0.8)
 
 
-def _has_sizes(cases: Sequence[str], work: Mapping[str, Work]) -> bool:
-    """Whether these make a curve: three sizes or more, the greatest twice the least or more."""
-    sizes = {work[case].moved_bytes for case in cases}
-    return len(sizes) >= FEWEST_POINTS and max(sizes) >= ALIKE * min(sizes)
+def _least(speeds: Sequence[Speed]) -> list[tuple[int, float]]:
+    """By least bytes to move, the nanoseconds the device would take at best; none where its ceilings are not known."""
+    if not (ceilings := _ceilings(speeds)):
+        return []
+    copy, product = _middle(ceilings, _copy), _middle(ceilings, _product)
+    work = {found for speed in speeds if (found := work_of(speed)) is not None}
+    return sorted((each.moved_bytes, max(each.moved_bytes / copy, each.flops / product) * 1e9) for each in work)
 
 
-def _panel(
-    name: str, needed: Sequence[str], cases: Sequence[str], work: Mapping[str, Work], speeds: Sequence[Speed]
-) -> Panel:
-    about = [*needed, f"{_range(sorted(work[case].intensity for case in cases))} flop/byte"]
-    own = tuple(speed for speed in speeds if speed.case in cases)
-    return Panel(f"{name}, {plural(len(cases), 'case')}", ", ".join(about), own)
-
-
-def _alike(cases: Sequence[str], work: Mapping[str, Work]) -> list[list[str]]:
-    """Cases by their operations a byte, those within a factor of :data:`ALIKE` of the least together."""
-    found: list[list[str]] = []
-    for case in sorted(cases, key=lambda case: work[case].intensity):
-        if found and work[case].intensity < ALIKE * work[found[-1][0]].intensity:
-            found[-1].append(case)
-        else:
-            found.append([case])
-    return found
-
-
-def _least(speed: Speed) -> float | None:
-    """Nanoseconds the device would take at best, by its ceilings; None where these were not measured."""
-    work = work_of(speed)
-    found = [timing.ceilings for timing in speed.timings if timing.ceilings is not None]
-    if work is None or not found:
-        return None
-    return max(work.moved_bytes / _middle(found, _copy), work.flops / _middle(found, _product)) * 1e9
+def _ceilings(speeds: Sequence[Speed]) -> list[Ceilings]:
+    """What all processes measured that timed these."""
+    return [timing.ceilings for speed in speeds for timing in speed.timings if timing.ceilings is not None]
 
 
 def _copy(ceilings: Ceilings) -> float:
@@ -296,8 +209,3 @@ def _medians(by_backend: Mapping[str, Sequence[Speed]]) -> str:
         for backend, own in by_backend.items()
         if (times := [speed.median_ns for speed in own])
     )
-
-
-def _range(ordered: Sequence[float]) -> str:
-    low, high = digits(ordered[0]), digits(ordered[-1])
-    return low if low == high else f"{low} to {high}"

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from attncheck.reports.html.curves import panels
 from attncheck.reports.html.drawing import Style, styles
 from attncheck.reports.html.intervals import interval
-from attncheck.reports.html.speed_charts import build_chart, length_chart, panels, roofline_charts
+from attncheck.reports.html.speed_charts import build_chart, length_chart, roofline_charts
 from attncheck.reports.html.units import measured_time
 from attncheck.reports.speed import Speed, speeds
 from attncheck.reports.speed_notes import legend, speed_notes

@@ -114,3 +114,9 @@ def test_a_speed_is_told_once_over_its_rounds(timed: Any, run_with: Any) -> None
     assert [(data["backends"][row[1]], row[8], row[-1]) for row in rows] == [("fast", 6, 1), ("slow", 6, 0)]
     medians = [r.timing.latencies[0].median_ns for r in run.records if r.check == "timing" and r.backend == "fast"][:6]
     assert rows[0][6:8] == [min(medians), max(medians)]
+
+
+@pytest.mark.parametrize("character", ["\x1b", "\x07", "\x7f", "\u202e"])
+def test_what_a_reader_would_obey_is_taken_out(told: Any, character: str) -> None:
+    found = told(notes=(f"a{character}b",), figures={f"c{character}": 1})
+    assert (found["notes"], found["figures"]) == (["a?b"], {"c?": 1})

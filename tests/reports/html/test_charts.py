@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from attncheck.reports.html.budget_chart import TALLEST, budget_chart, budget_uses
+from attncheck.reports.html.curves import panels
 from attncheck.reports.html.drawing import BAD, SERIES, chart, plot_area, styles
-from attncheck.reports.html.speed_charts import build_chart, length_chart, panels, roofline_charts
+from attncheck.reports.html.speed_charts import build_chart, length_chart, roofline_charts
 from attncheck.reports.html.units import measured_time, time
 from attncheck.reports.records import Failed
 from attncheck.reports.speed import speeds
@@ -136,6 +137,28 @@ def test_the_roofline_is_below_every_time(times: Any) -> None:
         heights = [y for _, y in dots(svg, color)]
         assert len(heights) == len(floor) == 4
         assert all(time < least for time, least in zip(heights, floor, strict=True))  # y grows downwards
+
+
+def test_cases_of_one_size_and_ceilings_that_differ_make_one_line(times: Any, timed: Any) -> None:
+    """Two cases of each size, as of two layouts; the second backend's processes found the device slower."""
+
+    def slowed(record: Any) -> Any:
+        ceilings = record.timing.ceilings.model_copy(update={"copy_bytes_per_s": 1e12})
+        timing = record.timing.model_copy(update={"ceilings": ceilings})
+        return record.model_copy(update={"timing": timing}) if record.backend == "two" else record
+
+    decodes = [
+        slowed(record)
+        for record in timed(["one", "two"], (512, 1024, 2048))
+        if record.check == "timing" and "decode" in record.case_id
+    ]
+    twins = [record.model_copy(update={"case_id": record.case_id.replace("decode", "decode.7")}) for record in decodes]
+    forward = [speed for speed in speeds([*decodes, *twins]) if speed.part == "forward"]
+    (panel,) = panels(forward, {})
+    svg = length_chart("lengths", panel, styles(["one", "two"]))
+    (dashed,) = re.findall(r'd="(M [^"]+)"[^>]*stroke-dasharray[^>]*stroke: var\(--ink\)', svg)
+    assert len(re.findall(r"[ML] ", dashed)) == 3
+    assert len(dots(svg, "var(--series-0)")) == 6
 
 
 def test_each_dtype_of_ceilings_has_its_roofline(times: Any) -> None:

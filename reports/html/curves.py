@@ -1,0 +1,105 @@
+"""Which cases make a curve of latency over length: those that differ in little but their size.
+
+A record does not say how long the contexts of a case are; it says the least bytes the case has to move, which grow with
+them. Must not know: how a curve is drawn.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from attncheck.reports.html.units import digits
+from attncheck.reports.phrases import plural
+from attncheck.reports.reasons import without_figures
+from attncheck.reports.speed import Speed
+
+FEWEST_POINTS = 3
+MOST_PANELS = 8
+ALIKE = 2.0
+"""Cases of one curve differ in operations a byte by less than this factor."""
+
+Needs = Mapping[str, tuple[str, ...]]
+
+
+class Panel(NamedTuple):
+    """Cases that differ in little but their length: ``title``, what they have in common, and the speeds of them."""
+
+    title: str
+    about: str
+    speeds: tuple[Speed, ...]
+
+
+class Work(NamedTuple):
+    """What a case has to move and compute at least."""
+
+    moved_bytes: int
+    flops: int
+
+    @property
+    def intensity(self) -> float:
+        """Operations a byte."""
+        return self.flops / self.moved_bytes
+
+
+def work_of(speed: Speed) -> Work | None:
+    """The work of a speed, where a record says it and it is more than nothing."""
+    latency = speed.rounds[0]
+    return Work(latency.moved_bytes, latency.flops) if latency.moved_bytes and latency.flops else None
+
+
+def panels(speeds: Sequence[Speed], needs: Needs) -> tuple[Panel, ...]:
+    """The curves of latency over length that these speeds of ``forward`` allow, those of most cases first.
+
+    ``needs``: what each case needs. One panel is cases of one suite that need the same, and have ids that differ in
+    figures alone; of the others, those with about as many operations a byte. None has fewer than three sizes.
+    """
+    work = {speed.case: own for speed in speeds if (own := work_of(speed)) is not None}
+    families: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for case in work:
+        families.setdefault((without_figures(case), needs.get(case, ())), []).append(case)
+    found = [
+        _panel(stem.replace("#", "*"), needed, cases, work, speeds)
+        for (stem, needed), cases in families.items()
+        if _has_sizes(cases, work)
+    ]
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (stem, needed), cases in families.items():
+        if not _has_sizes(cases, work):
+            groups.setdefault((stem.partition("/")[0], needed), []).extend(cases)
+    found += [
+        _panel(suite, needed, alike, work, speeds)
+        for (suite, needed), cases in groups.items()
+        for alike in _alike(cases, work)
+        if _has_sizes(alike, work)
+    ]
+    return tuple(sorted(found, key=lambda panel: -len({speed.case for speed in panel.speeds}))[:MOST_PANELS])
+
+
+def _has_sizes(cases: Sequence[str], work: Mapping[str, Work]) -> bool:
+    """Whether these make a curve: three sizes or more, the greatest twice the least or more."""
+    sizes = {work[case].moved_bytes for case in cases}
+    return len(sizes) >= FEWEST_POINTS and max(sizes) >= ALIKE * min(sizes)
+
+
+def _panel(
+    name: str, needed: Sequence[str], cases: Sequence[str], work: Mapping[str, Work], speeds: Sequence[Speed]
+) -> Panel:
+    about = [*needed, f"{_range(sorted(work[case].intensity for case in cases))} flop/byte"]
+    members = set(cases)
+    own = tuple(speed for speed in speeds if speed.case in members)
+    return Panel(f"{name}, {plural(len(cases), 'case')}", ", ".join(about), own)
+
+
+def _alike(cases: Sequence[str], work: Mapping[str, Work]) -> list[list[str]]:
+    """Cases by their operations a byte, those within a factor of :data:`ALIKE` of the least together."""
+    found: list[list[str]] = []
+    for case in sorted(cases, key=lambda case: work[case].intensity):
+        if found and work[case].intensity < ALIKE * work[found[-1][0]].intensity:
+            found[-1].append(case)
+        else:
+            found.append([case])
+    return found
+
+
+def _range(ordered: Sequence[float]) -> str:
+    low, high = digits(ordered[0]), digits(ordered[-1])
+    return low if low == high else f"{low} to {high}"
