@@ -3,8 +3,9 @@
 Must not know: records, how a sample is judged.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -17,6 +18,7 @@ from attncheck.harness.findings import Broken
 from attncheck.harness.graphs.recorder import recorder_for
 from attncheck.harness.problem import Problem
 from attncheck.harness.runner import Session
+from attncheck.harness.stages import StageError, declared_reasons
 from attncheck.harness.timing.cache_flush import Flush
 from attncheck.harness.timing.fresh import FreshContents
 from attncheck.harness.timing.judgement import FoundOutError
@@ -84,10 +86,11 @@ class Measurement:
         for name, part in self._parts.items():
             contents = self._contents(part, at_least=2)
             if contents is None:
-                self._notes.append(f"{name}: not timed alone, since honest kernels overflow on its contents")
+                self._notes.append(f"{name}: not timed alone: the backend does not serve it, or it has no right answer")
                 continue
-            step = self._step(name, contents)
-            found.append(_latency(name, step, self._sampled(name, step), part.case))
+            with _named(f"the {name} part alone"):
+                step = self._step(name, contents)
+                found.append(_latency(name, step, self._sampled(name, step), part.case))
             step.finish()
             self._notes += step.notes
         return tuple(found)
@@ -100,25 +103,23 @@ class Measurement:
             contents = None if asked is None else self._contents(asked, at_least=1)
             if contents is None:
                 continue
-            name = f"the same batch, {'a token' if distance == 1 else f'{distance} tokens'} shorter"
-            step = self._step(name, contents, like=self._own)
-            seen.append(compare(distance, self._own.take, step.take))
+            name = f"the same batch, {_tokens(distance)} shorter"
+            with _named(name):
+                step = self._step(name, contents, like=self._own)
+                seen.append(compare(distance, self._own.take, step.take))
             step.finish()
             if not seen[-1].is_notable:
-                return
-        if not seen:
-            return
-        nearest = min(seen, key=lambda neighbour: neighbour.least)
-        told = f"{nearest.ratio:.3g} times as long where requests are shorter by {nearest.distance}"
-        if all(neighbour.is_suspect for neighbour in seen):
+                break
+        if seen and all(neighbour.is_suspect for neighbour in seen):
+            nearest = min(seen, key=lambda neighbour: neighbour.least)
             raise FoundOutError(
                 Broken(
-                    f"forward takes {told}",
+                    _slower(nearest),
                     {"neighbour_ratio": nearest.ratio},
                     "a known shape is special-cased: its time says nothing about others",
                 )
             )
-        self._notes.append(f"forward takes {told}")
+        self._notes += [_slower(neighbour) for neighbour in seen if neighbour.is_notable]
 
     def finish(self) -> None:
         """The last answer, once more."""
@@ -129,7 +130,10 @@ class Measurement:
         return kernels_of(self._own.bare(), self._bench.device)
 
     def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
-        """Contents of ``problem``; None where its truth cannot be had."""
+        """Contents of ``problem``; None where the backend does not claim to serve it, or its truth cannot be had."""
+        asked = problem.case
+        if declared_reasons(lambda: self._backend.unsupported_reasons(asked.layer, asked.cache, asked.batch)):
+            return None
         try:
             return FreshContents(problem, None, self._bench.device, at_least=at_least)
         except QuestionError:
@@ -162,6 +166,23 @@ class Measurement:
         replayed = [each for each in (self._problem, *self._parts.values()) if self._is_replayed(each)]
         batches = [problem.case.batch for problem in replayed]
         return tuple(sorted({batch.num_tokens + batch.padding.tokens for batch in batches}))
+
+
+@contextmanager
+def _named(batch: str) -> Iterator[None]:
+    """What the backend raises within is told with the batch it was raised at."""
+    try:
+        yield
+    except StageError as failure:
+        raise StageError(replace(failure.raised, stage=f"{failure.raised.stage} of {batch}")) from failure
+
+
+def _slower(neighbour: Neighbour) -> str:
+    return f"forward takes {neighbour.ratio:.3g} times as long where requests are {_tokens(neighbour.distance)} shorter"
+
+
+def _tokens(count: int) -> str:
+    return "a token" if count == 1 else f"{count} tokens"
 
 
 def _latency(part: Part, step: TimedStep, samples: Samples, case: Case) -> Latency:
