@@ -5,6 +5,7 @@ to a stream or a thread, to hand out tensors that are evaluated when they are lo
 Must not know: clocks, how a call is made.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ class Judge:
             "rows_wrong": int((shares > 1).any(dim=1).sum()),
         }
         what = f"{self.name}: call {self.num_judged} was answered wrong: {summarize(problem, shares)}"
-        told = f"contents of seed {problem.seed}, channels of query, key and value permuted alike"
+        told = f"inputs of seed {problem.seed}, channels permuted and signs turned, as at every timed call"
         return Broken(what, figures, self._meaning(asked, rows, answer), (told,))
 
     def _meaning(self, asked: Contents, rows: Tensor, answer: Answer) -> str | None:
@@ -191,7 +192,7 @@ class Judge:
         return None
 
     def _judge_lse(self, asked: Contents, rows: Tensor, lse: Tensor) -> None:
-        unit = 0.6931471805599453 if self._conventions.lse_base == "2" else 1.0
+        unit = math.log(2) if self._conventions.lse_base == "2" else 1.0
         shares = lse_shares(lse.double() * unit, asked.lse(rows), asked.right(rows)[1].lse)
         if bool((shares > 1).any()):
             summary = f"{self.name}: call {self.num_judged} left a wrong LSE: {int((shares > 1).any(dim=1).sum())} rows"

@@ -120,7 +120,9 @@ class TimedStep:
         return self._clock.name if self._replay is None else "graph"
 
     def bare(self) -> Callable[[], object]:
-        """One more ``forward`` on new contents, to be looked at by other means than a clock."""
+        """One more ``forward`` on new contents, to be looked at by other means than a clock; nobody judges it."""
+        self.memory.look_again()
+        self.memory.judge = None
         problem = self._contents.next().problem()
         step, fresh = self._fresh(problem)
         self._fill(problem, step)
