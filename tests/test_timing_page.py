@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("timing-page")
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "timing.md").read_text(encoding="utf-8")
 PROSE = " ".join(TEXT.split())
-COMMANDS = re.findall(r"^\$ (.*)$", TEXT, re.MULTILINE)
+FIRST, *COMMANDS = re.findall(r"^\$ (.*)$", TEXT, re.MULTILINE)
 PYTEST_OPTIONS = "-p no:cacheprovider --benchmark-max-time=0.01 --benchmark-min-rounds=1"
 IN_BRIEF = "--rounds 1 --time-limit 0.01"
 
@@ -41,8 +41,7 @@ def folder(tmp_path_factory):
     for name in ("old", "new"):
         run(f"attncheck new backend {name}", made)
         (made / f"test_{name}.py").unlink()  # which pytest would collect
-    timed = f"attncheck run --backend torch_sdpa --suite decode --case single-short --check timing {IN_BRIEF}"
-    code, printed = run(f"{timed} --output base.jsonl", made)
+    code, printed = run(f"{in_brief(FIRST)} --output base.jsonl", made)
     assert code == 0, printed
     shutil.copy(made / "base.jsonl", made / "new.jsonl")
     return made
