@@ -13,7 +13,7 @@ from attncheck.reports.reasons import without_figures
 from attncheck.reports.speed import Speed
 
 FEWEST_POINTS = 3
-MOST_PANELS = 8
+MOST_PANELS = 6
 ALIKE = 2.0
 """Cases of one curve differ in operations a byte by less than this factor."""
 

@@ -91,6 +91,12 @@ def test_a_chart_takes_its_colours_from_the_page_and_says_texts_as_they_are() ->
     assert set(re.findall(r"url\(#([^)]+)\)", svg)) <= set(re.findall(r'id="([^"]+)"', svg))
 
 
+def test_a_name_that_the_measuring_font_cannot_show_is_drawn_all_the_same(record_of: Any) -> None:
+    name = "\u6ce8\u610f\u529b \U0001f680"
+    svg = budget_chart("budgets", budget_uses([record_of(backend=name, figures={"budget_share": 0.5})]))
+    assert f">{name}</text>" in svg
+
+
 def test_series_differ_in_colour_and_in_shape() -> None:
     looks = styles(f"backend {index}" for index in range(12))
     assert len({look.color for look in looks.values()}) == len({look.marker for look in looks.values()}) == 12
