@@ -4,8 +4,8 @@ Commands that time are run in one round and for a moment: how long they take say
 """
 
 import os
+import random
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +17,7 @@ from attncheck.harness.timing.settings import TimingSettings
 from attncheck.reports import significance
 from attncheck.reports.power import Noise, smallest_slowdown
 from attncheck.reports.speed_tables import FASTEST_ROUNDS
+from attncheck.reports.store import RunWriter, read_run
 
 pytestmark = pytest.mark.xdist_group("timing-page")
 
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "timing.md").read_text(encoding="utf-8")
 PROSE = " ".join(TEXT.split())
 FIRST, *COMMANDS = re.findall(r"^\$ (.*)$", TEXT, re.MULTILINE)
+((COMPARISON, COMPARED),) = re.findall(r"^\$ (attncheck compare .*)\n((?:(?!```).*\n)+)^```$", TEXT, re.MULTILINE)
 PYTEST_OPTIONS = "-p no:cacheprovider --benchmark-max-time=0.01 --benchmark-min-rounds=1"
 IN_BRIEF = "--rounds 1 --time-limit 0.01"
 
@@ -43,8 +45,32 @@ def folder(tmp_path_factory):
         (made / f"test_{name}.py").unlink()  # which pytest would collect
     code, printed = run(f"{in_brief(FIRST)} --output base.jsonl", made)
     assert code == 0, printed
-    shutil.copy(made / "base.jsonl", made / "new.jsonl")
+    (made / "base.jsonl").rename(made / "one-round.jsonl")
+    for name, is_new in (("base", False), ("new", True)):
+        write_ten_rounds(made / "one-round.jsonl", made / f"{name}.jsonl", is_new=is_new)
     return made
+
+
+def write_ten_rounds(found, path, *, is_new):
+    """As ``found``, with the cases and times that the page tells of: a slower one, a faster one, one of much noise."""
+    cases = {"long": (9e5, 1.1, 0.01), "ragged": (2.5e5, 1, 0.01), "many": (8e4, 1, 0.12), "single": (6e4, 0.9, 0.01)}
+    run, luck = read_run(found), random.Random(path.stem)
+    with RunWriter(path, run.header.model_copy(update={"rounds": 10})) as writer:
+        for number in range(10):
+            for case, (time, factor, spread) in cases.items():
+                forward = time * (factor if is_new else 1) * luck.lognormvariate(0, spread)
+                writer.add(timed(run.records[0], case, number, forward, 2e4 * luck.lognormvariate(0, 0.01)))
+
+
+def timed(record, case, number, *medians):
+    latencies = tuple(
+        latency.model_copy(
+            update={"median_ns": time, "low_ns": time, "high_ns": time, "samples_ns": (round(time), round(time) + 1)}
+        )
+        for latency, time in zip(record.timing.latencies, medians, strict=True)
+    )
+    timing = record.timing.model_copy(update={"latencies": latencies})
+    return record.model_copy(update={"case_id": case, "case_hash": case, "round": number, "timing": timing})
 
 
 def run(command, folder):
@@ -54,7 +80,13 @@ def run(command, folder):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
+def test_a_comparison_prints_what_is_said(folder, assert_printed):
+    code, printed = run(COMPARISON, folder)
+    assert code == 1, printed
+    assert_printed(COMPARED, printed)
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != COMPARISON])
 def test_a_command_works(folder, command):
     code, printed = run(in_brief(command), folder)
     assert code == 0, printed
