@@ -29,7 +29,7 @@ from attncheck.harness.timing.replay import allows_graph
 from attncheck.harness.timing.sampling import Samples
 from attncheck.harness.timing.settings import TimingSettings
 from attncheck.harness.timing.statistics import median_interval
-from attncheck.harness.timing.step import TimedStep
+from attncheck.harness.timing.step import Latest, TimedStep
 from attncheck.harness.timing.work import work_of
 from attncheck.harness.truth import Truth
 from attncheck.reports.timings import Kernel, Latency, Part
@@ -63,6 +63,7 @@ class Measurement:
         self._bench, self._backend, self._problem = bench, backend, problem
         self._parts = parts_of(problem)
         self._session = Session(backend, problem, bench.device, capture_sizes=self._capture_sizes())
+        self._latest = Latest()
         self._own = self._step("forward", FreshContents(problem, truth, bench.device))
         self._notes: list[str] = []
 
@@ -148,6 +149,7 @@ class Measurement:
             contents,
             clock_for(bench.device),
             bench.flush if bench.is_cold else lambda: None,
+            self._latest,
             None if like is None else like.memory,
             recorder_for(bench.device) if self._is_replayed(contents.bases[0].problem) else None,
         )

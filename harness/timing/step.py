@@ -32,19 +32,26 @@ from attncheck.reports.timings import ClockName
 Flusher = Callable[[], object]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Memory:
-    """What a backend is lent in every call, and what it writes to. ``judge``: of the latest answer in it."""
+    """What a backend is lent in every call, and what it writes to."""
 
     lent: LentBuffers
     out: GuardedBuffer
     lse: GuardedBuffer | None
+
+
+@dataclass
+class Latest:
+    """Who judged the latest answer of a session: it has to stay as it is until the next call, of whatever batch."""
+
     judge: Judge | None = None
 
-    def look_again(self) -> None:
-        """At the latest answer, before it is overwritten; raises FoundOutError where it has changed."""
+    def give_way(self, judge: Judge | None) -> None:
+        """To a call that ``judge`` will judge. Raises FoundOutError where the latest answer has changed."""
         if self.judge is not None:
             self.judge.look_again()
+        self.judge = judge
 
 
 class TimedStep:
@@ -57,15 +64,16 @@ class TimedStep:
         contents: FreshContents,
         clock: Clock,
         flush: Flusher,
+        latest: Latest,
         memory: Memory | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """``memory``: of another step of at least the same sizes, to be used by this one as well.
+        """``latest``: of all steps of the session. ``memory``: of one of at least the same sizes, to be used as well.
 
         ``recorder``: makes the graph whose replays are timed in place of ``forward``; None: none is to be made.
         """
         self._session, self._contents, self._clock, self._flush = session, contents, clock, flush
-        self._backend, self._device = session.backend, session.device
+        self._backend, self._device, self._latest = session.backend, session.device, latest
         problem = contents.bases[0].problem
         self._order = stage("builder", lambda: request_order(problem, session.threshold))
         self._judge = Judge(name, contents, self._backend.conventions)
@@ -88,8 +96,7 @@ class TimedStep:
 
         Raises StageError for what the backend raised, FoundOutError where its answer is none.
         """
-        self.memory.look_again()
-        self.memory.judge = self._judge
+        self._latest.give_way(self._judge)
         asked = self._contents.next()
         problem = asked.problem()
         step, fresh = self._fresh(problem)
@@ -121,8 +128,7 @@ class TimedStep:
 
     def bare(self) -> Callable[[], object]:
         """One more ``forward`` on new contents, to be looked at by other means than a clock; nobody judges it."""
-        self.memory.look_again()
-        self.memory.judge = None
+        self._latest.give_way(None)
         problem = self._contents.next().problem()
         step, fresh = self._fresh(problem)
         self._fill(problem, step)
@@ -138,7 +144,7 @@ class TimedStep:
 
     def finish(self) -> None:
         """The last answer, once more: raises FoundOutError."""
-        if self.memory.judge is self._judge:
+        if self._latest.judge is self._judge:
             self._judge.look_again()
         self._judge.finish()
 

@@ -121,6 +121,24 @@ class OwnMemory(ReferenceBackend):
         return OwnMemory.Impl
 
 
+class OneBuffer(ReferenceBackend):
+    """Returns the front of one tensor of its own, in every call."""
+
+    accept_output_buffer = False
+
+    class Impl(ReferenceBackend.get_impl_cls()):
+        own = None
+
+        def forward(self, *arguments, output, **keywords):
+            if self.own is None:
+                self.own = output.new_empty(1024, *output.shape[1:])
+            return super().forward(*arguments, output=self.own[: len(output)], **keywords)
+
+    @staticmethod
+    def get_impl_cls():
+        return OneBuffer.Impl
+
+
 class NoCodec(ReferenceBackend):
     """Its cache is filled by its own writer, and read by nobody."""
 
@@ -129,7 +147,7 @@ class NoCodec(ReferenceBackend):
         return None
 
 
-@pytest.mark.parametrize("backend", [Plain, OwnMemory, NoCodec])
+@pytest.mark.parametrize("backend", [Plain, OwnMemory, OneBuffer, NoCodec])
 @pytest.mark.parametrize("key", ["decode/page-edges.float16-NHD", "mixed/usual-order.float32-NHD"])
 def test_other_forms_of_backends_pass(backend, key):
     record = examined(load_object(backend), key)

@@ -19,7 +19,7 @@ from attncheck.harness.timing.measurement import Bench, Measurement
 from attncheck.harness.timing.replay import allows_graph, level_of
 from attncheck.harness.timing.sampling import sample
 from attncheck.harness.timing.settings import TimingSettings
-from attncheck.harness.timing.step import TimedStep
+from attncheck.harness.timing.step import Latest, TimedStep
 from attncheck.harness.truth import truth_of
 from attncheck.reference.spec import BatchSpec, RequestSpec
 
@@ -97,7 +97,9 @@ def timed(backend, recorder, make_case):
     problem = build_problem(make_case((1, 21), (1, 40), dtype="float32"), 0)
     session = Session(backend, problem, CPU, capture_sizes=(2,))
     contents = FreshContents(problem, None, CPU)
-    return TimedStep("forward", session, contents, HostClock(), lambda: None, recorder=recorder), session.builder
+    return TimedStep(
+        "forward", session, contents, HostClock(), lambda: None, Latest(), recorder=recorder
+    ), session.builder
 
 
 def test_replays_are_timed_and_builds_go_on(make_case):

@@ -11,7 +11,7 @@ from attncheck.harness.stages import StageError
 from attncheck.harness.timing.device_api import DeviceApi
 from attncheck.harness.timing.fresh import FreshContents
 from attncheck.harness.timing.judgement import FoundOutError
-from attncheck.harness.timing.step import TimedStep
+from attncheck.harness.timing.step import Latest, TimedStep
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def step_of(backend, case, log=None):
     problem = build_problem(case, 0)
     session = Session(backend, problem, CPU)
     contents = FreshContents(problem, None, CPU)
-    return TimedStep("forward", session, contents, Clock(log), lambda: log.append("flush"))
+    return TimedStep("forward", session, contents, Clock(log), lambda: log.append("flush"), Latest())
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_what_is_raised_has_its_stage(case):
 
 def test_steps_of_one_memory_look_after_each_other_s_answers(case):
     own = step_of(backend_of(), case)
-    other = TimedStep("other", own._session, own._contents, Clock([]), lambda: None, own.memory)
+    other = TimedStep("other", own._session, own._contents, Clock([]), lambda: None, own._latest, own.memory)
     for step in (own, other, own, other):
         step.take()
     own.finish()
@@ -205,7 +205,7 @@ def test_a_reader_learns_what_the_clock_of_a_device_met(case):
     clock = EventClock("cuda", api)
     problem = build_problem(case, 0)
     step = TimedStep(
-        "forward", Session(backend_of(), problem, CPU), FreshContents(problem, None, CPU), clock, lambda: None
+        "forward", Session(backend_of(), problem, CPU), FreshContents(problem, None, CPU), clock, lambda: None, Latest()
     )
     assert step.take() == 500_000
     assert (step.clock_name, step.notes) == ("events", ())
