@@ -102,6 +102,9 @@ def test_filters_narrow_the_records(show: Any, run: Any) -> None:
     page.fill("#filter-words", "one KEY window")
     wait_for(page, "1 case")
     assert cells(page, 6) == ["7 of 40 rows"]
+    page.fill("#filter-words", "third decode.512")
+    page.locator("#record-table tr.row").get_by_text("decode.512").wait_for()
+    assert status(page) == "1 case"
 
 
 def test_speeds_are_filtered_with_the_records(show: Any, run: Any) -> None:
@@ -150,8 +153,8 @@ def test_a_case_opens_by_keyboard_and_tells_all_checks(show: Any, run: Any) -> N
     opened = page.locator("tr.drill")
     assert button.get_attribute("aria-expanded") == "true"
     assert [" ".join(text.split()) for text in opened.locator(".answer h4").all_inner_texts()] == [
-        "timing passed in 5 rounds 1 s",
-        "numerics passed 10 ms",
+        "timing passed in 5 rounds 1.00 s",
+        "numerics passed 10.0 ms",
         "lse unsupported",
     ]
     assert opened.locator("svg.box").count() == 10  # two parts, five rounds
