@@ -27,6 +27,7 @@ CONSOLE = [
     if kind == "console"
     for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", body, re.MULTILINE)
 ]
+TIMED = [command for command, _ in CONSOLE if "times.jsonl" in command]
 DEMO, WRONG = (body for kind, body in BLOCKS if kind == "text")
 
 
@@ -38,11 +39,25 @@ def run(tmp_path, shell):
     return lambda command: shell(command, tmp_path)
 
 
-@pytest.mark.parametrize(("command", "output"), CONSOLE, ids=[command for command, _ in CONSOLE])
+APART = [(command, output) for command, output in CONSOLE if command not in TIMED]
+
+
+@pytest.mark.parametrize(("command", "output"), APART, ids=[command for command, _ in APART])
 def test_a_command_works_and_prints_what_is_said(run, assert_printed, command, output):
     code, printed = run(command)
     assert code == 0, printed
     assert_printed(output, printed)
+
+
+def test_times_are_taken_compared_and_shown(run, tmp_path):
+    """In one round in place of ten, of which nothing can be told."""
+    take, *others = TIMED
+    assert "--check timing" in take
+    for command in (f"{take} --rounds 1 --time-limit 0.01", *others):
+        code, printed = run(command)
+        assert code == 0, printed
+    assert {record.backend for record in read_run(tmp_path / "times.jsonl").records} == {"torch_sdpa", "Mine"}
+    assert (tmp_path / "times.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
