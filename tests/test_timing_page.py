@@ -94,9 +94,9 @@ def test_a_command_works(folder, command):
 
 def test_how_many_samples_are_taken_is_what_is_taken():
     own = TimingSettings()
-    assert own.limit_s == 0.5
+    assert own.limit_s == 0.25
     assert f"no wider than {own.relative_width:.0%} of it".replace("%", " %") in PROSE
-    assert f"at least {own.min_samples}, at most {own.max_samples}, and for half a second at most" in PROSE
+    assert f"at least {own.min_samples}, at most {own.max_samples}, and for a quarter of a second at most" in PROSE
 
 
 def test_what_counts_in_a_comparison_is_what_counts():

@@ -84,7 +84,7 @@ def run(
     time_limit: Annotated[
         float | None,
         typer.Option(
-            metavar="S", help="Seconds that the check timing may sample a part of a step in a process. Default: 0.5."
+            metavar="S", help="Seconds that the check timing may sample a part of a step in a process. Default: 0.25."
         ),
     ] = None,
     warm_cache: Annotated[

@@ -17,6 +17,9 @@ WARM_UP_SHARE = 0.2
 CALM = 3
 """Calls in a row that are hardly faster than the fastest before them: the warm-up is over."""
 
+LEAST = 3
+"""Samples that are taken however little time there is: of one alone, the interval would have no width."""
+
 GROWTH = 1.25
 """How many more samples there are when the interval is looked at again: whoever looks all the time stops too early."""
 
@@ -39,12 +42,12 @@ class Samples:
 def sample(take: Callable[[], int], settings: TimingSettings, now: Callable[[], int] = host_ns) -> Samples:
     """Calls ``take`` for nanoseconds until the median is known well enough; ``now`` is a clock in nanoseconds.
 
-    At least once to warm up and once for a sample, whatever the time limit, which covers both. What ``take`` raises is
-    the caller's.
+    The time limit covers the warm-up and the samples; whatever it is, there is one call to warm up, and :data:`LEAST`
+    samples or as few as are asked for at most. What ``take`` raises is the caller's.
     """
     end = now() + settings.limit_s * 1e9
     _warm_up(take, settings, now, now() + WARM_UP_SHARE * settings.limit_s * 1e9)
-    taken = [take()]
+    taken = [take() for _ in range(min(LEAST, settings.max_samples))]
     look_at = settings.min_samples
     while now() < end and len(taken) < settings.max_samples:
         if len(taken) >= look_at:

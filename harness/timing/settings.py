@@ -10,15 +10,16 @@ from attncheck.errors import SelectionError
 class TimingSettings:
     """For each part of a step in one process.
 
-    ``limit_s``: wall-clock seconds after which no further sample is taken. ``relative_width``: sampling ends before,
-    once the interval of the median is no wider than this share of it. ``warm``: the device's last-level cache is left
+    ``limit_s``: wall-clock seconds after which no further sample is taken, but for the few that an interval needs; it
+    is short, since processes differ by more than samples of one, and many rounds tell more than many samples.
+    ``relative_width``: sampling ends before, once the interval of the median is no wider than this share of it. ``warm``: the device's last-level cache is left
     as it is before a sample, and not flushed. ``kernels``: the profiler tells which kernels run.
 
     Raises:
         SelectionError: a value with which nothing could be measured.
     """
 
-    limit_s: float = 0.5
+    limit_s: float = 0.25
     relative_width: float = 0.02
     min_samples: int = 10
     max_samples: int = 200

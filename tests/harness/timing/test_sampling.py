@@ -88,10 +88,16 @@ def test_a_warm_up_is_over_once_nothing_is_faster_than_the_fastest():
     assert len(bench.given) - len(found.samples_ns) == 5
 
 
-def test_what_takes_longer_than_the_limit_is_sampled_once():
-    found = Bench(repeat(3_000 * MS)).sample(limit_s=0.5)
-    assert found.samples_ns == (3_000 * MS,)
-    assert (found.low_ns, found.high_ns, found.is_settled) == (3_000 * MS, 3_000 * MS, False)
+def test_what_takes_longer_than_the_limit_is_sampled_three_times_and_has_an_interval_of_some_width():
+    bench = Bench([3_000 * MS, 3_300 * MS, 3_000 * MS, 3_100 * MS])
+    found = bench.sample(limit_s=0.01)
+    assert found.samples_ns == (3_300 * MS, 3_000 * MS, 3_100 * MS)
+    assert (found.low_ns, found.median_ns, found.high_ns) == (3_000 * MS, 3_100 * MS, 3_300 * MS)
+    assert not found.is_settled
+
+
+def test_no_more_than_the_most_where_that_is_less_than_an_interval_needs():
+    assert Bench(repeat(MS)).sample(limit_s=0.01, min_samples=1, max_samples=2).samples_ns == (MS, MS)
 
 
 def test_samples_that_keep_rising_are_not_settled():
