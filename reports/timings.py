@@ -46,6 +46,10 @@ class Ceilings(Frozen):
     matmul_flops_per_s: float
     dtype: str
 
+    def least_ns(self, moved_bytes: int, flops: int) -> float:
+        """The roofline: what moving ``moved_bytes`` takes at these rates, or computing ``flops`` if that is longer."""
+        return 1e9 * max(moved_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
+
 
 class Kernel(Frozen):
     """A kernel that ran in one step, as the profiler names it, and how long its ``count`` launches took together."""
@@ -81,3 +85,12 @@ class Timing(Frozen):
     def latency(self, part: Part) -> Latency | None:
         """The latency of one part, if it was measured."""
         return next((each for each in self.latencies if each.part == part), None)
+
+    def roofline_share(self, latency: Latency) -> float | None:
+        """The least time the device could take for one of the latencies, as a share of the time taken.
+
+        None where ceilings were not measured, or bytes and flops mean nothing.
+        """
+        if self.ceilings is None or latency.moved_bytes is None or latency.flops is None:
+            return None
+        return self.ceilings.least_ns(latency.moved_bytes, latency.flops) / latency.median_ns

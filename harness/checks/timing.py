@@ -124,10 +124,6 @@ def _figures(timing: Timing) -> dict[str, float | int]:
     """Medians in microseconds, and how much of the roofline ``forward`` reaches."""
     figures: dict[str, float | int] = {f"{each.part}_us": each.median_ns / 1e3 for each in timing.latencies}
     forward = timing.latency("forward")
-    if forward is not None and timing.ceilings is not None and forward.moved_bytes is not None:
-        least_s = max(
-            forward.moved_bytes / timing.ceilings.copy_bytes_per_s,
-            (forward.flops or 0) / timing.ceilings.matmul_flops_per_s,
-        )
-        figures["roofline_share"] = least_s * 1e9 / forward.median_ns
+    if forward is not None and (share := timing.roofline_share(forward)) is not None:
+        figures["roofline_share"] = share
     return figures

@@ -6,7 +6,6 @@ Must not know: records, how a sample is judged.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 
@@ -26,13 +25,12 @@ from attncheck.harness.timing.kernels import kernels_of
 from attncheck.harness.timing.neighbours import Neighbour, compare
 from attncheck.harness.timing.parts import DISTANCES, neighbour_of, parts_of
 from attncheck.harness.timing.replay import allows_graph
-from attncheck.harness.timing.sampling import Samples
+from attncheck.harness.timing.sampling import Samples, samples_of
 from attncheck.harness.timing.settings import TimingSettings
-from attncheck.harness.timing.statistics import median_interval
 from attncheck.harness.timing.step import Latest, TimedStep
 from attncheck.harness.timing.work import work_of
 from attncheck.harness.truth import Truth
-from attncheck.reports.timings import Kernel, Latency, Part
+from attncheck.reports.timings import ClockName, Kernel, Latency, Part
 
 WARM_UPS = 2
 """Calls before any is timed: a first one may compile."""
@@ -80,9 +78,10 @@ class Measurement:
     def latencies(self) -> tuple[Latency, ...]:
         """Of the batch, of its metadata, and of its parts."""
         samples = self._sampled("forward", self._own)
+        builds = self._own.build_ns[-len(samples.samples_ns) :]  # one before each sample
         found = [
-            _latency("forward", self._own, samples, self._problem.case),
-            _build_latency(self._own.build_ns[-len(samples.samples_ns) :], self._bench.settings),
+            _latency("forward", self._own.clock_name, samples, self._problem.case),
+            _latency("build", "host", samples_of(builds, self._bench.settings)),
         ]
         for name, part in self._parts.items():
             contents = self._contents(part, at_least=2)
@@ -91,7 +90,7 @@ class Measurement:
                 continue
             with _named(f"the {name} part alone"):
                 step = self._step(name, contents)
-                found.append(_latency(name, step, self._sampled(name, step), part.case))
+                found.append(_latency(name, step.clock_name, self._sampled(name, step), part.case))
             step.finish()
             self._notes += step.notes
         return tuple(found)
@@ -187,32 +186,17 @@ def _tokens(count: int) -> str:
     return "a token" if count == 1 else f"{count} tokens"
 
 
-def _latency(part: Part, step: TimedStep, samples: Samples, case: Case) -> Latency:
-    work = work_of(case)
+def _latency(part: Part, clock: ClockName, samples: Samples, case: Case | None = None) -> Latency:
+    """``case``: what was computed, if that is counted."""
+    work = None if case is None else work_of(case)
     return Latency(
         part=part,
-        clock=step.clock_name,
+        clock=clock,
         median_ns=samples.median_ns,
         low_ns=samples.low_ns,
         high_ns=samples.high_ns,
         samples_ns=samples.samples_ns,
         is_settled=samples.is_settled,
-        moved_bytes=work.moved_bytes,
-        flops=work.flops,
-    )
-
-
-def _build_latency(taken: list[int], settings: TimingSettings) -> Latency:
-    """Of the builds before the samples of ``forward``: they end with those, settled or not."""
-    low, high = median_interval(taken)
-    middle = float(median(taken))
-    is_settled = len(taken) >= settings.min_samples and high - low <= settings.relative_width * middle
-    return Latency(
-        part="build",
-        clock="host",
-        median_ns=middle,
-        low_ns=low,
-        high_ns=high,
-        samples_ns=tuple(taken),
-        is_settled=is_settled,
+        moved_bytes=None if work is None else work.moved_bytes,
+        flops=None if work is None else work.flops,
     )
