@@ -26,10 +26,10 @@ from scipy import special
 from tabulate import tabulate
 
 from attncheck.reports.comparison import compare_runs
-from attncheck.reports.power import Noise, smallest_slowdown
-from attncheck.reports.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS, estimate_ratio
-from attncheck.reports.speed import Speed, speeds
-from attncheck.reports.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+from attncheck.reports.comparison.power import Noise, smallest_slowdown
+from attncheck.reports.comparison.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS, estimate_ratio
+from attncheck.reports.comparison.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.store import read_run
 from attncheck.reports.timings import PARTS
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from attncheck.reports import markup, phrases
 from attncheck.reports.annotations import annotation, as_shown
 from attncheck.reports.markdown import check_table, failures
-from attncheck.reports.markdown_speeds import listed, means
 from attncheck.reports.records import EXAMINED, Record, RunHeader
 from attncheck.reports.repro import repro_command
-from attncheck.reports.speed import speeds
-from attncheck.reports.speed_notes import doubts, fastest_note, speed_notes
-from attncheck.reports.speed_summary import summary_tables
+from attncheck.reports.speeds.markdown import listed, means
+from attncheck.reports.speeds.notes import doubts, fastest_note, speed_notes
+from attncheck.reports.speeds.speed import speeds
+from attncheck.reports.speeds.summary import summary_tables
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, summarise
 

@@ -21,8 +21,8 @@ from attncheck.reports.records import (
     timing_of,
 )
 from attncheck.reports.rounds import Question, questions
-from attncheck.reports.speed import Speed, speeds
-from attncheck.reports.speed_tables import time_unit
+from attncheck.reports.speeds.speed import Speed, speeds
+from attncheck.reports.speeds.tables import time_unit
 from attncheck.reports.store import Run
 
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -11,12 +11,12 @@ from attncheck.reports import markup, phrases
 from attncheck.reports.crashes import died_at
 from attncheck.reports.graph_levels import level_rows, unmeasured_cases, without_reasons
 from attncheck.reports.markdown_levels import graph_levels
-from attncheck.reports.markdown_speeds import speeds_section
 from attncheck.reports.markdown_support import support
 from attncheck.reports.reasons import without_figures
 from attncheck.reports.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
 from attncheck.reports.repro import repro_command
-from attncheck.reports.speed import speeds
+from attncheck.reports.speeds.markdown import speeds_section
+from attncheck.reports.speeds.speed import speeds
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
 from attncheck.reports.utilities import HEADINGS, LEGEND, function_rows, known_departures, provider_title

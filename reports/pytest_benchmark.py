@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from attncheck.errors import QuestionError
 from attncheck.reports.phrases import one_line
 from attncheck.reports.records import Environment, Record
-from attncheck.reports.speed import Speed, speeds
+from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.store import Run
 from attncheck.reports.timings import TIMING, Ceilings, DeviceState, Latency, Part, Timing
 

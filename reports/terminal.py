@@ -14,10 +14,10 @@ from attncheck.reports.crashes import died_at, last_words
 from attncheck.reports.graph_levels import LevelRow, legend, level_notes, level_rows, unmeasured_cases, without_reasons
 from attncheck.reports.records import Crashed, Errored, Failed, Record, RunHeader, graph_of
 from attncheck.reports.repro import repro_command
-from attncheck.reports.speed import speeds
+from attncheck.reports.speeds.speed import speeds
+from attncheck.reports.speeds.terminal import NAME_WIDTH, render_speeds
 from attncheck.reports.store import Run
 from attncheck.reports.summary import Summary, Tally, summarise
-from attncheck.reports.terminal_speeds import NAME_WIDTH, render_speeds
 from attncheck.reports.tracebacks import raised_at
 from attncheck.reports.utilities import (
     HEADINGS,

@@ -14,9 +14,9 @@ import pytest
 
 from attncheck.harness.timing import neighbours
 from attncheck.harness.timing.settings import TimingSettings
-from attncheck.reports import significance
-from attncheck.reports.power import Noise, smallest_slowdown
-from attncheck.reports.speed_tables import FASTEST_ROUNDS
+from attncheck.reports.comparison import significance
+from attncheck.reports.comparison.power import Noise, smallest_slowdown
+from attncheck.reports.speeds.tables import FASTEST_ROUNDS
 from attncheck.reports.store import RunWriter, read_run
 
 pytestmark = pytest.mark.xdist_group("timing-page")

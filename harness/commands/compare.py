@@ -60,25 +60,24 @@ def compare(
     --check timing --rounds N`; 5 rounds a side are the least, 10 the usual. The smallest differences are told between
     two backends of one run, whose processes took turns: `attncheck compare RUN RUN --match OLD=NEW`.
     """
-    from attncheck.reports import comparison_github, comparison_markdown, comparison_text
-    from attncheck.reports.comparison import Terms, compare_runs
+    from attncheck.reports.comparison import Terms, compare_runs, github, markdown, terminal
+    from attncheck.reports.comparison.thresholds import parse_thresholds
     from attncheck.reports.store import read_run
-    from attncheck.reports.thresholds import parse_thresholds
 
     effect = min_effect / 100
     terms = Terms(effect=effect, thresholds=parse_thresholds(fail_on or (), least=effect))
     backends = _pairs(match or ())
     compared = compare_runs(read_run(base), read_run(new), backends=backends, terms=terms)
     if form == Format.TERMINAL:
-        text = comparison_text.render_comparison(compared, color=output is None and use_color()) + "\n"
+        text = terminal.render_comparison(compared, color=output is None and use_color()) + "\n"
     elif form == Format.MARKDOWN:
-        text = comparison_markdown.render_comparison(compared)
+        text = markdown.render_comparison(compared)
     else:
-        text = comparison_github.render_summary(compared)
+        text = github.render_summary(compared)
     summary = os.environ.get(STEP_SUMMARY) if form == Format.GITHUB and output is None else None
     _write(text, output, (base, new), Path(summary) if summary else None)
     if form == Format.GITHUB:
-        typer.echo("".join(f"{line}\n" for line in comparison_github.annotations(compared)), nl=False)
+        typer.echo("".join(f"{line}\n" for line in github.annotations(compared)), nl=False)
     return 1 if compared.is_regression else 0
 
 

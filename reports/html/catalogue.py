@@ -28,8 +28,8 @@ from attncheck.reports.records import (
     timing_of,
 )
 from attncheck.reports.repro import repro_command
-from attncheck.reports.speed import speeds
-from attncheck.reports.speed_tables import case_id, fastest, suite_of
+from attncheck.reports.speeds.speed import speeds
+from attncheck.reports.speeds.tables import case_id, fastest, suite_of
 from attncheck.reports.store import Run
 from attncheck.reports.timings import Latency, Timing
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attncheck.reports.comparison import SpeedChange
+from attncheck.reports.comparison.speed_changes import VERDICTS
 from attncheck.reports.html.drawing import BAD, CALM, GOOD, INK, MUTED, chart, plot_area, text
-from attncheck.reports.speed_changes import VERDICTS
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from attncheck.reports.html.units import digits
 from attncheck.reports.phrases import plural
 from attncheck.reports.reasons import without_figures
-from attncheck.reports.speed import Speed
+from attncheck.reports.speeds.speed import Speed
 
 FEWEST_POINTS = 3
 MOST_PANELS = 6

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from attncheck.reports.speed import Speed
+from attncheck.reports.speeds.speed import Speed
 
 
 class Interval(NamedTuple):

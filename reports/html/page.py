@@ -21,9 +21,9 @@ from attncheck.reports.html.failures import SHOWN
 from attncheck.reports.html.run_view import FUNCTION_TONES, run_names, run_view
 from attncheck.reports.html.units import measured_time
 from attncheck.reports.records import GRAPH_LEVELS
-from attncheck.reports.speed_tables import FASTEST_ROUNDS
+from attncheck.reports.speeds.tables import FASTEST_ROUNDS
+from attncheck.reports.speeds.terminal import averaged
 from attncheck.reports.store import Run
-from attncheck.reports.terminal_speeds import averaged
 from attncheck.reports.utilities import LEGEND
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The times of one run as the page shows them: bars of each case, charts, and the rows of a table.
 
 Bars of one case share a scale that begins at zero; those of different cases do not. The fastest is marked only where
-:func:`attncheck.reports.speed_tables.fastest` says so. Must not know: how a time was measured.
+:func:`attncheck.reports.speeds.tables.fastest` says so. Must not know: how a time was measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from attncheck.reports.html.drawing import Style, styles
 from attncheck.reports.html.intervals import interval
 from attncheck.reports.html.speed_charts import build_chart, length_chart, roofline_charts
 from attncheck.reports.html.units import measured_time
-from attncheck.reports.speed import Speed, speeds
-from attncheck.reports.speed_notes import legend, speed_notes
-from attncheck.reports.speed_summary import summary_tables
-from attncheck.reports.speed_tables import SpeedTable, fastest, speed_tables, suites_of
+from attncheck.reports.speeds.notes import legend, speed_notes
+from attncheck.reports.speeds.speed import Speed, speeds
+from attncheck.reports.speeds.summary import summary_tables
+from attncheck.reports.speeds.tables import SpeedTable, fastest, speed_tables, suites_of
 from attncheck.reports.store import Run
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 
 from attncheck.reports.comparison import RunComparison, SpeedChange, compare_runs
 from attncheck.reports.records import BackendInfo, Record, RunHeader
-from attncheck.reports.speed import Speed
+from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.store import Run, RunWriter, read_run
 from attncheck.reports.timings import Latency, Timing
 

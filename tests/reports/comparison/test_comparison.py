@@ -7,9 +7,9 @@ import pytest
 
 from attncheck.errors import QuestionError, UnknownNameError
 from attncheck.reports.comparison import RunComparison, Terms, compare_runs
+from attncheck.reports.comparison.thresholds import parse_thresholds
 from attncheck.reports.records import Record
 from attncheck.reports.store import Run
-from attncheck.reports.thresholds import parse_thresholds
 
 Compare = Callable[..., RunComparison]
 Make = Callable[..., Record]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from attncheck.reports.comparison import compare_runs
-from attncheck.reports.environment_changes import another_device
+from attncheck.reports.comparison.environment_changes import another_device
 from attncheck.reports.records import BackendInfo, Environment, Record
 from attncheck.reports.store import Run
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports import comparison_github, comparison_markdown, comparison_text
-from attncheck.reports.comparison import RunComparison, Terms
-from attncheck.reports.comparison_summary import change_text, closing, grouped_outcomes, power_of, unclear, with_verdict
+from attncheck.reports.comparison import RunComparison, Terms, github, terminal
+from attncheck.reports.comparison import markdown as md
+from attncheck.reports.comparison.summary import change_text, closing, grouped_outcomes, power_of, unclear, with_verdict
+from attncheck.reports.comparison.thresholds import parse_thresholds
 from attncheck.reports.records import Record
-from attncheck.reports.thresholds import parse_thresholds
 
 Compare = Callable[..., RunComparison]
 Make = Callable[..., Record]
@@ -35,7 +35,7 @@ def found(compare: Compare, make: Make, timed: Timed, around: Around) -> RunComp
 
 
 def test_a_terminal_is_told_what_changed_worst_first(found: RunComparison) -> None:
-    text = comparison_text.render_comparison(found)
+    text = terminal.render_comparison(found)
     wanted = [
         "outcomes that changed",
         "worse reference, smoke/a and 2 more cases: numerics",
@@ -59,16 +59,16 @@ def test_a_terminal_is_told_what_changed_worst_first(found: RunComparison) -> No
 
 
 def test_only_what_is_no_luck_has_a_colour(found: RunComparison, compare: Compare, timed: Timed) -> None:
-    text = comparison_text.render_comparison(found, color=True)
+    text = terminal.render_comparison(found, color=True)
     assert "\033[31mslower\033[0m" in text
     assert "\033[32mfaster\033[0m" in text
     assert "\033[31mregression\033[0m" in text
     unclear_alone = compare(timed([1e6] * 3), timed([9e6] * 3))
-    assert "\033" not in comparison_text.render_comparison(unclear_alone, color=True)
+    assert "\033" not in terminal.render_comparison(unclear_alone, color=True)
 
 
 def test_markdown_tells_every_case(found: RunComparison) -> None:
-    text = comparison_markdown.render_comparison(found)
+    text = md.render_comparison(found)
     assert "| **worse** | reference | smoke/a, smoke/b, smoke/c | numerics | passed -> unsupported | no sinks |" in text
     assert "| forward | 1 | 1 | 1 | 1 |" in text
     assert text.index("**regression") < text.index("## Outcomes that changed") < text.index("### Slower")
@@ -79,17 +79,16 @@ def test_long_names_and_many_changes_keep_to_the_width(compare: Compare, timed: 
     names = [f"{'long-' * 12}{index}" for index in range(20)]
     base = [record for name in names for record in timed(around(1e6), case_id=name)]
     new = [record for name in names for record in timed(around(2e6, seed=1), case_id=name)]
-    text = comparison_text.render_comparison(compare(base, new))
+    text = terminal.render_comparison(compare(base, new))
     assert max(map(len, text.splitlines())) <= 100
-    assert sum("long-long" in line for line in text.splitlines()) == comparison_text.SHOWN_CHANGES
+    assert sum("long-long" in line for line in text.splitlines()) == terminal.SHOWN_CHANGES
     assert "and 5 more (`--format markdown` tells them all)" in text
-    assert all(name in comparison_markdown.render_comparison(compare(base, new)) for name in names)
+    assert all(name in md.render_comparison(compare(base, new)) for name in names)
 
 
 def test_what_fails_is_an_error_on_github_and_what_cannot_be_told_a_warning(found: RunComparison) -> None:
     errors, warnings = [
-        [line for line in comparison_github.annotations(found) if line.startswith(f"::{kind} ")]
-        for kind in ("error", "warning")
+        [line for line in github.annotations(found) if line.startswith(f"::{kind} ")] for kind in ("error", "warning")
     ]
     assert len(errors) == 2
     assert errors[0] == (
@@ -103,17 +102,17 @@ def test_what_fails_is_an_error_on_github_and_what_cannot_be_told_a_warning(foun
 def test_slower_within_the_threshold_is_a_warning(compare: Compare, timed: Timed, around: Around) -> None:
     terms = Terms(thresholds=parse_thresholds(["20%"], least=0.01))
     mild = compare(timed(around(1e6)), timed(around(1.1e6, seed=1)), terms=terms)
-    (line,) = comparison_github.annotations(mild)
+    (line,) = github.annotations(mild)
     assert line.startswith("::warning title=1 time slower that --fail-on lets pass::reference, smoke/edge, forward: +")
-    assert "fails" in comparison_text.render_comparison(mild)
+    assert "fails" in terminal.render_comparison(mild)
     assert closing(mild).startswith("no regression: outcomes as before; of 1 time 1 slower (0 by as much as --fail-on")
 
 
 def test_a_summary_keeps_below_what_github_shows(found: RunComparison, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = comparison_github.render_summary(found)
-    assert whole == comparison_markdown.render_comparison(found)
-    monkeypatch.setattr(comparison_github, "MAX_SUMMARY_BYTES", 600)
-    cut = comparison_github.render_summary(found)
+    whole = github.render_summary(found)
+    assert whole == md.render_comparison(found)
+    monkeypatch.setattr(github, "MAX_SUMMARY_BYTES", 600)
+    cut = github.render_summary(found)
     assert len(cut.encode()) <= 600
     assert cut.endswith("a summary holds 1 MiB.\n")
     assert whole.startswith(cut.split("\n\nThe rest")[0])
@@ -127,9 +126,9 @@ def test_what_a_backend_says_is_neither_markup_nor_a_command(
         [make("passed", case_id="a"), make("passed", **fields), *timed(around(1e6), **fields)],
         [make("errored", case_id="a", message=HOSTILE), *timed(around(2e6, seed=1), **fields)],
     )
-    text = comparison_text.render_comparison(hostile)
-    markdown = comparison_markdown.render_comparison(hostile)
-    log = comparison_github.annotations(hostile)
+    text = terminal.render_comparison(hostile)
+    markdown = md.render_comparison(hostile)
+    log = github.annotations(hostile)
     assert all("\x1b" not in told for told in (text, markdown, *log))
     assert "<script" not in markdown
     assert not any(line.lstrip().startswith("::") for line in (*text.splitlines(), *markdown.splitlines()))
@@ -149,7 +148,7 @@ def test_a_run_that_tells_nothing_of_speed_says_so_in_its_last_line(compare: Com
 def test_runs_without_times_say_nothing_of_speed(compare: Compare, make: Make) -> None:
     alike = compare([make("passed")], [make("passed")])
     assert closing(alike) == "no regression: outcomes as before; no times to compare"
-    assert "times of" not in comparison_text.render_comparison(alike)
+    assert "times of" not in terminal.render_comparison(alike)
 
 
 def test_changes_in_the_same_words_are_one_group(compare: Compare, make: Make) -> None:

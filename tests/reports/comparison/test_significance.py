@@ -8,10 +8,10 @@ from random import Random
 import pytest
 from scipy import stats
 
-from attncheck.reports.power import Noise, rounds_needed, smallest_slowdown
-from attncheck.reports.significance import FAMILY_LEVEL, estimate_ratio, pooled_spread, spread_in_turns
-from attncheck.reports.speed import Speed
-from attncheck.reports.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+from attncheck.reports.comparison.power import Noise, rounds_needed, smallest_slowdown
+from attncheck.reports.comparison.significance import FAMILY_LEVEL, estimate_ratio, pooled_spread, spread_in_turns
+from attncheck.reports.comparison.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+from attncheck.reports.speeds.speed import Speed
 
 BASE = (100.0, 104.0, 97.0, 101.0, 99.0, 110.0)
 NEW = (120.0, 118.0, 131.0, 122.0)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attncheck.reports.speed import Speed
-from attncheck.reports.speed_changes import SpeedChange, SpeedPair, Terms, clock_step, compare_speeds
-from attncheck.reports.thresholds import parse_thresholds
+from attncheck.reports.comparison.speed_changes import SpeedChange, SpeedPair, Terms, clock_step, compare_speeds
+from attncheck.reports.comparison.thresholds import parse_thresholds
+from attncheck.reports.speeds.speed import Speed
 
 MakeSpeed = Callable[..., Speed]
 Around = Callable[..., list[float]]

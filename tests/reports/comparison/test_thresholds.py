@@ -3,7 +3,7 @@
 import pytest
 
 from attncheck.errors import QuestionError, UnknownNameError
-from attncheck.reports.thresholds import Thresholds, parse_thresholds
+from attncheck.reports.comparison.thresholds import Thresholds, parse_thresholds
 
 LEAST = 0.01
 

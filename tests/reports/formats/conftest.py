@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from attncheck.reports.records import Record, RunHeader
-from attncheck.reports.speed import Speed, speeds
+from attncheck.reports.speeds.speed import Speed, speeds
 
 
 def latency(part: str, median_ns: float, **fields: Any) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import pytest
 
 from attncheck.reports import markdown, terminal
 from attncheck.reports.records import Record, RunHeader
-from attncheck.reports.speed import Speed, speeds
-from attncheck.reports.speed_notes import legend, speed_notes
-from attncheck.reports.speed_summary import summary_tables
-from attncheck.reports.speed_tables import fastest, rate_unit, share_text, speed_tables, time_unit
+from attncheck.reports.speeds.notes import legend, speed_notes
+from attncheck.reports.speeds.speed import Speed, speeds
+from attncheck.reports.speeds.summary import summary_tables
+from attncheck.reports.speeds.tables import fastest, rate_unit, share_text, speed_tables, time_unit
 from attncheck.reports.store import Run
 
 Build = Callable[..., Record]

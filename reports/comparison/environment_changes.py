@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from attncheck.reports.comparison.speed_changes import SpeedChange
 from attncheck.reports.records import BackendInfo, Environment, RunHeader
-from attncheck.reports.speed import Speed
-from attncheck.reports.speed_changes import SpeedChange
+from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.timings import Timing
 
 CEILING_DRIFT = 0.05

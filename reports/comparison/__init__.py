@@ -7,12 +7,12 @@ differences. Must not know: how a comparison is shown.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from attncheck.reports.environment_changes import Difference, another_device, differences, warnings_of_times
-from attncheck.reports.matching import Matching, OneSided, is_one_file, label, match_runs
-from attncheck.reports.outcome_changes import OutcomeChange, compare_outcomes
+from attncheck.reports.comparison.environment_changes import Difference, another_device, differences, warnings_of_times
+from attncheck.reports.comparison.matching import Matching, OneSided, is_one_file, label, match_runs
+from attncheck.reports.comparison.outcome_changes import OutcomeChange, compare_outcomes
+from attncheck.reports.comparison.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
 from attncheck.reports.phrases import plural
-from attncheck.reports.speed import Speed, speeds
-from attncheck.reports.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.store import Run
 from attncheck.reports.timings import PARTS, Part
 

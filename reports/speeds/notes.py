@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from attncheck.reports.phrases import one_line, plural
-from attncheck.reports.speed import Speed
-from attncheck.reports.speed_tables import FASTEST, FASTEST_ROUNDS, SpeedTable, rate_unit
+from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.tables import FASTEST, FASTEST_ROUNDS, SpeedTable, rate_unit
 from attncheck.reports.timings import Ceilings, DeviceState, Timing
 
 CLOCKS = {

@@ -6,12 +6,11 @@ stands in the Markdown report. Must not know: how runs are compared.
 
 from collections.abc import Iterable, Sequence
 
-from attncheck.reports import comparison_summary as summary
 from attncheck.reports.columns import WIDTH, table, wrap
-from attncheck.reports.comparison import OneSided, RunComparison, SpeedChange
-from attncheck.reports.comparison_summary import OutcomeGroup
+from attncheck.reports.comparison import OneSided, RunComparison, SpeedChange, summary
+from attncheck.reports.comparison.speed_changes import VERDICTS, Verdict
+from attncheck.reports.comparison.summary import OutcomeGroup
 from attncheck.reports.phrases import cut, one_line, plural
-from attncheck.reports.speed_changes import VERDICTS, Verdict
 
 SHOWN_CHANGES = 15
 """Times of one verdict, and groups of outcomes, that are shown."""

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from attncheck.reports.speed import Speed
+from attncheck.reports.speeds.speed import Speed
 
 FASTEST_ROUNDS = 5
 """Rounds of each backend from which on the fastest is marked. That five times of one lie below five of another of the

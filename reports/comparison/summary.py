@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from attncheck.reports.comparison import OneSided, OutcomeChange, RunComparison, SpeedChange
-from attncheck.reports.outcome_changes import KINDS
+from attncheck.reports.comparison.outcome_changes import KINDS
+from attncheck.reports.comparison.power import Noise, smallest_slowdown
+from attncheck.reports.comparison.significance import FAMILY_LEVEL
+from attncheck.reports.comparison.speed_changes import VERDICTS, Verdict
 from attncheck.reports.phrases import plural
-from attncheck.reports.power import Noise, smallest_slowdown
 from attncheck.reports.reasons import without_figures
-from attncheck.reports.significance import FAMILY_LEVEL
-from attncheck.reports.speed_changes import VERDICTS, Verdict
-from attncheck.reports.speed_tables import time_unit
+from attncheck.reports.speeds.tables import time_unit
 from attncheck.reports.store import Run
 from attncheck.reports.timings import PARTS, Part
 

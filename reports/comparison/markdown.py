@@ -6,11 +6,10 @@ how runs are compared.
 
 from collections.abc import Sequence
 
-from attncheck.reports import comparison_summary as summary
 from attncheck.reports import markup
-from attncheck.reports.comparison import RunComparison, SpeedChange
+from attncheck.reports.comparison import RunComparison, SpeedChange, summary
+from attncheck.reports.comparison.speed_changes import VERDICTS
 from attncheck.reports.phrases import plural
-from attncheck.reports.speed_changes import VERDICTS
 
 
 def render_comparison(comparison: RunComparison) -> str:

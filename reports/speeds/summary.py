@@ -7,8 +7,8 @@ know: formats, how a time was measured.
 import statistics
 from collections.abc import Sequence
 
-from attncheck.reports.speed import Speed
-from attncheck.reports.speed_tables import (
+from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.tables import (
     FASTEST,
     NOTHING,
     SpeedTable,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from attncheck.reports import phrases
 from attncheck.reports.columns import WIDTH, table, wrap
-from attncheck.reports.speed import Speed
-from attncheck.reports.speed_notes import fastest_note, speed_notes
-from attncheck.reports.speed_summary import summary_tables
-from attncheck.reports.speed_tables import SpeedTable
+from attncheck.reports.speeds.notes import fastest_note, speed_notes
+from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.summary import summary_tables
+from attncheck.reports.speeds.tables import SpeedTable
 
 NAME_WIDTH = 27
 """Columns for a backend's name; the tables of checks have the whole name."""

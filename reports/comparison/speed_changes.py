@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-from attncheck.reports import significance
-from attncheck.reports.power import MOST_ROUNDS, Noise, rounds_needed
-from attncheck.reports.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS
-from attncheck.reports.speed import Speed
-from attncheck.reports.thresholds import Thresholds
+from attncheck.reports.comparison import significance
+from attncheck.reports.comparison.power import MOST_ROUNDS, Noise, rounds_needed
+from attncheck.reports.comparison.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS
+from attncheck.reports.comparison.thresholds import Thresholds
+from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.timings import Part
 
 Verdict = Literal["slower", "faster", "same", "cannot tell"]

@@ -6,11 +6,11 @@ Must not know: how a time was measured.
 from collections.abc import Sequence
 
 from attncheck.reports import markup, phrases
-from attncheck.reports.speed import Speed
-from attncheck.reports.speed_notes import legend, speed_notes
-from attncheck.reports.speed_summary import summary_tables
-from attncheck.reports.speed_tables import SpeedTable, speed_tables, time_unit
-from attncheck.reports.terminal_speeds import averaged
+from attncheck.reports.speeds.notes import legend, speed_notes
+from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.summary import summary_tables
+from attncheck.reports.speeds.tables import SpeedTable, speed_tables, time_unit
+from attncheck.reports.speeds.terminal import averaged
 from attncheck.reports.timings import Kernel
 
 

@@ -6,10 +6,9 @@ cannot be told. Must not know: how runs are compared.
 
 from collections.abc import Iterator
 
-from attncheck.reports import comparison_summary as summary
 from attncheck.reports.annotations import annotation, as_shown
-from attncheck.reports.comparison import RunComparison, SpeedChange
-from attncheck.reports.comparison_markdown import render_comparison
+from attncheck.reports.comparison import RunComparison, SpeedChange, summary
+from attncheck.reports.comparison.markdown import render_comparison
 from attncheck.reports.github import MAX_SUMMARY_BYTES
 from attncheck.reports.phrases import plural
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from attncheck.reports.significance import EFFECT, MIN_ROUNDS, quantile
+from attncheck.reports.comparison.significance import EFFECT, MIN_ROUNDS, quantile
 
 POWER = 0.8
 """How often what is said to be found is found."""
