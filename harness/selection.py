@@ -12,6 +12,7 @@ from attncheck.cases.loader import load_suite, select
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.variants import with_defaults
 from attncheck.errors import SelectionError, UnknownNameError
+from attncheck.harness.timing.settings import TimingSettings
 from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS
 from attncheck.reports.timings import TIMING
 
@@ -65,6 +66,19 @@ def check_timed(selection: Selection, option: str) -> None:
     """Raises SelectionError for an ``option`` of the check ``timing`` where that is not made."""
     if not selection.is_timed:
         raise SelectionError(f"{option} is about the check {TIMING}, which is made by name: ask for it as well")
+
+
+def choose_timing(selection: Selection, *, limit_s: float | None, warm: bool, kernels: bool) -> TimingSettings:
+    """How times are taken, by the options of the command line; ``limit_s``: None where it was not given.
+
+    Raises:
+        SelectionError: an option of the check ``timing`` where that is not made, a limit that is none.
+    """
+    given = {"--time-limit": limit_s is not None, "--warm-cache": warm, "--kernels": kernels}
+    for option in (name for name, is_given in given.items() if is_given):
+        check_timed(selection, option)
+    settings = TimingSettings(warm=warm, kernels=kernels)
+    return settings if limit_s is None else replace(settings, limit_s=limit_s)
 
 
 def choose_rounds(wanted: int | None, *, is_timed: bool, in_process: bool = False) -> int:

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from attncheck.harness.progress import Watcher
     from attncheck.harness.providers.plan import ProviderPlan
     from attncheck.harness.selection import Selection
-    from attncheck.harness.timing.settings import TimingSettings
     from attncheck.reports.records import Record, RunHeader
 
 RESULTS = Path("results")
@@ -132,13 +130,13 @@ def run(
     from attncheck.harness.candidates import asked_first
     from attncheck.harness.crew import Crew
     from attncheck.harness.providers.request import ProviderRequest
-    from attncheck.harness.selection import choose_rounds, select_cases
+    from attncheck.harness.selection import choose_rounds, choose_timing, select_cases
 
     began = time.monotonic()
     request = ProviderRequest(tuple(provider or ()), tuple(function or ()), tuple(check or ()), bool(backend))
     selection = select_cases(request.suites(suite or ()), case or (), request.backend_checks, settings or ())
     refs = None if request.are_alone else tuple(backend or ())
-    timing = _timing_settings(selection, time_limit, warm_cache=warm_cache, kernels=kernels)
+    timing = choose_timing(selection, limit_s=time_limit, warm=warm_cache, kernels=kernels)
     is_timed = refs is not None and selection.is_timed
     rounds = choose_rounds(rounds, is_timed=is_timed, in_process=in_process)
     _make_folder(dump)
@@ -212,20 +210,6 @@ def run(
         raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
     refuse_the_unexamined(records, header, by_name=bool(backend or provider))
     return 0
-
-
-def _timing_settings(
-    selection: "Selection", time_limit: float | None, *, warm_cache: bool, kernels: bool
-) -> "TimingSettings":
-    from attncheck.harness.selection import check_timed
-    from attncheck.harness.timing.settings import TimingSettings
-
-    given = {"--time-limit": time_limit is not None, "--warm-cache": warm_cache, "--kernels": kernels}
-    for option in (name for name, is_given in given.items() if is_given):
-        check_timed(selection, option)
-    defaults = TimingSettings()
-    limit_s = defaults.limit_s if time_limit is None else time_limit
-    return replace(defaults, limit_s=limit_s, warm=warm_cache, kernels=kernels)
 
 
 def use_color() -> bool:
