@@ -1,6 +1,5 @@
 """``attncheck compare``: what became of one run in another. Reads, never re-computes; needs no torch."""
 
-import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 
 from attncheck.errors import QuestionError, shorten
-from attncheck.harness.commands.run import use_color
+from attncheck.harness.commands.output import refuse_input, tell, use_color
 
 
 class Format(StrEnum):
@@ -17,10 +16,6 @@ class Format(StrEnum):
     TERMINAL = "terminal"
     MARKDOWN = "markdown"
     GITHUB = "github"
-
-
-STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
-"""The variable by which a GitHub runner names the file of a step's summary."""
 
 
 def compare(
@@ -74,8 +69,8 @@ def compare(
         text = markdown.render_comparison(compared)
     else:
         text = github.render_summary(compared)
-    summary = os.environ.get(STEP_SUMMARY) if form == Format.GITHUB and output is None else None
-    _write(text, output, (base, new), Path(summary) if summary else None)
+    refuse_input(output, (base, new))
+    tell(text, output, is_summary=form == Format.GITHUB)
     if form == Format.GITHUB:
         typer.echo("".join(f"{line}\n" for line in github.annotations(compared)), nl=False)
     return 1 if compared.is_regression else 0
@@ -92,20 +87,3 @@ def _pairs(texts: list[str] | tuple[str, ...]) -> dict[str, str]:
             raise QuestionError(f"--match {shorten(text)}: a backend is matched once; {one} or {other} is already")
         found[one] = other
     return found
-
-
-def _write(text: str, output: Path | None, runs: tuple[Path, ...], summary: Path | None) -> None:
-    """To the file asked for, behind what the step's summary holds already, or to stdout."""
-    if output is None and summary is None:
-        typer.echo(text, nl=False)
-        return
-    if output is not None and output.exists() and any(output.samefile(path) for path in runs):
-        raise QuestionError(f"--output {output} is one of the runs that are compared; name another file")
-    path = output or summary
-    assert path is not None
-    try:
-        with path.open("a" if output is None else "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        name = f"--output {output}" if output else f"{STEP_SUMMARY}={summary}"
-        raise QuestionError(f"{name} cannot be written: {error.strerror}") from error

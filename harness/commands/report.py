@@ -1,6 +1,5 @@
 """``attncheck report``: run files told to people, and to their tools. Reads, never re-computes; needs no torch."""
 
-import os
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -9,13 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attncheck.errors import QuestionError
-from attncheck.harness.commands.run import use_color
+from attncheck.harness.commands.output import STEP_SUMMARY, refuse_input, tell, use_color
 
 if TYPE_CHECKING:
     from attncheck.reports.store import Run
-
-STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
-"""The environment variable in which GitHub Actions names the file that a step adds its summary to."""
 
 
 class Format(StrEnum):
@@ -51,16 +47,13 @@ def report(
             "`pytest-benchmark compare` read the files together"
         )
     read = [read_run(path) for path in runs]
-    if output is not None and output.exists() and any(output.samefile(path) for path in runs):
-        raise QuestionError(f"--output {output} is one of the runs to report on; name another file")
+    refuse_input(output, runs)
+    text = _renderer(form, color=output is None and use_color())(read)
+    tell(text, output, is_summary=form == Format.GITHUB)
     if form == Format.GITHUB:
-        return _report_to_github(read, output)
-    color = output is None and use_color()
-    text = _renderer(form, color=color)(read)
-    if output is None:
-        typer.echo(text, nl=False)
-    else:
-        _write(output, text, option="--output")
+        from attncheck.reports import github
+
+        typer.echo(github.annotations(read), nl=False)
     return 0
 
 
@@ -78,6 +71,10 @@ def _renderer(form: Format, *, color: bool) -> "Callable[[Sequence[Run]], str]":
         from attncheck.reports import junit
 
         return junit.render_runs
+    if form == Format.GITHUB:
+        from attncheck.reports import github
+
+        return github.summary
     if form == Format.PYTEST_BENCHMARK:
         from attncheck.reports import pytest_benchmark
 
@@ -85,27 +82,3 @@ def _renderer(form: Format, *, color: bool) -> "Callable[[Sequence[Run]], str]":
     from attncheck.reports import terminal
 
     return lambda runs: "\n\n".join(terminal.render_run(run, color=color) for run in runs) + "\n"
-
-
-def _report_to_github(runs: "Sequence[Run]", output: Path | None) -> int:
-    """The summary to where GitHub looks for it, other steps' kept; annotations to the log, which is where it reads."""
-    from attncheck.reports import github
-
-    summary, annotations = github.summary(runs), github.annotations(runs)
-    named = os.environ.get(STEP_SUMMARY)
-    if output is not None:
-        _write(output, summary, option="--output")
-    elif named:
-        _write(Path(named), summary, option=f"${STEP_SUMMARY}", append=True)
-    else:
-        typer.echo(summary)
-    typer.echo(annotations, nl=False)
-    return 0
-
-
-def _write(path: Path, text: str, *, option: str, append: bool = False) -> None:
-    try:
-        with path.open("a" if append else "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise QuestionError(f"{option} {path} cannot be written: {error.strerror}") from error

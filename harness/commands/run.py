@@ -5,7 +5,6 @@ import faulthandler
 import io
 import itertools
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attncheck.errors import QuestionError, SelectionError
+from attncheck.harness.commands.output import use_color
 
 if TYPE_CHECKING:
     from attncheck.harness.expectations import Expectations
@@ -210,11 +210,6 @@ def run(
         raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
     refuse_the_unexamined(records, header, by_name=bool(backend or provider))
     return 0
-
-
-def use_color() -> bool:
-    """Whether stdout is a terminal whose user has not asked for plain text (https://no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _expectations(

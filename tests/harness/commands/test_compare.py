@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness import cli
-from attncheck.harness.commands.compare import STEP_SUMMARY
+from attncheck.harness.commands.output import STEP_SUMMARY
 from attncheck.reports.records import BackendInfo, Environment, Passed, Record, RunHeader, SuiteInfo, Unsupported
 from attncheck.reports.store import RunWriter
 from attncheck.reports.timings import Latency, Timing

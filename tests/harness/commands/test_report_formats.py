@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness import cli
-from attncheck.harness.commands.report import STEP_SUMMARY, Format
+from attncheck.harness.commands.output import STEP_SUMMARY
+from attncheck.harness.commands.report import Format
 from attncheck.reports.records import BackendInfo, Environment, Failed, Passed, RunHeader, SuiteInfo
 from attncheck.reports.store import RunWriter
 from attncheck.reports.timings import Latency, Timing
