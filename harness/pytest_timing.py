@@ -20,7 +20,8 @@ from attncheck.harness.timing.device_state import device_state
 from attncheck.harness.timing.sampling import Samples, samples_of
 from attncheck.harness.timing.settings import TimingSettings
 from attncheck.reports.pytest_benchmark import MACHINE, extra_info, machine_of, names_of
-from attncheck.reports.records import Passed, Record
+from attncheck.reports.records import Record
+from attncheck.reports.speeds.speed import speeds
 from attncheck.reports.timings import Part
 
 WARM_UPS = 3
@@ -81,18 +82,16 @@ class Benchmarks:
 
     def end(self, record: Record) -> None:
         """Tells pytest-benchmark what the check found; times of wrong answers are none, and taken back."""
-        timing = record.timing if isinstance(record, Passed) else None
-        if timing is None:
+        found = speeds([record])
+        if not found:
             own = [fixture.stats for fixture, _ in self._fixtures.values()]
             self._session.benchmarks[:] = [each for each in self._session.benchmarks if each not in own]
             return
-        for latency in timing.latencies:
-            if latency.part == "build":  # taken beside forward, in the same calls
-                self._repeat(latency.part, latency.samples_ns)
-            fixture, _ = self._fixtures[latency.part]
-            told = extra_info(record.backend_version, record.case_hash, latency, timing.ceilings, cache=timing.cache)
-            round_medians = {"round_medians_s": [latency.median_ns / 1e9], "seed": record.seed}
-            fixture.extra_info.update(told | round_medians, notes=list(timing.notes))
+        for speed in found:
+            if speed.part == "build":  # taken beside forward, in the same calls
+                self._repeat(speed.part, speed.rounds[0].samples_ns)
+            fixture, _ = self._fixtures[speed.part]
+            fixture.extra_info.update(extra_info(speed, record))
 
     def _repeat(self, part: Part, samples_ns: tuple[int, ...]) -> None:
         fixture, stopwatch = self._new(part)

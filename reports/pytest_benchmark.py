@@ -14,7 +14,7 @@ from attncheck.reports.phrases import one_line
 from attncheck.reports.records import Environment, Record
 from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.store import Run
-from attncheck.reports.timings import TIMING, Ceilings, DeviceState, Latency, Part, Timing
+from attncheck.reports.timings import TIMING, DeviceState, Part
 
 MACHINE = "attncheck"
 """The key of pytest-benchmark's ``machine_info`` under which our own facts stand."""
@@ -56,25 +56,32 @@ def machine_of(environment: Environment, device: DeviceState | None) -> dict[str
     }
 
 
-def extra_info(
-    backend_version: str, case_hash: str, latency: Latency, ceilings: Ceilings | None, **more: Any
-) -> dict[str, Any]:
-    """What a benchmark says besides its times: whose, of what, how settled, and how much of the roofline."""
-    timing = Timing(latencies=(latency,), ceilings=ceilings)
-    speed = Speed("", "", latency.part, (latency,), (timing,))
+def extra_info(speed: Speed, record: Record) -> dict[str, Any]:
+    """What a benchmark says besides its samples: whose, of what, how settled, how much of the roofline; SI units.
+
+    Of all rounds together, the first of which left ``record``; beside it the median of each, since processes differ by
+    more than their samples.
+    """
     return {
-        "backend_version": backend_version,
-        "case_hash": case_hash,
-        "clock": latency.clock,
-        "median_s": latency.median_ns / 1e9,
-        "interval_s": [latency.low_ns / 1e9, latency.high_ns / 1e9],
-        "is_settled": latency.is_settled,
-        "moved_bytes": latency.moved_bytes,
-        "flops": latency.flops,
+        "backend_version": record.backend_version,
+        "case_hash": record.case_hash,
+        "seed": record.seed,
+        "clock": speed.rounds[0].clock,
+        "cache": speed.timings[0].cache,
+        "median_s": speed.median_ns / 1e9,
+        "round_medians_s": [median / 1e9 for median in speed.medians_ns],
+        "interval_s": [
+            min(latency.low_ns for latency in speed.rounds) / 1e9,
+            max(latency.high_ns for latency in speed.rounds) / 1e9,
+        ],
+        "is_settled": all(latency.is_settled for latency in speed.rounds),
+        "moved_bytes": speed.rounds[0].moved_bytes,
+        "flops": speed.rounds[0].flops,
         "bytes_per_s": speed.bytes_per_s,
         "flops_per_s": speed.flops_per_s,
         "roofline_share": speed.roofline_share,
-    } | more
+        "notes": list(dict.fromkeys(note for timing in speed.timings for note in timing.notes)),
+    }
 
 
 def render_run(run: Run) -> str:
@@ -110,28 +117,9 @@ def _benchmark(speed: Speed, record: Record) -> dict[str, Any]:
         "fullname": names.fullname,
         "params": names.params,
         "param": names.param,
-        "extra_info": _told(speed, record),
+        "extra_info": extra_info(speed, record),
         "options": {"timer": speed.rounds[0].clock, "disable_gc": False, "warmup": True},
         "stats": _stats(samples),
-    }
-
-
-def _told(speed: Speed, record: Record) -> dict[str, Any]:
-    """Of all rounds together; beside it the median of each, since processes differ by more than their samples."""
-    first, timing = speed.rounds[0], speed.timings[0]
-    told = extra_info(record.backend_version, record.case_hash, first, timing.ceilings, cache=timing.cache)
-    return told | {
-        "median_s": speed.median_ns / 1e9,
-        "interval_s": [
-            min(latency.low_ns for latency in speed.rounds) / 1e9,
-            max(latency.high_ns for latency in speed.rounds) / 1e9,
-        ],
-        "is_settled": all(latency.is_settled for latency in speed.rounds),
-        "bytes_per_s": speed.bytes_per_s,
-        "flops_per_s": speed.flops_per_s,
-        "roofline_share": speed.roofline_share,
-        "round_medians_s": [median / 1e9 for median in speed.medians_ns],
-        "seed": record.seed,
     }
 
 
