@@ -51,7 +51,7 @@ def _summary_of(run: Run, room: int) -> str:
     text = "\n\n".join(part for part in head if part)
     cut = "\n\nThe rest was cut, since a summary holds 1 MiB: the run file has it all.\n"
     if len(text.encode()) + len(cut.encode()) > room:
-        return _first_bytes(text, room - len(cut.encode())) + cut
+        return first_bytes(text, room - len(cut.encode())) + cut
     _, *told = failures(counted, run.header) or [""]
     kept, size = [], len(text.encode()) + len(cut.encode()) + 200  # of the fold itself
     for story in told:
@@ -68,7 +68,7 @@ def _folded(title: str, parts: Sequence[str]) -> str:
     return "\n\n".join([f"<details><summary>{html.escape(title)}</summary>", *parts, "</details>"])
 
 
-def _first_bytes(text: str, size: int) -> str:
+def first_bytes(text: str, size: int) -> str:
     """At most ``size`` bytes of ``text``, up to the end of a line."""
     kept = text.encode()[: max(size, 0)].decode(errors="ignore")
     return kept.rpartition("\n")[0]

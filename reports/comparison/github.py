@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from attncheck.reports.annotations import annotation, as_shown
 from attncheck.reports.comparison import RunComparison, SpeedChange, summary
 from attncheck.reports.comparison.markdown import render_comparison
-from attncheck.reports.github import MAX_SUMMARY_BYTES
+from attncheck.reports.github import MAX_SUMMARY_BYTES, first_bytes
 from attncheck.reports.phrases import plural
 
 _CUT = "\n\nThe rest was cut: a summary holds 1 MiB.\n"
@@ -20,8 +20,7 @@ def render_summary(comparison: RunComparison) -> str:
     text = render_comparison(comparison)
     if len(text.encode()) <= MAX_SUMMARY_BYTES:
         return text
-    kept = text.encode()[: MAX_SUMMARY_BYTES - len(_CUT.encode())].decode(errors="ignore")
-    return kept.rpartition("\n")[0] + _CUT
+    return first_bytes(text, MAX_SUMMARY_BYTES - len(_CUT.encode())) + _CUT
 
 
 def annotations(comparison: RunComparison) -> list[str]:

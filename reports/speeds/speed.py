@@ -62,16 +62,9 @@ class Speed:
 
         Both ceilings are those measured in the same processes; None where there are none.
         """
-        shares = []
-        for latency, timing in zip(self.rounds, self.timings, strict=True):
-            if timing.ceilings is None or latency.moved_bytes is None or latency.flops is None:
-                return None
-            least_s = max(
-                latency.moved_bytes / timing.ceilings.copy_bytes_per_s,
-                latency.flops / timing.ceilings.matmul_flops_per_s,
-            )
-            shares.append(least_s * 1e9 / latency.median_ns)
-        return statistics.geometric_mean(shares)
+        shares = [timing.roofline_share(each) for each, timing in zip(self.rounds, self.timings, strict=True)]
+        known = [share for share in shares if share is not None]
+        return statistics.geometric_mean(known) if len(known) == len(shares) else None
 
 
 def speeds(records: Iterable[Record]) -> tuple[Speed, ...]:
