@@ -32,7 +32,7 @@ from attncheck.harness.problem import build_problem
 from attncheck.harness.runner import Session
 from attncheck.harness.timing.fresh import FreshContents
 from attncheck.harness.timing.kernels import kernels_of
-from attncheck.harness.timing.step import TimedStep
+from attncheck.harness.timing.step import Latest, TimedStep
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 from attncheck.reports.records import Passed
 from attncheck.reports.timings import Timing
@@ -134,7 +134,7 @@ def against_the_profiler(backend: LoadedBackend, device: torch.device) -> list[l
         )
         problem = build_problem(case, 0)
         session, clock = Session(backend.backend, problem, device), clock_for(device)
-        step = TimedStep("forward", session, FreshContents(problem, None, device), clock, lambda: None)
+        step = TimedStep("forward", session, FreshContents(problem, None, device), clock, lambda: None, Latest())
         call = step.bare()
         clocked = [clock.time(call) for _ in range(2 * REPEATS)][REPEATS:]
         kernels = kernels_of(lambda call=call: [call() for _ in range(REPEATS)], device)  # type: ignore[misc]

@@ -10,8 +10,10 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 from attncheck.harness.clock import HostClock
+from attncheck.harness.loading import load_backend
 from attncheck.harness.timing.sampling import sample
 from attncheck.harness.timing.settings import TimingSettings
 
@@ -40,14 +42,29 @@ def test_a_spin_takes_as_long_as_it_says(target_us):
     assert found.median_ns >= 1000 * target_us
 
 
-def test_the_whole_check_tells_what_a_backend_spins(tmp_path, monkeypatch):
-    """Of the shortest sample, which a machine that is busy has left alone."""
+@pytest.fixture
+def fidelity(monkeypatch):
     spec = importlib.util.spec_from_file_location("timing_fidelity", BENCHMARK)
-    benchmark = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "timing_fidelity", benchmark)
-    spec.loader.exec_module(benchmark)
+    found = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "timing_fidelity", found)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_the_whole_check_tells_what_a_backend_spins(tmp_path, fidelity):
+    """Of the shortest sample, which a machine that is busy has left alone."""
     suite = tmp_path / "spin.yaml"
-    suite.write_text(benchmark.SPIN_SUITE)
-    latency = benchmark.timing_of(benchmark.spinning(1_000), str(suite)).latency("forward")
+    suite.write_text(fidelity.SPIN_SUITE)
+    latency = fidelity.timing_of(fidelity.spinning(1_000), str(suite)).latency("forward")
     assert latency.clock == "host"
     assert 1_000_000 <= min(latency.samples_ns) <= 1_020_000
+
+
+def test_steps_are_timed_by_the_clock_and_by_the_profiler(fidelity):
+    """On a CPU the figures mean nothing; that there are any means that it will run on a GPU."""
+    ((step, operators, profiled_us, clocked_us, error),) = fidelity.against_the_profiler(
+        load_backend("reference"), torch.device("cpu")
+    )
+    assert step == "2q1s40"
+    assert operators >= 2  # scores and values
+    assert error == clocked_us / profiled_us - 1
