@@ -34,7 +34,7 @@ class Noise:
 def smallest_slowdown(noise: Noise, rounds: int, *, level: float, effect: float = EFFECT) -> float:
     """The least slowdown, as a share of the time, that ``rounds`` processes a side find four times in five.
 
-    ``level``: two-sided, of one interval, as of :func:`attncheck.reports.significance.estimate_ratio`.
+    ``level``: two-sided, of one interval, as of :func:`attncheck.reports.comparison.significance.estimate_ratio`.
     """
     scale = math.sqrt(2 / rounds)
     if noise.in_turns is None:

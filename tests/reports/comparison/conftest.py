@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.comparison import RunComparison, SpeedChange, compare_runs
+from attncheck.reports.comparison import RunComparison, compare_runs
 from attncheck.reports.records import BackendInfo, Record, RunHeader
 from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.store import Run, RunWriter, read_run
@@ -99,17 +99,6 @@ def run_of(tmp_path: Path, header: RunHeader) -> Callable[..., Run]:
         return read_run(path)
 
     return run
-
-
-@pytest.fixture
-def change_of(run_of: Callable[..., Run], timed: Callable[..., list[Record]]) -> Callable[..., SpeedChange]:
-    """``change_of(medians, medians)``: what became of one time."""
-
-    def change(base: Medians, new: Medians) -> SpeedChange:
-        (found,) = compare_runs(run_of(timed(base)), run_of(timed(new))).speeds
-        return found
-
-    return change
 
 
 @pytest.fixture
