@@ -15,7 +15,8 @@ def median_interval(samples: Sequence[int]) -> tuple[float, float]:
     one would claim too much. So runs of them are drawn, around the corner at the end: the circular block bootstrap
     (Politis and Romano 1992). A run is about ``n ** (1/3) - 1`` long, one sample where there are fewer than 16: of so
     few, runs would claim more still. Simulated, the interval holds the median of independent samples 92 to 95 times in
-    100; of 200 samples that correlate by 0.5 with the one before, 89 times. Of one sample both ends are that sample.
+    100; of three, whose range it is, 76 times; of 200 samples that correlate by 0.5 with the one before, 89 times. Of
+    one sample both ends are that sample.
 
     Raises ``ValueError`` without a sample.
 
