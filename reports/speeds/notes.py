@@ -7,7 +7,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from attncheck.reports.phrases import one_line, plural
+from attncheck.reports.phrases import one_line
+from attncheck.reports.reasons import without_figures
 from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.speeds.tables import FASTEST, FASTEST_ROUNDS, SpeedTable, rate_unit
 from attncheck.reports.timings import Ceilings, DeviceState, Timing
@@ -54,8 +55,11 @@ def speed_notes(speeds: Sequence[Speed]) -> list[str]:
 
 
 def doubts(speeds: Sequence[Speed]) -> list[str]:
-    """Of these, what speaks against the figures."""
-    return [*_throttled(speeds), *_unsettled(speeds)]
+    """Of these, what speaks against the figures.
+
+    What one process did not settle, the spread of several tells: of times of several rounds that is no doubt.
+    """
+    return [*_throttled(speeds), *_unsettled([speed for speed in speeds if len(speed.rounds) == 1])]
 
 
 def _rounds(speeds: Sequence[Speed]) -> Iterator[str]:
@@ -132,12 +136,15 @@ def _unsettled(speeds: Sequence[Speed]) -> Iterator[str]:
 
 
 def _noted(speeds: Sequence[Speed]) -> Iterator[str]:
-    cases: dict[str, list[str]] = {}
+    """Notes that differ in figures alone are told once: rounds and cases have each their own."""
+    alike: dict[str, list[tuple[str, str]]] = {}
     for speed in speeds:
         for note in dict.fromkeys(note for timing in speed.timings for note in timing.notes):
-            cases.setdefault(note, []).append(f"{speed.backend}, {speed.case}")
-    for note, named in cases.items():
-        yield f"{one_line(note)}: {_named(named)}"
+            alike.setdefault(without_figures(note), []).append((note, f"{speed.backend}, {speed.case}"))
+    for members in alike.values():
+        count = len({note for note, _ in members})
+        more = f" (one of {count} such notes)" if count > 1 else ""
+        yield f"{one_line(members[0][0])}{more}: {_named([case for _, case in members])}"
 
 
 def _timings(speeds: Sequence[Speed]) -> tuple[Timing, ...]:
@@ -149,4 +156,4 @@ def _named(cases: Sequence[str]) -> str:
     """The first cases, each once, and how many more."""
     once = [one_line(case) for case in dict.fromkeys(cases)]
     more = len(once) - _SHOWN
-    return "; ".join(once[:_SHOWN]) + (f"; and {plural(more, 'more')}".removesuffix("s") if more > 0 else "")
+    return "; ".join(once[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")

@@ -95,6 +95,15 @@ def test_warnings_are_of_backends_that_did_not_run_and_of_doubtful_times(
     assert commands(run_of(header, make("passed"), make("passed", backend="Wrong"))) == []
 
 
+def test_what_one_process_did_not_settle_is_no_doubt_where_several_tell_their_spread(
+    timed: Make, header: RunHeader
+) -> None:
+    rounds = [timed({"forward": 1e6}, work={"is_settled": False}, round=number) for number in range(2)]
+    assert commands(run_of(header.model_copy(update={"rounds": 2}), *rounds)) == []
+    ((kind, _, message),) = commands(run_of(header, *rounds[:1]))
+    assert (kind, message[:9]) == ("warning", "unsettled")
+
+
 HOSTILE = "::set-output name=x::1\n  ::error::owned\r::add-mask::a\nwell ##[error]owned ::stop-commands::x"
 
 

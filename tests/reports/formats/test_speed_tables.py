@@ -167,6 +167,19 @@ def test_notes_tell_what_speaks_against_a_figure(timed: Build, speeds_of: Callab
     assert unsettled.endswith(": reference, smoke/edge (forward)")
 
 
+def test_notes_of_timings_that_differ_in_figures_are_told_once(timed: Build) -> None:
+    records = [timed({"forward": 1e6}, timing={"notes": ["alone"]}, case_id="x")]
+    for case in ("a", "b"):
+        for number in range(2):
+            note = f"forward: in {number + 3} of 10 calls the host fell behind"
+            records.append(timed({"forward": 1e6}, timing={"notes": [note, "odd"]}, case_id=case, round=number))
+    assert speed_notes(speeds(records))[-3:] == [
+        "alone: reference, smoke/x",
+        "forward: in 3 of 10 calls the host fell behind (one of 2 such notes): reference, smoke/a; reference, smoke/b",
+        "odd: reference, smoke/a; reference, smoke/b",
+    ]
+
+
 def test_notes_say_how_many_rounds_there_were_and_how_far_they_lie_apart(rounds_of: Rounds) -> None:
     # ln 1.21 - ln 1 = 0.1906 over two rounds is a deviation of 0.1906 / sqrt 2; of the other case it is half that.
     found = speeds([*rounds_of("reference", [1e6, 1.21e6]), *rounds_of("Wrong", [1e6, 1.1e6])])
