@@ -1,5 +1,6 @@
 """``attncheck run --check timing``: rounds of fresh processes, what the run file says of them, and wrong questions."""
 
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -10,8 +11,10 @@ import pytest
 
 from attncheck.errors import SelectionError
 from attncheck.harness import cli
+from attncheck.harness.commands import run as command
 from attncheck.harness.crew import Crew
 from attncheck.harness.progress import Lines
+from attncheck.harness.selection import DEFAULT_ROUNDS
 from attncheck.harness.timing.settings import TimingSettings
 from attncheck.reports.records import Crashed, Record, timing_of
 from attncheck.reports.store import read_run
@@ -241,3 +244,9 @@ def test_wrong_questions(run: Attncheck, words: list[str], right: str, capsys: p
     asked = ["run", "--suite", "small.yaml", "--device", "cpu", "--backend", "nobody.py:Nothing"]
     assert cli.main([*asked, *words]) == 2
     assert right in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "default"), [("rounds", DEFAULT_ROUNDS), ("time_limit", TimingSettings().limit_s)])
+def test_the_help_names_the_defaults(option: str, default: float) -> None:
+    (described,) = inspect.signature(command.run).parameters[option].annotation.__metadata__
+    assert described.help.endswith(f" Default: {default}.")
