@@ -28,6 +28,10 @@ MARGIN_NS = 20_000
 """By how much a hold is longer than was needed before, and a device may be idle later than it used to be."""
 
 
+_stop_collecting = gc.disable
+"""Once more behind the call: who has it started again, and a callback of its own in it, could work before ``after``."""
+
+
 def nothing() -> None:
     """Does nothing."""
 
@@ -97,7 +101,8 @@ class HostClock:
             if self._wait is not None:
                 self._wait()
             ended = host_ns()
-        after()
+            _stop_collecting()
+            after()
         return ended - began
 
     def wait(self) -> None:
@@ -170,9 +175,10 @@ class EventClock:
             end = api.record(stream)
             is_ahead = not api.is_done(start)
             issued_ns = api.now_ns() - began
-        if api.current() != stream:
-            api.make_current(stream)
-        after()
+            _stop_collecting()
+            if api.current() != stream:
+                api.make_current(stream)
+            after()
         settled = api.record(stream)
         api.synchronize()
         last = api.record(stream)

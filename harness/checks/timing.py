@@ -24,6 +24,7 @@ from attncheck.harness.stages import stage
 from attncheck.harness.timing.cache_flush import Flush
 from attncheck.harness.timing.ceilings import measure_ceilings
 from attncheck.harness.timing.device_state import device_state
+from attncheck.harness.timing.hooks import active_modes
 from attncheck.harness.timing.judgement import FoundOutError
 from attncheck.harness.timing.measurement import Bench, Measurement, Sampler
 from attncheck.harness.timing.sampling import Samples, sample
@@ -44,12 +45,13 @@ class TimingDesk:
 
     def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = take_samples) -> None:
         self._device, self._settings, self._sampler = device, settings, sampler
+        self._modes = active_modes()
         self._ceilings: dict[str, Ceilings] = {}
 
     @cached_property
     def _bench(self) -> Bench:
         """Made when it is needed: what it flushes a cache with takes memory of the device."""
-        return Bench(self._device, self._settings, self._sampler, Flush(self._device))
+        return Bench(self._device, self._settings, self._sampler, Flush(self._device), self._modes)
 
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
         """The finding for one case. Raises StageError for what the backend raised."""
@@ -70,6 +72,7 @@ class TimingDesk:
         latencies = measurement.latencies()
         state = device_state(bench.device)
         measurement.look_at_neighbours()
+        measurement.look_at_newcomers()
         kernels = measurement.kernels() if bench.settings.kernels else ()
         measurement.finish()
         if replaced := tampered():

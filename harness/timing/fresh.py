@@ -152,9 +152,8 @@ class FreshContents:
         while len(self.bases) < MOST_BASES:
             if len(self.bases) >= at_least and perf_counter() - began > _PATIENCE_S:
                 break
-            other = build_problem(problem.case, self._below(2**31))
             try:
-                self.bases.append(Base(_moved(other, device), truth_of(other, device, refuse_blindness=False)))
+                self.bases.append(self._other_base())
             except QuestionError:  # with these numbers honest kernels overflow
                 break
         self._last = -1
@@ -166,12 +165,24 @@ class FreshContents:
         base = self.bases[self._last]
         return Contents(base, self._twist(base))
 
+    def never_seen(self) -> Contents:
+        """Contents of a problem that no call has seen in any order of its channels.
+
+        Raises QuestionError where its truth cannot be had.
+        """
+        base = self._other_base()
+        return Contents(base, self._twist(base))
+
     def some(self, count: int, limit: int) -> Tensor:
         """int64: ``limit`` of ``count`` things, all where there are no more, ascending; which, nobody can foresee."""
         if count <= limit:
             return torch.arange(count, device=self._device)
         chosen = torch.randperm(count, generator=self._random)[:limit]
         return chosen.sort().values.to(self._device)
+
+    def _other_base(self) -> Base:
+        other = build_problem(self.bases[0].problem.case, self._below(2**31))
+        return Base(_moved(other, self._device), truth_of(other, self._device, refuse_blindness=False))
 
     def _twist(self, base: Base) -> Twist:
         problem = base.problem

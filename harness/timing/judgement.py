@@ -7,7 +7,6 @@ Must not know: clocks, how a call is made.
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import sleep
 
@@ -23,6 +22,7 @@ from attncheck.harness.findings import Broken
 from attncheck.harness.observation import still_unwritten
 from attncheck.harness.output_codes import output_codes, output_error
 from attncheck.harness.timing.fresh import Contents, FreshContents
+from attncheck.harness.timing.hooks import active_modes, added_kernels
 from attncheck.harness.timing.lent import span
 from attncheck.harness.tolerance import share_of_budget
 
@@ -38,9 +38,10 @@ _LATE_S = 0.2
 _NEAR = 0.1
 """A relative error up to which a wrong answer is an inexact one."""
 
+AFTERWARDS = "what is called next, while no clock runs, can do work of the call, or learn of contents beforehand"
+"""What is wrong with whatever a backend leaves behind in the interpreter."""
+
 _clone = torch._C.TensorBase.clone
-_num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 class FoundOutError(AttncheckError):
@@ -69,11 +70,6 @@ class Answer:
         return not torch.equal(_bits(self.live), _bits(self.output))
 
 
-def active_modes() -> tuple[int, int]:
-    """How many modes of torch see what is called: whoever leaves one behind can work where nobody measures."""
-    return _num_dispatch_modes(), _num_function_modes()
-
-
 def answer_of(
     returned: object,
     out: GuardedBuffer,
@@ -87,12 +83,22 @@ def answer_of(
     """The answer in ``returned``, or in the buffers, copied.
 
     ``spans``: the memory that was lent for reading. ``modes``: those that were active before the call.
+
+    Nothing that can be replaced from Python is called before the copies are made.
     """
     fault = meaning = None
     rows = out.rows
-    if active_modes() != modes:
+    are_others_active, kernels = active_modes() != modes, added_kernels()
+    own = other = _clone(rows)
+    if type(returned) is Tensor and not must_be_buffer:
+        other = _clone(returned)
+    whole_lse = None if lse is None else _clone(lse.rows)
+    if are_others_active:
         fault = "forward left a mode of torch active behind it"
-        meaning = "what is called next, after the clock has stopped, can do its work"
+        meaning = AFTERWARDS
+    elif kernels:
+        fault = f"kernels registered for operators of ATen: {', '.join(kernels)}"
+        meaning = AFTERWARDS
     elif isinstance(returned, Tensor) and type(returned) is not Tensor:
         fault = f"forward returned a {type(returned).__name__}; the contract says a torch.Tensor"
         meaning = "a subclass may be computed when it is looked at, after the clock has stopped"
@@ -105,9 +111,9 @@ def answer_of(
                 if start < last and first < end:
                     fault = f"forward returned memory of {name}, which it was lent to read"
                     meaning = "an input is handed back as output"
-    live = rows[:num_rows]
-    held = None if lse is None else _clone(lse.rows[:num_rows])
-    return Answer(_clone(live), held, live, fault, meaning)
+    copied = own if rows is out.rows else other.reshape(rows.shape)
+    held = None if whole_lse is None else whole_lse[:num_rows]
+    return Answer(copied[:num_rows], held, rows[:num_rows], fault, meaning)
 
 
 class Judge:

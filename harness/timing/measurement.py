@@ -5,7 +5,7 @@ Must not know: records, how a sample is judged.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,10 +19,11 @@ from attncheck.harness.problem import Problem
 from attncheck.harness.runner import Session
 from attncheck.harness.stages import StageError, declared_reasons
 from attncheck.harness.timing.cache_flush import Flush
-from attncheck.harness.timing.fresh import FreshContents
-from attncheck.harness.timing.judgement import FoundOutError
+from attncheck.harness.timing.fresh import Contents, FreshContents
+from attncheck.harness.timing.hooks import active_modes
+from attncheck.harness.timing.judgement import AFTERWARDS, FoundOutError
 from attncheck.harness.timing.kernels import kernels_of
-from attncheck.harness.timing.neighbours import Neighbour, compare
+from attncheck.harness.timing.neighbours import GLANCE, Neighbour, compare
 from attncheck.harness.timing.parts import DISTANCES, neighbour_of, parts_of
 from attncheck.harness.timing.replay import allows_graph
 from attncheck.harness.timing.sampling import Samples, samples_of
@@ -47,6 +48,8 @@ class Bench:
     settings: TimingSettings
     sampler: Sampler
     flush: Flush
+    modes: tuple[int, int] = field(default_factory=active_modes)
+    """Modes of torch that are active without a backend."""
 
     @property
     def is_cold(self) -> bool:
@@ -62,7 +65,10 @@ class Measurement:
         self._parts = parts_of(problem)
         self._session = Session(backend, problem, bench.device, capture_sizes=self._capture_sizes())
         self._latest = Latest()
-        self._own = self._step("forward", FreshContents(problem, truth, bench.device))
+        if active_modes() != bench.modes:
+            raise FoundOutError(Broken("a mode of torch was left active before any call was timed", meaning=AFTERWARDS))
+        self._fresh = FreshContents(problem, truth, bench.device)
+        self._own = self._step("forward", self._fresh)
         self._notes: list[str] = []
 
     @property
@@ -120,6 +126,34 @@ class Measurement:
                 )
             )
         self._notes += [_slower(neighbour) for neighbour in seen if neighbour.is_notable]
+
+    def look_at_newcomers(self) -> None:
+        """Problems that no call has seen have to take about as long as those that took turns.
+
+        Whoever keeps answers and finds them again by what permutations and signs leave as it was is fast with those
+        alone. The sample that a newcomer is held against is taken after its truth was worked out, too.
+        """
+        coming: list[Contents] = []
+
+        def own() -> int:
+            coming.append(self._fresh.never_seen())
+            self._own.take()  # what the truth took from caches and clocks is no newcomer's fault
+            return self._own.take()
+
+        try:
+            seen = compare(0, own, lambda: self._own.take(coming.pop()), (1, GLANCE))
+        except QuestionError:
+            return
+        if seen.is_suspect:
+            raise FoundOutError(
+                Broken(
+                    f"forward takes {seen.ratio:.3g} times as long on a problem of which no call has seen anything",
+                    {"newcomer_ratio": seen.ratio},
+                    "results are kept, and found again by what is alike in contents that are permuted",
+                )
+            )
+        if seen.is_notable:
+            self._notes.append(f"forward takes {seen.ratio:.3g} times as long on problems that no call has seen")
 
     def finish(self) -> None:
         """The last answer, once more."""

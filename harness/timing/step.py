@@ -22,8 +22,9 @@ from attncheck.harness.problem import Problem
 from attncheck.harness.runner import Session
 from attncheck.harness.stages import stage
 from attncheck.harness.step import Step, make_step, request_order
-from attncheck.harness.timing.fresh import FreshContents
-from attncheck.harness.timing.judgement import Answer, FoundOutError, Judge, active_modes, answer_of
+from attncheck.harness.timing.fresh import Contents, FreshContents
+from attncheck.harness.timing.hooks import active_modes, added_kernels, replaced, tracers
+from attncheck.harness.timing.judgement import AFTERWARDS, Answer, FoundOutError, Judge, answer_of
 from attncheck.harness.timing.lent import LentBuffers, span
 from attncheck.harness.timing.replay import Replay, capture
 from attncheck.harness.timing.stored import require_stored
@@ -77,7 +78,9 @@ class TimedStep:
         problem = contents.bases[0].problem
         self._order = stage("builder", lambda: request_order(problem, session.threshold))
         self._judge = Judge(name, contents, self._backend.conventions)
-        self._host = HostClock()
+        self._host = HostClock(clock.wait)
+        self._modes = active_modes()
+        self._must_be_buffer = self._backend.accept_output_buffer  # once: a property could do the work of a call
         self._scale = output_scale_of(problem, self._device)
         self._recorder = recorder
         self._replay: Replay | None = None
@@ -91,13 +94,13 @@ class TimedStep:
         """The largest error so far, in budgets."""
         return self._judge.worst
 
-    def take(self) -> int:
-        """Nanoseconds of one ``forward``.
+    def take(self, asked: Contents | None = None) -> int:
+        """Nanoseconds of one ``forward``, on contents that no call has seen; ``asked``: on these.
 
         Raises StageError for what the backend raised, FoundOutError where its answer is none.
         """
         self._latest.give_way(self._judge)
-        asked = self._contents.next()
+        asked = asked or self._contents.next()
         problem = asked.problem()
         step, fresh = self._fresh(problem)
         self._fill(problem, step)
@@ -201,7 +204,6 @@ class TimedStep:
                 self._session.builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common)
             )
 
-        self._clock.wait()
         self.build_ns.append(stage("build", lambda: self._host.time(build)))
         return made[0]
 
@@ -213,7 +215,11 @@ class TimedStep:
         forward = self._bound(call, metadata) if self._replay is None else self._replay.forward
         returned: list[object] = []
         answers: list[Answer] = []
-        modes = active_modes()
+        found: list[tuple[object, object]] = []
+        was_traced_by = tracers()
+        _require_untouched("build")
+        if active_modes() != self._modes:
+            raise _left("build left a mode of torch active behind it")
 
         def before() -> None:
             self._flush()
@@ -221,6 +227,10 @@ class TimedStep:
             if memory.lse is not None:
                 memory.lse.refill(num_rows)
             memory.lent.load_rows(fresh)
+
+        def timed() -> None:
+            returned.append(forward())
+            found.append(tracers())  # under the clock: one that comes to act later could be gone again by then
 
         def after() -> None:
             answers.append(
@@ -230,16 +240,19 @@ class TimedStep:
                     memory.lse,
                     num_rows,
                     spans,
-                    must_be_buffer=self._backend.accept_output_buffer,
-                    modes=modes,
+                    must_be_buffer=self._must_be_buffer,
+                    modes=self._modes,
                 )
             )
 
         with torch.no_grad():
             taken = stage(
                 "forward",
-                lambda: self._clock.time(lambda: returned.append(forward()), before=before, after=after),
+                lambda: self._clock.time(timed, before=before, after=after),
             )
+        if found[0] != was_traced_by:
+            raise _left("forward left a function behind it that Python calls at every event")
+        _require_untouched("forward")
         return answers[0], taken
 
     def _bound(self, call: Call, metadata: object) -> Callable[[], object]:
@@ -258,6 +271,15 @@ class TimedStep:
             memory.lse,
             self._scale,
         )
+
+
+def _require_untouched(stage_name: str) -> None:
+    if names := (*replaced(), *added_kernels()):
+        raise _left(f"after {stage_name} these are not torch's own: {', '.join(names[:5])}")
+
+
+def _left(what: str) -> FoundOutError:
+    return FoundOutError(Broken(what, meaning=AFTERWARDS))
 
 
 def _copied(call: Call) -> Call:

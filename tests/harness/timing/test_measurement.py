@@ -71,6 +71,26 @@ def test_what_is_raised_at_a_neighbour_says_which(measure):
     assert caught.value.raised.stage == "forward of the same batch, a token shorter"
 
 
+@pytest.mark.parametrize(("ratio", "notes"), [(1.2, ()), (1.5, ("1.5 times as long on problems that no call",))])
+def test_newcomers_that_take_a_little_longer_are_noted(measure, monkeypatch, ratio, notes):
+    monkeypatch.setattr(measurement, "compare", lambda *_: Neighbour(0, ratio, ratio))
+    made = measure()
+    made.look_at_newcomers()
+    assert len(made.notes) == len(notes)
+    assert all(part in note for part, note in zip(notes, made.notes, strict=True))
+
+
+def test_newcomers_are_new_and_judged(measure, monkeypatch):
+    made = measure()
+    given, take = [], made._own.take
+    monkeypatch.setattr(made._own, "take", lambda asked=None: (given.append(asked), take(asked))[1])
+    made.look_at_newcomers()
+    newcomers = [asked.base for asked in given if asked is not None]
+    known = made._fresh.bases
+    assert newcomers
+    assert len({base.problem.seed for base in (*known, *newcomers)}) == len(known) + len(newcomers)
+
+
 class TestNeighbours:
     """``look_at_neighbours``, by ratios made by hand."""
 

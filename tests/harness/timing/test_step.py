@@ -74,7 +74,7 @@ def test_the_clock_sees_the_write_and_forward_and_nothing_else(case):
     step = step_of(backend_of(Impl, Builder, forward_includes_kv_cache_update=False), case, log)
     log.clear()  # of the session's own set-up
     assert [step.take(), step.take()] == [1, 2]
-    assert log == ["wait", "build", "flush", "start", "write", "forward", "stop"] * 2
+    assert log == ["wait", "build", "wait", "flush", "start", "write", "forward", "stop"] * 2
     assert len(step.build_ns) == 2
 
 
