@@ -131,7 +131,10 @@ def _drift(
             return []
         middles.append(statistics.median(values))
     change = middles[1] / middles[0] - 1
-    return [f"{what} is {change:+.1%} in NEW: times may have moved with it"] if abs(change) >= least else []
+    if abs(change) < least:
+        return []
+    way = "higher" if change > 0 else "lower"
+    return [f"{what} is {abs(change):.1%} {way} in NEW: times may have moved with it"]
 
 
 def _sm_clock(timing: Timing) -> float | None:

@@ -78,6 +78,7 @@ def _parse(text: str, least: float) -> Threshold:
     share = float(match["percent"]) / 100
     if share < least:
         raise QuestionError(
-            f"--fail-on {shorten(text)}: differences below {100 * least:.3g}% are not told (--min-effect)"
+            f"--fail-on {shorten(text)}: differences below {100 * least:.3g}% are not told; give that or more, or a "
+            "lower --min-effect"
         )
     return Threshold(match["pattern"] or EVERYTHING, part, share, text)

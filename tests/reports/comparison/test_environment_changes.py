@@ -68,9 +68,9 @@ def ceilings(rate: float) -> dict[str, Any]:
     ("base", "new", "said"),
     [
         (state(), state(throttle_reasons=("sw_power_cap",)), "held back in 10 of 10 timings of NEW: sw_power_cap"),
-        (state(sm_clock_mhz=1980), state(sm_clock_mhz=1900), "the SM clock is -4.0% in NEW"),
+        (state(sm_clock_mhz=1980), state(sm_clock_mhz=1900), "the SM clock is 4.0% lower in NEW"),
         (state(sm_clock_mhz=1980), state(sm_clock_mhz=1975), ""),
-        (ceilings(1e12), ceilings(0.9e12), "the rate of a large copy is -10.0% in NEW"),
+        (ceilings(1e12), ceilings(0.9e12), "the rate of a large copy is 10.0% lower in NEW"),
         (ceilings(1e12), ceilings(0.98e12), ""),
         (ceilings(1e12), {}, ""),
     ],
