@@ -33,6 +33,9 @@ from attncheck.harness.timing.work import work_of
 from attncheck.harness.truth import Truth
 from attncheck.reports.timings import ClockName, Kernel, Latency, Part
 
+NEWCOMERS = (1, GLANCE), 6
+"""Samples of problems that no call has seen: glances, and a look. Each needs a truth of its own."""
+
 WARM_UPS = 2
 """Calls before any is timed: a first one may compile."""
 
@@ -141,7 +144,7 @@ class Measurement:
             return self._own.take()
 
         try:
-            seen = compare(0, own, lambda: self._own.take(coming.pop()), (1, GLANCE))
+            seen = compare(0, own, lambda: self._own.take(coming.pop()), *NEWCOMERS)
         except QuestionError:
             return
         if seen.is_suspect:

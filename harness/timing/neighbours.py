@@ -41,16 +41,18 @@ class Neighbour:
         return self.least > TOO_FAST
 
 
-def compare(distance: int, own: Take, neighbour: Take, glances: Sequence[int] = (GLANCE,)) -> Neighbour:
+def compare(
+    distance: int, own: Take, neighbour: Take, glances: Sequence[int] = (GLANCE,), look: int = LOOK
+) -> Neighbour:
     """Samples of both, taken in turns; more of them only where those before are conspicuous. Both have been warmed up.
 
-    ``glances``: how many are taken each time until the last, which takes :data:`LOOK`.
+    ``glances``: how many are taken each time; ``look``: how many, of each side, the last time.
     """
     for count in glances:
         owns, others = _in_turns(own, neighbour, count)
         if median(others) <= NOTABLE * median(owns):
             return Neighbour(distance, median(others) / max(1.0, median(owns)), 0.0)
-    owns, others = _in_turns(own, neighbour, LOOK)
+    owns, others = _in_turns(own, neighbour, look)
     least = median_interval(others)[0] / max(1.0, median_interval(owns)[1])
     return Neighbour(distance, median(others) / max(1.0, median(owns)), least)
 
