@@ -23,7 +23,7 @@ from attncheck.harness.problem import Problem
 from attncheck.harness.stages import stage
 from attncheck.harness.timing.cache_flush import Flush
 from attncheck.harness.timing.ceilings import measure_ceilings
-from attncheck.harness.timing.device_state import device_state
+from attncheck.harness.timing.device_state import state_under_load
 from attncheck.harness.timing.hooks import active_modes
 from attncheck.harness.timing.judgement import FoundOutError
 from attncheck.harness.timing.measurement import Bench, Measurement, Sampler
@@ -70,7 +70,7 @@ class TimingDesk:
         ceilings = self._ceilings_of(problem.layer.dtype)
         measurement = Measurement(bench, backend.backend, problem, truth)
         latencies = measurement.latencies()
-        state = device_state(bench.device)
+        state = state_under_load(bench.device, measurement.call_once_more)
         measurement.look_at_neighbours()
         measurement.look_at_newcomers()
         kernels = measurement.kernels() if bench.settings.kernels else ()

@@ -5,6 +5,7 @@ Asked of nvidia-smi, which comes with the driver and needs no library of Python.
 
 import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -48,6 +49,21 @@ def device_state(device: torch.device | str, ask: Ask = ask) -> DeviceState | No
     """
     gpu = _identifier(device)
     return None if gpu is None else state_of(gpu, ask)
+
+
+def state_under_load(device: torch.device | str, work: Callable[[], object], ask: Ask = ask) -> DeviceState | None:
+    """The same, asked while ``work`` is done again and again: an idle device clocks down, and nothing holds it back.
+
+    Raises what ``work`` raises.
+    """
+    gpu = _identifier(device)
+    if gpu is None:
+        return None
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(state_of, gpu, ask)
+        while not asked.done():
+            work()
+    return asked.result()
 
 
 def state_of(gpu: str, ask: Ask) -> DeviceState | None:

@@ -104,6 +104,10 @@ class Measurement:
             self._notes += step.notes
         return tuple(found)
 
+    def call_once_more(self) -> None:
+        """As for a sample of the batch, which is none."""
+        self._own.take()
+
     def look_at_neighbours(self) -> None:
         """Batches of nearly the same shape have to take about as long."""
         seen: list[Neighbour] = []

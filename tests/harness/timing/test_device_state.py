@@ -1,11 +1,12 @@
 """What nvidia-smi prints, read: by a stand-in for the command."""
 
 import subprocess
+from threading import Event
 
 import pytest
 import torch
 
-from attncheck.harness.timing.device_state import ask, device_state, state_of
+from attncheck.harness.timing.device_state import ask, device_state, state_of, state_under_load
 from attncheck.reports.timings import DeviceState
 
 GPU = "GPU-0f0f"
@@ -70,6 +71,40 @@ def test_the_gpu_is_named_by_its_uuid(monkeypatch, uuid, name):
     driver = Driver("1980, 1980, 41, 0x0")
     assert device_state("cuda:1", driver).temperature_c == 41
     assert f"--id={name}" in driver.commands[0]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "0f0f"}))
+    return "cuda:0"
+
+
+def test_it_is_asked_while_the_device_is_at_work(gpu):
+    done, begun, worked = [], Event(), Event()
+
+    def work():
+        begun.wait(10)
+        done.append(1)
+        if len(done) == 3:
+            worked.set()
+
+    def answer(command):
+        begun.set()
+        return "1200, 1980, 80, 0x4" if worked.wait(10) else None
+
+    assert state_under_load(gpu, work, answer).throttle_reasons == ("sw_power_cap",)
+    assert len(done) >= 3
+
+
+def test_work_that_fails_under_the_question_is_the_callers(gpu):
+    with pytest.raises(LookupError, match="gone"):
+        state_under_load(gpu, lambda: {}["gone"], lambda command: Event().wait(0.1) or None)
+
+
+def test_a_cpu_is_neither_asked_nor_put_to_work():
+    driver, work = Driver("1980, 1980, 41, 0x0"), Driver("")
+    assert state_under_load("cpu", work, driver) is None
+    assert not driver.commands
 
 
 def test_a_command_that_is_missing_fails_or_hangs_answers_nothing(monkeypatch):

@@ -79,10 +79,12 @@ def test_a_desk_that_is_not_asked_takes_no_memory(question, monkeypatch):
 
 def test_a_device_that_was_held_back_is_noted(question, monkeypatch):
     state = DeviceState(sm_clock_mhz=1200, throttle_reasons=("sw_power_cap",))
-    monkeypatch.setattr(timing, "device_state", lambda _device: state)
+    called = []
+    monkeypatch.setattr(timing, "state_under_load", lambda _device, work: called.append(work()) or state)
     found = TimingDesk(CPU, SETTINGS, steady).examine(load("reference"), *question)
     assert found.notes == found.timing.notes == ("the device was held back: sw_power_cap",)
     assert found.timing.device == state
+    assert called == [None]
 
 
 def test_kernels_are_told_on_request(question):
