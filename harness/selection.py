@@ -19,7 +19,6 @@ from attncheck.reports.timings import TIMING
 DEFAULT_SUITES = ("smoke", "interpreted")
 """What is asked where no suite is named: of each backend the one that it says suits it (``default_suite``)."""
 
-
 DEFAULT_ROUNDS = 10
 """Processes of each backend that its times are taken in: what a comparison of two runs needs to see a few per cent."""
 
