@@ -12,8 +12,9 @@ class TimingSettings:
 
     ``limit_s``: wall-clock seconds after which no further sample is taken, but for the few that an interval needs; it
     is short, since processes differ by more than samples of one, and many rounds tell more than many samples.
-    ``relative_width``: sampling ends before, once the interval of the median is no wider than this share of it. ``warm``: the device's last-level cache is left
-    as it is before a sample, and not flushed. ``kernels``: the profiler tells which kernels run.
+    ``relative_width``: sampling ends before, once the interval of the median is no wider than this share of it.
+    ``warm``: the device's last-level cache is left as it is before a sample, and not flushed. ``kernels``: the profiler
+    tells which kernels run.
 
     Raises:
         SelectionError: a value with which nothing could be measured.
