@@ -3,7 +3,9 @@
 Times are nanoseconds. Pure values: nothing here measures. Must not know: clocks, tensors, how a time is shown.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt
 
 from attncheck.reports.values import Frozen
 
@@ -20,6 +22,10 @@ ClockName = Literal["host", "events", "graph"]
 """``host``: a monotonic clock around the call; ``events``: CUDA events; ``graph``: the same around a graph's replay."""
 
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A time or a rate: its logarithm is taken, and it divides."""
+
+
 class Latency(Frozen):
     """How long one part of a step took in one process.
 
@@ -30,20 +36,20 @@ class Latency(Frozen):
 
     part: Part
     clock: ClockName
-    median_ns: float
-    low_ns: float
-    high_ns: float
-    samples_ns: tuple[int, ...]
+    median_ns: Positive
+    low_ns: Positive
+    high_ns: Positive
+    samples_ns: tuple[NonNegativeInt, ...]
     is_settled: bool
-    moved_bytes: int | None = None
-    flops: int | None = None
+    moved_bytes: NonNegativeInt | None = None
+    flops: NonNegativeInt | None = None
 
 
 class Ceilings(Frozen):
     """What the device could do in the same process: a large copy, and a large matrix product in the layer's dtype."""
 
-    copy_bytes_per_s: float
-    matmul_flops_per_s: float
+    copy_bytes_per_s: Positive
+    matmul_flops_per_s: Positive
     dtype: str
 
     def least_ns(self, moved_bytes: int, flops: int) -> float:

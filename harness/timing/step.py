@@ -253,7 +253,7 @@ class TimedStep:
         if found[0] != was_traced_by:
             raise _left("forward left a function behind it that Python calls at every event")
         _require_untouched("forward")
-        return answers[0], taken
+        return answers[0], max(1, taken)  # a time of nothing is less than a clock can tell
 
     def _bound(self, call: Call, metadata: object) -> Callable[[], object]:
         memory, session = self.memory, self._session
