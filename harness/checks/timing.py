@@ -2,10 +2,12 @@
 
 The times of ``forward``, which writes the new rows to the cache as the contract has it, of ``build`` on the host, and
 of the decodes and the prefills of a mixed batch alone. Whatever makes a time that no honest kernel has breaks the
-check: a wrong answer in any call, work that goes on when the clock has stopped, a clock that was replaced, a shape that
-alone is fast. Cannot see: what the same kernel takes in another process (medians differ by tens of per cent on shared
-machines), nor a backend that reads or changes the harness's own objects, to learn how the contents were made or to
-judge itself. Needs runs of the backend.
+check: a wrong answer in any call, work that goes on when the clock has stopped, a clock that was replaced, something
+left in the interpreter that could work or look on between calls, a shape or a problem that alone is fast. Cannot see:
+what the same kernel takes in another process (medians differ by tens of per cent on shared machines); a backend that
+reads or changes the harness's own objects, to learn how the contents were made or to judge itself; what a thread, a
+codec or a property of the backend prepares of the context, which is there before the clock starts, without a query; a
+codec that makes up what it should read from the cache. Needs runs of the backend.
 """
 
 from collections.abc import Callable, Mapping
