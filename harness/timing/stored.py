@@ -1,7 +1,7 @@
 """Whether a timed call stored its new rows: to leave that out saves time, and the output does not show it.
 
-Cannot see: single wrong elements, which ``cache_write`` looks for; a codec, which is the backend's own, that writes what
-is missing where it is asked to read, or makes it up. Must not know: clocks, backends.
+Cannot see: single wrong elements, which ``cache_write`` looks for; a codec, which is the backend's own, that writes
+what is missing where it is asked to read, or makes it up. Must not know: clocks, backends.
 """
 
 import torch

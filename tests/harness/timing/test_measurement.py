@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attncheck.backends.reference_backend import ReferenceBackend, ReferenceImpl
+from attncheck.errors import QuestionError
 from attncheck.harness.problem import build_problem
 from attncheck.harness.stages import StageError
 from attncheck.harness.timing import measurement
@@ -138,3 +139,14 @@ class TestNeighbours:
         made = measure(requests=((1, 1),))
         made.look_at_neighbours()
         assert (distances, made.notes) == ([], ())
+
+
+def test_where_no_newcomer_can_be_had_nothing_is_said(measure, monkeypatch):
+    made = measure()
+
+    def overflows():
+        raise QuestionError("honest kernels overflow")
+
+    monkeypatch.setattr(made._fresh, "never_seen", overflows)
+    made.look_at_newcomers()
+    assert made.notes == ()
