@@ -11,6 +11,7 @@ from attncheck.errors import QuestionError
 from attncheck.reports.comparison import OutcomeChange, RunComparison, SpeedChange, compare_runs
 from attncheck.reports.comparison.outcome_changes import KINDS
 from attncheck.reports.comparison.speed_changes import VERDICTS
+from attncheck.reports.comparison.summary import verdict_of
 from attncheck.reports.html.change_chart import change_chart, in_order
 from attncheck.reports.html.support_view import Tone
 from attncheck.reports.store import Run
@@ -39,13 +40,10 @@ class ComparisonView:
 
     @property
     def verdict(self) -> tuple[str, Tone]:
-        """The comparison in a word, and its colour."""
-        verdicts = dict(self.counts)
-        if verdicts.get("slower") or any(change.kind == "worse" for change in self.outcomes):
-            return "slower or worse", "bad"
-        if verdicts and set(verdicts) == {"cannot tell"}:
-            return "nothing worse, times cannot be told apart", "warn"
-        return "nothing slower or worse", "good"
+        """The comparison in a word, as `attncheck compare` has it, and its colour."""
+        word = "cannot tell" if self.found is None else verdict_of(self.found)
+        tones: dict[str, Tone] = {"regression": "bad", "no regression": "good", "cannot tell": "warn"}
+        return word, tones[word]
 
 
 def comparison_view(base: Run, new: Run, key: str, names: tuple[str, str]) -> ComparisonView:
