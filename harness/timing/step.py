@@ -5,15 +5,17 @@ the layer arrive, and the cache write and ``forward`` are timed, with nothing of
 which batches are timed, how many samples are taken.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 
 from attncheck.harness.buffers import GuardedBuffer
 from attncheck.harness.calls import Call, calls_of
 from attncheck.harness.changes import changes
-from attncheck.harness.clock import Clock, EventClock, HostClock
+from attncheck.harness.clock import Clock, EventClock, HostClock, nothing
 from attncheck.harness.entry import bound_forward, output_buffers, output_scale_of
 from attncheck.harness.findings import Broken
 from attncheck.harness.graphs.inputs import each_of
@@ -31,6 +33,9 @@ from attncheck.harness.timing.stored import require_stored
 from attncheck.reports.timings import ClockName
 
 Flusher = Callable[[], object]
+
+_EMPTY_CALLS = 15
+"""The latest calls of nothing, of whose times the median is what a clock of the host adds to every sample."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class TimedStep:
         self._replay: Replay | None = None
         self._notes: tuple[str, ...] = ()
         self.build_ns: list[int] = []
+        self._empty_ns: deque[int] = deque(maxlen=_EMPTY_CALLS)
         _, call = self._fresh(problem)
         self.memory = self._new_memory(problem, call) if memory is None else memory
 
@@ -213,6 +219,7 @@ class TimedStep:
         if session.pool is not None:
             spans["the cache"] = span(session.pool.kv_cache)
         forward = self._bound(call, metadata) if self._replay is None else self._replay.forward
+        due: list[Callable[[], object]] = [forward]
         returned: list[object] = []
         answers: list[Answer] = []
         found: list[tuple[object, object]] = []
@@ -227,9 +234,14 @@ class TimedStep:
             if memory.lse is not None:
                 memory.lse.refill(num_rows)
             memory.lent.load_rows(fresh)
+            if self._clock.name == "host":  # events lie on the device, where an empty call is nothing
+                due.append(nothing)
+                self._empty_ns.append(HostClock().time(timed))
+                for each in (due, returned, found):
+                    each.pop()
 
         def timed() -> None:
-            returned.append(forward())
+            returned.append(due[-1]())
             found.append(tracers())  # under the clock: one that comes to act later could be gone again by then
 
         def after() -> None:
@@ -253,7 +265,8 @@ class TimedStep:
         if found[0] != was_traced_by:
             raise _left("forward left a function behind it that Python calls at every event")
         _require_untouched("forward")
-        return answers[0], max(1, taken)  # a time of nothing is less than a clock can tell
+        empty = median(self._empty_ns) if self._empty_ns else 0
+        return answers[0], max(1, taken - int(empty))  # a time of nothing is less than a clock can tell
 
     def _bound(self, call: Call, metadata: object) -> Callable[[], object]:
         memory, session = self.memory, self._session

@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.harness import clock as clock_module
 from attncheck.harness.clock import EventClock
 from attncheck.harness.problem import build_problem
 from attncheck.harness.runner import Session
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 class Clock:
     """Tells the ``log`` when it runs; every call takes its number of nanoseconds."""
 
-    name = "host"
+    name = "events"
 
     def __init__(self, log):
         self.log, self.taken = log, 0
@@ -77,6 +78,25 @@ def test_the_clock_sees_the_write_and_forward_and_nothing_else(case):
     assert [step.take(), step.take()] == [1, 2]
     assert log == ["wait", "build", "wait", "flush", "start", "write", "forward", "stop"] * 2
     assert len(step.build_ns) == 2
+
+
+def test_what_a_call_of_nothing_takes_is_no_part_of_a_host_time(case, monkeypatch):
+    """A clock that moves on by 400 ns whenever it is read, and by 5000 in each ``forward``."""
+    at = [0]
+
+    def now():
+        at[0] += 400
+        return at[0]
+
+    class Impl(ReferenceImpl):
+        def forward(self, *arguments, **keywords):
+            at[0] += 5000
+            return super().forward(*arguments, **keywords)
+
+    monkeypatch.setattr(clock_module, "host_ns", now)
+    step = step_of(backend_of(Impl), case)
+    step._clock = clock_module.HostClock()
+    assert [step.take() for _ in range(3)] == [5000] * 3
 
 
 def test_rows_are_not_there_while_metadata_are_built(case):
