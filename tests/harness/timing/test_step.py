@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 class Clock:
     """Tells the ``log`` when it runs; every call takes its number of nanoseconds."""
 
-    name = "events"
+    name = "host"
 
     def __init__(self, log):
         self.log, self.taken = log, 0
