@@ -26,7 +26,7 @@ SUITE = "interpreted"
 """The built-in suite whose cases are small enough for interpreted kernels."""
 
 BFLOAT16_GAP = "dtype bfloat16: Triton's interpreter multiplies the bits of bfloat16 as if they were integers"
-"""Why layers of bfloat16 are not asked of interpreted kernels that do not work around it (triton 3.6.0)."""
+"""Why layers of bfloat16 are not asked of interpreted kernels that do not work around it (triton 3.6 and 3.7)."""
 
 _TRUE = ("1", "true", "yes", "on", "y")
 
