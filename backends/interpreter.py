@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from attncheck.backends.machine import installed_version
+from attncheck.backends.base.machine import installed_version
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType({"TRITON_INTERPRET": "1"})
 """What must stand before Python starts: Triton reads it when a kernel is decorated, its own library included."""

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from attncheck.backends.base.refusals import refuse_layer, refuse_undeclared_call
+from attncheck.backends.caches.packings import FP8_DTYPES, packed_shape
 from attncheck.backends.contract import (
     AttentionBackend,
     AttentionLayer,
@@ -21,10 +23,8 @@ from attncheck.backends.contract import (
     MLAAttentionImpl,
 )
 from attncheck.backends.declarations import block_size_reason
-from attncheck.backends.packings import FP8_DTYPES, packed_shape
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
-from attncheck.backends.refusals import refuse_layer, refuse_undeclared_call
-from attncheck.reference.mla_layer import MLAParams
+from attncheck.reference.attention.mla_layer import MLAParams
 
 
 class LatentBackend(AttentionBackend):

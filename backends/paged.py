@@ -11,7 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attncheck.backends.codecs import KVCacheCodec, packed_codec
+from attncheck.backends.base.refusals import refuse_layer, refuse_undeclared_call
+from attncheck.backends.caches.codecs import KVCacheCodec, packed_codec
+from attncheck.backends.caches.fp8 import encode
+from attncheck.backends.caches.packings import FP8_DTYPES, Packing, packed_shape
 from attncheck.backends.contract import (
     AttentionBackend,
     AttentionImpl,
@@ -19,13 +22,10 @@ from attncheck.backends.contract import (
     AttentionType,
 )
 from attncheck.backends.declarations import block_size_reason
-from attncheck.backends.fp8 import encode
-from attncheck.backends.packings import FP8_DTYPES, Packing, packed_shape
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.backends.quantkey import STATIC_FP8, QuantKey
-from attncheck.backends.refusals import refuse_layer, refuse_undeclared_call
-from attncheck.reference.cache import kv_cache_views
-from attncheck.reference.params import AttentionParams, window_pair
+from attncheck.reference.attention.cache import kv_cache_views
+from attncheck.reference.attention.params import AttentionParams, window_pair
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from attncheck.backends.base.draft_trees import tree_of
+from attncheck.backends.base.refusals import refuse_cache, refuse_tree
 from attncheck.backends.contract import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
-from attncheck.backends.refusals import refuse_cache, refuse_tree
-from attncheck.backends.trees import tree_of
 
 
 @dataclass

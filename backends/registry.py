@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 BUILTIN: Mapping[str, str] = MappingProxyType(
     {
-        "reference": "attncheck.backends.reference_backend:ReferenceBackend",
-        "torch_sdpa": "attncheck.backends.torch_sdpa:SDPABackend",
-        "flex_attention": "attncheck.backends.flex_attention:FlexBackend",
-        "triton_unified": "attncheck.backends.triton_unified.backend:UnifiedBackend",
-        "xformers": "attncheck.backends.xformers.backend:XFormersBackend",
-        "torch_varlen": "attncheck.backends.torch_varlen.backend:TorchVarlenBackend",
-        "flash_attn": "attncheck.backends.flash_attn.backend:FlashAttnBackend",
-        "flashinfer": "attncheck.backends.flashinfer.backend:FlashInferBackend",
-        "reference_mla": "attncheck.backends.reference_mla:ReferenceMLABackend",
-        "torch_mla": "attncheck.backends.torch_mla:TorchMLABackend",
-        "triton_mla": "attncheck.backends.triton_mla.backend:TritonMLABackend",
-        "xformers_vllm": "attncheck.backends.xformers_vllm.backend:XFormersAttentionBackend",
-        "vllm": "attncheck.backends.vllm.bridge:VLLMBackend",
+        "reference": "attncheck.backends.candidates.reference:ReferenceBackend",
+        "torch_sdpa": "attncheck.backends.candidates.torch_sdpa:SDPABackend",
+        "flex_attention": "attncheck.backends.candidates.flex_attention:FlexBackend",
+        "triton_unified": "attncheck.backends.candidates.triton_unified.backend:UnifiedBackend",
+        "xformers": "attncheck.backends.candidates.xformers.backend:XFormersBackend",
+        "torch_varlen": "attncheck.backends.candidates.torch_varlen.backend:TorchVarlenBackend",
+        "flash_attn": "attncheck.backends.candidates.flash_attn.backend:FlashAttnBackend",
+        "flashinfer": "attncheck.backends.candidates.flashinfer.backend:FlashInferBackend",
+        "reference_mla": "attncheck.backends.candidates.reference_mla:ReferenceMLABackend",
+        "torch_mla": "attncheck.backends.candidates.torch_mla:TorchMLABackend",
+        "triton_mla": "attncheck.backends.candidates.triton_mla.backend:TritonMLABackend",
+        "xformers_vllm": "attncheck.backends.candidates.xformers_vllm.backend:XFormersAttentionBackend",
+        "vllm": "attncheck.backends.candidates.vllm.bridge:VLLMBackend",
     }
 )
 """The backends attncheck brings along, in the order they are listed and run."""

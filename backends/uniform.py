@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.backends.fp8 import encode
-from attncheck.backends.gathering import stored_values
+from attncheck.backends.base.gathering import stored_values
+from attncheck.backends.caches.fp8 import encode
 from attncheck.backends.impl import AttentionLayer
 from attncheck.backends.paged_metadata import PagedMetadata
-from attncheck.reference.params import AttentionParams
+from attncheck.reference.attention.params import AttentionParams
 
 _PIECE_ELEMENTS = 2**24
 """Elements of the keys, or of the values, of a piece, were they repeated for every query head: 64 MiB in float32. A
@@ -62,8 +62,8 @@ def write_slots(
 ) -> None:
     """Row ``t`` of key and value to slot ``slot_mapping[t]``; rows with a negative slot and longer rows: not.
 
-    As :func:`~attncheck.backends.gathering.write_pages`, for steps of any kind. A row without a slot repeats the write
-    of the first one that has one; if none has, slot 0 gets back what it holds, bit for bit.
+    As :func:`~attncheck.backends.base.gathering.write_pages`, for steps of any kind. A row without a slot repeats the
+    write of the first one that has one; if none has, slot 0 gets back what it holds, bit for bit.
     """
     if not len(slot_mapping):
         return

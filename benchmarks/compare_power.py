@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from scipy import special
 from tabulate import tabulate
 
-from attncheck.reports.comparison import compare_runs
+from attncheck.reports.comparison.compare import compare_runs
 from attncheck.reports.comparison.power import Noise, smallest_slowdown
 from attncheck.reports.comparison.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS, estimate_ratio
 from attncheck.reports.comparison.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+from attncheck.reports.run_file.store import read_run
+from attncheck.reports.run_file.timings import PARTS
 from attncheck.reports.speeds.speed import Speed, speeds
-from attncheck.reports.store import read_run
-from attncheck.reports.timings import PARTS
 
 CASES, SLOW, SLOWDOWN, ROUNDS = 100, 5, 0.05, 10
 BATCH = 100

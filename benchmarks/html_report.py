@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from attncheck.reports.records import Passed, Record
-from attncheck.reports.store import Run, RunWriter, read_run
-from attncheck.reports.timings import TIMING, Ceilings, Latency, Part, Timing
+from attncheck.reports.run_file.records import Passed, Record
+from attncheck.reports.run_file.store import Run, RunWriter, read_run
+from attncheck.reports.run_file.timings import TIMING, Ceilings, Latency, Part, Timing
 
 SECONDS = 5.0
 CEILINGS = Ceilings(copy_bytes_per_s=4e12, matmul_flops_per_s=6e14, dtype="bfloat16")

@@ -26,16 +26,16 @@ from attncheck import examine
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
-from attncheck.harness.clock import clock_for
-from attncheck.harness.loading import load_backend
-from attncheck.harness.problem import build_problem
-from attncheck.harness.runner import Session
-from attncheck.harness.timing.fresh import FreshContents
-from attncheck.harness.timing.kernels import kernels_of
-from attncheck.harness.timing.step import Latest, TimedStep
+from attncheck.harness.checks.timing.clock import clock_for
+from attncheck.harness.checks.timing.fresh_contents import FreshContents
+from attncheck.harness.checks.timing.profiler import kernels_of
+from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.run.backend_loading import load_backend
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
-from attncheck.reports.records import Passed
-from attncheck.reports.timings import Timing
+from attncheck.reports.run_file.records import Passed
+from attncheck.reports.run_file.timings import Timing
 
 SPUN_US = (100, 300, 1_000, 3_000, 10_000)
 SPIN_ERROR, PROFILER_ERROR = 0.02, 0.03

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from attncheck.cases.model import Case, Suite
+from attncheck.cases.overrides import read_defaults, split_variant
 from attncheck.cases.suite_file import FILE_KEYS, read_suite
 from attncheck.cases.tree import Place, Table, describe
-from attncheck.cases.variants import read_defaults, split_variant
 from attncheck.cases.vllm_bench import is_vllm_bench, read_vllm_bench
 from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import CaseFileError, UnknownNameError
@@ -38,7 +38,7 @@ def suite_file(name: str) -> Path:
 def load_suite(name_or_path: str) -> Suite:
     """The suite of that name, or the one in that file; a built-in name wins over a file of the same name.
 
-    Defaults in braces behind it replace the suite's own: see :mod:`attncheck.cases.variants`.
+    Defaults in braces behind it replace the suite's own: see :mod:`attncheck.cases.overrides`.
 
     Raises :class:`CaseFileError` for a file that cannot be read or says something that cannot be, and
     :class:`UnknownNameError` for what is neither a name nor looks like a file.

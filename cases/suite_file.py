@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import get_args
 
+from attncheck.cases.consistency import check_meaning
 from attncheck.cases.grammar import parse_batch
-from attncheck.cases.meaning import check_meaning
 from attncheck.cases.model import Case, Suite, Tolerance
 from attncheck.cases.overlay import put
 from attncheck.cases.paths import implied_path

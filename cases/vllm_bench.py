@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from attncheck.cases.meaning import check_meaning
+from attncheck.cases.consistency import check_meaning
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.paths import implied_path
 from attncheck.cases.suite_file import MAX_CASES

@@ -12,17 +12,17 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import LoadedBackend, load_object
 from attncheck.errors import BackendLoadError, BackendUnavailableError, SelectionError
-from attncheck.harness.candidates import refuse_unavailable, suite_device
-from attncheck.harness.engine import Examiner, Missing, Plan
-from attncheck.harness.header import make_header
-from attncheck.harness.introduction import Introduction
-from attncheck.harness.loading import introduce, load_backend, usable_here
-from attncheck.harness.selection import check_seed, check_timed, select_cases
-from attncheck.harness.timing.settings import TimingSettings
-from attncheck.reports import terminal
-from attncheck.reports.records import FALLEN_SHORT, Record, RunHeader
-from attncheck.reports.repro import python_ref
-from attncheck.reports.summary import Summary, Verdict, summarise
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.backend_choice import refuse_unavailable, suite_device
+from attncheck.harness.run.backend_loading import introduce, load_backend, usable_here
+from attncheck.harness.run.evaluation import Examiner, Missing, Plan
+from attncheck.harness.run.header import make_header
+from attncheck.harness.run.introduction import Introduction
+from attncheck.harness.run.selection import check_seed, check_timed, select_cases
+from attncheck.reports.analysis.repro import python_ref
+from attncheck.reports.analysis.summary import Summary, Verdict, summarise
+from attncheck.reports.run_file.records import FALLEN_SHORT, Record, RunHeader
+from attncheck.reports.terminal import run as terminal
 
 Candidate = str | type[AttentionBackend] | Callable[..., object]
 

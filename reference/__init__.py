@@ -11,113 +11,119 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attncheck.reference.batch_order import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
-    from attncheck.reference.builder import AttentionMetadataBuilder, M
-    from attncheck.reference.cache import (
+    from attncheck.reference.attention.cache import (
         compute_slot_mapping,
         copy_blocks,
         kv_cache_views,
         reshape_and_cache,
         swap_blocks,
     )
-    from attncheck.reference.context_parallel import get_dcp_local_seq_lens
-    from attncheck.reference.conv1d_metadata import compute_causal_conv1d_metadata
-    from attncheck.reference.dcp import dcp_rank_attention
-    from attncheck.reference.fast_prefill import (
+    from attncheck.reference.attention.dcp import dcp_rank_attention
+    from attncheck.reference.attention.merge import merge_attn_states, merge_many
+    from attncheck.reference.attention.mla_absorbed import mla_attention_absorbed, mla_latent_attention
+    from attncheck.reference.attention.mla_cache import mla_write_cache
+    from attncheck.reference.attention.mla_layer import MLAParams, mla_params
+    from attncheck.reference.attention.mla_naive import mla_attention_chunked, mla_attention_naive
+    from attncheck.reference.attention.paged import paged_attention
+    from attncheck.reference.attention.params import AttentionParams, Precision, layer_params, visible, window_pair
+    from attncheck.reference.attention.quant import dequantize_fp8, quantize_fp8, quantize_fp8_group
+    from attncheck.reference.attention.short_convolution import causal_conv1d
+    from attncheck.reference.attention.varlen import varlen_attention
+    from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, CacheSpec, LayerSpec
+    from attncheck.reference.utilities.batch_order import (
+        reorder_batch_to_split_decodes_and_prefills,
+        split_decodes_and_prefills,
+    )
+    from attncheck.reference.utilities.builder import AttentionMetadataBuilder, M
+    from attncheck.reference.utilities.context_parallel import get_dcp_local_seq_lens
+    from attncheck.reference.utilities.conv1d_metadata import compute_causal_conv1d_metadata
+    from attncheck.reference.utilities.fast_prefill import (
         KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
         KVSharingFastPrefillMetadata,
         create_fast_prefill_custom_backend,
         make_kv_sharing_fast_prefill_common_attn_metadata,
     )
-    from attncheck.reference.kv_cache_layout import (
+    from attncheck.reference.utilities.kv_cache_layout import (
         KVCacheLayoutType,
         get_kv_cache_layout,
         is_valid_kv_cache_layout,
         logger,
         set_kv_cache_layout,
     )
-    from attncheck.reference.layer_parameters import (
+    from attncheck.reference.utilities.layer_parameters import (
         PerLayerParameters,
         get_per_layer_parameters,
         infer_global_hyperparameters,
     )
-    from attncheck.reference.local_attention import make_local_attention_virtual_batches
-    from attncheck.reference.merge import merge_attn_states, merge_many
-    from attncheck.reference.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-    from attncheck.reference.mla_absorbed import mla_attention_absorbed, mla_latent_attention
-    from attncheck.reference.mla_cache import mla_write_cache
-    from attncheck.reference.mla_layer import MLAParams, mla_params
-    from attncheck.reference.mla_naive import mla_attention_chunked, mla_attention_naive
-    from attncheck.reference.paged import paged_attention
-    from attncheck.reference.params import AttentionParams, Precision, layer_params, visible, window_pair
-    from attncheck.reference.quant import dequantize_fp8, quantize_fp8, quantize_fp8_group
-    from attncheck.reference.short_convolution import causal_conv1d
-    from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, CacheSpec, LayerSpec
-    from attncheck.reference.spec_decode import reshape_attn_output_for_spec_decode, reshape_query_for_spec_decode
-    from attncheck.reference.subclassing import subclass_attention_backend, subclass_attention_metadata
-    from attncheck.reference.ubatch import UBatchSlice, slice_query_start_locs, split_attn_metadata
-    from attncheck.reference.varlen import varlen_attention
+    from attncheck.reference.utilities.local_attention import make_local_attention_virtual_batches
+    from attncheck.reference.utilities.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+    from attncheck.reference.utilities.spec_decode import (
+        reshape_attn_output_for_spec_decode,
+        reshape_query_for_spec_decode,
+    )
+    from attncheck.reference.utilities.subclassing import subclass_attention_backend, subclass_attention_metadata
+    from attncheck.reference.utilities.ubatch import UBatchSlice, slice_query_start_locs, split_attn_metadata
 
 _HOME = {
     "AttentionCGSupport": "spec",
-    "AttentionMetadataBuilder": "builder",
-    "AttentionParams": "params",
+    "AttentionMetadataBuilder": "utilities.builder",
+    "AttentionParams": "attention.params",
     "AttentionType": "spec",
     "BatchSpec": "spec",
     "CacheSpec": "spec",
-    "CommonAttentionMetadata": "metadata",
-    "KVCacheLayoutType": "kv_cache_layout",
-    "KVSharingFastPrefillMetadata": "fast_prefill",
-    "KV_SHARING_FAST_PREFILL_METADATA_FIELDS": "fast_prefill",
+    "CommonAttentionMetadata": "utilities.metadata",
+    "KVCacheLayoutType": "utilities.kv_cache_layout",
+    "KVSharingFastPrefillMetadata": "utilities.fast_prefill",
+    "KV_SHARING_FAST_PREFILL_METADATA_FIELDS": "utilities.fast_prefill",
     "LayerSpec": "spec",
-    "M": "builder",
-    "MLAParams": "mla_layer",
-    "PAD_SLOT_ID": "metadata",
-    "PerLayerParameters": "layer_parameters",
-    "Precision": "params",
-    "UBatchSlice": "ubatch",
-    "causal_conv1d": "short_convolution",
-    "compute_causal_conv1d_metadata": "conv1d_metadata",
-    "compute_slot_mapping": "cache",
-    "copy_blocks": "cache",
-    "create_fast_prefill_custom_backend": "fast_prefill",
-    "dcp_rank_attention": "dcp",
-    "dequantize_fp8": "quant",
-    "get_dcp_local_seq_lens": "context_parallel",
-    "get_kv_cache_layout": "kv_cache_layout",
-    "get_per_layer_parameters": "layer_parameters",
-    "infer_global_hyperparameters": "layer_parameters",
-    "is_valid_kv_cache_layout": "kv_cache_layout",
-    "kv_cache_views": "cache",
-    "layer_params": "params",
-    "logger": "kv_cache_layout",
-    "make_kv_sharing_fast_prefill_common_attn_metadata": "fast_prefill",
-    "make_local_attention_virtual_batches": "local_attention",
-    "merge_attn_states": "merge",
-    "merge_many": "merge",
-    "mla_attention_absorbed": "mla_absorbed",
-    "mla_attention_chunked": "mla_naive",
-    "mla_attention_naive": "mla_naive",
-    "mla_latent_attention": "mla_absorbed",
-    "mla_params": "mla_layer",
-    "mla_write_cache": "mla_cache",
-    "paged_attention": "paged",
-    "quantize_fp8": "quant",
-    "quantize_fp8_group": "quant",
-    "reorder_batch_to_split_decodes_and_prefills": "batch_order",
-    "reshape_and_cache": "cache",
-    "reshape_attn_output_for_spec_decode": "spec_decode",
-    "reshape_query_for_spec_decode": "spec_decode",
-    "set_kv_cache_layout": "kv_cache_layout",
-    "slice_query_start_locs": "ubatch",
-    "split_attn_metadata": "ubatch",
-    "split_decodes_and_prefills": "batch_order",
-    "subclass_attention_backend": "subclassing",
-    "subclass_attention_metadata": "subclassing",
-    "swap_blocks": "cache",
-    "varlen_attention": "varlen",
-    "visible": "params",
-    "window_pair": "params",
+    "M": "utilities.builder",
+    "MLAParams": "attention.mla_layer",
+    "PAD_SLOT_ID": "utilities.metadata",
+    "PerLayerParameters": "utilities.layer_parameters",
+    "Precision": "attention.params",
+    "UBatchSlice": "utilities.ubatch",
+    "causal_conv1d": "attention.short_convolution",
+    "compute_causal_conv1d_metadata": "utilities.conv1d_metadata",
+    "compute_slot_mapping": "attention.cache",
+    "copy_blocks": "attention.cache",
+    "create_fast_prefill_custom_backend": "utilities.fast_prefill",
+    "dcp_rank_attention": "attention.dcp",
+    "dequantize_fp8": "attention.quant",
+    "get_dcp_local_seq_lens": "utilities.context_parallel",
+    "get_kv_cache_layout": "utilities.kv_cache_layout",
+    "get_per_layer_parameters": "utilities.layer_parameters",
+    "infer_global_hyperparameters": "utilities.layer_parameters",
+    "is_valid_kv_cache_layout": "utilities.kv_cache_layout",
+    "kv_cache_views": "attention.cache",
+    "layer_params": "attention.params",
+    "logger": "utilities.kv_cache_layout",
+    "make_kv_sharing_fast_prefill_common_attn_metadata": "utilities.fast_prefill",
+    "make_local_attention_virtual_batches": "utilities.local_attention",
+    "merge_attn_states": "attention.merge",
+    "merge_many": "attention.merge",
+    "mla_attention_absorbed": "attention.mla_absorbed",
+    "mla_attention_chunked": "attention.mla_naive",
+    "mla_attention_naive": "attention.mla_naive",
+    "mla_latent_attention": "attention.mla_absorbed",
+    "mla_params": "attention.mla_layer",
+    "mla_write_cache": "attention.mla_cache",
+    "paged_attention": "attention.paged",
+    "quantize_fp8": "attention.quant",
+    "quantize_fp8_group": "attention.quant",
+    "reorder_batch_to_split_decodes_and_prefills": "utilities.batch_order",
+    "reshape_and_cache": "attention.cache",
+    "reshape_attn_output_for_spec_decode": "utilities.spec_decode",
+    "reshape_query_for_spec_decode": "utilities.spec_decode",
+    "set_kv_cache_layout": "utilities.kv_cache_layout",
+    "slice_query_start_locs": "utilities.ubatch",
+    "split_attn_metadata": "utilities.ubatch",
+    "split_decodes_and_prefills": "utilities.batch_order",
+    "subclass_attention_backend": "utilities.subclassing",
+    "subclass_attention_metadata": "utilities.subclassing",
+    "swap_blocks": "attention.cache",
+    "varlen_attention": "attention.varlen",
+    "visible": "attention.params",
+    "window_pair": "attention.params",
 }
 """Where each public name lives. A test holds this table, the imports above and the modules together."""
 
@@ -183,7 +189,7 @@ __all__ = [
     "window_pair",
 ]
 
-_UNLISTED = {"_KV_CACHE_LAYOUT_OVERRIDE": "kv_cache_layout", "_make_metadata_with_slice": "ubatch"}
+_UNLISTED = {"_KV_CACHE_LAYOUT_OVERRIDE": "utilities.kv_cache_layout", "_make_metadata_with_slice": "utilities.ubatch"}
 """Names that vLLM marks as private and its callers use all the same. Never kept here: the override changes."""
 
 

@@ -14,6 +14,7 @@ from attncheck.errors import SpecError
 from attncheck.reference.spec_batch import MAX_TOKENS, BatchSpec, PaddingSpec, RequestSpec
 from attncheck.reference.spec_fields import STRICT, option, refuse_beyond_float32
 from attncheck.reference.spec_layer import AttentionType, DType, LayerSpec, MLASpec, OutputQuantSpec
+from attncheck.reference.spec_names import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS, FEATURES, FORMS, CheckInfo
 from attncheck.reference.spec_paths import (
     PATH_OPTIONS,
     PATHS,
@@ -27,7 +28,6 @@ from attncheck.reference.spec_paths import (
     SplitKVOptions,
     TreeOptions,
 )
-from attncheck.reference.vocabulary import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS, FEATURES, FORMS, CheckInfo
 
 __all__ = [
     "BACKEND_CHECKS",

@@ -9,8 +9,9 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
 
-from attncheck.reports import phrases, terminal
-from attncheck.reports.records import (
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.rounds import Question, questions
+from attncheck.reports.run_file.records import (
     Crashed,
     Errored,
     Record,
@@ -20,10 +21,10 @@ from attncheck.reports.records import (
     XFailed,
     timing_of,
 )
-from attncheck.reports.rounds import Question, questions
+from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.speeds.tables import time_unit
-from attncheck.reports.store import Run
+from attncheck.reports.terminal import run as terminal
 
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What is no character of XML 1.0 (its production 2)."""

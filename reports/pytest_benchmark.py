@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from attncheck.errors import QuestionError
-from attncheck.reports.phrases import one_line
-from attncheck.reports.records import Environment, Record
+from attncheck.reports.analysis.phrases import one_line
+from attncheck.reports.run_file.records import Environment, Record
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.run_file.timings import TIMING, DeviceState, Part
 from attncheck.reports.speeds.speed import Speed, speeds
-from attncheck.reports.store import Run
-from attncheck.reports.timings import TIMING, DeviceState, Part
 
 MACHINE = "attncheck"
 """The key of pytest-benchmark's ``machine_info`` under which our own facts stand."""

@@ -20,10 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from attncheck.errors import QuestionError, RunFileError
-from attncheck.harness.introduction import Introduction
-from attncheck.harness.loading import introduce, load_backend
-from attncheck.reports.joining import join_runs
-from attncheck.reports.store import COMPRESSED, Run, read_run
+from attncheck.harness.run.backend_loading import introduce, load_backend
+from attncheck.harness.run.introduction import Introduction
+from attncheck.reports.run_file.joining import join_runs
+from attncheck.reports.run_file.store import COMPRESSED, Run, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from evidence_jobs import Part
 
-from attncheck.reports import markup, phrases
-from attncheck.reports.graph_agreement import compare, render
-from attncheck.reports.records import FALLEN_SHORT, Environment
-from attncheck.reports.store import Run
-from attncheck.reports.summary import summarise
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.summary import summarise
+from attncheck.reports.markdown import markup
+from attncheck.reports.markdown.graph_agreement import compare, render
+from attncheck.reports.run_file.records import FALLEN_SHORT, Environment
+from attncheck.reports.run_file.store import Run
 
 HEAD = """\
 Real CUDA graphs beside their emulation on the CPU, over the built-in candidates and the miniatures of

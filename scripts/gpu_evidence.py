@@ -37,9 +37,9 @@ from attncheck.backends import interpreter
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.registry import builtin_names, import_file
 from attncheck.errors import BackendLoadError, DeviceError, QuestionError
-from attncheck.harness.candidates import choose_device
+from attncheck.harness.run.backend_choice import choose_device
 from attncheck.reference.spec import BACKEND_CHECKS
-from attncheck.reports.graph_agreement import CHECK
+from attncheck.reports.markdown.graph_agreement import CHECK
 
 MINIATURES = "tests/miniatures/graphs*.py"
 MINIATURE_SUITE = "tests/miniatures/graphs.yaml"

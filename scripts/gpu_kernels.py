@@ -41,9 +41,9 @@ from attncheck.backends import interpreter
 from attncheck.cases.loader import load_suite, select, suite_names
 from attncheck.cases.model import Suite
 from attncheck.errors import DeviceError, QuestionError
-from attncheck.harness.candidates import choose_device
-from attncheck.harness.environment import collect_environment
-from attncheck.harness.introduction import Introduction
+from attncheck.harness.run.backend_choice import choose_device
+from attncheck.harness.run.environment import collect_environment
+from attncheck.harness.run.introduction import Introduction
 
 KERNELS = ("triton_unified", "triton_mla", "xformers", "torch_varlen", "flash_attn", "flashinfer")
 """Built-in candidates whose kernels are their own, or a library's."""

@@ -23,16 +23,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attncheck.backends.packings import allocate_kv_cache
+from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.config import Layer
-from attncheck.harness.construction import construct_builder, construct_impl
-from attncheck.harness.engine import Missing
-from attncheck.harness.layout import lay_out
-from attncheck.harness.loading import load_backend, usable_here
-from attncheck.harness.problem import TORCH_DTYPES, Problem
-from attncheck.harness.randomness import Stream
+from attncheck.harness.driver.construction import construct_builder, construct_impl
+from attncheck.harness.driver.vllm_config import Layer
+from attncheck.harness.problem.page_layout import lay_out
+from attncheck.harness.problem.problem import TORCH_DTYPES, Problem
+from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.run.backend_loading import load_backend, usable_here
+from attncheck.harness.run.evaluation import Missing
 from attncheck.reference import AttentionParams, CommonAttentionMetadata, paged_attention
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 

@@ -7,8 +7,9 @@ from evidence_jobs import Job, Part
 from evidence_page import checks_table, circumstances, left_out, problems, what_was_run
 from speed_rounds import CEILINGS, ROUNDS, Timing
 
-from attncheck.reports import markup, phrases
-from attncheck.reports.records import Environment
+from attncheck.reports.analysis import phrases
+from attncheck.reports.markdown import markup
+from attncheck.reports.run_file.records import Environment
 
 HEAD = """\
 The candidates that bring real kernels: the built-in suites at full size, how long a step takes, and what a memory

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from attncheck.harness.cli import app
-from attncheck.harness.commands.new import TEMPLATES, Kind, fill_in
+from attncheck.harness.cli.app import app
+from attncheck.harness.cli.new import TEMPLATES, Kind, fill_in
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")

@@ -13,9 +13,9 @@ from attncheck.backends.conventions import Conventions
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.cases.model import question
-from attncheck.harness.config import ConfigNode, vllm_config
-from attncheck.harness.expectations import load_expectations
-from attncheck.harness.graphs.probes import probes_of
+from attncheck.harness.checks.cudagraph.probes import probes_of
+from attncheck.harness.driver.vllm_config import ConfigNode, vllm_config
+from attncheck.harness.run.expectations import load_expectations
 from attncheck.reference.spec import (
     CHECKS,
     FEATURES,

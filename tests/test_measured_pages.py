@@ -7,11 +7,11 @@ import pytest
 
 from attncheck.backends.registry import builtin_names
 from attncheck.cases.loader import load_suite
-from attncheck.harness.expectations import load_expectations
-from attncheck.harness.selection import DEFAULT_SUITES
-from attncheck.reports.markdown import render_run
-from attncheck.reports.records import XFailed
-from attncheck.reports.store import Run, read_run
+from attncheck.harness.run.expectations import load_expectations
+from attncheck.harness.run.selection import DEFAULT_SUITES
+from attncheck.reports.markdown.run import render_run
+from attncheck.reports.run_file.records import XFailed
+from attncheck.reports.run_file.store import Run, read_run
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = {

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.reports import terminal
-from attncheck.reports.store import read_run
+from attncheck.reports.run_file.store import read_run
+from attncheck.reports.terminal import run as terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

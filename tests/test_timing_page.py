@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.harness.timing import neighbours
-from attncheck.harness.timing.settings import TimingSettings
+from attncheck.harness.checks.timing import neighbours
+from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.reports.comparison import significance
 from attncheck.reports.comparison.power import Noise, smallest_slowdown
+from attncheck.reports.run_file.store import RunWriter, read_run
 from attncheck.reports.speeds.tables import FASTEST_ROUNDS
-from attncheck.reports.store import RunWriter, read_run
 
 pytestmark = pytest.mark.xdist_group("timing-page")
 

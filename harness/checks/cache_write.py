@@ -3,7 +3,7 @@
 The whole pool is compared with a copy that the proven codec wrote; then once more with new rows at the limits of their
 dtype, which a cache that secretly rounds or clamps cannot hold; in an FP8 cache, numbers between codes and beyond their
 range, where every code that right arithmetic reaches is right. Functions on pages that the backend offers are held to
-the same (:mod:`attncheck.harness.functions.block_moves`). Cannot see: writes outside the cache's own memory.
+the same (:mod:`attncheck.harness.checks.block_moves`). Cannot see: writes outside the cache's own memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,17 +12,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks import fp8_write
+from attncheck.harness.checks import block_moves, fp8_write
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.fp8_write import Rows
-from attncheck.harness.coordinates import decode
-from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.float8 import alike, numbers_of
-from attncheck.harness.functions import block_moves
-from attncheck.harness.observation import Observation, Raised
-from attncheck.harness.pool import Pool
-from attncheck.harness.problem import Problem
-from attncheck.harness.runner import Fill, Session
-from attncheck.harness.storage import Storage, key_storage, value_storage
+from attncheck.harness.driver.kv_pool import Pool
+from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.problem.float8 import alike, numbers_of
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.signatures import decode
+from attncheck.harness.problem.storage import Storage, key_storage, value_storage
 
 _NAMED = 4
 """Wrong slots described in a finding."""

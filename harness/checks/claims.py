@@ -7,14 +7,14 @@ cases are the business of ``numerics``. Cannot see: declarations no case of the 
 import torch
 
 from attncheck.backends.declarations import is_merged, required_features
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.numerics import output_shares, summarize
-from attncheck.harness.explain import explain
-from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.observation import Observation, Raised
-from attncheck.harness.problem import Problem
-from attncheck.harness.runner import Session
-from attncheck.harness.truth import Truth
-from attncheck.reports.support import ANSWERED, REFUSED, UNCLEAR
+from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.explain import explain
+from attncheck.harness.truth.truth import Truth
+from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR
 
 NOT_REFUSABLE = frozenset({"short_keys"})
 """Features whose absence cannot be noticed without reading lengths on the host: compared only where declared."""

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.numerics import output_shares, summarize
-from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.observation import CANARY, Observation, Raised
-from attncheck.harness.problem import Problem
-from attncheck.harness.runner import Fill, Session
-from attncheck.harness.storage import key_storage
-from attncheck.harness.truth import Truth
+from attncheck.harness.driver.observation import CANARY, Observation, Raised
+from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.storage import key_storage
+from attncheck.harness.truth.truth import Truth
 
 _STATE = "state is kept between calls, or the backend is not deterministic"
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attncheck.harness.float8 import magnitudes, nearest_code, numbers_of, truncated_code
-from attncheck.harness.storage import Storage
+from attncheck.harness.problem.float8 import magnitudes, nearest_code, numbers_of, truncated_code
+from attncheck.harness.problem.storage import Storage
 
 _AT = (0, 1, 2, 7, 8, 9, 24, 37, 51, 60, 77, 90, 101, 110)
 """Between which codes the rows lie: smallest and subnormal ones, both parities, small and large."""

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.numerics import output_shares, summarize
-from attncheck.harness.explain import explain_lse
-from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.observation import Observation
-from attncheck.harness.problem import Problem
-from attncheck.harness.truth import Truth
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.explain import explain_lse
+from attncheck.harness.truth.truth import Truth
 
 
 def examine(problem: Problem, truth: Truth, seen: Observation, conventions: Conventions) -> Finding:

@@ -10,13 +10,13 @@ from functools import partial
 
 from attncheck.cases.model import Case
 from attncheck.cases.paths import implied_path
+from attncheck.harness.checks.findings import Broken, Finding
 from attncheck.harness.checks.numerics import examine as judge
-from attncheck.harness.findings import Broken, Finding
-from attncheck.harness.observation import Raised
-from attncheck.harness.problem import Problem, build_problem
-from attncheck.harness.runner import Fill, Session
-from attncheck.harness.stages import declared_reasons
-from attncheck.harness.truth import Truth
+from attncheck.harness.driver.foreign_code import declared_reasons
+from attncheck.harness.driver.observation import Raised
+from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.truth.truth import Truth
 from attncheck.reference.spec import PaddingSpec, RequestSpec
 
 _FIXED_ROWS = ("spec_decode", "tree", "fast_prefill")

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attncheck.harness.explain import explain
-from attncheck.harness.findings import Broken, Finding, Holds
-from attncheck.harness.observation import Observation
-from attncheck.harness.output_codes import output_error
-from attncheck.harness.problem import Problem
-from attncheck.harness.tolerance import share_of_budget
-from attncheck.harness.truth import Truth
+from attncheck.harness.checks.findings import Broken, Finding, Holds
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.problem.output_quantisation import output_error
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.explain import explain
+from attncheck.harness.truth.tolerance import share_of_budget
+from attncheck.harness.truth.truth import Truth
 
 
 class NamesRows(Protocol):

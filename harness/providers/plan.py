@@ -15,7 +15,7 @@ from attncheck.harness.providers.catalogue import SUBJECTS
 from attncheck.harness.providers.generated import drawn_batches, has_hypothesis
 from attncheck.harness.providers.provider import Provider, load_provider
 from attncheck.harness.providers.questions import Setting, Subject
-from attncheck.reports.phrases import plural
+from attncheck.reports.analysis.phrases import plural
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,18 @@ from hashlib import sha256
 from time import perf_counter
 
 from attncheck.errors import SelectionError
-from attncheck.harness.engine import OURSELVES
-from attncheck.harness.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.observation import capture
-from attncheck.harness.outcomes import Circumstances, record_of
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.driver.observation import capture
 from attncheck.harness.providers.catalogue import SUBJECTS
 from attncheck.harness.providers.departures import Departure
 from attncheck.harness.providers.examination import Examined, examine_subject
 from attncheck.harness.providers.plan import ProviderPlan
 from attncheck.harness.providers.provider import Provider
 from attncheck.harness.providers.questions import Subject
-from attncheck.reports.phrases import plural
-from attncheck.reports.records import UTILITIES, BackendInfo, Passed, Record, RunHeader, SuiteInfo, XPassed
+from attncheck.harness.run.evaluation import OURSELVES
+from attncheck.harness.run.outcomes import Circumstances, record_of
+from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.run_file.records import UTILITIES, BackendInfo, Passed, Record, RunHeader, SuiteInfo, XPassed
 
 SHOWN_DIFFERENCES = 5
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attncheck.errors import SelectionError
-from attncheck.reports.records import UTILITIES
+from attncheck.reports.run_file.records import UTILITIES
 
 DEFAULT_SUITES = ("smoke", "named_batches", "padding")
 """Whose batches providers are asked about, where no backend is examined with them and no suite is named."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attncheck.reports.comparison.speed_changes import SpeedChange
-from attncheck.reports.records import BackendInfo, Environment, RunHeader
+from attncheck.reports.run_file.records import BackendInfo, Environment, RunHeader
+from attncheck.reports.run_file.timings import Timing
 from attncheck.reports.speeds.speed import Speed
-from attncheck.reports.timings import Timing
 
 CEILING_DRIFT = 0.05
 CLOCK_DRIFT = 0.01

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attncheck.errors import QuestionError, UnknownNameError
-from attncheck.reports.phrases import plural
-from attncheck.reports.records import Record
-from attncheck.reports.rounds import questions
-from attncheck.reports.store import Run
+from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.analysis.rounds import questions
+from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.store import Run
 
 ARROW = "->"
 

@@ -6,8 +6,8 @@ Must not know: how runs are matched, times, how a change is shown.
 from dataclasses import dataclass
 from typing import Literal
 
-from attncheck.reports import phrases
-from attncheck.reports.records import (
+from attncheck.reports.analysis import phrases
+from attncheck.reports.run_file.records import (
     GRAPH_LEVELS,
     GraphLevel,
     GraphLevels,

@@ -13,8 +13,8 @@ from attncheck.reports.comparison import significance
 from attncheck.reports.comparison.power import MOST_ROUNDS, Noise, rounds_needed
 from attncheck.reports.comparison.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS
 from attncheck.reports.comparison.thresholds import Thresholds
+from attncheck.reports.run_file.timings import Part
 from attncheck.reports.speeds.speed import Speed
-from attncheck.reports.timings import Part
 
 Verdict = Literal["slower", "faster", "same", "cannot tell"]
 

@@ -9,16 +9,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from attncheck.reports.comparison import OneSided, OutcomeChange, RunComparison, SpeedChange
+from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.analysis.reasons import without_figures
+from attncheck.reports.comparison.compare import OneSided, OutcomeChange, RunComparison, SpeedChange
 from attncheck.reports.comparison.outcome_changes import KINDS
 from attncheck.reports.comparison.power import Noise, smallest_slowdown
 from attncheck.reports.comparison.significance import FAMILY_LEVEL
 from attncheck.reports.comparison.speed_changes import VERDICTS, Verdict
-from attncheck.reports.phrases import plural
-from attncheck.reports.reasons import without_figures
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.run_file.timings import PARTS, Part
 from attncheck.reports.speeds.tables import time_unit
-from attncheck.reports.store import Run
-from attncheck.reports.timings import PARTS, Part
 
 CHANGED: tuple[Verdict, ...] = ("slower", "faster")
 """Verdicts that are told pair by pair."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from attncheck.errors import QuestionError, UnknownNameError, shorten
-from attncheck.reports.timings import PARTS, Part
+from attncheck.reports.run_file.timings import PARTS, Part
 
 EVERYTHING = "*"
 

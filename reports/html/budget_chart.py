@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from attncheck.reports import phrases
+from attncheck.reports.analysis import phrases
 from attncheck.reports.html.drawing import BAD, INK, MUTED, RULE, SERIES, chart, plot_area, text
-from attncheck.reports.records import BUDGET_SHARE, Failed, Passed, Record
+from attncheck.reports.run_file.records import BUDGET_SHARE, Failed, Passed, Record
 
 if TYPE_CHECKING:
     from markupsafe import Markup

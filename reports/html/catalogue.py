@@ -9,10 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attncheck.reports import phrases
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.html.cleaning import clean_json
 from attncheck.reports.html.intervals import interval
-from attncheck.reports.records import (
+from attncheck.reports.run_file.records import (
     BUDGET_SHARE,
     OUTCOMES,
     Crashed,
@@ -27,11 +28,10 @@ from attncheck.reports.records import (
     graph_of,
     timing_of,
 )
-from attncheck.reports.repro import repro_command
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.run_file.timings import Latency, Timing
 from attncheck.reports.speeds.speed import speeds
 from attncheck.reports.speeds.tables import case_id, fastest, suite_of
-from attncheck.reports.store import Run
-from attncheck.reports.timings import Latency, Timing
 
 Json = dict[str, Any]
 

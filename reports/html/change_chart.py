@@ -6,7 +6,7 @@ Must not know: when a change counts.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attncheck.reports.comparison import SpeedChange
+from attncheck.reports.comparison.compare import SpeedChange
 from attncheck.reports.comparison.speed_changes import VERDICTS
 from attncheck.reports.html.drawing import BAD, CALM, GOOD, INK, MUTED, chart, plot_area, text
 

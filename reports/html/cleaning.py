@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from attncheck.reports import phrases
+from attncheck.reports.analysis import phrases
 
 _UNUSUAL = re.compile(r"[^\n\t\x20-\x7e]")
 _UNUSUAL_JSON = re.compile(r"[^\x20-\x7e]|\\u00")

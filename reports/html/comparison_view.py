@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attncheck.errors import QuestionError
-from attncheck.reports.comparison import OutcomeChange, RunComparison, SpeedChange, compare_runs
+from attncheck.reports.comparison.compare import OutcomeChange, RunComparison, SpeedChange, compare_runs
 from attncheck.reports.comparison.outcome_changes import KINDS
 from attncheck.reports.comparison.speed_changes import VERDICTS
 from attncheck.reports.comparison.summary import verdict_of
 from attncheck.reports.html.change_chart import change_chart, in_order
 from attncheck.reports.html.support_view import Tone
-from attncheck.reports.store import Run
+from attncheck.reports.run_file.store import Run
 
 if TYPE_CHECKING:
     from markupsafe import Markup

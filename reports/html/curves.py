@@ -7,9 +7,9 @@ them. Must not know: how a curve is drawn.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.analysis.reasons import without_figures
 from attncheck.reports.html.units import digits
-from attncheck.reports.phrases import plural
-from attncheck.reports.reasons import without_figures
 from attncheck.reports.speeds.speed import Speed
 
 FEWEST_POINTS = 3

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from io import StringIO
 from typing import TYPE_CHECKING, NamedTuple
 
-from attncheck.reports import phrases
+from attncheck.reports.analysis import phrases
 
 if TYPE_CHECKING:
     from markupsafe import Markup

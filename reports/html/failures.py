@@ -6,11 +6,11 @@ Values for templates, unescaped. Must not know: HTML, how records came about.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from attncheck.reports import phrases
-from attncheck.reports.reasons import without_figures
-from attncheck.reports.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
-from attncheck.reports.repro import repro_command
-from attncheck.reports.summary import Summary
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.reasons import without_figures
+from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.summary import Summary
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
 
 SHOWN = 40
 """Kinds of failures told beside the records, which tell all of them."""

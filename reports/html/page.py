@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from attncheck.errors import MissingExtraError
-from attncheck.reports import phrases
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.utilities import LEGEND
 from attncheck.reports.html.budget_chart import TALLEST
 from attncheck.reports.html.catalogue import catalogue
 from attncheck.reports.html.cleaning import clean
@@ -20,11 +21,10 @@ from attncheck.reports.html.comparison_view import comparison_view
 from attncheck.reports.html.failures import SHOWN
 from attncheck.reports.html.run_view import FUNCTION_TONES, run_names, run_view
 from attncheck.reports.html.units import measured_time
-from attncheck.reports.records import GRAPH_LEVELS
+from attncheck.reports.run_file.records import GRAPH_LEVELS
+from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.tables import FASTEST_ROUNDS
-from attncheck.reports.speeds.terminal import averaged
-from attncheck.reports.store import Run
-from attncheck.reports.utilities import LEGEND
+from attncheck.reports.terminal.speeds import averaged
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from attncheck.reports import phrases
-from attncheck.reports.graph_levels import LevelRow, legend, level_notes, level_rows, unmeasured_cases
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.graph_levels import LevelRow, legend, level_notes, level_rows, unmeasured_cases
+from attncheck.reports.analysis.summary import Gap, Summary, Tally, summarise
+from attncheck.reports.analysis.support import support_rows
+from attncheck.reports.analysis.utilities import FunctionRow, Word, function_rows, known_departures, provider_title
 from attncheck.reports.html.budget_chart import BudgetUse, budget_chart, budget_uses
 from attncheck.reports.html.failures import Expected, Failure, expected, failures
 from attncheck.reports.html.speed_view import SpeedView, speed_view
 from attncheck.reports.html.support_view import Matrix, Tone, matrix
-from attncheck.reports.records import BackendInfo
-from attncheck.reports.store import Run
-from attncheck.reports.summary import Gap, Summary, Tally, summarise
-from attncheck.reports.support import support_rows
-from attncheck.reports.utilities import FunctionRow, Word, function_rows, known_departures, provider_title
+from attncheck.reports.run_file.records import BackendInfo
+from attncheck.reports.run_file.store import Run
 
 if TYPE_CHECKING:
     from markupsafe import Markup

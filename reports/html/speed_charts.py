@@ -11,8 +11,8 @@ from attncheck.reports.html.curves import Panel, work_of
 from attncheck.reports.html.drawing import INK, MUTED, Style, chart, plot_area, text
 from attncheck.reports.html.intervals import interval
 from attncheck.reports.html.units import bytes_, digits, rate, time
+from attncheck.reports.run_file.timings import Ceilings
 from attncheck.reports.speeds.speed import Speed
-from attncheck.reports.timings import Ceilings
 
 if TYPE_CHECKING:
     from markupsafe import Markup

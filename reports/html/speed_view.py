@@ -13,11 +13,11 @@ from attncheck.reports.html.drawing import Style, styles
 from attncheck.reports.html.intervals import interval
 from attncheck.reports.html.speed_charts import build_chart, length_chart, roofline_charts
 from attncheck.reports.html.units import measured_time
+from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import legend, speed_notes
 from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.speeds.summary import summary_tables
 from attncheck.reports.speeds.tables import SpeedTable, fastest, speed_tables, suites_of
-from attncheck.reports.store import Run
 
 if TYPE_CHECKING:
     from markupsafe import Markup

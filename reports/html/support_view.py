@@ -6,7 +6,7 @@ Must not know: what a feature means.
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from attncheck.reports.support import SupportRow
+from attncheck.reports.analysis.support import SupportRow
 
 Tone = Literal["good", "bad", "warn", "calm", "none"]
 

@@ -7,11 +7,11 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from attncheck.reports.phrases import one_line
-from attncheck.reports.reasons import without_figures
+from attncheck.reports.analysis.phrases import one_line
+from attncheck.reports.analysis.reasons import without_figures
+from attncheck.reports.run_file.timings import Ceilings, DeviceState, Timing
 from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.speeds.tables import FASTEST, FASTEST_ROUNDS, SpeedTable, rate_unit
-from attncheck.reports.timings import Ceilings, DeviceState, Timing
 
 CLOCKS = {
     "host": "a monotonic clock around the call",

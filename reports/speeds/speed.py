@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from attncheck.reports.records import Passed, Record, XPassed
-from attncheck.reports.timings import PARTS, TIMING, Latency, Part, Timing
+from attncheck.reports.run_file.records import Passed, Record, XPassed
+from attncheck.reports.run_file.timings import PARTS, TIMING, Latency, Part, Timing
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ know: formats, how a time was measured.
 import statistics
 from collections.abc import Sequence
 
+from attncheck.reports.run_file.timings import Part
 from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.speeds.tables import (
     FASTEST,
@@ -19,7 +20,6 @@ from attncheck.reports.speeds.tables import (
     time_unit,
     without_empty_columns,
 )
-from attncheck.reports.timings import Part
 
 
 def summary_tables(speeds: Sequence[Speed]) -> tuple[SpeedTable, ...]:

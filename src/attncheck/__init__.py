@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attncheck.backends.kernel import kernel_backend
     from attncheck.harness.api import Examination, examine
-    from attncheck.harness.timing.settings import TimingSettings
+    from attncheck.harness.checks.timing.settings import TimingSettings
 
     __version__: str
 
@@ -21,7 +21,7 @@ __all__ = ["Examination", "TimingSettings", "__version__", "examine", "kernel_ba
 
 _HOME = {
     "Examination": "attncheck.harness.api",
-    "TimingSettings": "attncheck.harness.timing.settings",
+    "TimingSettings": "attncheck.harness.checks.timing.settings",
     "examine": "attncheck.harness.api",
     "kernel_backend": "attncheck.backends.kernel",
 }

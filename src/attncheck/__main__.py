@@ -6,7 +6,7 @@ import sys
 def main() -> int:
     """The command line as a process: its exit code, whatever happens on the way there."""
     try:
-        from attncheck.harness.cli import main as command_line
+        from attncheck.harness.cli.app import main as command_line
 
         return command_line()
     except KeyboardInterrupt:

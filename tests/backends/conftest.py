@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attncheck.backends.caches.packings import allocate_kv_cache, cache_dtype
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheSpec
-from attncheck.backends.packings import allocate_kv_cache, cache_dtype
 from attncheck.reference import layer_params, paged_attention, varlen_attention
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attncheck.backends.caches.packings import allocate_kv_cache, detect_packing, stride_order
+from attncheck.backends.candidates.reference_mla import ReferenceMLABackend
+from attncheck.backends.candidates.torch_mla import DECODE_ROWS, TorchMLABackend
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.contract import KVCacheSpec
-from attncheck.backends.packings import allocate_kv_cache, detect_packing, stride_order
-from attncheck.backends.reference_mla import ReferenceMLABackend
-from attncheck.backends.torch_mla import DECODE_ROWS, TorchMLABackend
-from attncheck.backends.torch_sdpa import SDPABackend
 from attncheck.backends.verification import contract_problems
-from attncheck.harness.latent import make_up_projections
-from attncheck.harness.latent_calls import latent_keywords
+from attncheck.harness.driver.latent_views import latent_keywords
+from attncheck.harness.problem.latent import make_up_projections
 from attncheck.reference import CommonAttentionMetadata, mla_attention_naive, mla_params
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, RequestSpec
 

@@ -7,12 +7,12 @@ from textwrap import dedent
 import pytest
 
 from attncheck.backends import registry
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.registry import builtin_names, known_names, load, load_object
-from attncheck.backends.torch_sdpa import SDPABackend
 from attncheck.errors import BackendLoadError, BackendUnavailableError, UnknownNameError
 
 GOOD = """
-    from attncheck.backends.torch_sdpa import SDPABackend
+    from attncheck.backends.candidates.torch_sdpa import SDPABackend
 
     class Good(SDPABackend):
         pass
@@ -154,9 +154,9 @@ def test_a_file_shadows_no_module(file):
 
 
 def test_a_class_in_a_module():
-    loaded = load("attncheck.backends.torch_sdpa:SDPABackend")
+    loaded = load("attncheck.backends.candidates.torch_sdpa:SDPABackend")
     assert loaded.backend is SDPABackend
-    assert (loaded.name, loaded.origin) == ("SDPABackend", "module attncheck.backends.torch_sdpa")
+    assert (loaded.name, loaded.origin) == ("SDPABackend", "module attncheck.backends.candidates.torch_sdpa")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_class_that_breaks_the_contract(file):
 
 def test_features_that_are_no_set_break_the_contract(file):
     text = """
-        from attncheck.backends.reference_backend import ReferenceBackend
+        from attncheck.backends.candidates.reference import ReferenceBackend
 
         class Bare(ReferenceBackend):
             features = None
@@ -249,7 +249,7 @@ def test_features_that_are_no_set_break_the_contract(file):
 
 
 def test_an_entry_point_is_a_name(entry_point, file):
-    entry_point(theirs="attncheck.backends.torch_sdpa:SDPABackend", reference="no.such:Thing")
+    entry_point(theirs="attncheck.backends.candidates.torch_sdpa:SDPABackend", reference="no.such:Thing")
     assert known_names() == (*builtin_names(), "xformers_vllm", "vllm", "theirs")
     loaded = load("theirs")
     assert (loaded.name, loaded.origin) == ("theirs", "entry point of an unknown distribution")
@@ -279,7 +279,7 @@ def test_a_registered_name_that_breaks_is_a_load_error(entry_point, file, monkey
 
 def test_a_library_missing_behind_a_factory_is_unavailable(entry_point, file, monkeypatch):
     text = """
-        from attncheck.backends.torch_sdpa import SDPABackend
+        from attncheck.backends.candidates.torch_sdpa import SDPABackend
 
         class Lazy(SDPABackend):
             @staticmethod
@@ -296,7 +296,7 @@ def test_a_library_missing_behind_a_factory_is_unavailable(entry_point, file, mo
 
 def test_a_registered_name_may_take_an_argument(entry_point, file, monkeypatch):
     text = """
-        from attncheck.backends.torch_sdpa import SDPABackend
+        from attncheck.backends.candidates.torch_sdpa import SDPABackend
 
         class Family:
             @classmethod
@@ -332,7 +332,7 @@ def test_an_object_from_a_file_is_named_by_the_file(file):
 
 def test_objects_from_python():
     loaded = load_object(SDPABackend)
-    assert (loaded.name, loaded.ref) == ("SDPABackend", "attncheck.backends.torch_sdpa:SDPABackend")
+    assert (loaded.name, loaded.ref) == ("SDPABackend", "attncheck.backends.candidates.torch_sdpa:SDPABackend")
     assert load(loaded.ref).backend is SDPABackend
 
     def mine(query, key_cache, value_cache, metadata, params, out):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attncheck.backends import uniform
+from attncheck.backends.candidates.torch_sdpa import UNIFORM_ROWS, SDPABackend, SDPABuilder
 from attncheck.backends.contract import AttentionCGSupport
 from attncheck.backends.paged_metadata import PagedMetadata
-from attncheck.backends.torch_sdpa import UNIFORM_ROWS, SDPABackend, SDPABuilder
 from attncheck.backends.uniform import uniform_pieces, uniform_query_len, write_slots
 from attncheck.reference import AttentionParams
 from attncheck.reference.spec import LayerSpec

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.backends.fp8 import encode
-from attncheck.backends.packings import FP8_DTYPES
-from attncheck.backends.torch_sdpa import SDPABackend, SDPABuilder
+from attncheck.backends.caches.fp8 import encode
+from attncheck.backends.caches.packings import FP8_DTYPES
+from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
 from attncheck.reference import kv_cache_views, layer_params, paged_attention
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder, SDPAImpl
 from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from attncheck.backends.registry import builtin_names, load
-from attncheck.backends.torch_sdpa import SDPABackend, SDPABuilder, SDPAImpl
 from attncheck.backends.verification import contract_problems
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.cases.loader import load_suite
-from attncheck.cases.variants import split_variant, with_defaults
+from attncheck.cases.overrides import split_variant, with_defaults
 from attncheck.errors import CaseFileError, SelectionError, UnknownNameError
 
 SUITE = """\

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import attncheck
-from attncheck.backends.reference_backend import ReferenceBackend
+from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.errors import BackendLoadError, CaseFileError, QuestionError, SelectionError, UnknownNameError
-from attncheck.harness.engine import Examiner
-from attncheck.reference.metadata import CommonAttentionMetadata
-from attncheck.reference.params import AttentionParams
-from attncheck.reports.records import Errored, Failed, Passed, Unsupported, timing_of
+from attncheck.harness.run.evaluation import Examiner
+from attncheck.reference.attention.params import AttentionParams
+from attncheck.reference.utilities.metadata import CommonAttentionMetadata
+from attncheck.reports.run_file.records import Errored, Failed, Passed, Unsupported, timing_of
 
 SUITE = """\
 suite: small

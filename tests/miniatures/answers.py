@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from attncheck.backends.reference_backend import ReferenceBackend, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.reference import paged_attention, varlen_attention, visible
 
 

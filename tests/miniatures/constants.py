@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from attncheck.backends.reference_backend import ReferenceBackend, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 
 
 class Miniature(ReferenceBackend):

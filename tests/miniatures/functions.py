@@ -7,7 +7,7 @@ The base class is right, and works in float32 as kernels do. Each class below it
 import torch
 from torch.nn.functional import conv1d, pad, silu
 
-from attncheck.backends.reference_backend import ReferenceBackend
+from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.reference import reshape_and_cache, swap_blocks
 
 

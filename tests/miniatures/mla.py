@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import torch
 
-from attncheck.backends.reference_mla import ReferenceMLABackend, ReferenceMLAImpl
-from attncheck.backends.torch_mla import TorchMLABackend, TorchMLAImpl
+from attncheck.backends.candidates.reference_mla import ReferenceMLABackend, ReferenceMLAImpl
+from attncheck.backends.candidates.torch_mla import TorchMLABackend, TorchMLAImpl
 
 
 class Miniature(ReferenceMLABackend):

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.reference import merge_attn_states, paged_attention, visible
 
 ENDLESS = 2**62

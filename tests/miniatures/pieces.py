@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import torch
 
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.contract import Conventions
-from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 
 
 class Miniature(ReferenceBackend):

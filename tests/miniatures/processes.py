@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attncheck.backends.reference_backend import ReferenceBackend, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 
 LIBC = ctypes.CDLL(None)
 

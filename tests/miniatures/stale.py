@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 
 
 class Miniature(ReferenceBackend):

@@ -9,7 +9,7 @@ import pytest
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
-from attncheck.harness.engine import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, Plan
 
 FILE = Path(__file__).resolve().parent / "functions.py"
 

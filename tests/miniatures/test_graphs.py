@@ -11,8 +11,8 @@ import pytest
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
-from attncheck.harness.engine import Examiner, Plan
-from attncheck.harness.graphs.examination import OVER_NUMBERS
+from attncheck.harness.checks.cudagraph.measurement import OVER_NUMBERS
+from attncheck.harness.run.evaluation import Examiner, Plan
 
 HERE = Path(__file__).resolve().parent
 NEVER, SINGLE, UNIFORM, ALWAYS = "NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"

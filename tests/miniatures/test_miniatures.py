@@ -12,7 +12,7 @@ import pytest
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite, suite_names
-from attncheck.harness.engine import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, Plan
 from attncheck.reference.spec import DEFAULT_CHECKS
 
 HERE = Path(__file__).resolve().parent

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks import timing
-from attncheck.harness.clock import EventClock
-from attncheck.harness.engine import Examiner, Plan
-from attncheck.harness.timing import measurement
-from attncheck.harness.timing.device_api import DeviceApi
-from attncheck.harness.timing.settings import TimingSettings
-from attncheck.reports.timings import Ceilings
+from attncheck.harness.checks.timing import check as timing
+from attncheck.harness.checks.timing import measurement
+from attncheck.harness.checks.timing.clock import EventClock
+from attncheck.harness.checks.timing.device_api import DeviceApi
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.reports.run_file.timings import Ceilings
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = TimingSettings(limit_s=60, min_samples=5, max_samples=6)

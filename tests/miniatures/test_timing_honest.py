@@ -5,16 +5,16 @@ from functools import cache
 import pytest
 import torch
 
+from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.kernel import kernel_backend
-from attncheck.backends.reference_backend import ReferenceBackend
 from attncheck.backends.registry import load, load_object
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks import timing
-from attncheck.harness.engine import Examiner, Plan
-from attncheck.harness.timing import measurement
-from attncheck.harness.timing.settings import TimingSettings
+from attncheck.harness.checks.timing import check as timing
+from attncheck.harness.checks.timing import measurement
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.evaluation import Examiner, Plan
 from attncheck.reference import paged_attention
-from attncheck.reports.timings import Ceilings
+from attncheck.reports.run_file.timings import Ceilings
 
 SETTINGS = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
 

@@ -8,7 +8,7 @@ import sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.backends.reference_backend import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 
 HONEST_CALLS = 3
 

@@ -5,7 +5,7 @@ Each class is the reference backend but for its own lines. ``test_miniatures.py`
 
 import torch
 
-from attncheck.backends.reference_backend import ReferenceBackend, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 
 
 class Miniature(ReferenceBackend):

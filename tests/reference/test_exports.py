@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from attncheck import reference
-from attncheck.reference import kv_cache_layout, ubatch
+from attncheck.reference.utilities import kv_cache_layout, ubatch
 
 
 def test_every_name_is_there_and_listed():

@@ -7,16 +7,9 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports import markdown
-from attncheck.reports.records import (
-    BackendInfo,
-    Environment,
-    Record,
-    RunHeader,
-    SuiteInfo,
-    parse_line,
-)
-from attncheck.reports.store import RunWriter, read_run
+from attncheck.reports.markdown import run as markdown
+from attncheck.reports.run_file.records import BackendInfo, Environment, Record, RunHeader, SuiteInfo, parse_line
+from attncheck.reports.run_file.store import RunWriter, read_run
 
 ENVIRONMENT = Environment(
     attncheck="0.1.0",

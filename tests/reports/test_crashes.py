@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.reports import markdown, terminal
-from attncheck.reports.crashes import died_at, last_words
-from attncheck.reports.records import Record, RunHeader
-from attncheck.reports.store import read_run
+from attncheck.reports.analysis.crashes import died_at, last_words
+from attncheck.reports.markdown import run as markdown
+from attncheck.reports.run_file.records import Record, RunHeader
+from attncheck.reports.run_file.store import read_run
+from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.graph_agreement import compare, render, tally
-from attncheck.reports.records import Record
+from attncheck.reports.markdown.graph_agreement import compare, render, tally
+from attncheck.reports.run_file.records import Record
 
 Make = Callable[..., Record]
 

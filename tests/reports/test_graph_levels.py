@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports import phrases, terminal
-from attncheck.reports.graph_levels import level_rows
-from attncheck.reports.records import GraphProbe, Record, RunHeader
-from attncheck.reports.store import RunWriter, read_run
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.graph_levels import level_rows
+from attncheck.reports.run_file.records import GraphProbe, Record, RunHeader
+from attncheck.reports.run_file.store import RunWriter, read_run
+from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]
 

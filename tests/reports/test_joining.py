@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from attncheck.errors import RunFileError
-from attncheck.reports.joining import join_runs
-from attncheck.reports.records import BackendInfo, Record, RunHeader
-from attncheck.reports.store import Run, RunWriter, read_run
+from attncheck.reports.run_file.joining import join_runs
+from attncheck.reports.run_file.records import BackendInfo, Record, RunHeader
+from attncheck.reports.run_file.store import Run, RunWriter, read_run
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports import terminal
-from attncheck.reports.graph_levels import level_rows, unmeasured_cases
-from attncheck.reports.records import BUDGET_SHARE, Record, RunHeader
+from attncheck.reports.analysis.graph_levels import level_rows, unmeasured_cases
+from attncheck.reports.run_file.records import BUDGET_SHARE, Record, RunHeader
+from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]
 AsMarkdown = Callable[..., str]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncheck.reports.reasons import joined, listed, shortened, without_first_figure
+from attncheck.reports.analysis.reasons import joined, listed, shortened, without_first_figure
 
 SHAPE = "data-dependent shape: x[...] (aten.index)"
 

@@ -6,7 +6,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from attncheck.reports.records import (
+from attncheck.reports.run_file.records import (
     OUTCOMES,
     BackendInfo,
     Crashed,

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports import markdown, terminal
-from attncheck.reports.records import BUDGET_SHARE, Record, RunHeader
-from attncheck.reports.store import read_run
+from attncheck.reports.markdown import run as markdown
+from attncheck.reports.run_file.records import BUDGET_SHARE, Record, RunHeader
+from attncheck.reports.run_file.store import read_run
+from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]
 Write = Callable[..., Path]
@@ -214,7 +215,7 @@ def test_messages_cannot_become_markup(write: Write, make: Make) -> None:
 
 def test_reports_need_no_torch() -> None:
     code = (
-        "import sys, attncheck.reports.terminal, attncheck.reports.markdown; "
+        "import sys, attncheck.reports.terminal.run, attncheck.reports.markdown.run; "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

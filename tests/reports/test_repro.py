@@ -4,8 +4,8 @@ import shlex
 import subprocess
 from collections.abc import Callable
 
-from attncheck.reports.records import Record, RunHeader
-from attncheck.reports.repro import repro_command
+from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.run_file.records import Record, RunHeader
 
 Make = Callable[..., Record]
 

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable
 
-from attncheck.reports.records import BUDGET_SHARE, OUTCOMES, Record
-from attncheck.reports.summary import summarise, tally
+from attncheck.reports.analysis.summary import summarise, tally
+from attncheck.reports.run_file.records import BUDGET_SHARE, OUTCOMES, Record
 
 Make = Callable[..., Record]
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.markdown_support import support
-from attncheck.reports.records import BackendInfo, Record
-from attncheck.reports.store import Run
-from attncheck.reports.support import ANSWERED, REFUSED, UNCLEAR, SupportRow, support_rows
+from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR, SupportRow, support_rows
+from attncheck.reports.markdown.support import support
+from attncheck.reports.run_file.records import BackendInfo, Record
+from attncheck.reports.run_file.store import Run
 
 
 @pytest.fixture

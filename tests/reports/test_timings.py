@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from attncheck.reports.timings import Ceilings, Latency
+from attncheck.reports.run_file.timings import Ceilings, Latency
 
 LATENCY = {
     "part": "forward",

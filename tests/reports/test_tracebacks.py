@@ -2,7 +2,7 @@
 
 import pytest
 
-from attncheck.reports.tracebacks import raised_at
+from attncheck.reports.analysis.tracebacks import raised_at
 
 MINE = "/home/me/mine.py"
 HARNESS = "/src/attncheck/harness/graphs/watch.py"

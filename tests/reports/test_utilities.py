@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from attncheck.reports import phrases, terminal
-from attncheck.reports.records import BackendInfo, Passed, Record, RunHeader, SuiteInfo
-from attncheck.reports.repro import repro_command
-from attncheck.reports.summary import summarise
-from attncheck.reports.utilities import function_rows, known_departures, provider_title
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.summary import summarise
+from attncheck.reports.analysis.utilities import function_rows, known_departures, provider_title
+from attncheck.reports.run_file.records import BackendInfo, Passed, Record, RunHeader, SuiteInfo
+from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]
 

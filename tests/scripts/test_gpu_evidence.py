@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.reports.records import (
+from attncheck.reports.run_file.records import (
     BackendInfo,
     Environment,
     Failed,
@@ -19,7 +19,7 @@ from attncheck.reports.records import (
     RunHeader,
     SuiteInfo,
 )
-from attncheck.reports.store import RunWriter, read_run
+from attncheck.reports.run_file.store import RunWriter, read_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = Environment(

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from attncheck.cases.loader import load_suite, suite_names
-from attncheck.harness.environment import collect_environment
-from attncheck.harness.introduction import Introduction
-from attncheck.reports.records import BackendInfo, Passed, RunHeader, SuiteInfo
-from attncheck.reports.store import RunWriter, read_run
+from attncheck.harness.run.environment import collect_environment
+from attncheck.harness.run.introduction import Introduction
+from attncheck.reports.run_file.records import BackendInfo, Passed, RunHeader, SuiteInfo
+from attncheck.reports.run_file.store import RunWriter, read_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from attncheck.backends import registry
+from attncheck.backends.candidates.vllm import package
+from attncheck.backends.candidates.vllm.cache import their_spec
+from attncheck.backends.candidates.vllm.config import plain_config, their_config
 from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
 from attncheck.backends.current_config import set_current_vllm_config
-from attncheck.backends.vllm import package
-from attncheck.backends.vllm.cache import their_spec
-from attncheck.backends.vllm.config import plain_config, their_config
-from attncheck.reference.metadata import CommonAttentionMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 

@@ -5,10 +5,10 @@ import torch
 
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
-from attncheck.harness.engine import Examiner, Plan
-from attncheck.harness.graphs.emulation import EmulatedRecorder
-from attncheck.harness.graphs.examination import OVER_NUMBERS
-from attncheck.harness.graphs.operators import passes_unseen
+from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder
+from attncheck.harness.checks.cudagraph.emulation.operators import passes_unseen
+from attncheck.harness.checks.cudagraph.measurement import OVER_NUMBERS
+from attncheck.harness.run.evaluation import Examiner, Plan
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]

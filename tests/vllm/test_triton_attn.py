@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.backends.vllm import package
-from attncheck.backends.vllm.interpreted import launches_triton
-from attncheck.reports.store import read_run
+from attncheck.backends.candidates.vllm import package
+from attncheck.backends.candidates.vllm.interpreted import launches_triton
+from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 

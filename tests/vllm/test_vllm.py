@@ -15,7 +15,7 @@ from attncheck.harness.providers.generated import drawn_batches
 from attncheck.harness.providers.provider import load_provider
 from attncheck.harness.providers.questions import Setting
 from attncheck.harness.providers.vllm_departures import DEPARTURES
-from attncheck.reports.store import read_run
+from attncheck.reports.run_file.store import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 

@@ -14,8 +14,8 @@ import typer.main
 from packaging.requirements import Requirement
 
 from attncheck.backends.registry import BUILTIN
-from attncheck.harness.cli import app
-from attncheck.harness.selection import select_cases
+from attncheck.harness.cli.app import app
+from attncheck.harness.run.selection import select_cases
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CPU, GPU = FILES = "attncheck-cpu.yml", "attncheck-gpu.yml"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.reports.records import Record, Unsupported
-from attncheck.reports.store import RunWriter, read_run
+from attncheck.reports.run_file.records import Record, Unsupported
+from attncheck.reports.run_file.store import RunWriter, read_run
 
 pytestmark = pytest.mark.xdist_group("workflows")
 

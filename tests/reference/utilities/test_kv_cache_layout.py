@@ -4,7 +4,8 @@ import pytest
 
 from attncheck import reference
 from attncheck.errors import ReferenceArgumentError
-from attncheck.reference import get_kv_cache_layout, is_valid_kv_cache_layout, kv_cache_layout, set_kv_cache_layout
+from attncheck.reference import get_kv_cache_layout, is_valid_kv_cache_layout, set_kv_cache_layout
+from attncheck.reference.utilities import kv_cache_layout
 
 
 @pytest.fixture(autouse=True)

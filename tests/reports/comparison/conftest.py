@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.comparison import RunComparison, compare_runs
-from attncheck.reports.records import BackendInfo, Record, RunHeader
+from attncheck.reports.comparison.compare import RunComparison, compare_runs
+from attncheck.reports.run_file.records import BackendInfo, Record, RunHeader
+from attncheck.reports.run_file.store import Run, RunWriter, read_run
+from attncheck.reports.run_file.timings import Latency, Timing
 from attncheck.reports.speeds.speed import Speed
-from attncheck.reports.store import Run, RunWriter, read_run
-from attncheck.reports.timings import Latency, Timing
 
 BACKENDS = ("reference", "Wrong", "fast")
 

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from attncheck.reports.records import Record
-from attncheck.reports.store import Run
+from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.store import Run
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "compare_power.py"
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from attncheck.errors import QuestionError, UnknownNameError
-from attncheck.reports.comparison import RunComparison, Terms, compare_runs
+from attncheck.reports.comparison.compare import RunComparison, Terms, compare_runs
 from attncheck.reports.comparison.thresholds import parse_thresholds
-from attncheck.reports.records import Record
-from attncheck.reports.store import Run
+from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.store import Run
 
 Compare = Callable[..., RunComparison]
 Make = Callable[..., Record]

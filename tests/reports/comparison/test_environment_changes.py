@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.comparison import compare_runs
+from attncheck.reports.comparison.compare import compare_runs
 from attncheck.reports.comparison.environment_changes import another_device
-from attncheck.reports.records import BackendInfo, Environment, Record
-from attncheck.reports.store import Run
+from attncheck.reports.run_file.records import BackendInfo, Environment, Record
+from attncheck.reports.run_file.store import Run
 
 RunOf = Callable[..., Run]
 Timed = Callable[..., list[Record]]

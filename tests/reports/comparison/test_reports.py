@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.comparison import RunComparison, Terms, github, terminal
-from attncheck.reports.comparison import markdown as md
+from attncheck.reports.comparison.compare import RunComparison, Terms
 from attncheck.reports.comparison.summary import change_text, closing, grouped_outcomes, power_of, unclear, with_verdict
 from attncheck.reports.comparison.thresholds import parse_thresholds
-from attncheck.reports.records import Record
+from attncheck.reports.github import comparison as github
+from attncheck.reports.markdown import comparison as md
+from attncheck.reports.run_file.records import Record
+from attncheck.reports.terminal import comparison as terminal
 
 Compare = Callable[..., RunComparison]
 Make = Callable[..., Record]

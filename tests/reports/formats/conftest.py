@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.records import Record, RunHeader
+from attncheck.reports.run_file.records import Record, RunHeader
 from attncheck.reports.speeds.speed import Speed, speeds
 
 

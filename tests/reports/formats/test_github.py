@@ -6,9 +6,12 @@ from urllib.parse import unquote
 
 import pytest
 
-from attncheck.reports import github, markdown, phrases, terminal
-from attncheck.reports.records import Record, RunFooter, RunHeader
-from attncheck.reports.store import Run
+from attncheck.reports.analysis import phrases
+from attncheck.reports.github import run as github
+from attncheck.reports.markdown import run as markdown
+from attncheck.reports.run_file.records import Record, RunFooter, RunHeader
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]
 

@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from attncheck.reports import markdown, phrases, terminal
-from attncheck.reports.records import BUDGET_SHARE, Record, RunHeader
-from attncheck.reports.rounds import questions
-from attncheck.reports.store import Run
-from attncheck.reports.summary import summarise
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.rounds import questions
+from attncheck.reports.analysis.summary import summarise
+from attncheck.reports.markdown import run as markdown
+from attncheck.reports.run_file.records import BUDGET_SHARE, Record, RunHeader
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]
 

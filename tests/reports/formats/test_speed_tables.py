@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
-from attncheck.reports import markdown, terminal
-from attncheck.reports.records import Record, RunHeader
+from attncheck.reports.markdown import run as markdown
+from attncheck.reports.run_file.records import Record, RunHeader
+from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import legend, speed_notes
 from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.speeds.summary import summary_tables
 from attncheck.reports.speeds.tables import fastest, rate_unit, share_text, speed_tables, time_unit
-from attncheck.reports.store import Run
+from attncheck.reports.terminal import run as terminal
 
 Build = Callable[..., Record]
 Rounds = Callable[..., list[Record]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from attncheck.reports.html import render_runs
-from attncheck.reports.records import (
+from attncheck.reports.run_file.records import (
     BackendInfo,
     Crashed,
     Environment,
@@ -26,8 +26,8 @@ from attncheck.reports.records import (
     Unsupported,
     XFailed,
 )
-from attncheck.reports.store import Run, count_outcomes
-from attncheck.reports.timings import Ceilings, DeviceState, Kernel, Latency, Part, Timing
+from attncheck.reports.run_file.store import Run, count_outcomes
+from attncheck.reports.run_file.timings import Ceilings, DeviceState, Kernel, Latency, Part, Timing
 
 ENVIRONMENT = Environment(
     attncheck="0.1.0",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attncheck.reports.html import render_runs
-from attncheck.reports.records import Failed, Unsupported
+from attncheck.reports.run_file.records import Failed, Unsupported
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.html.catalogue import catalogue
-from attncheck.reports.records import Crashed, Errored, Failed, Unsupported, XFailed, XPassed
-from attncheck.reports.repro import repro_command
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Unsupported, XFailed, XPassed
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from attncheck.reports.html.curves import panels
 from attncheck.reports.html.drawing import BAD, SERIES, chart, plot_area, styles
 from attncheck.reports.html.speed_charts import build_chart, length_chart, roofline_charts
 from attncheck.reports.html.units import measured_time, time
-from attncheck.reports.records import Failed
+from attncheck.reports.run_file.records import Failed
 from attncheck.reports.speeds.speed import speeds
 
 RED = "var(--bad)"

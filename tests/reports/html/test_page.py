@@ -11,7 +11,7 @@ import pytest
 
 from attncheck.errors import MissingExtraError
 from attncheck.reports.html import page, render_runs
-from attncheck.reports.records import Failed, Unavailable, Unsupported
+from attncheck.reports.run_file.records import Failed, Unavailable, Unsupported
 
 LENGTHS = (512, 1024, 2048, 4096)
 

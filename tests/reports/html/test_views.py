@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from attncheck.reports.analysis.summary import summarise
+from attncheck.reports.analysis.support import SupportRow
 from attncheck.reports.html.failures import expected, failures
 from attncheck.reports.html.speed_view import speed_view
 from attncheck.reports.html.support_view import matrix
-from attncheck.reports.records import Crashed, Errored, Failed, Passed, XFailed
-from attncheck.reports.summary import summarise
-from attncheck.reports.support import SupportRow
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, XFailed
 
 
 def test_a_cell_says_in_words_and_tone_what_was_found() -> None:

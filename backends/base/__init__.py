@@ -1,0 +1,1 @@
+"""What attncheck's own candidates share."""

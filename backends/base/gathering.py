@@ -1,0 +1,121 @@
+"""Pages for candidates that attend over plain tensors: writing new rows, and gathering the keys a request's rows see.
+
+Only slots that a request owns, and only keys that some row of the request can see, are ever read: what other slots hold
+(NaN after a free, a stale tail, a block that a window has given back) cannot matter. Plain torch, and on purpose not
+the reference's code, which these candidates are compared with. Must not know: scores, masks, backends.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.caches.fp8 import decode, encode
+from attncheck.backends.impl import AttentionLayer
+from attncheck.backends.paged_metadata import PagedMetadata
+from attncheck.reference.attention.params import AttentionParams
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One request of a step, unpaged: its rows, and the keys at positions ``first_key`` and following.
+
+    rows: where the request's rows lie in query and output. first_position: the position of the first row; negative
+    where the request has more rows than keys. key, value: ``[n, num_kv_heads, head size]``, n may be 0. tree: bool
+    ``[rows, rows]``, which of the last keys each row may see; None: no tree.
+    """
+
+    rows: slice
+    first_position: int
+    first_key: int
+    key: Tensor
+    value: Tensor
+    tree: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the request; at least 1."""
+        return int(self.rows.stop - self.rows.start)
+
+    def query_positions(self) -> Tensor:
+        """``[rows]`` int64, on the keys' device."""
+        return torch.arange(self.first_position, self.first_position + self.num_rows, device=self.key.device)
+
+    def key_positions(self) -> Tensor:
+        """``[n]`` int64, on the keys' device."""
+        return torch.arange(self.first_key, self.first_key + len(self.key), device=self.key.device)
+
+
+def write_pages(
+    layer: AttentionLayer, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Row ``t`` of key and value to slot ``slot_mapping[t]``; negative slots are skipped, and so are longer rows.
+
+    The caches are logical views ``[blocks, block size, num_kv_heads, head size]`` of any strides; only float8 ones hold
+    codes, which the layer's scales make.
+    """
+    rows = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[rows]
+    for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
+        block, offset = slots // cache.shape[1], slots % cache.shape[1]
+        if cache.itemsize == 1:
+            cache.view(torch.uint8)[block, offset] = encode(new[rows], scale, cache.dtype).view(torch.uint8)
+        else:
+            cache[block, offset] = new[rows].to(cache.dtype)
+
+
+def pieces(
+    params: AttentionParams,
+    metadata: PagedMetadata,
+    layer: AttentionLayer,
+    key: Tensor | None,
+    value: Tensor | None,
+    caches: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
+) -> Iterator[Piece]:
+    """Every request that has rows. Keys come from ``caches`` through the block table, else from ``key``, ``value``.
+
+    What the caches hold is handed over in ``dtype``.
+    """
+    scales = layer._k_scale, layer._v_scale
+    for request, start, end, seq_len in metadata.requests():
+        first_position = seq_len - (end - start)
+        lo, hi = key_range(params, first_position, seq_len)
+        if caches is not None:
+            row = metadata.common.block_table_tensor[request]
+            found_key, found_value = (
+                stored_values(gather_tokens(cache, row, lo, hi), scale, dtype)
+                for cache, scale in zip(caches, scales, strict=True)
+            )
+        elif key is not None and value is not None:
+            found_key, found_value = key[start + lo : start + hi], value[start + lo : start + hi]
+        else:
+            raise RuntimeError("neither a cache nor keys and values to attend to")
+        tree = metadata.tree if metadata.tree is not None and len(metadata.tree) == end - start else None
+        yield Piece(slice(start, end), first_position, lo, found_key, found_value, tree)
+
+
+def stored_values(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a cache holds, in ``dtype``. Scales belong to codes; other caches hold the numbers themselves."""
+    return decode(stored, scale, dtype) if stored.itemsize == 1 else stored.to(dtype)
+
+
+def key_range(params: AttentionParams, first_position: int, seq_len: int) -> tuple[int, int]:
+    """The positions ``lo <= j < hi`` that hold every key some row sees; rows end at position ``seq_len - 1``.
+
+    >>> key_range(AttentionParams(1, 1, 8, window=(3, 0)), first_position=7, seq_len=9)
+    (4, 9)
+    """
+    left, _ = params.window
+    lo = max(0, first_position - left) if left >= 0 else 0
+    if params.attn_chunk_size is not None:
+        lo = max(lo, first_position // params.attn_chunk_size * params.attn_chunk_size)
+    return min(lo, seq_len), seq_len
+
+
+def gather_tokens(cache: Tensor, table_row: Tensor, lo: int, hi: int) -> Tensor:
+    """What a request's positions ``lo <= j < hi`` hold: ``[hi - lo, ...]`` of a cache ``[blocks, size, ...]``."""
+    positions = torch.arange(lo, hi, device=cache.device)
+    blocks = table_row[positions // cache.shape[1]].to(device=cache.device, dtype=torch.int64)
+    return cache[blocks, positions % cache.shape[1]]

@@ -1,0 +1,1 @@
+"""KV caches: how keys and values are packed, written and read from outside."""

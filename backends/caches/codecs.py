@@ -1,0 +1,135 @@
+"""Writing and reading a backend's KV cache from outside, in plain torch.
+
+A cache is filled and read only through a codec, so that the harness never guesses where a key lies. Codecs are proved
+(what is written is read back, distinct slots touch distinct bytes) before they are trusted. Must not know: the step,
+the metadata, which backend computes what.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.caches.packings import FP8_DTYPES, Packing, detect_packing
+from attncheck.backends.declarations import DTYPES, has_cache
+from attncheck.reference.attention.cache import kv_cache_views
+from attncheck.reference.attention.quant import dequantize_fp8, quantize_fp8
+from attncheck.reference.spec import CacheSpec, LayerSpec
+
+if TYPE_CHECKING:
+    from attncheck.backends.contract import AttentionBackend
+
+Scale = float | tuple[float, ...]
+
+
+class KVCacheCodec(Protocol):
+    """Interprets one layer's cache, which is the logical view that ``forward`` gets."""
+
+    def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Stores ``key[i]`` and ``value[i]`` at slot ``slots[i]``, and changes nothing else.
+
+        slots: int64 ``[n]``, distinct, none negative. key, value: ``[n, num_kv_heads, head size]`` in the activation
+        dtype; a latent cache takes ``kv_c_normed`` ``[n, kv_lora_rank]`` and ``k_pe`` ``[n, qk_rope_head_dim]``.
+        """
+
+    def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What stands at ``slots``, as new tensors in the shapes and dtype that ``write`` takes."""
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How numbers stand in a cache: as they are, or as FP8 codes, which are ``round(x / scale)``.
+
+    dtype: the activation dtype. code_dtype: the float8 dtype of an FP8 cache, else None; only codes are scaled.
+    k_scale, v_scale: a number, or one a KV head.
+    """
+
+    dtype: torch.dtype
+    code_dtype: torch.dtype | None = None
+    k_scale: Scale = 1.0
+    v_scale: Scale = 1.0
+
+    def encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows as the cache holds them: codes as uint8; without codes as they are, still to be rounded to its dtype."""
+        return self._encode(key, self.k_scale), self._encode(value, self.v_scale)
+
+    def decode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What stands in the cache as rows in the activation dtype."""
+        return self._decode(key, self.k_scale), self._decode(value, self.v_scale)
+
+    def _encode(self, x: Tensor, scale: Scale) -> Tensor:
+        if self.code_dtype is None:
+            return x
+        return quantize_fp8(x, _per_head(scale, x.device), self.code_dtype).view(torch.uint8)
+
+    def _decode(self, stored: Tensor, scale: Scale) -> Tensor:
+        if self.code_dtype is None:
+            return stored.to(self.dtype)
+        codes = stored.view(self.code_dtype)
+        return dequantize_fp8(codes, _per_head(scale, stored.device)).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class PackedCodec:
+    """A codec for the packings of :mod:`~attncheck.backends.caches.packings`; any layout, by the cache's strides."""
+
+    packing: Packing
+    head_size: int
+    """Of a latent cache: the width of its latent part."""
+    coding: Coding
+
+    def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """See :class:`KVCacheCodec`."""
+        for view, new in zip(self._views(kv_cache), self.coding.encode(key, value), strict=True):
+            block_size = view.shape[1]
+            view[slots // block_size, slots % block_size] = new.to(view.dtype)
+
+    def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`KVCacheCodec`."""
+        key, value = (view[slots // view.shape[1], slots % view.shape[1]] for view in self._views(kv_cache))
+        return self.coding.decode(key, value)
+
+    def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        if self.packing == "latent":
+            return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
+        return kv_cache_views(kv_cache, self.packing, self.head_size)
+
+
+def coding_of(layer: LayerSpec, cache: CacheSpec) -> Coding:
+    """How a layer's cache holds numbers."""
+    return Coding(
+        dtype=DTYPES[layer.dtype],
+        code_dtype=FP8_DTYPES.get(cache.kv_cache_dtype),
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale if layer.mla is None else cache.k_scale,  # one scale for the whole latent row
+    )
+
+
+def default_codec(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec) -> PackedCodec | None:
+    """A codec for a backend whose packing can be recognised; None for others, and for a value head size of its own."""
+    if layer.value_head_size != layer.head_size:
+        return None
+    return packed_codec(backend, layer, cache)
+
+
+def packed_codec(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec) -> PackedCodec | None:
+    """The same, taking a ``content`` packing with values of another size than keys to be ``[key | value]``.
+
+    For backends that know it is. None also for layers without a cache.
+    """
+    if not has_cache(layer):
+        return None
+    packing = detect_packing(backend, layer, cache)
+    if packing is None:
+        return None
+    head_size = layer.head_size if layer.mla is None else layer.mla.kv_lora_rank
+    return PackedCodec(packing, head_size, coding_of(layer, cache))
+
+
+def _per_head(scale: Scale, device: torch.device) -> Tensor:
+    """A scale that broadcasts over ``[n, num_kv_heads, head size]``."""
+    if isinstance(scale, tuple):
+        return torch.tensor(scale, dtype=torch.float32, device=device)[:, None]
+    # As the backend is told it: a float32 number.
+    return torch.tensor(scale, dtype=torch.float32, device=device)

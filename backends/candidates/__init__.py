@@ -1,0 +1,1 @@
+"""The candidates that attncheck brings along, one module or folder each."""

@@ -1,0 +1,145 @@
+"""Dao-AILab's FlashAttention-2 (``flash-attn``) as a candidate over pages of a multiple of 256 tokens.
+
+Two of its functions are called: ``flash_attn_with_kvcache`` for steps of few and equally many rows a request, which may
+split the keys of a request, and ``flash_attn_varlen_func`` for all others, encoders too. Not run on a GPU yet. Must not
+know: cases, the reference's code.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.candidates.flash_attn import library, limits
+from attncheck.backends.candidates.flash_attn.layer import FlashBackend, FlashImpl, longest_query
+from attncheck.backends.candidates.flash_attn.metadata import PackedBuilder, PackedMetadata
+from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions, MultipleOf
+from attncheck.backends.uniform import uniform_query_len
+
+UNIFORM_ROWS = 16
+"""Rows a request up to which a step counts as decoding, or verifying drafts."""
+
+
+class FlashAttnBackend(FlashBackend):
+    """Any head size up to 256 that is a multiple of 8, both layouts, window and soft cap in any combination.
+
+    ALiBi's bias is ``slope * j`` under the causal mask, where it shifts the log-sum-exp and nothing else, and
+    ``-slope * |i - j|`` under any other. That is right beside a causal window, but with a log-sum-exp measured from
+    another place, and differs from the contract's where a row sees later keys: neither is offered.
+    """
+
+    features = frozenset(
+        {"sliding_window", "logits_soft_cap", "alibi", "non_causal", "lse", "kv_sharing", "short_keys"}
+    )
+    conventions = Conventions(alibi_reference="zero", padded_rows="finite")
+    supported_attn_types = tuple(AttentionType)
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type["FlashAttnImpl"]:
+        return FlashAttnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["FlashAttnBuilder"]:
+        return FlashAttnBuilder
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
+        return [limits.PAGE_SIZES]
+
+    @classmethod
+    def unavailable_reasons(cls, device: str) -> list[str]:
+        reasons = [*super().unavailable_reasons(device), *library.missing_reasons()]
+        return reasons or library.import_reasons()
+
+    @classmethod
+    def score_reasons(cls, scale: float, *, has_alibi: bool, has_window: bool) -> list[str]:
+        reasons = super().score_reasons(scale, has_alibi=has_alibi, has_window=has_window)
+        if has_alibi and has_window:
+            reasons.append("ALiBi beside a sliding window: the log-sum-exp is then measured from another place")
+        return reasons
+
+    @classmethod
+    def version(cls) -> str:
+        found = library.version()
+        return ", ".join([super().version(), *([f"flash-attn {found}"] if found else [])])
+
+
+class FlashAttnBuilder(PackedBuilder):
+    """Makes steps."""
+
+    backend = FlashAttnBackend
+
+
+class FlashAttnImpl(FlashImpl):
+    """One layer."""
+
+    backend = FlashAttnBackend
+
+    def answer(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PackedMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        query_len = uniform_query_len(metadata, UNIFORM_ROWS)
+        # A graph for requests of any lengths may be captured with equal ones, but not with an equal bound of them.
+        if caches is None or query_len is None or query_len != metadata.common.max_query_len:
+            return self._packed(query, key, value, caches, metadata)
+        return self._uniform(query.unflatten(0, (-1, query_len)), *caches, metadata)
+
+    def _uniform(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: PackedMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """``query``: ``[requests, rows, heads, size]``. Padding, which has no keys, gets 0."""
+        common, num_reqs = metadata.common, len(query)
+        out, lse = library.functions().flash_attn_with_kvcache(
+            query,
+            key_cache,
+            value_cache,
+            cache_seqlens=common.seq_lens[:num_reqs],
+            block_table=common.block_table_tensor[:num_reqs],
+            return_softmax_lse=True,
+            **self._scores(metadata, query.device),
+        )
+        return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+
+    def _packed(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PackedMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """Requests of any lengths; without caches, key and value are rows of the same requests."""
+        common, is_paged = metadata.common, caches is not None
+        out, lse, _ = library.functions().flash_attn_varlen_func(
+            query,
+            *((key, value) if caches is None else caches),
+            cu_seqlens_q=common.query_start_loc,
+            cu_seqlens_k=metadata.cu_seq_lens if is_paged else common.query_start_loc,
+            max_seqlen_q=longest_query(metadata),
+            max_seqlen_k=common.max_seq_len if is_paged else longest_query(metadata),
+            return_attn_probs=True,  # without dropout no probabilities are made; the log-sum-exp comes with them
+            block_table=common.block_table_tensor if is_paged else None,
+            **self._scores(metadata, query.device),
+        )
+        return out, lse.t()
+
+    def _scores(self, metadata: PackedMetadata, device: torch.device) -> dict[str, Any]:
+        """What becomes of scores, in the words that both functions have for it."""
+        params = self.params(metadata)
+        return {
+            "softmax_scale": self.scale,
+            "causal": params.causal,
+            "window_size": params.window,
+            "softcap": self.logits_soft_cap or 0.0,
+            "alibi_slopes": self.slopes_on(device),
+        }

@@ -1,0 +1,137 @@
+"""What the candidates over FlashAttention-2's kernels share: declarations, refusals, and where their results go.
+
+A candidate derives from both classes and implements :meth:`FlashImpl.answer`. Must not know: which library is called.
+"""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.base.machine import gpu_reasons
+from attncheck.backends.candidates.flash_attn import limits
+from attncheck.backends.candidates.flash_attn.metadata import PackedMetadata
+from attncheck.backends.contract import AttentionLayer
+from attncheck.backends.paged import PagedBackend, PagedImpl
+from attncheck.backends.paged_metadata import PagedMetadata
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+
+
+class FlashBackend(PagedBackend):
+    """Half precision on NVIDIA's GPUs; pages in any strides whose head dimension is contiguous."""
+
+    supported_devices = ("cuda",)
+
+    @staticmethod
+    def get_metadata_cls() -> type[PackedMetadata]:
+        return PackedMetadata
+
+    @classmethod
+    def get_supported_dtypes(cls) -> list[torch.dtype]:
+        return list(limits.DTYPES)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(limits.HEAD_SIZES)
+
+    @classmethod
+    def unavailable_reasons(cls, device: str) -> list[str]:
+        return [*super().unavailable_reasons(device), *gpu_reasons(device, limits.LOWEST_CAPABILITY)]
+
+    @classmethod
+    def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        has_alibi, has_window = layer.alibi_slopes is not None, layer.sliding_window is not None
+        own = cls.score_reasons(layer.softmax_scale, has_alibi=has_alibi, has_window=has_window)
+        return [*super().unsupported_reasons(layer, cache, batch), *own]
+
+    @classmethod
+    def score_reasons(cls, scale: float, *, has_alibi: bool, has_window: bool) -> list[str]:
+        """Why the kernels cannot answer for such scores, beyond what the declarations say; empty: they can."""
+        return limits.scale_reasons(scale)
+
+
+class FlashImpl(PagedImpl):
+    """One layer. The library brings no writer for slots, so that new keys and values are written by the harness."""
+
+    backend: ClassVar[type[FlashBackend]]
+    metadata_cls = PackedMetadata
+    brings_writer = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reasons = self.backend.score_reasons(
+            self.scale, has_alibi=self.alibi_slopes is not None, has_window=self._window_size is not None
+        )
+        if reasons:
+            raise NotImplementedError(f"{self.backend.get_name()}: {'; '.join(reasons)}")
+
+    def write(
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        raise RuntimeError(f"{self.backend.get_name()} brings no writer")
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        name = self.backend.get_name()
+        if not isinstance(metadata, PackedMetadata):
+            raise TypeError(f"{name}: attn_metadata is a {type(metadata).__qualname__}, not a PackedMetadata")
+        if not metadata.num_rows:
+            return
+        if caches is None and (key is None or value is None):
+            raise ValueError(f"{name}: a layer without a cache needs key and value")
+        rows = query[: metadata.num_rows]
+        out, lse = self.answer(layer, rows, key, value, caches, metadata)
+        store(metadata, out, lse, output, output_lse)
+
+    @abstractmethod
+    def answer(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PackedMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of the step's rows: ``[rows, heads, size]`` and float32 ``[rows, heads]``.
+
+        query: ``[rows, heads, size]``, at least one row. The others are those of ``attend``: there is a cache, or else
+        key and value.
+        """
+
+
+def longest_query(metadata: PagedMetadata) -> int:
+    """The bound of query lengths that a call for packed sequences is given.
+
+    At 1 the kernels may take every request, padding too, to have exactly one row, and lay the rows out anew.
+    """
+    return max(2, metadata.common.max_query_len)
+
+
+def store(metadata: PagedMetadata, out: Tensor, lse: Tensor, output: Tensor, output_lse: Tensor | None) -> None:
+    """The results of a step's rows (``[rows, heads, size]``, ``[rows, heads]``) to where the caller wants them.
+
+    In a captured graph some of the rows may be padding, which a call for packed sequences leaves unwritten: they become
+    0 and -inf. So does, of rows that see nothing, the log-sum-exp, which the kernels put at +inf.
+    """
+    rows = len(out)
+    is_row = torch.arange(rows, device=out.device) < metadata.common.query_start_loc[-1:]
+    torch.where(is_row[:, None, None], out, out.new_zeros(()), out=output[:rows])
+    if output_lse is not None:
+        output_lse[:rows] = lse.masked_fill(~is_row[:, None] | torch.isposinf(lse), -torch.inf)

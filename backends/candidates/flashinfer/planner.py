@@ -1,0 +1,118 @@
+"""Calls the library's ``plan`` for the parts of a step: which of its arguments means what of ours stands here, once.
+
+Index tensors are int32. Offsets and lengths are handed over on the host, where the library works on them, and pages on
+the device. Must not know: which rows belong to which part.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.candidates.flashinfer.metadata import Part, PlannedWrapper
+from attncheck.backends.candidates.flashinfer.pages import pages_of
+from attncheck.backends.candidates.flashinfer.settings import LayerSettings
+from attncheck.backends.candidates.flashinfer.wrappers import Wrappers
+from attncheck.backends.paged_metadata import PagedMetadata
+
+
+class Planner:
+    """Plans for layers of ``settings``, on pages of ``block_size`` tokens."""
+
+    def __init__(self, settings: LayerSettings, wrappers: Wrappers, block_size: int) -> None:
+        self._settings, self._wrappers, self._block_size = settings, wrappers, block_size
+
+    def plan_decodes(self, step: PagedMetadata, num_decodes: int) -> Part:
+        """The first ``num_decodes`` requests, of a row each."""
+        return self._single_rows(self._wrappers.decode(), step, step.seq_lens[:num_decodes])
+
+    def plan_graph(self, step: PagedMetadata, buffers: "GraphBuffers") -> Part:
+        """All requests, of a row each; padding requests are among them, and have no keys."""
+        seq_lens = [s if q else 0 for q, s in zip(step.query_lens, step.seq_lens, strict=True)]
+        return self._single_rows(self._wrappers.graph_decode(*buffers.of(len(seq_lens))), step, seq_lens)
+
+    def plan_prefills(self, step: PagedMetadata, requests: Sequence[int]) -> Part:
+        """``requests``, whose rows lie one behind the other."""
+        planned, own = self._wrappers.prefill(), self._settings
+        pages = pages_of(
+            step.common.block_table_tensor, self._block_size, requests, [step.seq_lens[r] for r in requests]
+        )
+        plan = planned.plan(
+            qo_indptr=_offsets(step, requests),
+            paged_kv_indptr=pages.indptr,
+            paged_kv_indices=pages.indices,
+            paged_kv_last_page_len=pages.last_page_len,
+            head_dim_qk=own.head_size,
+            page_size=self._block_size,
+            causal=step.common.causal,
+            **self._layer_arguments(),
+        )
+        return Part(_rows(step, requests), planned, plan, own, self._wrappers.kv_layout)
+
+    def plan_ragged(self, step: PagedMetadata, requests: Sequence[int]) -> Part:
+        """``requests``, whose keys lie as their rows do."""
+        planned, own, offsets = self._wrappers.ragged(), self._settings, _offsets(step, requests)
+        plan = planned.plan(
+            qo_indptr=offsets,
+            kv_indptr=offsets,
+            head_dim_qk=own.head_size,
+            causal=step.common.causal,
+            **self._layer_arguments(),
+        )
+        return Part(_rows(step, requests), planned, plan, own, self._wrappers.kv_layout)
+
+    def _single_rows(self, planned: PlannedWrapper, step: PagedMetadata, seq_lens: Sequence[int]) -> Part:
+        """The first ``len(seq_lens)`` requests; a row stands at the end of its keys, so that it sees all of them."""
+        pages = pages_of(step.common.block_table_tensor, self._block_size, range(len(seq_lens)), seq_lens)
+        plan = planned.plan(
+            indptr=pages.indptr,
+            indices=pages.indices,
+            last_page_len=pages.last_page_len,
+            head_dim=self._settings.head_size,
+            page_size=self._block_size,
+            **self._layer_arguments(),
+        )
+        return Part(slice(0, len(seq_lens)), planned, plan, self._settings, self._wrappers.kv_layout)
+
+    def _layer_arguments(self) -> dict[str, Any]:
+        own = self._settings
+        return {
+            "num_qo_heads": own.num_heads,
+            "num_kv_heads": own.num_kv_heads,
+            "sm_scale": own.scale,
+            "window_left": own.window_left,
+            "logits_soft_cap": own.logits_soft_cap,
+            "q_data_type": own.dtype,
+            "kv_data_type": own.kv_dtype,
+            "o_data_type": own.dtype,
+        }
+
+
+class GraphBuffers:
+    """What plans for graphs refill: int32, on the device, and where they are for as long as the builder lives.
+
+    Graphs of all sizes share them, since none is replayed but right behind the ``build`` for its own step.
+
+    num_reqs: of the largest graph. num_pages: in the widest table row of a request.
+    """
+
+    def __init__(self, num_reqs: int, num_pages: int, device: torch.device) -> None:
+        self.indptr = torch.zeros(num_reqs + 1, dtype=torch.int32, device=device)
+        self.indices = torch.zeros(num_reqs * num_pages, dtype=torch.int32, device=device)
+        self.last_page_len = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+
+    def of(self, num_reqs: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The three, for a graph of so many requests."""
+        return self.indptr[: num_reqs + 1], self.indices, self.last_page_len[:num_reqs]
+
+
+def _offsets(step: PagedMetadata, requests: Sequence[int]) -> Tensor:
+    """Where the rows of each request begin among theirs, and behind them where the last ends; on the host."""
+    starts = step.query_start_loc
+    ends = [starts[request + 1] - starts[requests[0]] for request in requests]
+    return torch.tensor([0, *ends], dtype=torch.int32)
+
+
+def _rows(step: PagedMetadata, requests: Sequence[int]) -> slice:
+    return slice(step.query_start_loc[requests[0]], step.query_start_loc[requests[-1] + 1])

@@ -1,0 +1,80 @@
+"""What a plan must know of a layer before any layer runs, and that all layers of a group agree on it.
+
+Must not know: batches, the library.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attncheck.backends.caches.packings import FP8_DTYPES
+
+if TYPE_CHECKING:
+    from attncheck.backends.candidates.flashinfer.impl import FlashInferImpl
+
+
+LEAST_SCALE = 2.0**-11
+"""The kernels hide a key by the score -5e4, before they scale: with this scale it weighs ``exp(-24)``, as little as
+float32 resolves. With a smaller one hidden keys count, and a negative one turns the greatest score into the least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """One layer's, as the library's ``plan`` takes them.
+
+    scale multiplies the scores. window_left: how far back a row sees, its own key at distance 0; -1: all the way.
+    logits_soft_cap: None: off. dtype: of query and output. kv_dtype: of keys and values. has_cache: False for encoder
+    layers, whose keys and values come with the step. ``ValueError`` for a scale below :data:`LEAST_SCALE`.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window_left: int
+    logits_soft_cap: float | None
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    has_cache: bool
+
+    def __post_init__(self) -> None:
+        if self.scale < LEAST_SCALE:
+            raise ValueError(f"FLASHINFER: scale {self.scale}: must be at least {LEAST_SCALE}")
+
+    @classmethod
+    def of(cls, impl: "FlashInferImpl", dtype: torch.dtype) -> "LayerSettings":
+        """Those of a layer whose rows are ``dtype``."""
+        return cls(
+            num_heads=impl.num_heads,
+            num_kv_heads=impl.num_kv_heads,
+            head_size=impl.head_size,
+            scale=impl.scale,
+            window_left=impl.sliding_window[0],
+            logits_soft_cap=impl.logits_soft_cap,
+            dtype=dtype,
+            kv_dtype=FP8_DTYPES.get(impl.kv_cache_dtype, dtype) if impl.has_cache else dtype,
+            has_cache=impl.has_cache,
+        )
+
+
+def group_settings(vllm_config: Any, layer_names: list[str], impl_cls: type["FlashInferImpl"]) -> LayerSettings:
+    """The settings that all layers of a group share, found in the config's ``static_forward_context``.
+
+    ``TypeError`` for a layer with another impl, ``NotImplementedError`` where two layers differ: one plan serves the
+    whole group, and would give one of them the other's window, cap or scale.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    found: dict[str, LayerSettings] = {}
+    for name in layer_names:
+        impl = layers[name].impl
+        if not isinstance(impl, impl_cls):
+            raise TypeError(f"FLASHINFER: {name} has a {type(impl).__qualname__}, not a {impl_cls.__qualname__}")
+        found[name] = LayerSettings.of(impl, vllm_config.model_config.dtype)
+    first, *others = found.items()
+    for name, settings in others:
+        if settings != first[1]:
+            raise NotImplementedError(
+                f"FLASHINFER: one plan for layers that differ: {first[0]} {first[1]}, {name} {settings}"
+            )
+    return first[1]

@@ -1,0 +1,163 @@
+"""The reference as a candidate: float64 inside, rounded once at the end.
+
+Examined like every other, so that the harness is held to the truth it uses; slow, and good for nothing else. Must not
+know: the formulas, which live in :mod:`attncheck.reference`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
+from attncheck.backends.paged import PagedBackend, PagedImpl
+from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
+from attncheck.reference.attention.cache import copy_blocks, reshape_and_cache, swap_blocks
+from attncheck.reference.attention.merge import merge_attn_states
+from attncheck.reference.attention.paged import paged_attention
+from attncheck.reference.attention.short_convolution import causal_conv1d
+from attncheck.reference.attention.varlen import varlen_attention
+
+_ENDLESS = 2**62
+"""Beyond every position."""
+
+
+class ReferenceBackend(PagedBackend):
+    """Everything the reference answers: any head size, any block size, both layouts, every modifier.
+
+    No CUDA graph: the reference reads lengths on the host, request by request, and refuses what is undefined.
+    """
+
+    features = frozenset(
+        {
+            "sliding_window",
+            "logits_soft_cap",
+            "alibi",
+            "alibi_non_causal",
+            "sinks",
+            "non_causal",
+            "head_size_v",
+            "lse",
+            "local",
+            "kv_sharing",
+            "fp8_kv",
+            "fp8_per_head",
+            "output_quant",
+            "short_keys",
+            "tree",
+            "cascade",
+            "merge_nan",
+        }
+    )
+    conventions = Conventions(padded_rows="untouched")
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+    supported_attn_types = tuple(AttentionType)
+
+    @staticmethod
+    def get_name() -> str:
+        return "REFERENCE"
+
+    @staticmethod
+    def get_impl_cls() -> type["ReferenceImpl"]:
+        return ReferenceImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["ReferenceBuilder"]:
+        return ReferenceBuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type["ReferenceMetadata"]:
+        return ReferenceMetadata
+
+    @classmethod
+    def functions(cls) -> dict[str, Callable[..., Any]]:
+        return {
+            "merge_attn_states": merge_attn_states,
+            "reshape_and_cache": reshape_and_cache,
+            "copy_blocks": copy_blocks,
+            "swap_blocks": swap_blocks,
+            "causal_conv1d": causal_conv1d,
+        }
+
+
+class ReferenceMetadata(PagedMetadata):
+    """A step of the reference backend."""
+
+
+class ReferenceBuilder(PagedBuilder):
+    """Makes them."""
+
+    backend = ReferenceBackend
+    metadata_cls = ReferenceMetadata
+
+
+class ReferenceImpl(PagedImpl):
+    """One layer."""
+
+    backend = ReferenceBackend
+    metadata_cls = ReferenceMetadata
+
+    def write(
+        self,
+        layer: AttentionLayer,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        k_scale, v_scale = layer._k_scale, layer._v_scale
+        reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        caches: tuple[Tensor, Tensor] | None,
+        metadata: PagedMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        common, rows = metadata.common, metadata.num_rows
+        params = self.params(metadata)
+        starts = common.query_start_loc
+        if caches is not None:
+            attend = partial(
+                paged_attention,
+                query[:rows],
+                *caches,
+                common.block_table_tensor,
+                common.seq_lens,
+                starts,
+                params,
+                k_scale=layer._k_scale,
+                v_scale=layer._v_scale,
+                tree_mask=self._tree_of_step(metadata),
+            )
+            out, lse = _cascade(attend, metadata.common_prefix_len) if metadata.common_prefix_len else attend()
+        elif key is not None and value is not None:
+            out, lse = varlen_attention(query[:rows], key[:rows], value[:rows], starts, starts, params)
+        output[:rows] = out.to(output.dtype)
+        if output_lse is not None:
+            output_lse[:rows] = lse.to(output_lse.dtype)
+
+    def _tree_of_step(self, metadata: PagedMetadata) -> Tensor | None:
+        """One tree holds for all requests of a call: a step of both kinds is refused."""
+        if metadata.tree is None:
+            return None
+        fits = {end - start == len(metadata.tree) for _, start, end, _ in metadata.requests()}
+        if len(fits) > 1:
+            raise NotImplementedError(
+                f"REFERENCE: a tree of {len(metadata.tree)} rows beside requests of other lengths"
+            )
+        return metadata.tree if fits == {True} else None
+
+
+def _cascade(attend: Callable[..., tuple[Tensor, Tensor]], prefix: int) -> tuple[Tensor, Tensor]:
+    """The first ``prefix`` positions apart from the rest; sinks are counted once."""
+    head, head_lse = attend(kv_range=(0, prefix))
+    tail, tail_lse = attend(kv_range=(prefix, _ENDLESS), include_sinks=False)
+    return merge_attn_states(head, head_lse, tail, tail_lse)

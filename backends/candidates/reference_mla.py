@@ -1,0 +1,74 @@
+"""The reference for latent attention as a candidate: float64 inside, rounded once at the end.
+
+It answers in the forms that the harness's truth does not use: in the latent space, and in pieces of the context where
+the layer has a workspace. Must not know: the formulas, which live in :mod:`attncheck.reference`.
+"""
+
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionLayer
+from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
+from attncheck.reference.attention.mla_absorbed import mla_attention_absorbed
+from attncheck.reference.attention.mla_cache import mla_write_cache
+from attncheck.reference.attention.mla_naive import mla_attention_chunked
+
+
+class ReferenceMLABackend(LatentBackend):
+    """Any sizes, any block size. No CUDA graph: the reference reads lengths on the host, request by request."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "REFERENCE_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type["ReferenceMLAImpl"]:
+        return ReferenceMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["ReferenceMLABuilder"]:
+        return ReferenceMLABuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type[LatentMetadata]:
+        return LatentMetadata
+
+
+class ReferenceMLABuilder(LatentBuilder):
+    """Makes the metadata of its steps."""
+
+    backend = ReferenceMLABackend
+
+
+class ReferenceMLAImpl(LatentImpl):
+    """One layer."""
+
+    backend = ReferenceMLABackend
+
+    def write(self, layer: AttentionLayer, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        mla_write_cache(kv_c, k_pe, kv_cache, slot_mapping, k_scale=layer._k_scale)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: LatentMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        out, lse = self.answer(layer, query[: metadata.num_rows], kv_cache, metadata)
+        output[: metadata.num_rows] = out.to(output.dtype)
+        if output_lse is not None:
+            output_lse[: metadata.num_rows] = lse.to(output_lse.dtype)
+
+    def answer(
+        self, layer: AttentionLayer, query: Tensor, kv_cache: Tensor, metadata: LatentMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """Output ``[rows, H, V]`` and LSE ``[rows, H]`` of the real rows, float64."""
+        common, params, scale = metadata.common, self.params(metadata), layer._k_scale
+        q_nope, q_pe = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        batch = common.block_table_tensor, common.seq_lens, common.query_start_loc
+        arguments = (q_nope, q_pe, kv_cache, *self.projections, *batch, params)
+        if metadata.workspace is not None:
+            return mla_attention_chunked(*arguments, workspace=metadata.workspace, k_scale=scale)
+        return mla_attention_absorbed(*arguments, k_scale=scale)

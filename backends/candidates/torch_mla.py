@@ -1,0 +1,153 @@
+"""Latent attention in plain torch as a candidate: what an engine does, without its kernels.
+
+Requests with few new rows are answered in the latent space, over the cache rows as they stand; the others up-project
+their keys and values, the context in pieces of at most the workspace, and merge the pieces by their LSE. What an engine
+keeps between its kernels is in the layer's dtype, scores and sums are in float32. Must not know: the reference's code.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.base.gathering import gather_tokens
+from attncheck.backends.caches.fp8 import decode, encode
+from attncheck.backends.contract import AttentionLayer
+from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
+
+DECODE_ROWS = 4
+"""New rows up to which a request is a decode: one token, and drafts to verify."""
+
+State = tuple[Tensor, Tensor]
+"""Of some keys: output ``[rows, H, Dv]`` and LSE ``[rows, H]``, float32."""
+
+
+class TorchMLABackend(LatentBackend):
+    """Any sizes, any block size. No CUDA graph: what is gathered and how it is cut follows lengths from the host."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "TORCH_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type["TorchMLAImpl"]:
+        return TorchMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["TorchMLABuilder"]:
+        return TorchMLABuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type[LatentMetadata]:
+        return LatentMetadata
+
+    @classmethod
+    def version(cls) -> str:
+        return f"torch {torch.__version__}"
+
+
+class TorchMLABuilder(LatentBuilder):
+    """Makes the metadata of its steps."""
+
+    backend = TorchMLABackend
+
+
+class TorchMLAImpl(LatentImpl):
+    """One layer."""
+
+    backend = TorchMLABackend
+
+    def write(self, layer: AttentionLayer, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        rows = (slot_mapping >= 0).nonzero().squeeze(1)
+        slots, size = slot_mapping[rows], kv_cache.shape[1]
+        new = torch.cat([kv_c[rows], k_pe[rows]], dim=-1)
+        stored = encode(new, layer._k_scale, kv_cache.dtype) if kv_cache.itemsize == 1 else new.to(kv_cache.dtype)
+        kv_cache[slots // size, slots % size] = stored
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: LatentMetadata,
+        output: Tensor,
+        output_lse: Tensor | None,
+    ) -> None:
+        for request, start, end, seq_len in metadata.requests():
+            tokens = gather_tokens(kv_cache, metadata.common.block_table_tensor[request], 0, seq_len)
+            first = seq_len - (end - start)
+            tokens = decode(tokens, layer._k_scale, query.dtype) if tokens.itemsize == 1 else tokens.to(query.dtype)
+            forward = self._absorbed if end - start <= DECODE_ROWS else self._up_projected
+            out, lse = forward(query[start:end], tokens, first, metadata)
+            output[start:end] = out.to(output.dtype)
+            if output_lse is not None:
+                output_lse[start:end] = lse
+
+    def _absorbed(self, query: Tensor, tokens: Tensor, first: int, metadata: LatentMetadata) -> State:
+        """Over all ``tokens [n, L + E]`` at once, the query at positions from ``first`` on."""
+        w_uk, w_uv = self.projections
+        q_nope, q_pe = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        q_latent = torch.einsum("qhp,lhp->qhl", q_nope.float(), w_uk.float()).to(query.dtype)
+        seen = _seen(first, len(query), 0, len(tokens), metadata.common.causal, query.device)
+        keys = tokens[:, None]
+        out_latent, lse = _attend(
+            torch.cat([q_latent, q_pe], dim=-1), keys, keys[..., : self.kv_lora_rank], seen, self.scale
+        )
+        out_latent = out_latent.to(query.dtype).float()
+        return torch.einsum("qhl,lhv->qhv", out_latent, w_uv.float()), lse
+
+    def _up_projected(self, query: Tensor, tokens: Tensor, first: int, metadata: LatentMetadata) -> State:
+        """The new tokens, then the context piece by piece; every row sees all of its context."""
+        context, end = max(first, 0), len(tokens)
+        step = max(1, metadata.workspace or context)
+        edges = [*range(0, context, step), context]
+        state = self._piece(query, tokens, (context, end), first, metadata.common.causal)
+        for lo, hi in itertools.pairwise(edges):
+            state = _merge(state, self._piece(query, tokens, (lo, hi), first, causal=False))
+        return state
+
+    def _piece(self, query: Tensor, tokens: Tensor, span: tuple[int, int], first: int, causal: bool) -> State:
+        """Over the tokens at positions ``lo <= j < hi``."""
+        lo, hi = span
+        latent, k_pe = tokens[lo:hi].split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        projected = self.kv_b_proj(latent)[0].unflatten(-1, (self.num_heads, -1))
+        k_nope, value = projected.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        key = torch.cat([k_nope, k_pe[:, None].expand(-1, self.num_heads, -1)], dim=-1)
+        seen = _seen(first, len(query), lo, hi, causal, query.device)
+        return _attend(query, key, value, seen, self.scale)
+
+
+def _seen(first: int, rows: int, lo: int, hi: int, causal: bool, device: torch.device) -> Tensor:
+    """Which row, from position ``first`` on, sees which of the tokens ``lo <= j < hi``: bool ``[rows, hi - lo]``."""
+    positions = torch.arange(first, first + rows, device=device)
+    keys = torch.arange(lo, hi, device=device)
+    return keys[None, :] <= positions[:, None] if causal else torch.ones(rows, hi - lo, dtype=torch.bool, device=device)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> State:
+    """``query [q, H, D]``, ``key [n, H, D]``, ``value [n, H, Dv]`` (or one head for all); rows may see nothing."""
+    heads = query.shape[1]
+    key, value = (x.float().expand(-1, heads, -1) for x in (key, value))
+    scores_HqN = torch.einsum("qhd,nhd->hqn", query.float(), key) * scale
+    scores_HqN = scores_HqN.masked_fill(~seen, -torch.inf)
+    if not len(key):
+        empty = query.new_zeros(len(query), heads, value.shape[-1], dtype=torch.float32)
+        return empty, torch.full_like(empty[..., 0], -torch.inf)
+    top_Hq1 = scores_HqN.amax(-1, keepdim=True)
+    top_Hq1 = top_Hq1.masked_fill(top_Hq1 == -torch.inf, 0.0)
+    weights_HqN = torch.exp(scores_HqN - top_Hq1)
+    total_Hq1 = weights_HqN.sum(-1, keepdim=True)
+    out = torch.einsum("hqn,nhv->qhv", weights_HqN, value) / total_Hq1.transpose(0, 1).masked_fill(
+        total_Hq1.transpose(0, 1) == 0, 1.0
+    )
+    return out, (top_Hq1 + total_Hq1.log()).squeeze(-1).T
+
+
+def _merge(a: State, b: State) -> State:
+    """The state of all keys of two states; one without keys has LSE -inf and counts for nothing."""
+    top = torch.maximum(a[1], b[1])
+    shift = top.masked_fill(top == -torch.inf, 0.0)
+    weight_a, weight_b = (torch.exp(lse - shift)[..., None] for _, lse in (a, b))
+    total = weight_a + weight_b
+    out = (a[0] * weight_a + b[0] * weight_b) / total.masked_fill(total == 0, 1.0)
+    return out, shift + total.squeeze(-1).log()

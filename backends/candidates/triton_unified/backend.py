@@ -1,0 +1,91 @@
+"""Our own unified paged attention in Triton, as a candidate: what it declares. Must not know: kernels, launches."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attncheck.backends.candidates.triton_unified.declarations import TritonBackend
+from attncheck.backends.contract import AttentionType, Conventions
+from attncheck.backends.paged import PagedBackend
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+
+if TYPE_CHECKING:
+    from attncheck.backends.candidates.triton_unified.builder import UnifiedBuilder, UnifiedMetadata
+    from attncheck.backends.candidates.triton_unified.impl import UnifiedImpl
+
+LARGEST_HEAD_SIZE = 256
+"""A tile of keys and one of values have to fit the memory of a multiprocessor."""
+
+
+class UnifiedBackend(TritonBackend, PagedBackend):
+    """One launch for any batch; any block size, both layouts, head sizes up to 256."""
+
+    packing = "split_second"
+    features = frozenset(
+        {
+            "sliding_window",
+            "logits_soft_cap",
+            "alibi",
+            "alibi_non_causal",
+            "sinks",
+            "non_causal",
+            "head_size_v",
+            "lse",
+            "local",
+            "kv_sharing",
+            "fp8_kv",
+            "fp8_per_head",
+            "output_quant",
+            "short_keys",
+            "tree",
+            "merge_nan",
+        }
+    )
+    conventions = Conventions(padded_rows="untouched", sync_free_build=True)
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+    supported_attn_types = tuple(AttentionType)
+
+    @staticmethod
+    def get_name() -> str:
+        return "TRITON_UNIFIED"
+
+    @staticmethod
+    def get_impl_cls() -> type["UnifiedImpl"]:
+        from attncheck.backends.candidates.triton_unified.impl import UnifiedImpl
+
+        return UnifiedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["UnifiedBuilder"]:
+        from attncheck.backends.candidates.triton_unified.builder import UnifiedBuilder
+
+        return UnifiedBuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type["UnifiedMetadata"]:
+        from attncheck.backends.candidates.triton_unified.builder import UnifiedMetadata
+
+        return UnifiedMetadata
+
+    @classmethod
+    def validate_head_size(cls, head_size: int) -> None:
+        if not 1 <= head_size <= LARGEST_HEAD_SIZE:
+            raise ValueError(f"{cls.get_name()}: {_head_size_reason('head_size', head_size)}")
+
+    @classmethod
+    def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        sizes = {"head_size": layer.head_size, "head_size_v": layer.value_head_size}
+        if layer.mla is not None or layer.value_head_size == layer.head_size:
+            del sizes["head_size_v"]
+        too_large = [_head_size_reason(name, size) for name, size in sizes.items() if size > LARGEST_HEAD_SIZE]
+        return super().unsupported_reasons(layer, cache, batch) + too_large
+
+    @classmethod
+    def functions(cls) -> dict[str, Callable[..., Any]]:
+        from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
+        from attncheck.backends.candidates.triton_unified.merging import merge_attn_states
+
+        return {"reshape_and_cache": reshape_and_cache, "merge_attn_states": merge_attn_states}
+
+
+def _head_size_reason(name: str, size: int) -> str:
+    return f"{name} {size}: supported are sizes up to {LARGEST_HEAD_SIZE}"

@@ -1,0 +1,14 @@
+"""The dtypes that attncheck's own Triton kernels read and write, and what they call those of codes.
+
+Must not know: what the kernels compute.
+"""
+
+import torch
+
+from attncheck.backends.candidates.triton_unified.kernels.codes import E4M3FN, E5M2
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of numbers."""
+
+CODE_FORMATS = {torch.float8_e4m3fn: E4M3FN, torch.float8_e5m2: E5M2}
+"""Float8 dtypes, and the formats of ``kernels.codes``; any other is 0 there."""

@@ -1,0 +1,294 @@
+"""Attention of a mixed batch over pages in one launch: prompts, extends and decodes alike.
+
+A program has some consecutive rows of one request, all query heads of one KV head, and one segment of the keys these
+rows see. Rows and heads are packed into one tile: line ``m`` is row ``m // G`` of the block, head ``m % G`` of the
+group. Scores are kept in base 2. Letters: M lines of a tile, N keys of a tile, D head size, V value head size.
+Must not know: how a grid is chosen, how segments are merged.
+"""
+
+import triton
+import triton.language as tl
+
+from attncheck.backends.candidates.triton_unified.kernels.codes import decode_codes, encode_codes, rounded
+from attncheck.backends.candidates.triton_unified.kernels.scores import row_span, tanh
+
+
+@triton.jit
+def find_request(block, query_start_loc, num_reqs, BLOCK_Q: tl.constexpr):
+    """The request that the ``block``-th block of rows belongs to, and which of its blocks it is.
+
+    Blocks are numbered with room for one that is not full behind each request: request ``r`` begins at number
+    ``query_start_loc[r] // BLOCK_Q + r``. Some numbers are nobody's: they lie behind the request's last row.
+    """
+    low = block * 0
+    high = low + num_reqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low, block - (tl.load(query_start_loc + low) // BLOCK_Q + low)
+
+
+@triton.jit
+def attend_blocks(
+    query,
+    key,
+    value,
+    out,
+    lse,
+    segment_out,
+    segment_lse,
+    block_table,
+    seq_lens,
+    query_start_loc,
+    alibi_slopes,
+    sinks,
+    k_scale,
+    v_scale,
+    output_scale,
+    tree,
+    num_reqs,
+    score_factor,
+    soft_cap,
+    stride_query_row,
+    stride_query_head,
+    stride_query_size,
+    stride_key_block,
+    stride_key_slot,
+    stride_key_head,
+    stride_key_size,
+    stride_value_block,
+    stride_value_slot,
+    stride_value_head,
+    stride_value_size,
+    stride_out_row,
+    stride_out_head,
+    stride_out_size,
+    stride_lse_row,
+    stride_lse_head,
+    stride_table_row,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    K_SCALE_STEP: tl.constexpr,
+    V_SCALE_STEP: tl.constexpr,
+    OUT_FORMAT: tl.constexpr,
+    TREE_SIZE: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Grid: (blocks of rows, KV heads, segments).
+
+    query ``[rows, heads, D]``, out ``[rows, heads, V]``, lse ``[rows, heads]``. PAGE tokens a page: key and value are
+    ``[blocks, PAGE, KV heads, size]``; 0: there are no pages, and keys lie like queries, ``[1, rows, KV heads, size]``.
+    KV_FORMAT: 0: key and value are numbers; else uint8 codes, with scales of one element (step 0), one a KV head (step
+    1), or none (step -1). OUT_FORMAT: 0: ``out`` takes numbers; else codes of ``x / output_scale``. TREE_SIZE: 0: no
+    tree; else ``tree`` is bytes ``[TREE_SIZE, TREE_SIZE]``, for requests of so many rows. ONE_BLOCK: no request has
+    more rows than a block. score_factor: the scale, times log2(e) where no cap comes between. NUM_SEGMENTS: from 2 on,
+    results go to ``segment_out`` ``[rows, heads, segments, V]`` and ``segment_lse`` ``[rows, heads, segments]`` (base
+    2).
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    LN_2: tl.constexpr = 0.6931471805599453
+    if ONE_BLOCK:
+        request = tl.program_id(0)
+        block = request * 0
+    else:
+        # Later blocks see more keys under a causal mask: they start first.
+        request, block = find_request(
+            tl.num_programs(0) - 1 - tl.program_id(0), query_start_loc, num_reqs, BLOCK_Q=BLOCK_Q
+        )
+    kv_head = tl.program_id(1)
+    segment = tl.program_id(2)
+    # Positions fit 32 bits; the interpreter looks whether sums of 32 bits overflow, which costs more than the sums.
+    POSITION: tl.constexpr = tl.int64 if INTERPRETED else tl.int32
+    request_start = tl.load(query_start_loc + request).to(tl.int64)
+    query_len = (tl.load(query_start_loc + request + 1) - request_start).to(POSITION)
+    first_row = block.to(POSITION) * BLOCK_Q
+    if first_row >= query_len:
+        return
+    if PAGE > 0:
+        seq_len = tl.load(seq_lens + request).to(POSITION)
+    else:
+        seq_len = query_len
+    context_len = seq_len - query_len
+
+    line = tl.arange(0, BLOCK_M)
+    row = first_row + line // GROUP  # [M]
+    head = kv_head * GROUP + line % GROUP  # [M]
+    wide_head = head.to(tl.int64)
+    is_line = (line // GROUP < BLOCK_Q) & (row < query_len)
+    query_position = context_len + row  # [M]
+    token = request_start + row  # [M] int64
+    o_result = token * (tl.num_programs(1) * GROUP) + head  # [M]
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    v = tl.arange(0, BLOCK_V)
+    is_d = d < HEAD_SIZE
+    is_v = v < HEAD_SIZE_V
+
+    # Keys outside [begin, end) are seen by no row of the block, keys inside [full_begin, full_end) by all.
+    last_row = tl.minimum(first_row + BLOCK_Q, query_len) - 1
+    begin, full_end = row_span(context_len + first_row, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)
+    full_begin, end = row_span(context_len + last_row, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)
+    lo, hi = row_span(query_position, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)  # [M]
+    if TREE_SIZE > 0:
+        full_end = tl.minimum(full_end, context_len)
+    # The tiles, and those among them that need no mask: [full_from, full_to).
+    HAS_EDGE_BEFORE: tl.constexpr = LEFT >= 0 or CHUNK > 0
+    full_from = begin
+    if HAS_EDGE_BEFORE:
+        full_from = begin + (tl.maximum(full_begin - begin, 0) + (BLOCK_N - 1)) // BLOCK_N * BLOCK_N
+    full_to = tl.maximum(begin + tl.maximum(full_end - begin, 0) // BLOCK_N * BLOCK_N, full_from)
+    segment_begin = begin
+    segment_end = end
+    if NUM_SEGMENTS > 1:
+        step: tl.constexpr = NUM_SEGMENTS * BLOCK_N
+        length = (tl.maximum(end - begin, 0) + (step - 1)) // step * BLOCK_N
+        segment_begin = begin + segment * length
+        segment_end = tl.minimum(segment_begin + length, end)
+        if (segment > 0) & (segment_begin >= segment_end):
+            nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            tl.store(segment_lse + o_result * NUM_SEGMENTS + segment, nothing, mask=is_line)
+            return
+
+    # The interpreter cannot multiply bfloat16, and tensor cores no two dtypes: then all is float32.
+    IS_MIXED: tl.constexpr = KV_FORMAT == 0 and key.dtype.element_ty != query.dtype.element_ty
+    IS_WIDE: tl.constexpr = INTERPRETED or IS_MIXED
+    STORED: tl.constexpr = query.dtype.element_ty if KV_FORMAT > 0 else key.dtype.element_ty
+    WEIGHTS: tl.constexpr = tl.float32 if IS_MIXED else query.dtype.element_ty
+    p_query = (
+        query + (token * stride_query_row + wide_head * stride_query_head)[:, None] + d[None, :] * stride_query_size
+    )
+    b_query = tl.load(p_query, mask=is_line[:, None] & is_d[None, :], other=0)  # [M, D]
+    if IS_WIDE:
+        b_query = b_query.to(tl.float32)
+    p_keys = key + kv_head.to(tl.int64) * stride_key_head + d[None, :] * stride_key_size  # [1, D]
+    p_values = value + kv_head.to(tl.int64) * stride_value_head + v[None, :] * stride_value_size  # [1, V]
+    p_pages = block_table
+    if PAGE > 0:
+        p_pages = block_table + request.to(tl.int64) * stride_table_row
+    # What multiplies a score at last: a cap works on natural scores, and what follows counts in base 2.
+    factor = score_factor
+    if KV_FORMAT > 0 and K_SCALE_STEP >= 0:
+        factor = factor * tl.load(k_scale + kv_head * K_SCALE_STEP)
+    if HAS_ALIBI:
+        slope = tl.load(alibi_slopes + head, mask=is_line, other=0.0) * LOG2_E  # [M]
+
+    pivot = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if HAS_SINKS:
+        if segment == 0:
+            # One more key, as it were, which has no value. Of all segments one counts it.
+            pivot = tl.load(sinks + head, mask=is_line, other=float("-inf")).to(tl.float32) * LOG2_E
+    total = tl.where(pivot == float("-inf"), 0.0, 1.0)  # [M]
+    acc = tl.full([BLOCK_M, BLOCK_V], 0.0, tl.float32)
+    for part in tl.static_range(0 if HAS_EDGE_BEFORE else 1, 3):
+        # Tiles before those that every row sees whole, these themselves (1: no masks), those behind them.
+        loop_begin = segment_begin
+        loop_end = segment_end
+        if part == 0:
+            loop_end = tl.minimum(full_from, segment_end)
+        elif part == 1:
+            loop_begin = tl.maximum(full_from, segment_begin)
+            loop_end = tl.minimum(full_to, segment_end)
+        else:
+            loop_begin = tl.maximum(full_to, segment_begin)
+        for start in range(loop_begin, loop_end, BLOCK_N):
+            key_position = start + n  # [N]
+            # What no row sees may be nobody's memory: it is not read, since 0 * NaN is NaN.
+            is_key = key_position < end
+            if PAGE > 0:
+                if part != 1:
+                    page = tl.load(p_pages + key_position // PAGE, mask=is_key, other=0).to(tl.int64)
+                else:
+                    page = tl.load(p_pages + key_position // PAGE).to(tl.int64)
+                slot = (key_position % PAGE).to(tl.int64)
+                o_key = page * stride_key_block + slot * stride_key_slot
+                o_value = page * stride_value_block + slot * stride_value_slot
+            else:
+                o_key = (request_start + key_position) * stride_key_slot
+                o_value = (request_start + key_position) * stride_value_slot
+            if part != 1:
+                b_key = tl.load(p_keys + o_key[:, None], mask=is_key[:, None] & is_d[None, :], other=0)  # [N, D]
+                b_value = tl.load(p_values + o_value[:, None], mask=is_key[:, None] & is_v[None, :], other=0)  # [N, V]
+            elif BLOCK_D != HEAD_SIZE or BLOCK_V != HEAD_SIZE_V:
+                b_key = tl.load(p_keys + o_key[:, None], mask=is_d[None, :], other=0)
+                b_value = tl.load(p_values + o_value[:, None], mask=is_v[None, :], other=0)
+            else:
+                b_key = tl.load(p_keys + o_key[:, None])
+                b_value = tl.load(p_values + o_value[:, None])
+            if KV_FORMAT > 0:
+                # A code is exact in every dtype of a query.
+                b_key = decode_codes(b_key, KV_FORMAT).to(STORED)
+                b_value = decode_codes(b_value, KV_FORMAT).to(STORED)
+            if IS_WIDE:
+                b_key = b_key.to(tl.float32)
+                b_value = b_value.to(tl.float32)
+
+            scores = tl.dot(b_query, tl.trans(b_key), input_precision="ieee") * factor  # [M, N]
+            if HAS_SOFT_CAP:
+                scores = tanh(scores / soft_cap) * (soft_cap * LOG2_E)
+            if HAS_ALIBI:
+                scores += slope[:, None] * (key_position[None, :] - query_position[:, None]).to(tl.float32)
+            if part != 1:
+                sees = (key_position[None, :] >= lo[:, None]) & (key_position[None, :] < hi[:, None])
+                if TREE_SIZE > 0:
+                    if query_len == TREE_SIZE:
+                        node = key_position - context_len  # [N]
+                        is_new = is_line[:, None] & (node >= 0)[None, :] & is_key[None, :]
+                        branch = tl.load(tree + row[:, None] * TREE_SIZE + node[None, :], mask=is_new, other=1)
+                        sees = sees & (branch != 0)
+                scores = tl.where(sees, scores, float("-inf"))
+
+            new_pivot = tl.maximum(pivot, tl.max(scores, 1))
+            # Of a row that has seen nothing yet: -inf - -inf would be NaN.
+            shift = tl.where(new_pivot == float("-inf"), 0.0, new_pivot)
+            weights = tl.exp2(scores - shift[:, None])  # [M, N]
+            fade = tl.exp2(pivot - shift)  # [M]
+            total = total * fade + tl.sum(weights, 1)
+            if INTERPRETED:
+                weights = rounded(weights, WEIGHTS, INTERPRETED).to(tl.float32)
+            else:
+                weights = weights.to(WEIGHTS)
+            acc = tl.dot(weights, b_value, acc * fade[:, None], input_precision="ieee")
+            pivot = new_pivot
+
+    # Not "above 0": what is no number stays none.
+    has_seen = total != 0
+    result = acc / tl.where(has_seen, total, 1.0)[:, None]  # [M, V]
+    if KV_FORMAT > 0 and V_SCALE_STEP >= 0:
+        result = result * tl.load(v_scale + kv_head * V_SCALE_STEP)
+    log_total = tl.where(has_seen, pivot + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
+    is_result = is_line[:, None] & is_v[None, :]
+    if NUM_SEGMENTS > 1:
+        o_segment = o_result * NUM_SEGMENTS + segment  # [M]
+        tl.store(segment_lse + o_segment, log_total, mask=is_line)
+        o_out = o_segment[:, None] * HEAD_SIZE_V + v[None, :]
+        tl.store(segment_out + o_out, result, mask=is_result & has_seen[:, None])
+    else:
+        if HAS_LSE:
+            tl.store(lse + token * stride_lse_row + wide_head * stride_lse_head, log_total * LN_2, mask=is_line)
+        o_out = (token * stride_out_row + wide_head * stride_out_head)[:, None] + v[None, :] * stride_out_size
+        if OUT_FORMAT > 0:
+            result = encode_codes(tl.div_rn(result, tl.load(output_scale)), OUT_FORMAT)
+        else:
+            result = rounded(result, out.dtype.element_ty, INTERPRETED)
+        tl.store(out + o_out, result, mask=is_result)

@@ -1,0 +1,73 @@
+"""Two attention states made one. Must not know: where the states come from."""
+
+import triton
+import triton.language as tl
+
+from attncheck.backends.candidates.triton_unified.kernels.codes import rounded
+
+
+@triton.jit
+def merge_states_kernel(
+    p_out_a,  # [T, H, Dv]
+    p_lse_a,  # [T, H]
+    p_out_b,
+    p_lse_b,
+    p_out,  # [T, H, Dv]
+    p_lse,  # [T, H]
+    num_rows,  # T * H
+    stride_a_token: tl.int64,
+    stride_a_head: tl.int64,
+    stride_a_dim,  # no type, so that a stride of 1 is known to be one
+    stride_lse_a_token: tl.int64,
+    stride_lse_a_head: tl.int64,
+    stride_b_token: tl.int64,
+    stride_b_head: tl.int64,
+    stride_b_dim,
+    stride_lse_b_token: tl.int64,
+    stride_lse_b_head: tl.int64,
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_out_dim,
+    stride_lse_token: tl.int64,
+    stride_lse_head: tl.int64,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A program merges ``BLOCK_R`` rows, a row being one token's head."""
+    o_row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    m_row = o_row < num_rows
+    o_token, o_head = o_row // NUM_HEADS, o_row % NUM_HEADS
+
+    b_lse_a = _read_lse(p_lse_a + o_token * stride_lse_a_token + o_head * stride_lse_a_head, m_row)  # [R]
+    b_lse_b = _read_lse(p_lse_b + o_token * stride_lse_b_token + o_head * stride_lse_b_head, m_row)  # [R]
+    b_top = tl.maximum(b_lse_a, b_lse_b)
+    # Without a key on either side the top is -inf; the difference to it would be NaN.
+    b_pivot = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_weight_a, b_weight_b = tl.exp(b_lse_a - b_pivot), tl.exp(b_lse_b - b_pivot)
+    b_total = b_weight_a + b_weight_b
+    # Not 0, so that no key gives no logarithm of 0 and no quotient by it. A NaN stays one.
+    b_divisor = tl.where(b_total == 0.0, 1.0, b_total)
+    b_log = tl.where(b_total == 0.0, float("-inf"), b_pivot + tl.log(b_divisor))
+    tl.store(p_lse + o_token * stride_lse_token + o_head * stride_lse_head, b_log, mask=m_row)
+
+    o_dim = tl.arange(0, BLOCK_V).to(tl.int64)
+    m_dim = (o_dim < HEAD_SIZE_V)[None, :]
+    # What stands behind an empty state may be anything, NaN included, and is not read.
+    m_a = (m_row & (b_lse_a != float("-inf")))[:, None] & m_dim
+    m_b = (m_row & (b_lse_b != float("-inf")))[:, None] & m_dim
+    p_a = p_out_a + (o_token * stride_a_token + o_head * stride_a_head)[:, None] + o_dim[None, :] * stride_a_dim
+    p_b = p_out_b + (o_token * stride_b_token + o_head * stride_b_head)[:, None] + o_dim[None, :] * stride_b_dim
+    b_out = tl.load(p_a, mask=m_a, other=0.0).to(tl.float32) * (b_weight_a / b_divisor)[:, None]  # [R, V]
+    b_out += tl.load(p_b, mask=m_b, other=0.0).to(tl.float32) * (b_weight_b / b_divisor)[:, None]
+    o_out = (o_token * stride_out_token + o_head * stride_out_head)[:, None] + o_dim[None, :] * stride_out_dim
+    tl.store(p_out + o_out, rounded(b_out, p_out.dtype.element_ty, INTERPRETED), mask=m_row[:, None] & m_dim)
+
+
+@triton.jit
+def _read_lse(p_lse, m_row):
+    """Log-sum-exps, float32: that of a state without keys is -inf, whichever infinity its kernel wrote."""
+    b_lse = tl.load(p_lse, mask=m_row, other=0.0).to(tl.float32)
+    return tl.where(b_lse == float("inf"), float("-inf"), b_lse)

@@ -1,0 +1,190 @@
+"""The custom operator ``attncheck::unified_attention``: from tensors and numbers to grids, strides and kernels.
+
+Tracing, fake tensors and graphs see one call that writes what it is told to write. Arguments are sound: who calls has
+looked. Must not know: parameters of layers, metadata.
+"""
+
+import functools
+import sys
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.candidates.triton_unified.formats import CODE_FORMATS
+from attncheck.backends.candidates.triton_unified.kernels.attention import attend_blocks
+from attncheck.backends.candidates.triton_unified.segments import launch_merge
+from attncheck.backends.candidates.triton_unified.tiling import choose_segments, choose_tiling, tile_width
+from attncheck.backends.interpreter import is_interpreted
+
+_LOG2_E = 1.4426950408889634
+
+
+@torch.library.custom_op(
+    "attncheck::unified_attention", mutates_args=("output", "output_lse", "scratch_out", "scratch_lse")
+)
+def unified_attention_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    output_lse: Tensor | None,
+    scratch_out: Tensor | None,
+    scratch_lse: Tensor | None,
+    block_table: Tensor | None,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    output_scale: Tensor | None,
+    tree: Tensor | None,
+    max_query_len: int,
+    scale: float,
+    soft_cap: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    chunk: int,
+    programs: int,
+    most_segments: int,
+) -> None:
+    """Attention of all rows of all requests, into ``output`` and ``output_lse``.
+
+    Without ``block_table``, key and value are rows like ``query``. soft_cap, chunk: 0 for none. programs: how many are
+    wanted; where there are fewer, and there is scratch, keys are cut into up to ``most_segments`` segments.
+    """
+    num_reqs, (num_rows, num_heads, head_size) = seq_lens.shape[0], query.shape
+    num_kv_heads, head_size_v = value.shape[-2:]
+    if not num_reqs or not num_rows:
+        return
+    interpreted = is_interpreted()
+    kv_format, out_format = CODE_FORMATS.get(key.dtype, 0), CODE_FORMATS.get(output.dtype, 0)
+    page = 0 if block_table is None else key.shape[1]
+    # Pages are one axis more; without them there is one page, as it were, that holds all rows.
+    b_key, b_value = (x.view(torch.uint8) if kv_format else x for x in (key, value))
+    if block_table is None:
+        b_key, b_value = b_key[None], b_value[None]
+    b_output = output.view(torch.uint8) if out_format else output
+    group = num_heads // num_kv_heads
+    tiling = choose_tiling(
+        max_query_len=max_query_len,
+        group=group,
+        head_size=max(head_size, head_size_v),
+        itemsize=query.itemsize if kv_format or key.dtype == query.dtype else 4,
+        shared_memory=shared_memory_of(query.device),
+        interpreted=interpreted,
+    )
+    blocks = tiling.num_blocks(num_rows, num_reqs)
+    segments = 1
+    if scratch_out is not None and scratch_lse is not None:
+        keys = num_rows if block_table is None else block_table.shape[1] * page
+        if window_left >= 0 and (causal or window_right >= 0):
+            keys = min(keys, window_left + max(0, window_right) + tiling.block_q)
+        segments = choose_segments(
+            programs=blocks * num_kv_heads,
+            wanted=programs,
+            results=num_rows * num_heads,
+            room=min(scratch_lse.numel(), scratch_out.numel() // head_size_v),
+            keys=keys,
+            block_n=tiling.block_n,
+            most=most_segments,
+        )
+    lse_strides = (0, 0) if output_lse is None else output_lse.stride()
+    with torch.cuda.device_of(query):
+        attend_blocks[(blocks, num_kv_heads, segments)](
+            query=query,
+            key=b_key,
+            value=b_value,
+            out=b_output,
+            lse=output_lse,
+            segment_out=scratch_out,
+            segment_lse=scratch_lse,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            output_scale=output_scale,
+            tree=None if tree is None else tree.view(torch.uint8),
+            num_reqs=num_reqs,
+            score_factor=scale if soft_cap else scale * _LOG2_E,
+            soft_cap=soft_cap,
+            stride_query_row=query.stride(0),
+            stride_query_head=query.stride(1),
+            stride_query_size=query.stride(2),
+            stride_key_block=b_key.stride(0),
+            stride_key_slot=b_key.stride(1),
+            stride_key_head=b_key.stride(2),
+            stride_key_size=b_key.stride(3),
+            stride_value_block=b_value.stride(0),
+            stride_value_slot=b_value.stride(1),
+            stride_value_head=b_value.stride(2),
+            stride_value_size=b_value.stride(3),
+            stride_out_row=output.stride(0),
+            stride_out_head=output.stride(1),
+            stride_out_size=output.stride(2),
+            stride_lse_row=lse_strides[0],
+            stride_lse_head=lse_strides[1],
+            stride_table_row=0 if block_table is None else block_table.stride(0),
+            GROUP=group,
+            HEAD_SIZE=head_size,
+            HEAD_SIZE_V=head_size_v,
+            PAGE=page,
+            CAUSAL=causal,
+            LEFT=window_left,
+            RIGHT=window_right,
+            CHUNK=chunk,
+            HAS_SOFT_CAP=soft_cap > 0,
+            HAS_ALIBI=alibi_slopes is not None,
+            HAS_SINKS=sinks is not None,
+            HAS_LSE=output_lse is not None,
+            KV_FORMAT=kv_format,
+            K_SCALE_STEP=_scale_step(k_scale),
+            V_SCALE_STEP=_scale_step(v_scale),
+            OUT_FORMAT=out_format,
+            TREE_SIZE=0 if tree is None else tree.shape[0],
+            NUM_SEGMENTS=segments,
+            ONE_BLOCK=tiling.one_block,
+            BLOCK_M=tiling.block_m,
+            BLOCK_Q=tiling.block_q,
+            BLOCK_N=tiling.block_n,
+            BLOCK_D=tile_width(head_size),
+            BLOCK_V=tile_width(head_size_v),
+            INTERPRETED=interpreted,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+        if scratch_out is not None and scratch_lse is not None and segments > 1:
+            launch_merge(
+                scratch_out,
+                scratch_lse,
+                b_output,
+                output_lse,
+                query_start_loc,
+                segments=segments,
+                output_scale=output_scale,
+                out_format=out_format,
+            )
+
+
+@unified_attention_op.register_fake
+def _unified_attention_fake(*args: object) -> None:
+    """It returns nothing, and writes into what it is given."""
+
+
+def _scale_step(scale: Tensor | None) -> int:
+    if scale is None:
+        return -1
+    return 0 if scale.numel() == 1 else scale.stride(0)
+
+
+@functools.cache
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on ``device``; where there is none, as many as it likes."""
+    if device.type != "cuda":
+        return sys.maxsize
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))

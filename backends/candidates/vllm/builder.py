@@ -1,0 +1,98 @@
+"""The metadata builder: the contract's arguments and metadata turned into vLLM's, calls passed on to its builder.
+
+Must not know: how layers or configs are made, what a step computes.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+
+from attncheck.backends.candidates.vllm import interpreted, package
+from attncheck.backends.candidates.vllm.cache import their_spec
+from attncheck.backends.candidates.vllm.config import their_config
+from attncheck.backends.candidates.vllm.impl import VLLMImpl
+from attncheck.backends.candidates.vllm.layers import current
+from attncheck.backends.candidates.vllm.metadata import fill_positions, step_fields
+from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, KVCacheSpec
+from attncheck.reference.utilities.builder import AttentionMetadataBuilder
+
+
+class VLLMBuilder(AttentionMetadataBuilder[Any]):
+    """The builder of :attr:`their_backend`."""
+
+    their_backend: ClassVar[type[Any]]
+    """vLLM's class."""
+
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        """See the contract."""
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if kv_cache_spec.attention_chunk_size is not None:
+            raise NotImplementedError(
+                f"attention_chunk_size {kv_cache_spec.attention_chunk_size}: vLLM plays chunks as virtual requests, "
+                "and tells no builder of them"
+            )
+        layers = _their_layers(layer_names, vllm_config)
+        self.config = their_config(vllm_config, layers)
+        self.spec = their_spec(next(iter(layers.values()), None), self.their_backend, self.config, kv_cache_spec)
+        made = self.their_backend.get_builder_cls()
+        with current(self.config):
+            self.theirs = made(self.spec, layer_names, self.config, device)
+        self.reorder_batch_threshold = self.theirs.reorder_batch_threshold
+        self._metadata_cls = package.find(
+            "CommonAttentionMetadata", "vllm.v1.attention.backend", "vllm.v1.attention.backends.utils"
+        )
+        speculative = vllm_config.speculative_config
+        self._num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        # One buffer for all steps: a captured graph reads it again.
+        self._positions = self._position_buffer(vllm_config.scheduler_config.max_num_batched_tokens)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """The level that vLLM's builder says for this config and spec."""
+        made = cls.their_backend.get_builder_cls()
+        if not hasattr(made, "get_cudagraph_support"):
+            return AttentionCGSupport[made.cudagraph_support.name]
+        config = their_config(vllm_config)
+        spec = their_spec(None, cls.their_backend, config, kv_cache_spec)
+        with current(config):
+            return AttentionCGSupport[made.get_cudagraph_support(config, spec).name]
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Any:
+        """See the contract."""
+        with interpreted.launches():
+            return self.theirs.build(common_prefix_len, self._translated(common_attn_metadata), fast_build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """See the contract."""
+        with interpreted.launches():
+            return self.theirs.build_for_cudagraph_capture(self._translated(common_attn_metadata))
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Any:
+        """See the contract."""
+        with interpreted.launches():
+            return self.theirs.build_for_drafting(self._translated(common_attn_metadata), draft_index)
+
+    def _translated(self, metadata: CommonAttentionMetadata) -> Any:
+        if metadata.num_actual_tokens > len(self._positions):
+            self._positions = self._position_buffer(metadata.num_actual_tokens)
+        positions = fill_positions(metadata, self._positions)
+        made = self._metadata_cls
+        return made(**step_fields(metadata, made, positions=positions, num_drafts=self._num_drafts))
+
+    def _position_buffer(self, num_tokens: int) -> torch.Tensor:
+        return torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+
+
+def _their_layers(layer_names: list[str], vllm_config: Any) -> dict[str, Any]:
+    """The layers of the group in vLLM's form, by name: those the contract's config knows."""
+    known = vllm_config.compilation_config.static_forward_context
+    found = {name: known[name] for name in layer_names if name in known}
+    return {
+        name: attn_layer.impl.join(attn_layer)
+        for name, attn_layer in found.items()
+        if isinstance(attn_layer.impl, VLLMImpl)
+    }

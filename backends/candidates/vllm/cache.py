@@ -1,0 +1,119 @@
+"""What a layer's cache looks like: vLLM's spec of it, its shape and its layouts.
+
+Two generations: today the spec says the shape (blocks, heads, tokens, content) and the class the layouts it reads;
+before, a method of the class said the shape, and another one its memory order. Must not know: what lies where in a
+page.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from attncheck.backends.candidates.vllm import package
+from attncheck.backends.contract import KVCacheSpec, MultipleOf
+from attncheck.reference.spec import AttentionType
+
+THEIR_LAYOUTS: Mapping[str, str] = MappingProxyType({"HND": "LBHNC", "NHD": "LBNHC"})
+"""The contract's layouts by vLLM's names, for one layer after the other, block after block."""
+
+_ORDERS: Mapping[str, tuple[int, ...]] = MappingProxyType({"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)})
+"""Memory orders of the four dimensions (blocks, heads, tokens, content)."""
+
+_ITEM = torch.bfloat16
+
+
+def their_spec(layer: Any, their_backend: type[Any], config: Any, spec: KVCacheSpec) -> Any:
+    """VLLM's spec of ``layer``'s cache with pages of ``spec.block_size``: the layer's own, as the backend packs it.
+
+    layer: vLLM's; None where only the contract's ``spec`` is known, which then says all. Encoders have no cache, but a
+    spec that says so.
+    """
+    specs = package.module("vllm.v1.kv_cache_interface")
+    kind = AttentionType.DECODER if layer is None else AttentionType(layer.attn_type)
+    sizes = {
+        "block_size": spec.block_size,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_size": spec.head_size,
+        "dtype": spec.dtype,
+    }
+    if kind in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+        return specs.EncoderOnlyAttentionSpec(**sizes)
+    if kind == AttentionType.ENCODER_DECODER:
+        made = specs.CrossAttentionSpec(**sizes)
+    elif layer is not None and hasattr(layer, "get_kv_cache_spec"):
+        made = replace(layer.get_kv_cache_spec(config), block_size=spec.block_size)
+    elif spec.sliding_window is not None:
+        made = specs.SlidingWindowSpec(**sizes, sliding_window=spec.sliding_window)
+    else:
+        made = specs.FullAttentionSpec(**sizes)
+    return customized(their_backend, made)
+
+
+def customized(their_backend: type[Any], spec: Any) -> Any:
+    """``spec`` as the backend packs it, where it has a say."""
+    return their_backend.customize_spec(spec) if hasattr(their_backend, "customize_spec") else spec
+
+
+def cache_shape(
+    their_backend: type[Any], num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int
+) -> tuple[int, ...]:
+    """The logical shape of one layer's cache.
+
+    Raises:
+        ValueError: the backend's kernels have no such pages; vLLM's runner refuses them at the same place.
+    """
+    sizes = kernel_block_sizes(their_backend)
+    if not any(block_size % s.base == 0 if isinstance(s, MultipleOf) else block_size == s for s in sizes):
+        taken = ", ".join(map(str, sizes))
+        raise ValueError(f"block_size {block_size}: kernels of {their_backend.get_name()} take {taken}")
+    if hasattr(their_backend, "get_kv_cache_shape"):
+        return tuple(their_backend.get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size))
+    specs = package.module("vllm.v1.kv_cache_interface")
+    spec = customized(
+        their_backend,
+        specs.FullAttentionSpec(
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            head_size_v=head_size_v,
+            dtype=_ITEM,
+        ),
+    )
+    return num_blocks, spec.num_heads, spec.num_states, spec.state_content_size_bytes // _ITEM.itemsize
+
+
+def kernel_block_sizes(their_backend: type[Any]) -> list[int | MultipleOf]:
+    """Page sizes of the backend's kernels."""
+    if not hasattr(their_backend, "get_supported_kernel_block_sizes"):
+        return [MultipleOf(1)]
+    sizes = their_backend.get_supported_kernel_block_sizes()
+    return [size if isinstance(size, int) else MultipleOf(size.base) for size in sizes] or [MultipleOf(1)]
+
+
+def layouts(their_backend: type[Any]) -> tuple[str, ...]:
+    """The contract's layouts that the backend's kernels read, the preferred one first."""
+    if hasattr(their_backend, "get_kv_cache_shape"):
+        return ("NHD",)  # that of the older method: another would have to be set for the whole process
+    ask = getattr(their_backend, "supported_kv_cache_layouts", None)
+    found = None if ask is None else ask()
+    if found is None:
+        return ("NHD", "HND")
+    ours = {theirs: name for name, theirs in THEIR_LAYOUTS.items()}
+    return tuple(ours[layout.name] for layout in found if layout.name in ours)
+
+
+def stride_order(their_backend: type[Any], cache_layout: str) -> tuple[int, ...]:
+    """The physical order of :func:`cache_shape`'s dimensions.
+
+    Raises:
+        ValueError: the backend's kernels do not read that layout; vLLM, told to use it, raises as well.
+    """
+    read = layouts(their_backend)
+    if cache_layout not in read:
+        raise ValueError(f"layout {cache_layout}: kernels of {their_backend.get_name()} read {', '.join(read)}")
+    if hasattr(their_backend, "get_kv_cache_shape"):
+        return tuple(their_backend.get_kv_cache_stride_order())
+    return _ORDERS[cache_layout]

@@ -1,0 +1,127 @@
+"""What a class of vLLM's declares, in the contract's words.
+
+Predicates are asked with every value the contract knows. What vLLM has no predicate for (ALiBi, soft cap, a shared
+cache, a quantised output) is promised by an impl that takes it: a small layer of each kind is made, once. Must not
+know: cases.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+
+from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
+from attncheck.backends.candidates.vllm.config import plain_config, their_config
+from attncheck.backends.candidates.vllm.layers import LayerArguments, make_layer
+from attncheck.backends.candidates.vllm.quantisation import fuses
+from attncheck.backends.declarations import DTYPES, MultipleOf
+from attncheck.backends.quantkey import STATIC_FP8
+from attncheck.reference.spec import AttentionType, KVCacheDType
+
+_PREDICATES: Mapping[str, str] = {
+    "sliding_window": "supports_sliding_window",
+    "sinks": "supports_sink",
+    "non_causal": "supports_non_causal",
+    "alibi_sqrt": "supports_alibi_sqrt",
+    "fp8_per_head": "supports_per_head_quant_scales",
+}
+"""Feature -> the class method that answers for it."""
+
+_PLAIN = LayerArguments(
+    num_heads=2,
+    head_size=64,
+    scale=0.125,
+    num_kv_heads=1,
+    alibi_slopes=None,
+    sliding_window=None,
+    logits_soft_cap=None,
+    attn_type=AttentionType.DECODER.value,
+    kv_sharing_target_layer_name=None,
+    sinks=None,
+)
+
+_TRIED: Mapping[str, dict[str, Any]] = {
+    "alibi": {"alibi_slopes": [0.5, 0.25]},
+    "logits_soft_cap": {"logits_soft_cap": 30.0},
+    "kv_sharing": {"kv_sharing_target_layer_name": "layer.0"},
+}
+"""Feature -> what a layer with it is made with."""
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a class declares. trouble: why not even a plain layer of it can be made here; empty where it can."""
+
+    dtypes: tuple[torch.dtype, ...]
+    head_sizes: tuple[int, ...]
+    kv_cache_dtypes: tuple[str, ...]
+    attn_types: tuple[str, ...]
+    features: frozenset[str]
+    trouble: str
+
+
+def claims_of(their_backend: type[Any]) -> Claims:
+    """The declarations of vLLM's class."""
+    kv_cache_dtypes = tuple(name for name in get_args(KVCacheDType) if _takes_cache(their_backend, name))
+    features = {name for name, predicate in _PREDICATES.items() if _says(their_backend, predicate)}
+    if any(name.startswith("fp8") for name in kv_cache_dtypes):
+        features.add("fp8_kv")
+    dtypes = tuple(dtype for dtype in DTYPES.values() if _takes_dtype(their_backend, dtype))
+    head_sizes = tuple(their_backend.get_supported_head_sizes())
+    plain = replace(_PLAIN, head_size=64 if 64 in head_sizes or not head_sizes else head_sizes[0])
+    layer, trouble = _made(their_backend, plain, dtypes)
+    if layer is not None:
+        features |= {name for name, extra in _TRIED.items() if _is_made(their_backend, replace(plain, **extra), dtypes)}
+        features |= {"output_quant"} if fuses(layer.impl, STATIC_FP8) else set()
+    return Claims(
+        dtypes=dtypes,
+        head_sizes=head_sizes,
+        kv_cache_dtypes=kv_cache_dtypes,
+        attn_types=tuple(kind.value for kind in AttentionType if _takes_type(their_backend, kind)),
+        features=frozenset(features),
+        trouble=trouble,
+    )
+
+
+def _says(their_backend: type[Any], predicate: str) -> bool:
+    return hasattr(their_backend, predicate) and bool(getattr(their_backend, predicate)())
+
+
+def _takes_dtype(their_backend: type[Any], dtype: torch.dtype) -> bool:
+    if hasattr(their_backend, "supports_dtype"):
+        return bool(their_backend.supports_dtype(dtype))
+    return dtype in their_backend.get_supported_dtypes()
+
+
+def _takes_cache(their_backend: type[Any], name: str) -> bool:
+    """Without a predicate (older classes) nothing is declared but the layer's own dtype."""
+    if hasattr(their_backend, "supports_kv_cache_dtype"):
+        return bool(their_backend.supports_kv_cache_dtype(name))
+    return name == "auto"
+
+
+def _takes_type(their_backend: type[Any], kind: AttentionType) -> bool:
+    if hasattr(their_backend, "supports_attn_type"):
+        return bool(their_backend.supports_attn_type(kind.value))
+    return kind == AttentionType.DECODER
+
+
+def _is_made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.dtype, ...]) -> bool:
+    return _made(their_backend, given, dtypes)[0] is not None
+
+
+def _made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.dtype, ...]) -> tuple[Any, str]:
+    """A layer as ``given``, or what its making raised."""
+    try:
+        size = kernel_block_sizes(their_backend)[0]
+        plain = plain_config(
+            dtype=dtypes[0] if dtypes else torch.bfloat16,
+            num_heads=given.num_heads,
+            num_kv_heads=given.num_kv_heads,
+            head_size=given.head_size,
+            block_size=max(16, size.base) if isinstance(size, MultipleOf) else size,
+        )
+        return make_layer(their_backend, their_config(plain), given), ""
+    except Exception as error:  # noqa: BLE001 (someone else's code: whatever it raises is the answer)
+        return None, f"making a plain layer raised {type(error).__name__}: {error}"

@@ -1,0 +1,138 @@
+"""The config a builder reads, as vLLM's own object: made of the plain one, without a model and without a download.
+
+vLLM reads a model's sizes from a ``config.json``; one of the case's sizes is written to a temporary folder, which is
+all that its constructors look at. Must not know: layers, metadata, what a backend does with a config.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from attncheck.backends.candidates.vllm import package
+from attncheck.backends.candidates.vllm.cache import THEIR_LAYOUTS
+
+
+def their_config(plain: Any, layers: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """VLLM's ``VllmConfig`` that says what ``plain`` says, with ``layers`` (vLLM's, by name) in its forward context.
+
+    Raises:
+        NotImplementedError: drafts are verified as a tree, which vLLM's configs have no word for.
+    """
+    speculative = plain.speculative_config
+    if speculative is not None and speculative.speculative_token_tree is not None:
+        raise NotImplementedError("speculative_token_tree: vLLM's SpeculativeConfig has no tree of drafts")
+    configs = package.module("vllm.config")
+    with package.kept_environment():
+        model = _model_config(configs, plain)
+        config = configs.VllmConfig(
+            model_config=model,
+            cache_config=configs.CacheConfig(
+                block_size=plain.cache_config.block_size, cache_dtype=plain.cache_config.cache_dtype
+            ),
+            parallel_config=configs.ParallelConfig(),
+            scheduler_config=_scheduler_config(configs, plain),
+            compilation_config=configs.CompilationConfig(),
+            speculative_config=None if speculative is None else _speculative_config(configs, plain, model),
+        )
+    _restore(config, plain)
+    config.compilation_config.static_forward_context.update(layers)
+    return config
+
+
+def plain_config(
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    block_size: int,
+    cache_dtype: str = "auto",
+    kv_cache_layout: str = "NHD",
+    max_tokens: int = 1024,
+) -> Any:
+    """A config as the contract hands it out, for a layer that no case asks about."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            dtype=dtype,
+            max_model_len=max_tokens,
+            get_num_attention_heads=lambda _parallel_config: num_heads,
+            get_num_kv_heads=lambda _parallel_config: num_kv_heads,
+            get_head_size=lambda: head_size,
+        ),
+        cache_config=SimpleNamespace(block_size=block_size, cache_dtype=cache_dtype, kv_cache_layout=kv_cache_layout),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=max_tokens),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[], max_cudagraph_capture_size=0, static_forward_context={}
+        ),
+        speculative_config=None,
+    )
+
+
+def _restore(config: Any, plain: Any) -> None:
+    """Sets what vLLM's platforms have changed while the config was made: they prepare an engine, not an examination."""
+    compilation = config.compilation_config
+    modes = package.find("CUDAGraphMode", "vllm.config", "vllm.config.compilation")
+    sizes = list(plain.compilation_config.cudagraph_capture_sizes)
+    # Builders that are asked what a graph freezes must believe in graphs, on a CPU too.
+    compilation.cudagraph_mode = modes.FULL if sizes else modes.NONE
+    compilation.cudagraph_capture_sizes = sizes
+    compilation.max_cudagraph_capture_size = plain.compilation_config.max_cudagraph_capture_size
+    config.cache_config.block_size = plain.cache_config.block_size
+    if hasattr(config.cache_config, "kv_cache_layout"):  # which an engine resolves, once it knows all of its layers
+        config.cache_config.kv_cache_layout = THEIR_LAYOUTS[plain.cache_config.kv_cache_layout]
+    config.scheduler_config.max_num_seqs = plain.scheduler_config.max_num_seqs
+    config.scheduler_config.max_num_batched_tokens = plain.scheduler_config.max_num_batched_tokens
+
+
+def _model_config(configs: Any, plain: Any) -> Any:
+    model = plain.model_config
+    num_heads, head_size = model.get_num_attention_heads(None), model.get_head_size()
+    sizes = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": num_heads * head_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": model.get_num_kv_heads(None),
+        "head_dim": head_size,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "vocab_size": 32,
+        "max_position_embeddings": model.max_model_len,
+    }
+    with TemporaryDirectory(prefix="attncheck-vllm-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(sizes))
+        return configs.ModelConfig(
+            model=folder,
+            tokenizer=folder,
+            skip_tokenizer_init=True,
+            dtype=model.dtype,
+            max_model_len=model.max_model_len,
+        )
+
+
+def _scheduler_config(configs: Any, plain: Any) -> Any:
+    """The bounds of a step; vLLM wants room for one whole request, which is given and taken back afterwards."""
+    make = getattr(configs.SchedulerConfig, "default_factory", configs.SchedulerConfig)
+    longest, tokens = plain.model_config.max_model_len, plain.scheduler_config.max_num_batched_tokens
+    return make(
+        max_model_len=longest,
+        max_num_seqs=plain.scheduler_config.max_num_seqs,
+        max_num_batched_tokens=max(tokens, longest, plain.scheduler_config.max_num_seqs),
+        is_encoder_decoder=False,
+    )
+
+
+def _speculative_config(configs: Any, plain: Any, model: Any) -> Any:
+    """Drafts from the prompt's own n-grams: the method that needs no model."""
+    return configs.SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=plain.speculative_config.num_speculative_tokens,
+        prompt_lookup_max=2,
+        target_model_config=model,
+        target_parallel_config=configs.ParallelConfig(),
+    )

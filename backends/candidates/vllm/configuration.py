@@ -1,0 +1,90 @@
+"""vLLM's own check of a configuration, with the values that it leaves out. Must not know: what the bridge declares."""
+
+import inspect
+from typing import Any
+
+from attncheck.backends.candidates.vllm import package
+from attncheck.backends.candidates.vllm.layers import LayerArguments
+from attncheck.backends.declarations import DTYPES, has_cache
+from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
+
+_PREDICATES = (
+    "head_size",
+    "dtype",
+    "kv_cache_dtype",
+    "block_size",
+    "attention sinks",
+    "attention type",
+    "sliding window",
+    "non-causal",
+    "per-head quant",
+    "MLA",
+    "non-MLA",
+)
+"""How reasons begin that follow from predicates which the declarations are made of."""
+
+_CACHED = (AttentionType.DECODER.value, AttentionType.ENCODER_DECODER.value)
+
+
+def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: CacheSpec, *, told: bool) -> list[str]:
+    """What ``validate_configuration`` of vLLM's class says against a layer; empty where it has none.
+
+    told: the declarations have given reasons, values and limits with them, so that those of the predicates, which have
+    no values, are left out.
+    """
+    reasons = _reasons(
+        their_backend,
+        head_size=layer.head_size,
+        dtype=DTYPES[layer.dtype],
+        kv_cache_dtype="auto" if cache.kv_cache_dtype == layer.dtype else cache.kv_cache_dtype,
+        block_size=cache.block_size if has_cache(layer) else None,
+        use_mla=layer.mla is not None,
+        has_sink=layer.sink_logits is not None,
+        attn_type=layer.attn_type.value,
+        has_sliding_window=layer.sliding_window is not None,
+        use_per_head_quant_scales=isinstance(cache.k_scale, tuple) or isinstance(cache.v_scale, tuple),
+        use_non_causal=layer.attn_type == AttentionType.DECODER and not layer.is_causal,
+    )
+    shown = f"head_size {layer.head_size}, dtype {layer.dtype}, kv_cache_dtype {cache.kv_cache_dtype}, "
+    shown += f"block_size {cache.block_size}"
+    return [
+        f"vLLM's validate_configuration: {reason} ({shown})"
+        for reason in reasons
+        if not (told and reason.startswith(_PREDICATES))
+    ]
+
+
+def refuse_as_vllm_does(their_backend: type[Any], config: Any, given: LayerArguments) -> None:
+    """``ValueError`` where vLLM would not make such a layer with this backend, though it were asked for by name.
+
+    Its GPU platforms ask ``validate_configuration`` before they make a layer; its CPU platform takes whatever comes,
+    and then so does the bridge.
+    """
+    if package.platform().is_cpu():
+        return
+    reasons = _reasons(
+        their_backend,
+        head_size=given.head_size,
+        dtype=config.model_config.dtype,
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        block_size=config.cache_config.block_size if given.attn_type in _CACHED else None,
+        use_mla=False,
+        has_sink=given.sinks is not None,
+        attn_type=given.attn_type,
+        has_sliding_window=given.sliding_window is not None,
+        use_per_head_quant_scales=False,
+        use_non_causal=False,
+    )
+    if reasons:
+        raise ValueError(f"{their_backend.get_name()} is not valid for this configuration: {'; '.join(reasons)}")
+
+
+def _reasons(their_backend: type[Any], **asked: Any) -> list[str]:
+    """The reasons of ``validate_configuration``, asked with those of its parameters that this version has."""
+    if not hasattr(their_backend, "validate_configuration"):
+        return []
+    known = inspect.signature(their_backend.validate_configuration).parameters
+    # Without a GPU there is none to compare: a class that needs one says so of the lowest.
+    capability = package.platform().get_device_capability() or package.lowest_capability()
+    asked |= {"device_capability": capability, "use_sparse": False, "use_mm_prefix": False}
+    return list(their_backend.validate_configuration(**{name: asked[name] for name in asked if name in known}))

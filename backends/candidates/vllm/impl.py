@@ -1,0 +1,142 @@
+"""The impl: calls of the contract passed on to vLLM's layer and the impl that it has made.
+
+Must not know: how a layer is made, what a backend declares.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.candidates.vllm import interpreted
+from attncheck.backends.candidates.vllm.cache import their_spec
+from attncheck.backends.candidates.vllm.config import their_config
+from attncheck.backends.candidates.vllm.configuration import refuse_as_vllm_does
+from attncheck.backends.candidates.vllm.layers import LayerArguments, current, make_layer, take_scales
+from attncheck.backends.candidates.vllm.quantisation import fuses
+from attncheck.backends.contract import KVCacheSpec, QuantKey
+from attncheck.backends.current_config import get_current_vllm_config
+from attncheck.backends.impl import AttentionImpl, AttentionLayer
+from attncheck.reference.spec import AttentionType
+
+
+class VLLMImpl(AttentionImpl[Any]):
+    """vLLM's ``Attention`` layer with the impl of :attr:`their_backend`."""
+
+    their_backend: ClassVar[type[Any]]
+    """vLLM's class."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: Tensor | None = None,
+        head_size_v: int | None = None,
+    ) -> None:
+        """See the contract; the cache's dtype is the current config's, as vLLM's layer has it."""
+        plain = get_current_vllm_config()
+        if head_size_v not in (None, head_size):
+            # Its layer takes one and says nothing of it to the impl, which then writes past the end of the output.
+            raise NotImplementedError(
+                f"head_size_v {head_size_v}: vLLM tells an impl one head size, and this is another"
+            )
+        given = LayerArguments(
+            num_heads=num_heads,
+            head_size=head_size,
+            scale=scale,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=str(attn_type),
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            sinks=sinks,
+        )
+        self.config = their_config(plain)
+        refuse_as_vllm_does(self.their_backend, self.config, given)
+        self.layer = make_layer(self.their_backend, self.config, given)
+        """vLLM's."""
+        self._has_builder = False
+        self._scaled_as: AttentionLayer | None = None
+
+    def join(self, attn_layer: AttentionLayer) -> Any:
+        """The layer in vLLM's form for a builder's group, with the scales of the contract's ``attn_layer``."""
+        self._has_builder = True
+        self._take_scales(attn_layer)
+        return self.layer
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """See the contract."""
+        self._prepare(layer, key.device)
+        with interpreted.launches():
+            self.layer.impl.do_kv_cache_update(self.layer, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """See the contract. What vLLM's impl returns is dropped, as vLLM's layer drops it: the answer is ``output``."""
+        if output is None:
+            raise ValueError("output is None: vLLM's layer always gives one")
+        self._prepare(layer, query.device)
+        if getattr(self.layer, "query_quant", None) is not None:
+            codes, _ = self.layer.query_quant(query.flatten(1), self.layer._q_scale)
+            query = codes.view(query.shape)
+        with interpreted.launches():
+            self.layer.impl.forward(
+                self.layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output=output,
+                output_scale=output_scale,
+                output_block_scale=output_block_scale,
+            )
+        return output
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        """See the contract; asked with vLLM's key."""
+        return fuses(self.layer.impl, quant_key)
+
+    def _take_scales(self, attn_layer: AttentionLayer) -> None:
+        if attn_layer is not self._scaled_as:
+            take_scales(self.layer, attn_layer)
+            self._scaled_as = attn_layer
+
+    def _prepare(self, attn_layer: AttentionLayer, device: torch.device) -> None:
+        """The layer as a runner leaves it before the first step: with its scales, and a builder made for its group."""
+        self._take_scales(attn_layer)
+        if self._has_builder:
+            return
+        layer, config = self.layer, self.config
+        spec = KVCacheSpec(
+            block_size=config.cache_config.block_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=layer.kv_cache_torch_dtype,
+        )
+        with current(config):
+            builder = self.their_backend.get_builder_cls()
+            builder(their_spec(layer, self.their_backend, config, spec), [layer.layer_name], config, device)
+        self._has_builder = True

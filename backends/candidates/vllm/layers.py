@@ -1,0 +1,92 @@
+"""vLLM's ``Attention`` layer around the backend in question: vLLM makes the impl, as for a model.
+
+Must not know: builders, steps, declarations.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attncheck.backends.candidates.vllm import package
+from attncheck.backends.impl import AttentionLayer
+
+_NAME = "layer.1"
+"""Names of layers hold a number, by which vLLM orders them; that of a layer whose cache this one reads comes before."""
+
+
+@dataclass(frozen=True)
+class LayerArguments:
+    """What the constructor of the contract's impl was given, by its names."""
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int
+    alibi_slopes: list[float] | None
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    attn_type: str
+    kv_sharing_target_layer_name: str | None
+    sinks: torch.Tensor | None
+
+
+def make_layer(their_backend: type[Any], config: Any, given: LayerArguments) -> Any:
+    """The layer, its impl made, and registered with ``config`` (vLLM's, current meanwhile, as for a model).
+
+    What the backend, or vLLM's layer itself, refuses passes through.
+    """
+    attention = package.find("Attention", "vllm.model_executor.layers.attention", "vllm.attention.layer")
+    kinds = package.find("AttentionType", "vllm.v1.attention.backend", "vllm.attention.backends.abstract")
+    extra: dict[str, Any] = {} if given.sinks is None else {"sinks": given.sinks}
+
+    def made(name: str, target: str | None) -> Any:
+        return attention(
+            given.num_heads,
+            given.head_size,
+            given.scale,
+            num_kv_heads=given.num_kv_heads,
+            alibi_slopes=given.alibi_slopes,
+            cache_config=config.cache_config,
+            logits_soft_cap=given.logits_soft_cap,
+            per_layer_sliding_window=given.sliding_window,
+            prefix=name,
+            attn_type=getattr(kinds, given.attn_type.upper()),
+            kv_sharing_target_layer_name=target,
+            attn_backend=their_backend,
+            **extra,
+        )
+
+    with current(config), torch.device(package.platform().device_type):
+        target = given.kv_sharing_target_layer_name
+        if target is not None:
+            made(target, None)
+        layer = made(_NAME, target)
+        layer.process_weights_after_loading(config.model_config.dtype)
+    return layer
+
+
+@contextmanager
+def current(config: Any) -> Iterator[None]:
+    """``config`` is vLLM's current one inside, and its dtype torch's default, as while a model is made."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(config.model_config.dtype)
+    try:
+        with package.find("set_current_vllm_config", "vllm.config", "vllm.config.vllm")(config):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def take_scales(layer: Any, attn_layer: AttentionLayer) -> None:
+    """Gives vLLM's ``layer`` the scales of the contract's, in every form that vLLM keeps them in."""
+    for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+        scale = getattr(attn_layer, name)
+        # One for the whole tensor has no dimension there.
+        scale = scale.reshape(()) if scale.numel() == 1 else scale
+        setattr(layer, name, scale)
+        number = getattr(attn_layer, f"{name}_float", 1.0)
+        setattr(layer, f"{name}_float", number)
+        setattr(layer, f"{name}_cpu", scale.cpu())

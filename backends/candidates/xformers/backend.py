@@ -1,0 +1,85 @@
+"""What candidate ``xformers`` declares. Imports neither xformers nor Triton.
+
+Decodes go through the library's Triton split-K operator. It knows no window and no soft cap, so that layers with either
+are attended to by attncheck's own unified kernel, as are all requests of several rows, for which the library has no
+paged operator. Must not know: how either attends.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.backends import interpreter
+from attncheck.backends.candidates.triton_unified.backend import LARGEST_HEAD_SIZE
+from attncheck.backends.candidates.triton_unified.declarations import InterpretedBackend
+from attncheck.backends.candidates.xformers import availability
+from attncheck.backends.contract import Conventions, MultipleOf
+from attncheck.backends.paged import PagedBackend
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+
+if TYPE_CHECKING:
+    from attncheck.backends.candidates.xformers.impl import XFormersBuilder, XFormersImpl, XFormersMetadata
+
+
+class XFormersBackend(InterpretedBackend, PagedBackend):
+    """Tokens before heads, keys and values in two halves: the library wants the pool as one run of tokens."""
+
+    features = frozenset({"sliding_window", "logits_soft_cap", "lse", "short_keys"})
+    conventions = Conventions(padded_rows="finite", sync_free_build=True)
+    supported_layouts = ("NHD",)
+
+    @staticmethod
+    def get_name() -> str:
+        return "XFORMERS"
+
+    @staticmethod
+    def get_impl_cls() -> type["XFormersImpl"]:
+        from attncheck.backends.candidates.xformers.impl import XFormersImpl
+
+        return XFormersImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["XFormersBuilder"]:
+        from attncheck.backends.candidates.xformers.impl import XFormersBuilder
+
+        return XFormersBuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type["XFormersMetadata"]:
+        from attncheck.backends.candidates.xformers.impl import XFormersMetadata
+
+        return XFormersMetadata
+
+    @classmethod
+    def get_supported_dtypes(cls) -> list[torch.dtype]:
+        """The operator's; float32 is admitted where it is interpreted, which multiplies it exactly."""
+        half = [torch.float16, torch.bfloat16]
+        return [*half, torch.float32] if interpreter.is_interpreted() else half
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """The operator's, as far as the kernel for the other rows goes."""
+        from attncheck.backends.candidates.xformers.operator import supported_head_sizes
+
+        return [size for size in supported_head_sizes() if size <= LARGEST_HEAD_SIZE]
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
+        """Pages that a tile of the operator divides."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def unavailable_reasons(cls, device: str) -> list[str]:
+        return [*super().unavailable_reasons(device), *availability.unavailable_reasons(device)]
+
+    @classmethod
+    def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+        """The operator's products of bfloat16 are the interpreter's fault; attncheck's kernel works around it."""
+        reasons = super().unavailable_case_reasons(device, layer, cache, batch)
+        is_operators = layer.sliding_window is None and layer.soft_cap is None
+        has_gap = interpreter.is_interpreted() and layer.dtype == "bfloat16" and is_operators
+        return [interpreter.BFLOAT16_GAP, *reasons] if has_gap else reasons
+
+    @classmethod
+    def version(cls) -> str:
+        return availability.version()

@@ -1,0 +1,102 @@
+"""The library's split-K operator for paged keys, one subclass for every tile of a page, and the bias it reads.
+
+The operator walks a page in tiles of ``BLOCK_N`` keys; a page that is no multiple of it is refused by the operator's
+check, and read from wherever memory leads where the check is skipped. So the largest tile that divides the page is
+chosen, the operator is named explicitly, and every call goes through the library's public function, which checks.
+
+Imports xformers, and so is imported lazily. Must not know: layers, metadata, the harness.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.candidates.xformers.availability import quiet_import
+from attncheck.backends.interpreter import is_interpreted
+
+with quiet_import():
+    from xformers.ops.fmha import attn_bias, triton_splitk
+
+NO_EXTENSION = "xFormers wasn't build with CUDA support"
+"""What every operator of the library says of a GPU's tensors where its compiled extension could not be loaded."""
+
+TILES = (64, 32, 16)
+"""Keys that a program reads at once, the operator's own choice first."""
+
+
+class PagedSplitK(triton_splitk.FwOp):  # type: ignore[misc] # the library is untyped
+    """The library's operator; where its kernel is interpreted, for a CPU and for float32 too.
+
+    How many parts the keys are split into is left to the library, which asks the number of requests and the width of
+    the table, and no length.
+    """
+
+    if is_interpreted():
+        SUPPORTED_DEVICES = frozenset({"cuda", "cpu"})
+        SUPPORTED_DTYPES = frozenset({*triton_splitk.FwOp.SUPPORTED_DTYPES, torch.float32})
+
+    @classmethod
+    def not_supported_reasons(cls, d: Any) -> list[str]:
+        """The library's, but for its compiled extension: of that this operator, all Triton, uses nothing."""
+        return [reason for reason in super().not_supported_reasons(d) if reason != NO_EXTENSION]
+
+    @classmethod
+    def get_extra_args(cls, **asked: Any) -> dict[str, Any]:
+        """Tile, warps and stages: the class's own where there is no GPU, whose model the library would ask for."""
+        if torch.cuda.is_available():
+            launch: dict[str, Any] = super().get_extra_args(**asked)
+            return launch
+        return {
+            "BLOCK_M": cls.BLOCK_M,
+            "BLOCK_N": cls.BLOCK_N,
+            "num_warps": cls.NUM_WARPS,
+            "num_stages": cls.NUM_STAGES,
+        }
+
+
+_OPERATORS: dict[int, type[PagedSplitK]] = {
+    tile: type(f"PagedSplitK{tile}", (PagedSplitK,), {"BLOCK_N": tile, "NAME": f"paged_triton_splitK_n{tile}"})
+    for tile in TILES
+}
+
+
+def operator_for(page_size: int) -> type[PagedSplitK]:
+    """The operator with the largest tile that divides the page; ``ValueError`` where none does."""
+    for tile in TILES:
+        if page_size % tile == 0:
+            return _OPERATORS[tile]
+    raise ValueError(f"page size {page_size} is no multiple of {TILES[-1]}")
+
+
+def supported_head_sizes() -> list[int]:
+    """What the operator itself says, asked for every size up to its largest, ascending."""
+    sizes = range(1, int(PagedSplitK.SUPPORTED_MAX_K) + 1)
+    return [size for size in sizes if not PagedSplitK.shape_not_supported_reasons(1, 1, size, size)]
+
+
+def single_token_bias(seq_lens: Tensor, block_table: Tensor, page_size: int) -> Any:
+    """The library's bias for one query row a request, made around the tensors of the step: nothing is read.
+
+    seq_lens: int32 ``[n]``; 0 is a row that sees nothing, whose output is 0. block_table: int32 ``[n, pages]``. The
+    numbers on the host are bounds: no length is longer than the table is wide. So whoever refills the two tensors has
+    changed the bias, also of a call that stands in a CUDA graph.
+    """
+    requests, capacity = len(seq_lens), block_table.shape[1] * page_size
+    starts = torch.arange(requests + 1, device=seq_lens.device)
+    return attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(
+        q_seqinfo=attn_bias._SeqLenInfo(
+            seqstart=starts, max_seqlen=1, min_seqlen=1, seqstart_py=list(range(requests + 1))
+        ),
+        k_seqinfo=attn_bias._PaddedSeqLenInfo(
+            seqstart=starts * capacity,
+            max_seqlen=capacity,
+            min_seqlen=0,
+            seqstart_py=[request * capacity for request in range(requests + 1)],
+            seqlen=seq_lens.contiguous(),
+            seqlen_py=[capacity] * requests,
+            padding=capacity,
+        ),
+        block_tables=block_table,
+        page_size=page_size,
+    )

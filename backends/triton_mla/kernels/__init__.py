@@ -1,4 +1,0 @@
-"""Sources of Triton kernels, and nothing else: they import Triton, so only the module that launches them does.
-
-Names are as in :mod:`attncheck.backends.triton_unified.kernels`.
-"""

@@ -1,0 +1,95 @@
+"""``cudagraph``: the declared ``AttentionCGSupport`` level is the measured one.
+
+The level belongs to a layer and a cache: cases equal in both share one measurement. Below the declared level is a
+broken promise; above is head-room, and said. Cannot see: batches larger than the probes', nor, in the emulation, work
+that is hidden from torch's dispatcher, and the branch a backend keeps for the GPU.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.cases.model import Case
+from attncheck.errors import QuestionError
+from attncheck.harness.checks.cudagraph.measurement import Measurement, Unseen, measure
+from attncheck.harness.checks.cudagraph.questions import Questions
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.driver.foreign_code import StageError
+from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, RequestSpec
+
+
+class GraphDesk:
+    """Findings by layer and cache: the measurements of one run, each made once a backend."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._findings: dict[tuple[type[AttentionBackend], Case], Finding] = {}
+        self._questions: tuple[Case, Questions] | None = None
+
+    def examine(self, backend: type[AttentionBackend], case: Case) -> Finding:
+        """The finding for the layer and cache of ``case``; what the backend raised, where it could not be measured."""
+        reasons = unexamined_reasons(case)
+        if reasons:
+            return NotExamined(reasons, "attncheck")
+        asked = _layer_and_cache(case)
+        if (backend, asked) not in self._findings:
+            if self._questions is None or self._questions[0] != asked:
+                self._questions = (asked, Questions(asked, self._seed, self._device))
+            try:
+                self._findings[backend, asked] = judge(measure(backend, self._questions[1], self._device))
+            except QuestionError as error:
+                self._findings[backend, asked] = NotExamined((str(error),), "attncheck")
+            except StageError as failure:
+                self._findings[backend, asked] = failure.raised
+        return self._findings[backend, asked]
+
+
+def unexamined_reasons(case: Case) -> tuple[str, ...]:
+    """Why no graph is captured for such a case; empty: its layer and cache are measured."""
+    if case.layer.attn_type != AttentionType.DECODER:
+        return (f"attn_type {case.layer.attn_type}: graphs are captured for decoder layers",)
+    if case.batch.path.name == "local":
+        return ("path local: virtual batches are made anew every step, and no graph is captured for them",)
+    return ()
+
+
+def judge(measurement: Measurement) -> Finding:
+    """A measurement held against what is declared."""
+    declared, reached, broke = measurement.declared, measurement.reached, measurement.broke
+    graph = measurement.levels
+    passed = sum(probe.outcome == "passed" for probe in graph.probes)
+    figures = {"declared_level": declared.value, "measured_level": reached.value, "probes_passed": passed}
+    is_unseen = broke is not None and isinstance(broke[1], Unseen)
+    holds = declared.value <= reached.value
+    # Of NEVER nothing is promised: to confirm it takes a probe that was seen to break, or to hold.
+    if broke is None or (holds and not (is_unseen and reached is AttentionCGSupport.NEVER)):
+        notes = [*graph.notes]
+        if reached.value > declared.value:
+            notes.append(f"head-room: {declared.name} is declared, {reached.name} measured")
+        if broke is not None and is_unseen:
+            notes.append(f"above {reached.name} nothing is known: probe {broke[0].name!r} {broke[1]}")
+        return Holds(figures, tuple(notes), graph)
+    probe, reason = broke
+    if isinstance(reason, Unseen):
+        return NotExamined((f"level {declared.name}, probe {probe.name!r}: {reason}",), "attncheck", graph)
+    return Broken(
+        f"declared {declared.name}, measured {reached.name}: probe {probe.name!r} broke: {reason.what}",
+        figures,
+        reason.why,
+        (f"the probe shows whether {probe.establishes}",),
+        graph,
+    )
+
+
+def _layer_and_cache(case: Case) -> Case:
+    """The case without what its level does not depend on."""
+    return Case(
+        suite="cudagraph",
+        id="layer",
+        layer=case.layer,
+        cache=replace(case.cache, num_blocks=None, first_block=None),
+        batch=BatchSpec(requests=(RequestSpec(query_len=1),)),
+        tolerance=case.tolerance,
+        inputs=case.inputs,
+    )

@@ -1,0 +1,211 @@
+"""Real CUDA graphs: warms up on a side stream, rehearses, and captures ``torch.cuda.CUDAGraph``.
+
+One recorder has one memory pool, which all of its graphs share, as those of a serving engine do. A capture in which
+the host waits for the device is spoilt, and may spoil the process: so the last warm-up is a rehearsal in which every
+synchronising call raises, and nothing is captured whose rehearsal raised. Imports on a machine without a GPU.
+Must not know: probes, backends, what is judged.
+"""
+
+import linecache
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from traceback import extract_tb, walk_tb
+
+import torch
+from torch import Tensor
+
+from attncheck.errors import AttncheckError
+from attncheck.harness.checks.cudagraph.call_sites import Line, place_of
+from attncheck.harness.checks.cudagraph.held_memory import Block, HeldMemory, tensors_within
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, RecorderName, Released, Violation
+
+WARM_UPS = 1
+"""Runs before the rehearsal: what compiles, tunes or allocates at the first call may wait for the device there."""
+
+SYNCHRONISED = "called a synchronizing CUDA operation"
+"""What torch says where its sync-debug mode forbids to wait for the device."""
+
+
+class ReleasedMemoryError(AttncheckError):
+    """A replay wrote to memory that nobody has held since the capture, and that may be anybody's by then."""
+
+
+class CudaRecording:
+    """A captured graph, and the ``blocks`` of memory from before the capture that it may use."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, blocks: tuple[Block, ...]) -> None:
+        self._graph = graph
+        self._blocks = blocks
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream, and wait until it is done: its errors are raised here.
+
+        Raises :class:`ReleasedMemoryError`. What a graph reads of such memory shows in its answers.
+        """
+        for block in self._blocks:
+            block.spoil()
+        self._graph.replay()
+        torch.cuda.current_stream().synchronize()
+        if any(block.was_written() for block in self._blocks):
+            raise ReleasedMemoryError("the graph wrote to memory that has been let go of since its capture")
+
+    def launch(self) -> None:
+        """Launch the graph on the current stream, and nothing else."""
+        self._graph.replay()
+
+    def reads(self, tensor: Tensor) -> bool | None:
+        """Cannot be told: a graph does not say which addresses its kernels were given."""
+        return None
+
+    def host_reads(self) -> tuple[str, ...]:
+        """Cannot be told: reading host memory is nothing to CUDA."""
+        return ()
+
+    def hands_out_memory(self) -> bool:
+        """A capture holds whatever works on its stream, by whom ever it was launched."""
+        return False
+
+    def released(self) -> tuple[Released, ...]:
+        """Cannot be told before a replay, for the same reason."""
+        return ()
+
+
+class CudaRecorder:
+    """Makes graphs on one device; see :class:`attncheck.harness.checks.cudagraph.recorder.Recorder`."""
+
+    name: RecorderName = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = HeldMemory()
+        self._unended: list[torch.cuda.CUDAGraph] = []
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Nothing: CUDA itself knows what lies on the host."""
+        return nullcontext()
+
+    def mark_host(self, *tensors: Tensor) -> None:
+        """Nothing: CUDA itself knows what lies on the host."""
+
+    def record(self, prepare: Callable[[], Forward]) -> CudaRecording:
+        """Warm up, rehearse, capture, each with what ``prepare`` builds anew on the current stream.
+
+        Raises :class:`CaptureError` for what the rehearsal or the capture raised, and whatever ``prepare`` or a
+        warm-up raises.
+        """
+        with torch.cuda.device(self._device):
+            for _ in range(WARM_UPS):
+                forward = prepare()
+                with self._side_stream():
+                    forward()
+            self._rehearse(prepare())
+            torch.cuda.synchronize()  # what a warm-up's kernels did wrong belongs to it, not to the capture
+            forward = prepare()
+            blocks = self._memory.of(tensors_within(forward))
+            return CudaRecording(self._capture(forward), blocks)
+
+    def _rehearse(self, forward: Forward) -> None:
+        """As under capture, without one: what waits for the device raises before anything is spoilt."""
+        with self._side_stream(), _as_under_capture(), _syncs_raise():
+            try:
+                forward()
+            except Exception as error:
+                raise CaptureError((violation_of(error),)) from error
+
+    def _capture(self, forward: Forward) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream()
+        raised: Exception | None = None
+        try:
+            # torch itself waits for the device where a capture begins: only forward must not.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                try:
+                    with _syncs_raise():
+                        forward()
+                except Exception as error:  # noqa: BLE001 (raised again below: the capture must be ended first)
+                    raised = error
+        except Exception as error:  # noqa: BLE001 (the same)
+            self._recover(graph, current)
+            raised = raised or error
+        if raised is not None:
+            raise CaptureError((violation_of(raised),)) from raised
+        return graph
+
+    def _recover(self, graph: torch.cuda.CUDAGraph, current: torch.cuda.Stream) -> None:
+        """After a capture that could not be ended: torch has left its stream current, and its pool recording."""
+        torch.cuda.set_stream(current)
+        with suppress(RuntimeError):  # it was not recording after all
+            torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._unended.append(graph)  # torch's allocators may still ask it which streams are its own
+        with suppress(RuntimeError):  # a device that is lost says so at its next use
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def _side_stream(self) -> Iterator[None]:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+
+@contextmanager
+def _syncs_raise() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _as_under_capture() -> Iterator[None]:
+    """While torch says that the stream is capturing: many a backend reads on the host only where it is not.
+
+    ``torch.cuda.synchronize`` raises, which the sync-debug mode lets pass.
+    """
+    stand_ins = {"is_current_stream_capturing": lambda: True, "synchronize": _refuse_to_wait}
+    own = {name: getattr(torch.cuda, name) for name in stand_ins}
+    vars(torch.cuda).update(stand_ins)
+    try:
+        yield
+    finally:
+        vars(torch.cuda).update(own)
+
+
+def _refuse_to_wait(*_: object) -> None:
+    raise RuntimeError(SYNCHRONISED)
+
+
+def violation_of(error: BaseException) -> Violation:
+    """What ``error`` says about ``forward``, and which line of the backend it comes from."""
+    waited = next((each for each in _chain(error) if SYNCHRONISED in str(each)), None)
+    if waited is not None:
+        place = place_of(waited)
+        return Violation("host read", _expression(waited, place.line) or SYNCHRONISED, str(place))
+    first, *_ = str(error).strip().splitlines() or [""]
+    return Violation("error", f"{type(error).__name__}: {first}", str(place_of(error)))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """``error``, what it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _expression(error: BaseException, line: Line | None) -> str:
+    """The source of the call on ``line`` that raised ``error``; the whole line, where the call has more than one."""
+    for (frame, number), summary in zip(walk_tb(error.__traceback__), extract_tb(error.__traceback__), strict=False):
+        if line == Line(frame.f_code, number):
+            source = linecache.getline(summary.filename, number)
+            if summary.colno is None or summary.end_lineno != number:
+                return source.strip()
+            return source.encode()[summary.colno : summary.end_colno].decode()
+    return ""

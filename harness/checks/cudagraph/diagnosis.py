@@ -1,0 +1,111 @@
+"""Why a graph's step is wrong: what moved, what is frozen, or that the graph, or even the step, is not to blame.
+
+Runs only after a fault, so it may be slow: the same step without a graph, with a new impl and builder, and without
+padding. Must not know: levels, records.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.checks.cudagraph.faults import step_fault
+from attncheck.harness.checks.cudagraph.probes import Probe, Turn
+from attncheck.harness.checks.cudagraph.questions import Questions
+from attncheck.harness.checks.cudagraph.session import Capture, GraphSession
+from attncheck.harness.checks.cudagraph.traces import Trace
+from attncheck.harness.driver.foreign_code import StageError
+
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One step: ``turn`` of ``probe`` in a session. ``make`` makes sessions of the probe, of either kind of pool."""
+
+    probe: Probe
+    turn: Turn
+    questions: Questions
+    session: GraphSession
+    make: Callable[..., GraphSession]
+
+    @property
+    def conventions(self) -> Conventions:
+        """The backend's."""
+        return self.session.backend.conventions
+
+    def afresh(self, *, is_pool_finite: bool) -> GraphSession:
+        """Another session of the probe."""
+        return self.make(is_pool_finite=is_pool_finite)
+
+    def fault_without_graph(self, session: GraphSession, *, is_padded: bool = True) -> str | None:
+        """What is wrong with this step, made by ``forward`` itself."""
+        case = self.questions.case(self.probe, self.turn, is_padded=is_padded)
+        problem, truth = self.questions.problem(case), self.questions.truth(case)
+        try:
+            taken = session.step(self.turn, problem, None)
+        except StageError as failure:
+            return failure.raised.in_words
+        faults = (step_fault(problem, truth, self.conventions, one) for one in taken)
+        return next((fault for fault in faults if fault is not None), None)
+
+
+def lets_nan_through(scene: Scene) -> bool:
+    """Whether the step is wrong only for NaN in slots that nobody owns: graphs have no part in that.
+
+    It is made without a graph, by a new impl and builder, and without padding, of which rows of NaN are no such fault.
+    """
+    if scene.session.is_pool_finite:
+        return False
+
+    def is_wrong(*, is_pool_finite: bool) -> bool:
+        session = scene.afresh(is_pool_finite=is_pool_finite)
+        return scene.fault_without_graph(session, is_padded=False) is not None
+
+    try:
+        return is_wrong(is_pool_finite=False) and not is_wrong(is_pool_finite=True)
+    except StageError:  # it cannot be set up anew
+        return False
+
+
+def why_wrong(scene: Scene, capture: Capture, made_of: Trace, index: int) -> str:
+    """The cause in words. ``made_of``: of the metadata of the step, by the builder whose graph is ``index``."""
+    without_graph = scene.fault_without_graph(scene.session)
+    if without_graph is not None:
+        return _why_wrong_anyway(scene, without_graph)
+    graph = capture.graphs[index]
+    moved = [path for path in graph.trace.moved(made_of) if path in graph.read]
+    reshaped = [path for path in graph.trace.reshaped(made_of) if path in graph.read]
+    changed = graph.trace.changed(made_of)
+    builder = "build_for_drafting" if scene.turn.draft_index is not None else "build"
+    causes = []
+    if moved:
+        more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
+        causes.append(
+            f"{builder} puts {', '.join(moved[:_NAMED])}{more} into new memory; the graph reads the memory of capture"
+        )
+    if reshaped:
+        causes.append(f"shapes are frozen at capture, and {builder} gives {', '.join(reshaped[:_NAMED])} another one")
+    if read := graph.recording.host_reads():
+        causes.append(f"numbers are frozen at capture, which forward took from the host: {'; '.join(read[:_NAMED])}")
+    elif changed:
+        causes.append(f"numbers are frozen at capture, such as these: {'; '.join(changed[:_NAMED])}")
+    if not causes:
+        causes.append("something that forward read or decided at capture is frozen (a plan, a shape, a branch)")
+    return f"the same step is right without a graph: {'; and '.join(causes)}"
+
+
+def _why_wrong_anyway(scene: Scene, fault: str) -> str:
+    """Of a step that is wrong without a graph, too."""
+    try:
+        anew = scene.fault_without_graph(scene.afresh(is_pool_finite=scene.session.is_pool_finite))
+    except StageError as failure:
+        anew = failure.raised.message
+    if anew is None:
+        return "wrong without a graph, too, but right with a new impl and builder: something is kept from earlier steps"
+    padding = scene.questions.case(scene.probe, scene.turn).batch.padding
+    if (padding.requests or padding.tokens) and scene.fault_without_graph(scene.session, is_padded=False) is None:
+        return (
+            "wrong without a graph, too, and right without padding: padding (query length 0, seq_lens "
+            f"{scene.conventions.pad_seq_len}, slot -1, rows of NaN) is not left alone"
+        )
+    return f"wrong without a graph, too: {fault}"

@@ -1,0 +1,1 @@
+"""CUDA graphs emulated on a machine without a GPU."""

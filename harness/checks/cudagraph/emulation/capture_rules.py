@@ -1,0 +1,100 @@
+"""What no captured graph can hold: rules for one call of an operator.
+
+They say what torch does on a GPU; where its tags do not, the operator is known here by name. Must not know: tapes,
+modes, backends.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory
+from attncheck.harness.checks.cudagraph.emulation.operators import Operator, tensors_in
+from attncheck.harness.checks.cudagraph.recorder import ViolationKind
+
+_INDEX_PUTS = frozenset({"aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index_put"})
+_MASK_DTYPES = (torch.bool, torch.uint8)
+_READ_VALUES = {"aten.masked_fill": 2, "aten.masked_fill_": 2, "aten.index_fill": 3, "aten.index_fill_": 3}
+"""Operators that read a value given as a tensor, and at which position it stands: on a GPU that is an ``.item()``."""
+
+
+class Call(NamedTuple):
+    """One call of an operator. ``given``: its tensors, in order; ``on_host``: those of them that lie on the host."""
+
+    operator: Operator
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    given: tuple[Tensor, ...]
+    on_host: tuple[Tensor, ...]
+
+    @property
+    def is_host_work(self) -> bool:
+        """Nothing but host memory comes in: on a GPU nothing of it would reach the device."""
+        return len(self.on_host) == len(self.given)
+
+
+def forbidden(call: Call, host: HostMemory) -> ViolationKind | None:
+    """Why a graph cannot hold ``call``; None: it can."""
+    operator = call.operator
+    if call.is_host_work:
+        return None
+    if operator.work == "read" or _reads_value(call, host):
+        return "host read"
+    if _has_data_dependent_shape(call, host):
+        return "data-dependent shape"
+    if not call.on_host or operator.work == "custom":
+        return None
+    if any(host.holds(tensor) for tensor in operator.written_tensors(call.args, call.kwargs)):
+        return "host read"
+    return "host copy" if _copies_from_host(call, host) else None
+
+
+def _reads_value(call: Call, host: HostMemory) -> bool:
+    position = _READ_VALUES.get(call.operator.name)
+    if position is None or len(call.args) <= position:
+        return False
+    value = call.args[position]
+    return isinstance(value, Tensor) and not host.holds(value)
+
+
+def _has_data_dependent_shape(call: Call, host: HostMemory) -> bool:
+    """Only masks make an index data-dependent; ``x[mask] = number`` is a fill."""
+    name = call.operator.name
+    if name in _INDEX_PUTS:
+        return _has_mask(call, host) and not _is_masked_fill(call, host)
+    if not call.operator.is_dynamic:
+        return False
+    if name == "aten.index":
+        return _has_mask(call, host)
+    return name != "aten.repeat_interleave" or call.kwargs.get("output_size") is None
+
+
+def _copies_from_host(call: Call, host: HostMemory) -> bool:
+    """A number on the host becomes an argument of the kernel, except where torch first brings it to the device."""
+    name = call.operator.name
+    if name == "aten.copy_":
+        return True
+    if name in _INDEX_PUTS:
+        return not _is_masked_fill(call, host)
+    return any(tensor.dim() > 0 for tensor in call.on_host)
+
+
+def _has_mask(call: Call, host: HostMemory) -> bool:
+    return any(index.dtype in _MASK_DTYPES and not host.holds(index) for index in tensors_in(call.args[1]))
+
+
+def _is_masked_fill(call: Call, host: HostMemory) -> bool:
+    """One mask, of the device, and one number, of the host, that is not accumulated."""
+    value = call.args[2]
+    accumulates = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
+    indices = tuple(tensors_in(call.args[1]))
+    return (
+        not accumulates
+        and isinstance(value, Tensor)
+        and value.numel() == 1
+        and host.holds(value)
+        and len(indices) == 1
+        and indices[0].dtype in _MASK_DTYPES
+        and not host.holds(indices[0])
+    )

@@ -1,0 +1,167 @@
+"""Recorded operators, and their replay in the memory they were recorded with.
+
+What a captured graph freezes is frozen here: addresses, shapes and strides (by aliases made at the call), Python
+numbers, and whatever lay on the host. Must not know: modes, how an operator came here, what a graph may not hold.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.checks.cudagraph.call_sites import Place
+from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory, storage_key
+from attncheck.harness.checks.cudagraph.emulation.operators import AnyOperator, tensors_in
+from attncheck.harness.checks.cudagraph.recorder import Released
+
+Fresh = tuple[Tensor | None, ...]
+"""What an operator returned; None where it returned memory it was given."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator with its arguments. What it returns is copied to ``outputs``, where they are not None."""
+
+    func: AnyOperator
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    outputs: Fresh
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Memory that existed before the recording. ``alias`` is one of the tape's references to it."""
+
+    alias: Tensor
+    user: str
+    place: Place
+
+    def released(self) -> Released:
+        """As the recording tells of it."""
+        memory = self.alias.untyped_storage()
+        first_used = self.user + (f" at {self.place}" if str(self.place) else "")
+        return Released(memory.data_ptr(), memory.data_ptr() + memory.nbytes(), first_used)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A tape's state, to go back to."""
+
+    num_steps: int
+    made: dict[int, Tensor]
+    outside: dict[int, Outside]
+    references: dict[int, int]
+
+
+class Tape:
+    """Steps in their order, and the memory they use.
+
+    ``find_place`` says which line of a backend is running. ``tapes``: all that may hold the same memory, this one too.
+    """
+
+    def __init__(self, find_place: Callable[[], Place], tapes: "WeakSet[Tape]") -> None:
+        self._find_place = find_place
+        self._tapes = tapes
+        tapes.add(self)
+        self._steps: list[Step] = []
+        self._made: dict[int, Tensor] = {}
+        self._outside: dict[int, Outside] = {}
+        self._references: dict[int, int] = {}
+        self._addresses: dict[int, int] = {}
+
+    def freeze(
+        self, user: str, args: tuple[object, ...], kwargs: dict[str, object], host: HostMemory
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Arguments as the operator ``user`` gets them at every replay: tensors as they are now, by their memory.
+
+        What lies on the host is copied: its contents are frozen as well.
+        """
+
+        def frozen(value: object) -> object:
+            if isinstance(value, Tensor):
+                return value.clone() if host.holds(value) else self._alias(value, user)
+            if isinstance(value, list | tuple):
+                parts = [frozen(part) for part in value]
+                return parts if isinstance(value, list) else tuple(parts)
+            return value
+
+        return tuple(frozen(value) for value in args), {name: frozen(value) for name, value in kwargs.items()}
+
+    def _alias(self, tensor: Tensor, user: str) -> Tensor:
+        alias, key = tensor.detach(), storage_key(tensor)
+        if key not in self._made:
+            self._references[key] = self._references.get(key, 0) + 1
+            if key not in self._outside:
+                self._outside[key] = Outside(alias, user, self._find_place())
+        return alias
+
+    def add(self, func: AnyOperator, args: tuple[object, ...], kwargs: dict[str, object], fresh: Fresh) -> None:
+        """Compute ``func`` of frozen arguments again at every replay."""
+        outputs = tuple(None if tensor is None else self.keep(tensor) for tensor in fresh)
+        self._steps.append(Step(func, args, kwargs, outputs if any(output is not None for output in outputs) else ()))
+
+    def add_new(self, fresh: Fresh, *, is_constant: bool) -> None:
+        """Memory allocated by the recording; a constant is written again at every replay, as it is now."""
+        for tensor in fresh:
+            if tensor is not None:
+                kept = self.keep(tensor)
+                if is_constant:
+                    self._steps.append(Step(torch.ops.aten.copy_.default, (kept, kept.clone()), {}, ()))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """An alias of memory that the recording allocated, which lives as long as the tape."""
+        alias = tensor.detach()
+        self._made.setdefault(storage_key(alias), alias)
+        return alias
+
+    def close(self) -> None:
+        """The recording is over: from now on memory stays where it is, also what an operator of it has resized."""
+        self._addresses = {key: _address(outside.alias) for key, outside in self._outside.items()}
+
+    def mark(self) -> Mark:
+        """The state to go back to."""
+        return Mark(len(self._steps), dict(self._made), dict(self._outside), dict(self._references))
+
+    def has_grown_since(self, mark: Mark) -> bool:
+        """Whether anything was taped since."""
+        return len(self._steps) > mark.num_steps
+
+    def go_back_to(self, mark: Mark) -> None:
+        """Forget what was taped since."""
+        del self._steps[mark.num_steps :]
+        self._made, self._outside, self._references = dict(mark.made), dict(mark.outside), dict(mark.references)
+
+    def replay(self) -> None:
+        """Every step once more."""
+        inference = any(alias.is_inference() for alias in self._made.values())
+        with torch.no_grad(), torch.inference_mode(inference):
+            for step in self._steps:
+                result = step.func(*step.args, **step.kwargs)
+                if step.outputs:
+                    for output, new in zip(step.outputs, tensors_in(result), strict=True):
+                        if output is not None:
+                            output.copy_(new)
+
+    def uses_outside(self, tensor: Tensor) -> bool:
+        """Whether the memory of ``tensor`` existed before the recording, and the tape uses it."""
+        return storage_key(tensor) in self._outside
+
+    def released(self) -> Iterator[Released]:
+        """Memory from before the recording that only tapes still hold, or that was moved by a resize."""
+        nobody = _uses(torch.empty(1)) - 1
+        for key, outside in self._outside.items():
+            moved = _address(outside.alias) != self._addresses[key]
+            if moved or _uses(outside.alias) - nobody <= sum(tape._references.get(key, 0) for tape in self._tapes):
+                yield outside.released()
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many tensors share the memory of ``tensor``, and how often asking counts."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _address(tensor: Tensor) -> int:
+    """Of the whole memory, not of its first element."""
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,65 @@
+"""What is wrong with a capture or with one step of a graph, in a line; by the judges of the other checks.
+
+Pure functions of what was seen. Must not know: how steps are made, why anything is wrong.
+"""
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.checks import cache_write, containment, lse
+from attncheck.harness.checks.cudagraph.session import Capture, Taken
+from attncheck.harness.checks.findings import Broken
+from attncheck.harness.checks.numerics import output_shares, summarize
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.truth import Truth
+
+
+def capture_fault(problem: Problem, capture: Capture) -> str | None:
+    """Whether capturing left the cache as it was, byte for byte: all its slots are -1."""
+    if torch.equal(capture.before, capture.after):
+        return None
+    changed = "capture changed the cache, although every slot of its dummies is -1"
+    if capture.pool.codec is None:
+        return changed
+    slots = torch.arange(problem.num_blocks * problem.cache.block_size, device=capture.before.device)
+    pairs = [capture.pool.read_image(image, slots) for image in (capture.before, capture.after)]
+    wrong = torch.stack([_differs(was, now) for was, now in zip(*pairs, strict=True)]).any(0).nonzero().flatten()
+    if not len(wrong):
+        return f"{changed}: bytes between the slots"
+    count = "1 slot," if len(wrong) == 1 else f"{len(wrong)} slots, first"
+    text = f"{changed}: {count} {problem.slot_name(int(wrong[0]))}"
+    if int(wrong[0]) >= problem.cache.block_size:
+        return text
+    spoilt = torch.stack([~torch.isfinite(rows[wrong].double()).flatten(1).all(1) for rows in pairs[1]]).any()
+    what = "NaN or Inf now stands" if bool(spoilt) else "something else now stands"
+    return f"{text}; {what} in the null page, which every padding row points to"
+
+
+def step_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: Taken) -> str | None:
+    """What is wrong with one step: guards, padding rows, the cache, inputs, rows never written, output, LSE."""
+    seen = taken.seen
+    outside = containment.examine_outside(problem, seen, conventions)
+    if outside is not None:
+        return outside.summary
+    if taken.pool.codec is not None:
+        rows = problem.keys, problem.values
+        written = cache_write.judge(problem, taken.pool, seen, rows, [rows])
+        if isinstance(written, Broken):
+            return written.summary + (f" ({written.meaning})" if written.meaning else "")
+    elif seen.changed:
+        return f"inputs were changed: {', '.join(seen.changed)}"
+    unwritten = seen.unwritten.nonzero().flatten().tolist()
+    if unwritten:
+        count = f"{len(unwritten)} of {len(seen.unwritten)} rows"
+        return f"{count} were never written, first: row {unwritten[0]} ({problem.row_name(unwritten[0])})"
+    shares = output_shares(truth, seen)
+    if bool((shares > 1).any()):
+        return summarize(problem, shares)
+    log_sum = lse.examine(problem, truth, seen, conventions) if seen.lse is not None else None
+    return f"LSE: {log_sum.summary}" if isinstance(log_sum, Broken) else None
+
+
+def _differs(was: Tensor, now: Tensor) -> Tensor:
+    """Bool ``[n]``: rows that differ in any bit."""
+    return (was.contiguous().view(torch.uint8) != now.contiguous().view(torch.uint8)).flatten(1).any(1)

@@ -1,0 +1,264 @@
+"""Plays the model runner for one probe: captures its graphs, then steps by replaying them, and never looks inside.
+
+One impl, builders, a cache and input buffers live as long as the session. Whatever a backend raises comes back as a
+:class:`~attncheck.harness.driver.observation.Raised`. Must not know: truths, what is judged.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
+from attncheck.cases.model import Case
+from attncheck.harness.checks.cudagraph.persistent_inputs import PersistentInputs, a_step_earlier, each_of
+from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, Turn
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recorder, Recording, UnseenError
+from attncheck.harness.checks.cudagraph.traces import Trace, tensors_in, trace
+from attncheck.harness.driver.changed_inputs import changes
+from attncheck.harness.driver.construction import construct_builder, construct_impl
+from attncheck.harness.driver.foreign_code import stage
+from attncheck.harness.driver.forward import enter_forward, output_buffers, output_scale_of, result_of
+from attncheck.harness.driver.forward_calls import Call, calls_of
+from attncheck.harness.driver.kv_pool import Pool
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.output_buffers import GuardedBuffer
+from attncheck.harness.driver.pool_filling import new_pool
+from attncheck.harness.driver.results import Result, observed, placed
+from attncheck.harness.driver.step import Step, make_step, request_order
+from attncheck.harness.driver.vllm_config import Layer
+from attncheck.harness.problem.problem import Problem
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One captured graph of one builder, and what its metadata were made of.
+
+    ``returned``: what ``forward`` returned at capture; its contents are every replay's own. ``read``: paths the graph
+    reads.
+    """
+
+    recording: Recording
+    out: GuardedBuffer
+    lse: GuardedBuffer | None
+    returned: object
+    trace: Trace
+    read: frozenset[str]
+
+    def replay(self) -> object:
+        """What ``forward`` would return."""
+        self.recording.replay()
+        return self.returned
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The graphs of one bucket, one a builder, and the cache's memory before and after (None: it has no image)."""
+
+    graphs: tuple[Graph, ...]
+    pool: Pool
+    before: Tensor
+    after: Tensor
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One step of one builder: what was seen, over which pool, and the trace of the metadata it was made with."""
+
+    seen: Observation
+    pool: Pool
+    trace: Trace
+
+
+class GraphSession:
+    """A backend under one probe; ``problems`` are those of its turns. Raises StageError where set-up breaks.
+
+    ``is_pool_finite``: slots that nobody owns hold huge finite numbers in place of NaN.
+    """
+
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        probe: Probe,
+        problems: Sequence[Problem],
+        device: torch.device,
+        recorder: Recorder,
+        *,
+        is_pool_finite: bool = False,
+    ) -> None:
+        self.backend, self.device, self.recorder = backend, device, recorder
+        self.is_pool_finite = is_pool_finite or backend.conventions.needs_finite_pool
+        self._probe, self._problems = probe, problems
+        first = problems[0]
+        self._attn_layer = Layer(first.cache, device)
+        self.impl = self._attn_layer.impl = self._enter("construct", lambda: construct_impl(backend, first, device))
+        self._builders = [self._enter("builder", self._new_builder) for _ in range(probe.num_builders)]
+        sizes = [(problem.case.batch.num_requests + problem.case.batch.padding.requests) for problem in problems]
+        tokens = [(problem.case.batch.num_tokens + problem.case.batch.padding.tokens) for problem in problems]
+        num_reqs = max(*sizes, *(bucket.num_reqs for bucket in probe.buckets))
+        num_tokens = max(*tokens, *(bucket.num_tokens for bucket in probe.buckets))
+        width = max(problem.block_table.shape[1] for problem in problems)
+        self._inputs = PersistentInputs(problems, num_reqs, num_tokens, width, device)
+        recorder.mark_host(*self._inputs.host_twins)
+        self._output_scale = output_scale_of(first, device)
+        self._pool = stage("cache", lambda: new_pool(backend, first, device, self.impl))
+        self._pools: dict[Case, Pool] = {first.case: self._pool}
+
+    def capture(self, bucket: Bucket) -> Capture | CaptureError | UnseenError:
+        """The bucket's graphs. Raises StageError where building or warming up breaks."""
+        self._pool.filled()
+        call = self._inputs.load_dummies(bucket, longest=self._probe.dummy_lens == "longest")
+        return self._captured(call, self._pool, lambda builder, common: builder.build_for_cudagraph_capture(common))
+
+    def step(self, turn: Turn, problem: Problem, capture: Capture | None) -> list[Taken]:
+        """One step by the graphs of ``capture``, or without any; one result a builder. Raises StageError."""
+        step, pool, call = self._begin(turn, problem)
+        lent = each_of(call, Tensor.clone)
+        traces, forwards = [], []
+        for index, builder in enumerate(self._builders):
+            metadata = self._enter("build", partial(self._build, builder, turn, call.common))
+            traces.append(trace(metadata))
+            if capture is None:
+                out, lse = output_buffers(self.backend, problem, len(call.query), step.num_rows, self.device)
+                forwards.append((out, lse, self._eager(call, pool, metadata, out, lse)))
+            else:
+                graph = capture.graphs[index]
+                forwards.append((graph.out, graph.lse, graph.replay))
+            del metadata  # a graph must not live on what a step's metadata would have let go of
+        taken = []
+        for (out, lse, run), made_of in zip(forwards, traces, strict=True):
+            self._fill(pool, step)
+            out.refill(step.num_rows)
+            if lse is not None:
+                lse.refill(step.num_rows)
+            before = pool.bytes().clone()
+            returned = stage("forward" if capture is None else "replay", run)
+            result = result_of(self.backend, call, returned, out, lse)
+            taken.append(Taken(self._observe(step, lent, result, pool, before), pool, made_of))
+        return taken
+
+    def capture_step(self, turn: Turn, problem: Problem) -> Capture | CaptureError | UnseenError:
+        """Graphs captured at this very step, in place of dummies. Raises StageError as :meth:`capture` does."""
+        step, pool, call = self._begin(turn, problem)
+        self._fill(pool, step)
+        return self._captured(call, pool, lambda builder, common: self._build(builder, turn, common))
+
+    def _new_builder(self) -> Any:
+        sizes = tuple(sorted(bucket.num_tokens for bucket in self._probe.buckets))
+        return construct_builder(self.backend, self._problems, self.device, self._attn_layer, capture_sizes=sizes)
+
+    def _enter(self, name: str, call: Callable[[], T]) -> T:
+        with self.recorder.watching():
+            return stage(name, call)
+
+    def _begin(self, turn: Turn, problem: Problem) -> tuple[Step, Pool, Call]:
+        """The step's tensors in the persistent buffers, and a cache for it, to be filled.
+
+        A further draft follows one in the same pages, for which metadata were built.
+        """
+        order, threshold = stage("builder", partial(self._request_order, problem))
+        step = make_step(problem, self.device, order, pad_seq_len=self.backend.conventions.pad_seq_len)
+        (fresh,) = calls_of(step, self.backend.features, threshold)
+        if problem.case not in self._pools:
+            self._pools[problem.case] = self._pool.beside(problem)
+        if turn.draft_index:
+            before = replace(turn, draft_index=turn.draft_index - 1)
+            earlier = self._inputs.load(a_step_earlier(fresh)).common
+            for builder in self._builders:
+                self._enter("build", partial(self._build, builder, before, earlier))
+        return step, self._pools[problem.case], self._inputs.load(fresh)
+
+    def _request_order(self, problem: Problem) -> tuple[list[int], int | None]:
+        """As the model runner sorts the batch, and the threshold it sorts by."""
+        threshold: int | None = getattr(self._builders[0], "reorder_batch_threshold", None)
+        return request_order(problem, threshold), threshold
+
+    def _fill(self, pool: Pool, step: Step) -> None:
+        """The cache before a step: poison where nobody owns it, and new rows that no writer brings."""
+        huge = float(torch.finfo(step.problem.dtype).max) / 4
+        pool.filled(huge if self.is_pool_finite else math.nan)
+        if not self.impl.brings_writer and step.key is not None and step.value is not None:
+            pool.write(step.slot_mapping, step.key, step.value)
+
+    def _build(self, builder: Any, turn: Turn, common: CommonAttentionMetadata) -> Any:
+        if turn.draft_index is not None:
+            return builder.build_for_drafting(common_attn_metadata=common, draft_index=turn.draft_index)
+        return builder.build(common_prefix_len=0, common_attn_metadata=common)
+
+    def _captured(
+        self, call: Call, pool: Pool, build: Callable[[Any, CommonAttentionMetadata], Any]
+    ) -> Capture | CaptureError | UnseenError:
+        before = pool.bytes().clone()
+        graphs = []
+        for builder in self._builders:
+            graph = self._record(call, pool.kv_cache, partial(build, builder))
+            if not isinstance(graph, Graph):
+                return graph
+            graphs.append(graph)
+        return Capture(tuple(graphs), pool, before, pool.bytes().clone())
+
+    def _record(
+        self, call: Call, kv_cache: Tensor, build: Callable[[CommonAttentionMetadata], Any]
+    ) -> Graph | CaptureError | UnseenError:
+        out, lse = output_buffers(self.backend, self._problems[0], len(call.query), call.num_rows, self.device)
+        latest: dict[str, Tensor] = {}
+        traces: list[Trace] = []
+        returned: list[object] = []
+
+        def prepare() -> Forward:
+            lent = each_of(call, Tensor.detach)  # a run that resizes what it was lent must not spoil the next
+            metadata = stage("build for capture", partial(build, lent.common))
+            latest.clear()
+            latest.update(tensors_in(metadata))
+            traces.append(trace(metadata))
+            returned.clear()  # what a warm-up returned is not the graph's
+            forward = self._forward(lent, kv_cache, metadata, out, lse)
+            return lambda: returned.append(forward())
+
+        def attempt() -> Recording | CaptureError | UnseenError:
+            try:
+                return self.recorder.record(prepare)
+            except (CaptureError, UnseenError) as refusal:
+                return refusal
+
+        recording = stage("warm-up for capture", attempt)
+        if isinstance(recording, CaptureError | UnseenError):
+            return recording
+        read = frozenset(path for path, tensor in latest.items() if recording.reads(tensor) is not False)
+        latest.clear()
+        return Graph(recording, out, lse, returned[-1], traces[-1], read)
+
+    def _forward(
+        self, call: Call, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
+    ) -> Forward:
+        return lambda: enter_forward(
+            self.backend, self.impl, self._attn_layer, call, kv_cache, metadata, out, lse, self._output_scale
+        )
+
+    def _eager(self, call: Call, pool: Pool, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None) -> Forward:
+        forward = self._forward(call, pool.kv_cache, metadata, out, lse)
+
+        def run() -> object:
+            with self.recorder.watching():
+                returned = forward()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return returned
+
+        return run
+
+    def _observe(self, step: Step, lent: Call, result: Result, pool: Pool, before: Tensor) -> Observation:
+        return observed(
+            placed([result]),
+            step,
+            [result],
+            pool_before=before,
+            pool_after=pool.bytes().clone(),
+            changed=changes(lent, result.call),
+        )

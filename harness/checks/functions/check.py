@@ -1,0 +1,126 @@
+"""The paths that examine a function instead of attention: which function, and which examination answers a check.
+
+Must not know: how a function is examined.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.cases.model import Case
+from attncheck.harness.checks.claims import broken_promise
+from attncheck.harness.checks.dump import dump_tensors
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.function_calls import FormError, Function
+from attncheck.harness.checks.functions import convolution, merging
+from attncheck.harness.driver.foreign_code import StageError, stage
+
+
+class Examination(Protocol):
+    """One function on one problem; most methods are checks.
+
+    They may raise StageError where the function raises, FormError where its answer has no right form.
+    """
+
+    def run(self) -> None:
+        """The first call."""
+
+    def tensors(self) -> Mapping[str, Tensor | None]:
+        """Arguments, truth and budget, by name."""
+
+    def numerics(self) -> Finding:
+        """Whether what comes back is right."""
+
+    def lse(self) -> Finding:
+        """Whether the log-sum-exp is."""
+
+    def cache_write(self) -> Finding:
+        """Whether exactly what should be written is."""
+
+    def containment(self) -> Finding:
+        """Whether what is nobody's reaches nothing."""
+
+
+Examiner = Callable[[type[AttentionBackend], Function, Case, int, torch.device], Examination]
+"""(backend, its function, case, seed, device): the examination."""
+
+FUNCTION_PATHS: Mapping[str, tuple[str, Examiner]] = {
+    "merge": (merging.NAME, merging.Merging),
+    "causal_conv1d": (convolution.NAME, convolution.Convolution),
+}
+"""Path -> the function it examines, by its name in ``functions()``, and how."""
+
+
+class FunctionDesk:
+    """One case of one backend on a path that examines a function. ``reasons``: why the backend leaves the case out."""
+
+    def __init__(
+        self, backend: type[AttentionBackend], case: Case, seed: int, device: torch.device, reasons: tuple[str, ...]
+    ) -> None:
+        self._case, self._seed = case, seed
+        self._name, examination = FUNCTION_PATHS[case.batch.path.name]
+        function = stage("functions", lambda: backend.functions().get(self._name))
+        absent = () if function is not None else (f"functions() offers no {self._name}",)
+        self._reasons = (*absent, *reasons)
+        self._examination = self._later = None
+        if function is not None and not reasons:
+            self._examination = examination(backend, function, case, seed, device)
+            self._later = partial(examination, backend, function, case, seed + 1, device)
+
+    def examine(self, check: str) -> Finding:
+        """The finding of one check; StageError where the function raises."""
+        if self._examination is None:
+            return NotExamined(self._reasons)
+        if check == "claims":
+            return self._claims(self._examination)
+        try:
+            return self._checked(self._examination, check)
+        except FormError as failure:
+            return failure.finding
+
+    def dump(self, folder: Path, backend: str) -> None:
+        """Arguments, truth and budget as one file."""
+        if self._examination is not None:
+            dump_tensors(folder, self._case, self._seed, backend, self._examination.tensors())
+
+    def _checked(self, examination: Examination, check: str) -> Finding:
+        match check:
+            case "numerics":
+                return self._twice(examination.numerics())
+            case "lse":
+                return examination.lse()
+            case "cache_write":
+                return examination.cache_write()
+            case "containment":
+                return examination.containment()
+            case _:
+                return NotExamined((f"the path examines {self._name}, of which {check} asks nothing",), "attncheck")
+
+    def _twice(self, first: Finding) -> Finding:
+        """``first`` of ``numerics``, if a call with other numbers in tensors of the same shapes is right as well."""
+        if self._later is None or not isinstance(first, Holds):
+            return first
+        second = self._later().numerics()
+        if not isinstance(second, Broken):
+            return first
+        return Broken(
+            f"right as the first question, wrong as the second: {second.summary}",
+            second.figures,
+            "something is kept from an earlier call, or the function is not deterministic",
+            second.details,
+        )
+
+    def _claims(self, examination: Examination) -> Finding:
+        """What is offered can be called as documented; whether its answer is one is the business of other checks."""
+        try:
+            examination.run()
+        except StageError as failure:
+            return broken_promise(failure.raised)
+        except FormError:
+            pass
+        return Holds()

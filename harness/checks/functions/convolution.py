@@ -1,0 +1,200 @@
+"""The path ``causal_conv1d``: short convolutions through the function of that name of a backend.
+
+``numerics``: the rows of all sequences lie within the budget, no argument but the states changed. ``cache_write``:
+exactly the lines of the sequences remember exactly their last inputs, everything else is what it was, byte for byte.
+``containment``: lines of nobody, columns no state uses and states of sequences that have none reach neither rows nor
+states. Cannot see: how a kernel cuts sequences into pieces; rows of padding, which a function that returns a tensor of
+its own may leave as it found them.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.cases.model import Case
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.function_calls import Function, as_tensor, call, is_answer
+from attncheck.harness.checks.functions.conv_problem import PAD_ID, build_conv, conv_truth, convolve
+from attncheck.harness.checks.functions.poisoning import Poisoning
+from attncheck.harness.driver.kv_pool import flat_bytes
+from attncheck.harness.truth.tolerance import share_of_budget
+
+NAME = "causal_conv1d"
+
+_Fill = tuple[float, tuple[str, ...]]
+"""Poison, and the regions of the states where it stands."""
+
+
+@dataclass(frozen=True)
+class _Convolved:
+    """What a call gave: ``y`` float64 ``[T + padding, C]``, the states' memory after it, the arguments it changed."""
+
+    y: Tensor
+    states: Tensor
+    changed: tuple[str, ...]
+
+
+class Convolution:
+    """One backend's ``causal_conv1d`` on the sequences of one case."""
+
+    def __init__(
+        self, backend: type[AttentionBackend], function: Function, case: Case, seed: int, device: torch.device
+    ) -> None:
+        self._function, self._device = function, device
+        self._problem = build_conv(case, seed)
+        self._truth = conv_truth(self._problem, device)
+
+    def run(self) -> None:
+        """The first call, whose answer the checks share; StageError where it raises."""
+        _ = self._first
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The question and its answer, for a dump."""
+        truth = {"truth": self._truth.y[:, 0], "truth_conv_states": self._truth.states}
+        allowed = {"budget_norm": self._truth.budget.norm, "budget_peak": self._truth.budget.peak}
+        return {**self._problem.arguments(self._device), **truth, **allowed}
+
+    def numerics(self) -> Finding:
+        """Judge the rows of all sequences."""
+        seen = self._first
+        shares = self._shares(seen)
+        figures = {"rows": len(shares), "budget_share": float(shares.max()) if shares.numel() else 0.0}
+        if bool((shares > 1).any()):
+            worst = float(shares.max())
+            amount = "not a number" if math.isinf(worst) else f"{worst:.3g} budgets"
+            where = self._name_of((shares > 1).flatten())
+            return Broken(f"{where}; worst {amount}", figures, self._meaning(seen), seen.changed)
+        if seen.changed:
+            return Broken(f"arguments were changed: {', '.join(seen.changed)}", figures)
+        return Holds(figures)
+
+    def lse(self) -> Finding:
+        """There is none."""
+        return NotExamined(("a convolution has no log-sum-exp",), "attncheck")
+
+    def cache_write(self) -> Finding:
+        """Judge the states after the call, their whole memory."""
+        seen = self._first
+        figures = {"lines_written": len(self._problem.lines), "state_bytes": seen.states.numel()}
+        if torch.equal(flat_bytes(self._truth.states), seen.states):
+            return Holds(figures)
+        wrong = self._bits_of(seen.states) != self._bits_of(flat_bytes(self._truth.states))
+        lines = wrong.flatten(1).any(dim=1).nonzero().flatten().tolist()
+        figures["lines_wrong"] = len(lines)
+        line = lines[0]
+        column = int(wrong[line].any(dim=0).nonzero()[0])
+        where = f"{self._problem.line_name(line)}, column {column}"
+        return Broken(
+            f"{len(lines)} lines of the state are wrong, first: {where}", figures, self._meaning_of_states(wrong)
+        )
+
+    def containment(self) -> Finding:
+        """Judge calls with poison where no answer may look."""
+
+        def convolve(fill: _Fill | None) -> _Convolved:
+            return self._convolve() if fill is None else self._convolve(*fill)
+
+        poisoning = Poisoning(convolve, self._first, self._moved, self._wrong)
+        regions = self._problem.regions()
+        poisons = {"NaN": math.nan, "Inf": math.inf, "0": 0.0}
+        for name, value in poisons.items():
+            moved = poisoning.reached((value, tuple(regions)))
+            if bool(moved.any()):
+                sources = [region for region in regions if bool(poisoning.reached((value, (region,))).any())]
+                where = ", ".join(sources) or "several places together"
+                return Broken(f"{name} in {where} reaches {self._name_of(moved)}")
+        figures = {"rows": len(self._truth.y), "poisonings": len(poisons), "bitwise": int(poisoning.bitwise)}
+        return Holds(figures, poisoning.notes)
+
+    @cached_property
+    def _first(self) -> _Convolved:
+        return self._convolve()
+
+    def _convolve(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> _Convolved:
+        """One call; FormError where no tensor like ``x`` comes back."""
+        arguments = self._problem.arguments(self._device, poison, regions)
+        options = {"activation": self._problem.options.activation, "pad_id": PAD_ID}
+        returned, changed = call(NAME, self._function, arguments, options, "conv_states")
+        x, states = arguments["x"], arguments["conv_states"]
+        if x is None or states is None:
+            raise TypeError("rows and states are tensors")
+        y = as_tensor("the answer", returned, x, self._problem.dtype)
+        return _Convolved(y, flat_bytes(states).clone(), changed)
+
+    def _shares(self, seen: _Convolved) -> Tensor:
+        """Errors in budgets, ``[T, 1]``."""
+        return share_of_budget(seen.y[: len(self._truth.y), None] - self._truth.y, self._truth.budget)
+
+    def _moved(self, one: _Convolved, other: _Convolved) -> Tensor:
+        """Bool ``[T + R]``: real rows, and states of requests, that are not equal bit for bit."""
+        a, b = (seen.y[: len(self._truth.y)] for seen in (one, other))
+        rows = ((a != b) & ~(torch.isnan(a) & torch.isnan(b))).any(dim=1)
+        before, after = (self._remembered(seen.states) for seen in (one, other))
+        return torch.cat([rows, (before != after).flatten(1).any(dim=1)])
+
+    def _wrong(self, seen: _Convolved) -> Tensor:
+        """Bool ``[T + R]``: real rows outside of the budget, and states that are not right."""
+        right = self._remembered(flat_bytes(self._truth.states))
+        states = (self._remembered(seen.states) != right).flatten(1).any(dim=1)
+        return torch.cat([(self._shares(seen) > 1).any(dim=1), states])
+
+    def _name_of(self, moved: Tensor) -> str:
+        """What of rows and states moved, in words."""
+        rows = moved[: len(self._truth.y)].nonzero().flatten()
+        if not len(rows):
+            return f"the state of request {int(moved.nonzero()[0]) - len(self._truth.y)}"
+        first = int(rows[0])
+        return f"{len(rows)} of {len(self._truth.y)} rows, first: row {first} ({self._problem.row_name(first)})"
+
+    def _bits_of(self, memory: Tensor) -> Tensor:
+        """The states' memory as integers ``[lines, C, columns]``."""
+        like = self._truth.states
+        states = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        flat_bytes(states).copy_(memory)
+        return states.contiguous().view(torch.int16 if states.element_size() == 2 else torch.int32)
+
+    def _remembered(self, memory: Tensor) -> Tensor:
+        """The bits that the requests' lines hold of a state, ``[R, C, K - 1]``."""
+        return self._bits_of(memory)[self._problem.lines, :, : self._problem.past]
+
+    def _meaning(self, seen: _Convolved) -> str | None:
+        """The usual mistake whose answer this is, if there is one."""
+        for meaning, changes in self._mistakes():
+            y, _ = convolve(self._problem, self._device, **changes)
+            if is_answer(seen.y[: len(y), None], y[:, None], self._truth.budget, self._problem.dtype):
+                return meaning
+        return None
+
+    def _mistakes(self) -> Iterator[tuple[str, dict[str, object]]]:
+        problem, given = self._problem, self._problem.arguments(self._device)
+        weight, remembers = given["weight"], given["has_initial_state"]
+        if weight is not None and remembers is not None:
+            yield "the taps are in reverse order: the last one belongs to the newest row", {"weight": weight.flip(1)}
+            yield "states are used where has_initial_state is False", {"has_initial_state": remembers | True}
+            yield "states are not used", {"has_initial_state": remembers & False}
+        if problem.options.activation is not None:
+            yield "the activation is missing", {"activation": None}
+        else:
+            yield "an activation is applied, and none was asked for", {"activation": "silu"}
+        if problem.bias is not None:
+            yield "the bias is missing", {"bias": None}
+
+    def _meaning_of_states(self, wrong: Tensor) -> str | None:
+        """``wrong``: bool ``[lines, C, columns]``."""
+        problem = self._problem
+        lines = wrong.flatten(1).any(dim=1).nonzero().flatten().tolist()
+        if lines == [len(problem.states) - 1]:
+            return f"the index of padding, {PAD_ID}, was taken for the last line"
+        if bool(wrong[:, :, problem.past :].any()):
+            return "columns that no state uses were written"
+        if not set(lines) <= set(problem.lines):
+            return "lines of no sequence were written"
+        lengths = (problem.query_start_loc[1:] - problem.query_start_loc[:-1]).tolist()
+        if all(lengths[problem.lines.index(line)] < problem.past for line in lines):
+            return "where a sequence is shorter than the state, what it remembers must move up, not be dropped"
+        return None

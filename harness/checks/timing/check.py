@@ -1,0 +1,134 @@
+"""``timing``: how long one step takes, measured on contents that are new at every call, each answer judged.
+
+The times of ``forward``, which writes the new rows to the cache as the contract has it, of ``build`` on the host, and
+of the decodes and the prefills of a mixed batch alone. Whatever makes a time that no honest kernel has breaks the
+check: a wrong answer in any call, work that goes on when the clock has stopped, a clock that was replaced, something
+left in the interpreter that could work or look on between calls, a shape or a problem that alone is fast. Cannot see:
+what the same kernel takes in another process (medians differ by tens of per cent on shared machines); a backend that
+reads or changes the harness's own objects, to learn how the contents were made or to judge itself; what a thread, a
+codec or a property of the backend prepares of the context, which is there before the clock starts, without a query; a
+codec that makes up what it should read from the cache. Needs runs of the backend.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+
+from attncheck.backends.declarations import is_merged
+from attncheck.backends.interpreter import ENVIRONMENT, MARK, is_interpreted
+from attncheck.backends.registry import LoadedBackend
+from attncheck.cases.model import Case
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.timing.cache_flush import Flush
+from attncheck.harness.checks.timing.ceilings import measure_ceilings
+from attncheck.harness.checks.timing.clock import clock_for, tampered
+from attncheck.harness.checks.timing.device_state import state_under_load
+from attncheck.harness.checks.timing.hooks import active_modes
+from attncheck.harness.checks.timing.judgement import FoundOutError
+from attncheck.harness.checks.timing.measurement import Bench, Measurement, Sampler
+from attncheck.harness.checks.timing.sampling import Samples, sample
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.driver.foreign_code import stage
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.truth import Truth
+from attncheck.reports.run_file.timings import Ceilings, Part, Timing
+
+_PLAYED = ("split_kv", "dcp", "micro_batch")
+
+
+def take_samples(_part: Part, take: Callable[[], int], settings: TimingSettings) -> Samples:
+    """As many as the median of a part needs."""
+    return sample(take, settings)
+
+
+class TimingDesk:
+    """Times backends on one device; what the device can do is measured once a dtype."""
+
+    def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = take_samples) -> None:
+        self._device, self._settings, self._sampler = device, settings, sampler
+        self._modes = active_modes()
+        self._ceilings: dict[str, Ceilings] = {}
+
+    @cached_property
+    def _bench(self) -> Bench:
+        """Made when it is needed: what it flushes a cache with takes memory of the device."""
+        return Bench(self._device, self._settings, self._sampler, Flush(self._device), self._modes)
+
+    def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
+        """The finding for one case. Raises StageError for what the backend raised."""
+        reasons = unasked_reasons(problem.case, backend.features) or _interpreted_reasons(backend, self._device)
+        if reasons:
+            return NotExamined(reasons, "attncheck")
+        try:
+            return self._measure(backend, problem, truth)
+        except FoundOutError as found:
+            return found.finding
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            return NotExamined((f"out of memory for the contents of several problems: {error}",), "attncheck")
+
+    def _measure(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
+        bench = self._bench
+        ceilings = self._ceilings_of(problem.layer.dtype)
+        measurement = Measurement(bench, backend.backend, problem, truth)
+        latencies = measurement.latencies()
+        state = state_under_load(bench.device, measurement.call_once_more)
+        measurement.look_at_neighbours()
+        measurement.look_at_newcomers()
+        kernels = measurement.kernels() if bench.settings.kernels else ()
+        measurement.finish()
+        if replaced := tampered():
+            return Broken(
+                f"replaced while the backend was loaded or ran: {', '.join(replaced)}",
+                meaning="clocks, events or synchronisation were patched; attncheck's own references were not",
+            )
+        notes = measurement.notes
+        if state is not None and state.throttle_reasons:
+            notes = (*notes, f"the device was held back: {', '.join(state.throttle_reasons)}")
+        timing = Timing(
+            latencies=latencies,
+            cache="cold" if bench.is_cold else "warm",
+            ceilings=ceilings,
+            kernels=kernels,
+            device=state,
+            notes=notes,
+        )
+        return Holds(_figures(timing) | {"budget_share": measurement.worst}, notes, timing=timing)
+
+    def _ceilings_of(self, dtype: str) -> Ceilings:
+        if dtype not in self._ceilings:
+            self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device))
+        return self._ceilings[dtype]
+
+
+def examine(
+    backend: LoadedBackend, problem: Problem, truth: Truth, device: torch.device, settings: TimingSettings
+) -> Finding:
+    """The finding for one case, by a desk of its own. Raises StageError for what the backend raised."""
+    return TimingDesk(device, settings).examine(backend, problem, truth)
+
+
+def unasked_reasons(case: Case, features: frozenset[str]) -> tuple[str, ...]:
+    """Why such a case is not timed for a backend of these features; empty: it is."""
+    path = case.batch.path.name
+    if path in _PLAYED or is_merged(case.batch, features):
+        return (f"path {path}: the harness plays it by several calls, and times only what one forward does",)
+    return ()
+
+
+def _interpreted_reasons(backend: LoadedBackend, device: torch.device) -> tuple[str, ...]:
+    required: Mapping[str, str] = stage(
+        "required_environment", lambda: backend.backend.required_environment(str(device))
+    )
+    if ENVIRONMENT.keys() <= required.keys() or (is_interpreted() and MARK in backend.version):
+        return ("its kernels are interpreted here: their times say nothing",)
+    return ()
+
+
+def _figures(timing: Timing) -> dict[str, float | int]:
+    """Medians in microseconds, and how much of the roofline ``forward`` reaches."""
+    figures: dict[str, float | int] = {f"{each.part}_us": each.median_ns / 1e3 for each in timing.latencies}
+    forward = timing.latency("forward")
+    if forward is not None and (share := timing.roofline_share(forward)) is not None:
+        figures["roofline_share"] = share
+    return figures

@@ -1,0 +1,99 @@
+"""What the driver says of a GPU: its clock, its temperature, and what holds it back. Must not know: cases, times.
+
+Asked of nvidia-smi, which comes with the driver and needs no library of Python.
+"""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from attncheck.reports.run_file.timings import DeviceState
+
+Ask = Callable[[Sequence[str]], str | None]
+"""What a command prints; None where it is missing, fails or does not answer."""
+
+REASONS = {
+    0x2: "applications_clocks_setting",
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal_slowdown",
+    0x40: "hw_thermal_slowdown",
+    0x80: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
+"""By the bit of the driver's mask (NVML's ``nvmlClocksEventReason...``), as nvidia-smi names them.
+
+An idle GPU (bit 0) is held back by nothing.
+"""
+
+MASKS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""The mask's name, and what drivers before 535 call it."""
+
+
+def ask(command: Sequence[str]) -> str | None:
+    """Runs a command, for five seconds at most."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603 (fixed words)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def device_state(device: torch.device | str, ask: Ask = ask) -> DeviceState | None:
+    """The state of a CUDA device now; None for others, and where nvidia-smi is missing or knows no such GPU.
+
+    A figure that the driver does not tell is None.
+    """
+    gpu = _identifier(device)
+    return None if gpu is None else state_of(gpu, ask)
+
+
+def state_under_load(device: torch.device | str, work: Callable[[], object], ask: Ask = ask) -> DeviceState | None:
+    """The same, asked while ``work`` is done again and again: an idle device clocks down, and nothing holds it back.
+
+    Raises what ``work`` raises.
+    """
+    gpu = _identifier(device)
+    if gpu is None:
+        return None
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(state_of, gpu, ask)
+        while not asked.done():
+            work()
+    return asked.result()
+
+
+def state_of(gpu: str, ask: Ask) -> DeviceState | None:
+    """The state of the GPU that nvidia-smi knows by this identifier."""
+    for mask in MASKS:
+        fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", mask)
+        printed = ask(("nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"))
+        words = [word.strip() for word in (printed or "").strip().split(",")]
+        if len(words) == len(fields):
+            clock, max_clock, temperature, active = (_number(word) for word in words)
+            return DeviceState(
+                sm_clock_mhz=clock,
+                max_sm_clock_mhz=max_clock,
+                temperature_c=temperature,
+                throttle_reasons=tuple(name for bit, name in REASONS.items() if (active or 0) & bit),
+            )
+    return None
+
+
+def _identifier(device: torch.device | str) -> str | None:
+    """How nvidia-smi knows a device, which need not be by torch's index."""
+    if torch.device(device).type != "cuda":
+        return None
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+
+def _number(word: str) -> int | None:
+    """``1980``, or ``0x0000000000000004``; None for ``[N/A]`` and whatever else."""
+    try:
+        return int(word, 0)
+    except ValueError:
+        return None

@@ -1,0 +1,223 @@
+"""New contents for every timed call, each as costly as the last, with a right answer that is known.
+
+From a problem and its truth any number of others follow exactly. A signed permutation of the channels of queries and
+keys together leaves every score as it is; one of the channels of values moves the channels of the output alike. Keys
+that every row of their request sees, with no modifier that counts positions, may stand in any order. A latent cache
+allows less, since fixed weights stand between it and the heads: the rotated parts are permuted with their part of the
+query, and the sign of a request's latent rows is turned with the rest of its query and its output. Norms and largest
+elements stay, and so do budgets; codes of FP8 stay codes. Several problems of other seeds, in other pages, take turns,
+so that not even the scores of the last call serve the next. What stays alike, such as the magnitudes of a query, tells
+which problem it is: against a backend that keeps answers by those there are problems that no call has seen. All is
+drawn from the system's entropy.
+
+Nothing is repeated, and no right answer exists before it is asked for, which is after the call. Must not know:
+backends, clocks.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from attncheck.errors import QuestionError
+from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.truth.tolerance import Budget
+from attncheck.harness.truth.truth import Truth, truth_of
+
+MOST_BASES = 3
+"""Problems that take turns."""
+
+_PATIENCE_S = 0.05
+"""How long more of them are made for than there have to be: a truth of long prompts takes a while."""
+
+
+@dataclass(frozen=True)
+class SignedOrder:
+    """A signed permutation of the channels of each of ``G`` groups of heads: index int64, sign, both ``[G, size]``."""
+
+    index: Tensor
+    sign: Tensor
+
+    def of(self, rows: Tensor) -> Tensor:
+        """``rows [n, H, size]`` with their channels in this order; 0 stays 0, never -0."""
+        grouped = rows.unflatten(1, (len(self.index), -1))
+        moved: Tensor = grouped.gather(3, self.index[:, None].expand(grouped.shape))
+        return (moved * self.sign[:, None].to(rows.dtype) + 0.0).flatten(1, 2)
+
+    def behind(self, width: int) -> "SignedOrder":
+        """The same behind ``width`` channels that stay as they are."""
+        stay = torch.arange(width, device=self.index.device).expand(len(self.index), width)
+        return SignedOrder(
+            torch.cat([stay, self.index + width], dim=1), torch.cat([torch.ones_like(stay), self.sign], dim=1)
+        )
+
+
+@dataclass(frozen=True)
+class Twist:
+    """What is done to a problem. ``key``, ``value``, ``output``: None where the channels stay.
+
+    key_order: int64 ``[N]``. request_sign: ``[R]``, +1 or -1, of latent rows, None for other layers.
+    """
+
+    query: SignedOrder
+    key: SignedOrder | None
+    value: SignedOrder
+    output: SignedOrder | None
+    key_order: Tensor
+    request_sign: Tensor | None
+
+
+@dataclass(frozen=True)
+class Base:
+    """A problem, its tensors on the device, and its truth."""
+
+    problem: Problem
+    truth: Truth
+
+    @cached_property
+    def request_of_row(self) -> Tensor:
+        """The request of each row, int64 ``[T]``."""
+        return _owners([r.rows for r in self.problem.requests], self.problem.query.device)
+
+    @cached_property
+    def request_of_key(self) -> Tensor:
+        """The request of each key, int64 ``[N]``."""
+        return _owners([r.num_keys for r in self.problem.requests], self.problem.query.device)
+
+    @cached_property
+    def movable(self) -> tuple[range, ...]:
+        """Keys of one request each that every row of it sees, wherever among them they stand."""
+        problem, layer = self.problem, self.problem.layer
+        if layer.window != (-1, -1) or layer.attn_chunk_size or layer.alibi_slopes is not None:
+            return ()
+        found = []
+        for request, spec in zip(problem.requests, problem.case.batch, strict=True):
+            end = request.cached if problem.is_cross else min(request.cached, request.first_position)
+            if end - spec.shared_prefix > 1:
+                found.append(range(request.base + spec.shared_prefix, request.base + end))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """One question of many: ``base`` twisted."""
+
+    base: Base
+    twist: Twist
+
+    def problem(self) -> Problem:
+        """The question, its tensors on the device."""
+        base, twist = self.base.problem, self.twist
+        query, keys, values = twist.query.of(base.query), base.keys[twist.key_order], base.values[twist.key_order]
+        if twist.key is not None:
+            keys = twist.key.of(keys)
+        if twist.request_sign is not None and base.layer.mla is not None:
+            keys = keys * twist.request_sign[self.base.request_of_key][:, None, None].to(keys.dtype) + 0.0
+            signs = twist.request_sign[self.base.request_of_row][:, None, None].to(query.dtype)
+            nope = base.layer.mla.qk_nope_head_dim
+            query = torch.cat([query[..., :nope] * signs + 0.0, query[..., nope:]], dim=-1)
+        return replace(base, query=query, keys=keys, values=twist.value.of(values))
+
+    def right(self, rows: Tensor) -> tuple[Tensor, Budget]:
+        """The right output of ``rows`` (int64), float64 ``[n, H, Dv]``, and the budget around it."""
+        truth, twist = self.base.truth, self.twist
+        out = truth.out[rows]
+        if twist.output is not None:
+            out = twist.output.of(out)
+        if twist.request_sign is not None:
+            out = out * twist.request_sign[self.base.request_of_row[rows]][:, None, None]
+        budget = truth.budget
+        return out, Budget(budget.norm[rows], budget.peak[rows], budget.lse[rows])
+
+    def lse(self, rows: Tensor) -> Tensor:
+        """The right log-sum-exp of ``rows``, float64 ``[n, H]``."""
+        return self.base.truth.lse[rows]
+
+
+class FreshContents:
+    """Contents without end; where there are several problems, no two that follow one another are of the same."""
+
+    def __init__(self, problem: Problem, truth: Truth | None, device: torch.device, *, at_least: int = 2) -> None:
+        """``truth``: the problem's, if it is known. ``at_least``: so many problems, however long their truth takes.
+
+        Raises QuestionError where the truth is not known, and cannot be had.
+        """
+        self._device = device
+        self._random = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
+        began = perf_counter()
+        if truth is None:
+            truth = truth_of(problem, device, refuse_blindness=False)
+        self.bases = [Base(_moved(problem, device), truth)]
+        while len(self.bases) < MOST_BASES:
+            if len(self.bases) >= at_least and perf_counter() - began > _PATIENCE_S:
+                break
+            try:
+                self.bases.append(self._other_base())
+            except QuestionError:  # with these numbers honest kernels overflow
+                break
+        self._last = -1
+
+    def next(self) -> Contents:
+        """Contents that no call has seen."""
+        choice = self._below(len(self.bases) - (self._last >= 0 and len(self.bases) > 1))
+        self._last = choice + (len(self.bases) > 1 and 0 <= self._last <= choice)
+        base = self.bases[self._last]
+        return Contents(base, self._twist(base))
+
+    def never_seen(self) -> Contents:
+        """Contents of a problem that no call has seen in any order of its channels.
+
+        Raises QuestionError where its truth cannot be had.
+        """
+        base = self._other_base()
+        return Contents(base, self._twist(base))
+
+    def some(self, count: int, limit: int) -> Tensor:
+        """int64: ``limit`` of ``count`` things, all where there are no more, ascending; which, nobody can foresee."""
+        if count <= limit:
+            return torch.arange(count, device=self._device)
+        chosen = torch.randperm(count, generator=self._random)[:limit]
+        return chosen.sort().values.to(self._device)
+
+    def _other_base(self) -> Base:
+        other = build_problem(self.bases[0].problem.case, self._below(2**31))
+        return Base(_moved(other, self._device), truth_of(other, self._device, refuse_blindness=False))
+
+    def _twist(self, base: Base) -> Twist:
+        problem = base.problem
+        order = torch.arange(len(problem.keys))
+        for keys in base.movable:
+            order[keys.start : keys.stop] = keys.start + torch.randperm(len(keys), generator=self._random)
+        order = order.to(self._device)
+        values = self._signed_order(problem.values)
+        if problem.layer.mla is None:
+            keys_too = self._signed_order(problem.keys)
+            return Twist(keys_too, keys_too, values, values, order, None)
+        shares = any(spec.shared_prefix for spec in problem.case.batch)
+        signs = self._signs(1 if shares else len(problem.requests)).expand(len(problem.requests))
+        query = values.behind(problem.layer.mla.qk_nope_head_dim)
+        return Twist(query, None, values, None, order, signs.to(self._device))
+
+    def _signed_order(self, rows: Tensor) -> SignedOrder:
+        """Of the channels of ``rows [n, G, size]``."""
+        groups, size = rows.shape[1:]
+        index = torch.stack([torch.randperm(size, generator=self._random) for _ in range(groups)])
+        return SignedOrder(index.to(self._device), self._signs(groups, size).to(self._device))
+
+    def _signs(self, *shape: int) -> Tensor:
+        return torch.randint(2, shape, generator=self._random) * 2 - 1
+
+    def _below(self, end: int) -> int:
+        return int(torch.randint(end, (), generator=self._random))
+
+
+def _moved(problem: Problem, device: torch.device) -> Problem:
+    rows = {name: getattr(problem, name).to(device) for name in ("query", "keys", "values")}
+    return replace(problem, **rows)
+
+
+def _owners(counts: list[int], device: torch.device) -> Tensor:
+    return torch.arange(len(counts), device=device).repeat_interleave(torch.tensor(counts, device=device))

@@ -1,0 +1,231 @@
+"""Whether an answer given under the clock is one: of the right form, right for these contents, and final.
+
+What is wrong is told with the trick that it looks like: kernels, generated ones above all, have been seen to leave work
+to a stream or a thread, to hand out tensors that are evaluated when they are looked at, and to give answers they had.
+Must not know: clocks, how a call is made.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from time import sleep
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.conventions import Conventions
+from attncheck.errors import AttncheckError
+from attncheck.harness.checks.findings import Broken
+from attncheck.harness.checks.lse import lse_shares
+from attncheck.harness.checks.numerics import summarize
+from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
+from attncheck.harness.checks.timing.hooks import active_modes, added_kernels
+from attncheck.harness.checks.timing.lent_buffers import span
+from attncheck.harness.driver.observation import still_unwritten
+from attncheck.harness.driver.output_buffers import GuardedBuffer, read_result
+from attncheck.harness.problem.output_quantisation import output_codes, output_error
+from attncheck.harness.truth.tolerance import share_of_budget
+
+JUDGED_ELEMENTS = 1 << 18
+"""Of an output that has more, so many in random rows are judged after a call; of the first and the last call all."""
+
+_REMEMBERED = 64
+"""Calls whose answers are looked for in a wrong one."""
+
+_LATE_S = 0.2
+"""How long a wrong output is watched, in case it changes yet."""
+
+_NEAR = 0.1
+"""A relative error up to which a wrong row is an inexact one."""
+
+AFTERWARDS = "what is called next, while no clock runs, can do work of the call, or learn of contents beforehand"
+"""What is wrong with whatever a backend leaves behind in the interpreter."""
+
+_clone = torch._C.TensorBase.clone
+
+
+class FoundOutError(AttncheckError):
+    """Ends a measurement: ``finding`` says what was wrong with it."""
+
+    def __init__(self, finding: Broken) -> None:
+        self.finding = finding
+        super().__init__(finding.summary)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call answered at the moment the clock stopped: copies, and the memory they were taken of.
+
+    ``output [n, H, Dv]`` and ``lse [n, H]`` of the real rows. ``fault``: in which way the answer breaks the contract.
+    """
+
+    output: Tensor
+    lse: Tensor | None
+    live: Tensor
+    fault: str | None = None
+    meaning: str | None = None
+
+    def has_changed(self) -> bool:
+        """Whether the memory no longer holds what was copied."""
+        return not torch.equal(_bits(self.live), _bits(self.output))
+
+
+def answer_of(
+    returned: object,
+    out: GuardedBuffer,
+    lse: GuardedBuffer | None,
+    num_rows: int,
+    spans: dict[str, tuple[int, int]],
+    *,
+    must_be_buffer: bool,
+    modes: tuple[int, int],
+) -> Answer:
+    """The answer in ``returned``, or in the buffers, copied.
+
+    ``spans``: the memory that was lent for reading. ``modes``: those that were active before the call.
+
+    Nothing that can be replaced from Python is called before the copies are made.
+    """
+    fault = meaning = None
+    rows = out.rows
+    are_others_active, kernels = active_modes() != modes, added_kernels()
+    own = other = _clone(rows)
+    if type(returned) is Tensor and not must_be_buffer:
+        other = _clone(returned)
+    whole_lse = None if lse is None else _clone(lse.rows)
+    if are_others_active:
+        fault = "forward left a mode of torch active behind it"
+        meaning = AFTERWARDS
+    elif kernels:
+        fault = f"kernels registered for operators of ATen: {', '.join(kernels)}"
+        meaning = AFTERWARDS
+    elif isinstance(returned, Tensor) and type(returned) is not Tensor:
+        fault = f"forward returned a {type(returned).__name__}; the contract says a torch.Tensor"
+        meaning = "a subclass may be computed when it is looked at, after the clock has stopped"
+    else:
+        rows, protocol = read_result(returned, out, must_be_buffer=must_be_buffer)
+        fault = next(iter(protocol), None)
+        if fault is None and rows is not out.rows:
+            start, end = span(rows)
+            for name, (first, last) in spans.items():
+                if start < last and first < end:
+                    fault = f"forward returned memory of {name}, which it was lent to read"
+                    meaning = "an input is handed back as output"
+    copied = own if rows is out.rows else other.reshape(rows.shape)
+    held = None if whole_lse is None else whole_lse[:num_rows]
+    return Answer(copied[:num_rows], held, rows[:num_rows], fault, meaning)
+
+
+class Judge:
+    """Judges the answers of one batch, one after another. ``name``: what the batch is called where it is wrong."""
+
+    def __init__(self, name: str, contents: FreshContents, conventions: Conventions) -> None:
+        self.name, self._source, self._conventions = name, contents, conventions
+        self._earlier: deque[Contents] = deque(maxlen=_REMEMBERED)
+        self._latest: tuple[Contents, Tensor, Answer] | None = None
+        self.num_judged = 0
+        self.notes: tuple[str, ...] = ()
+        self.worst = 0.0
+        """The largest error so far, in budgets."""
+
+    def judge(self, asked: Contents, rows: Tensor, answer: Answer) -> None:
+        """Raises FoundOutError for an answer that is none; ``rows``: the problem's row at each row of it (int64)."""
+        self.num_judged += 1
+        if answer.fault is not None:
+            raise FoundOutError(Broken(answer.fault, {"calls": self.num_judged}, answer.meaning))
+        layer = asked.base.problem.layer
+        limit = max(1, JUDGED_ELEMENTS // answer.output[0].numel()) if len(rows) else 0
+        self.notes = () if limit >= len(rows) else (_sampled(self.name, limit, len(rows)),)
+        which = self._source.some(len(rows), len(rows) if self._latest is None else limit)
+        self._latest = (asked, rows, answer)
+        share = float(_shares(asked, rows[which], answer.output[which]).max()) if len(which) else 0.0
+        self.worst = max(self.worst, share)
+        if share > 1:
+            raise FoundOutError(self._wrong(asked, rows, answer))
+        if answer.lse is not None and not _shifts_lse(layer.alibi_slopes is not None, self._conventions):
+            self._judge_lse(asked, rows[which], answer.lse[which])
+        self._earlier.append(asked)
+
+    def look_again(self) -> None:
+        """At the latest answer: raises FoundOutError where it has changed since."""
+        if self._latest is not None and self._latest[2].has_changed():
+            raise FoundOutError(
+                Broken(
+                    f"{self.name}: the output changed after the clock had stopped",
+                    {"calls": self.num_judged},
+                    "work is left to a thread, or to another stream",
+                )
+            )
+
+    def finish(self) -> None:
+        """The last answer, judged in full; raises FoundOutError."""
+        if self._latest is not None:
+            asked, rows, answer = self._latest
+            if len(rows) and float(_shares(asked, rows, answer.output).max()) > 1:
+                raise FoundOutError(self._wrong(asked, rows, answer))
+
+    def _wrong(self, asked: Contents, rows: Tensor, answer: Answer) -> Broken:
+        problem = asked.base.problem
+        shares = torch.zeros(len(asked.base.truth.out), answer.output.shape[1], dtype=torch.float64)
+        shares[rows.cpu()] = _shares(asked, rows, answer.output).cpu()
+        figures = {
+            "calls": self.num_judged,
+            "budget_share": float(shares.max()),
+            "rows_wrong": int((shares > 1).any(dim=1).sum()),
+        }
+        what = f"{self.name}: call {self.num_judged} was answered wrong: {summarize(problem, shares)}"
+        told = f"inputs of seed {problem.seed}, channels permuted and signs turned, as at every timed call"
+        return Broken(what, figures, self._meaning(asked, rows, answer), (told,))
+
+    def _meaning(self, asked: Contents, rows: Tensor, answer: Answer) -> str | None:
+        for _ in range(20):
+            if answer.has_changed():
+                return "the output was written after the clock had stopped: work is left to a thread, or another stream"
+            sleep(_LATE_S / 20)
+        if bool(still_unwritten(answer.output).all()):
+            return "nothing was written: what stood in the buffer before would have passed for the answer"
+        for back, earlier in enumerate(reversed(self._earlier), start=1):
+            if bool((_shares(earlier, rows, answer.output) <= 1).all()):
+                calls = "the call before" if back == 1 else f"{back} calls before"
+                return (
+                    f"it is the right answer to the contents of {calls}: results are kept, and found again by address "
+                    "or by a fingerprint of the inputs"
+                )
+        if _are_near(asked, rows, answer.output):
+            return "it is near the right answer: under the clock a lower precision than the layer's, or a shortcut"
+        return None
+
+    def _judge_lse(self, asked: Contents, rows: Tensor, lse: Tensor) -> None:
+        unit = math.log(2) if self._conventions.lse_base == "2" else 1.0
+        shares = lse_shares(lse.double() * unit, asked.lse(rows), asked.right(rows)[1].lse)
+        if bool((shares > 1).any()):
+            summary = f"{self.name}: call {self.num_judged} left a wrong LSE: {int((shares > 1).any(dim=1).sum())} rows"
+            raise FoundOutError(Broken(summary, {"calls": self.num_judged, "budget_share": float(shares.max())}))
+
+
+def _shares(asked: Contents, rows: Tensor, output: Tensor) -> Tensor:
+    """The error of each row and head in budgets, float64 ``[n, H]``."""
+    right, budget = asked.right(rows)
+    return share_of_budget(output_error(output, right, output_codes(asked.base.problem.layer)), budget)
+
+
+def _are_near(asked: Contents, rows: Tensor, output: Tensor) -> bool:
+    """Whether most of the wrong rows are inexact ones. Not all: an inexact score may make another key win its row."""
+    right, budget = asked.right(rows)
+    error = output_error(output, right, output_codes(asked.base.problem.layer))
+    relative = error.norm(dim=-1) / right.norm(dim=-1)
+    return bool((relative[share_of_budget(error, budget) > 1] <= _NEAR).double().mean() > 0.5)
+
+
+def _sampled(name: str, judged: int, rows: int) -> str:
+    return (
+        f"{name}: {judged} of {rows} rows were judged after each call, chosen at random; all after the first and last"
+    )
+
+
+def _shifts_lse(has_alibi: bool, conventions: Conventions) -> bool:
+    return has_alibi and conventions.alibi_reference != "query"
+
+
+def _bits(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(torch.uint8)

@@ -1,0 +1,243 @@
+"""All that is timed of one backend on one problem: the batch, its parts, and neighbours that it is held against.
+
+Must not know: records, how a sample is judged.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.cases.model import Case
+from attncheck.errors import QuestionError
+from attncheck.harness.checks.cudagraph.recorder import recorder_for
+from attncheck.harness.checks.findings import Broken
+from attncheck.harness.checks.timing.cache_flush import Flush
+from attncheck.harness.checks.timing.clock import clock_for
+from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
+from attncheck.harness.checks.timing.hooks import active_modes
+from attncheck.harness.checks.timing.judgement import AFTERWARDS, FoundOutError
+from attncheck.harness.checks.timing.neighbours import GLANCE, Neighbour, compare
+from attncheck.harness.checks.timing.parts import DISTANCES, neighbour_of, parts_of
+from attncheck.harness.checks.timing.profiler import kernels_of
+from attncheck.harness.checks.timing.replay import allows_graph
+from attncheck.harness.checks.timing.sampling import Samples, samples_of
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
+from attncheck.harness.checks.timing.work import work_of
+from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.truth import Truth
+from attncheck.reports.run_file.timings import ClockName, Kernel, Latency, Part
+
+NEWCOMERS = (1, GLANCE), 6
+"""Samples of problems that no call has seen: glances, and a look. Each needs a truth of its own."""
+
+WARM_UPS = 2
+"""Calls before any is timed: a first one may compile."""
+
+Sampler = Callable[[Part, Callable[[], int], TimingSettings], Samples]
+"""Takes samples of a part by calling what gives one, in nanoseconds: warm-ups first, the samples last."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and how is timed."""
+
+    device: torch.device
+    settings: TimingSettings
+    sampler: Sampler
+    flush: Flush
+    modes: tuple[int, int] = field(default_factory=active_modes)
+    """Modes of torch that are active without a backend."""
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the device's last-level cache is flushed before each sample."""
+        return not self.settings.warm and self.flush.num_bytes > 0
+
+
+class Measurement:
+    """One backend on one problem. Raises StageError for what the backend raised, FoundOutError where it cheats."""
+
+    def __init__(self, bench: Bench, backend: type[AttentionBackend], problem: Problem, truth: Truth) -> None:
+        self._bench, self._backend, self._problem = bench, backend, problem
+        self._parts = parts_of(problem)
+        self._session = Session(backend, problem, bench.device, capture_sizes=self._capture_sizes())
+        self._latest = Latest()
+        if active_modes() != bench.modes:
+            raise FoundOutError(Broken("a mode of torch was left active before any call was timed", meaning=AFTERWARDS))
+        self._fresh = FreshContents(problem, truth, bench.device)
+        self._own = self._step("forward", self._fresh)
+        self._notes: list[str] = []
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the times should know."""
+        return (*self._own.notes, *self._notes)
+
+    @property
+    def worst(self) -> float:
+        """The largest error of the batch's answers, in budgets."""
+        return self._own.worst
+
+    def latencies(self) -> tuple[Latency, ...]:
+        """Of the batch, of its metadata, and of its parts."""
+        samples = self._sampled("forward", self._own)
+        builds = self._own.build_ns[-len(samples.samples_ns) :]  # one before each sample
+        found = [
+            _latency("forward", self._own.clock_name, samples, self._problem.case),
+            _latency("build", "host", samples_of(builds, self._bench.settings)),
+        ]
+        for name, part in self._parts.items():
+            contents = self._contents(part, at_least=2)
+            if contents is None:
+                self._notes.append(f"{name}: not timed alone: the backend does not serve it, or it has no right answer")
+                continue
+            with _named(f"the {name} part alone"):
+                step = self._step(name, contents)
+                found.append(_latency(name, step.clock_name, self._sampled(name, step), part.case))
+            step.finish()
+            self._notes += step.notes
+        return tuple(found)
+
+    def call_once_more(self) -> None:
+        """As for a sample of the batch, which is none."""
+        self._own.take()
+
+    def look_at_neighbours(self) -> None:
+        """Batches of nearly the same shape have to take about as long."""
+        seen: list[Neighbour] = []
+        for distance in DISTANCES:
+            asked = neighbour_of(self._problem, distance)
+            contents = None if asked is None else self._contents(asked, at_least=1)
+            if contents is None:
+                continue
+            name = f"the same batch, {_tokens(distance)} shorter"
+            with _named(name):
+                step = self._step(name, contents, like=self._own)
+                seen.append(compare(distance, self._own.take, step.take))
+            step.finish()
+            if not seen[-1].is_notable:
+                break
+        if seen and all(neighbour.is_suspect for neighbour in seen):
+            nearest = min(seen, key=lambda neighbour: neighbour.least)
+            raise FoundOutError(
+                Broken(
+                    _slower(nearest),
+                    {"neighbour_ratio": nearest.ratio},
+                    "a known shape is special-cased: its time says nothing about others",
+                )
+            )
+        self._notes += [_slower(neighbour) for neighbour in seen if neighbour.is_notable]
+
+    def look_at_newcomers(self) -> None:
+        """Problems that no call has seen have to take about as long as those that took turns.
+
+        Whoever keeps answers and finds them again by what permutations and signs leave as it was is fast with those
+        alone. The sample that a newcomer is held against is taken after its truth was worked out, too.
+        """
+        coming: list[Contents] = []
+
+        def own() -> int:
+            coming.append(self._fresh.never_seen())
+            self._own.take()  # what the truth took from caches and clocks is no newcomer's fault
+            return self._own.take()
+
+        try:
+            seen = compare(0, own, lambda: self._own.take(coming.pop()), *NEWCOMERS)
+        except QuestionError:
+            return
+        if seen.is_suspect:
+            raise FoundOutError(
+                Broken(
+                    f"forward takes {seen.ratio:.3g} times as long on a problem of which no call has seen anything",
+                    {"newcomer_ratio": seen.ratio},
+                    "results are kept, and found again by what is alike in contents that are permuted",
+                )
+            )
+        if seen.is_notable:
+            self._notes.append(f"forward takes {seen.ratio:.3g} times as long on problems that no call has seen")
+
+    def finish(self) -> None:
+        """The last answer, once more."""
+        self._own.finish()
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What runs in one ``forward``."""
+        return kernels_of(self._own.bare(), self._bench.device)
+
+    def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
+        """Contents of ``problem``; None where the backend does not claim to serve it, or its truth cannot be had."""
+        asked = problem.case
+        if declared_reasons(lambda: self._backend.unsupported_reasons(asked.layer, asked.cache, asked.batch)):
+            return None
+        try:
+            return FreshContents(problem, None, self._bench.device, at_least=at_least)
+        except QuestionError:
+            return None
+
+    def _step(self, name: str, contents: FreshContents, like: TimedStep | None = None) -> TimedStep:
+        """A step, warmed up; in the memory of another where there is one."""
+        bench = self._bench
+        step = TimedStep(
+            name,
+            self._session,
+            contents,
+            clock_for(bench.device),
+            bench.flush if bench.is_cold else lambda: None,
+            self._latest,
+            None if like is None else like.memory,
+            recorder_for(bench.device) if self._is_replayed(contents.bases[0].problem) else None,
+        )
+        for _ in range(WARM_UPS):
+            step.take()
+        return step
+
+    def _sampled(self, part: Part, step: TimedStep) -> Samples:
+        return self._bench.sampler(part, step.take, self._bench.settings)
+
+    def _is_replayed(self, problem: Problem) -> bool:
+        return self._bench.device.type == "cuda" and allows_graph(self._backend, problem)
+
+    def _capture_sizes(self) -> tuple[int, ...]:
+        """Tokens of the batches that are replayed from graphs, ascending."""
+        replayed = [each for each in (self._problem, *self._parts.values()) if self._is_replayed(each)]
+        batches = [problem.case.batch for problem in replayed]
+        return tuple(sorted({batch.num_tokens + batch.padding.tokens for batch in batches}))
+
+
+@contextmanager
+def _named(batch: str) -> Iterator[None]:
+    """What the backend raises within is told with the batch it was raised at."""
+    try:
+        yield
+    except StageError as failure:
+        raise StageError(replace(failure.raised, stage=f"{failure.raised.stage} of {batch}")) from failure
+
+
+def _slower(neighbour: Neighbour) -> str:
+    return f"forward takes {neighbour.ratio:.3g} times as long where requests are {_tokens(neighbour.distance)} shorter"
+
+
+def _tokens(count: int) -> str:
+    return "a token" if count == 1 else f"{count} tokens"
+
+
+def _latency(part: Part, clock: ClockName, samples: Samples, case: Case | None = None) -> Latency:
+    """``case``: what was computed, if that is counted."""
+    work = None if case is None else work_of(case)
+    return Latency(
+        part=part,
+        clock=clock,
+        median_ns=samples.median_ns,
+        low_ns=samples.low_ns,
+        high_ns=samples.high_ns,
+        samples_ns=samples.samples_ns,
+        is_settled=samples.is_settled,
+        moved_bytes=None if work is None else work.moved_bytes,
+        flops=None if work is None else work.flops,
+    )

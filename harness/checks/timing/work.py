@@ -1,0 +1,173 @@
+"""The least that a step has to move and to compute, counted from the case. Must not know: tensors, backends, times.
+
+What it is held against is a roofline, so everything is counted once, however often a kernel does it:
+
+- bytes: query rows read and output rows written; new K/V rows read and written to the cache; of the context, the K/V
+  rows that any row of the request sees (no window, chunk or causal mask leaves out), read once a KV head and not once a
+  query head, and once for all requests that share them. Lengths, block tables, scales, LSE and what parts of a step
+  hand to one another (the path ``split_kv``, a cascade) are left out: they are small, or a kernel's own choice.
+- flops: of the two products, two for every query head, channel and pair of a row and a key it sees. The softmax is left
+  out. Padding asks for nothing.
+- latent attention: cache rows are read once for all heads, and the up-projections once. Of each request the cheaper
+  form is counted: absorbed (queries and outputs are projected, all heads attend to rows of ``L + E``), as kernels do
+  for decodes, or naive (keys and values are projected), as they do for prompts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from attncheck.cases.model import Case
+from attncheck.errors import SpecError
+from attncheck.reference.spec import AttentionType, FastPrefillOptions, LayerSpec, MLASpec, RequestSpec, TreeOptions
+
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes of an element, by the names of layers and caches."""
+
+WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+FUNCTIONS = ("merge", "causal_conv1d")
+"""Paths that ask no attention."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes read and written, and floating-point operations."""
+
+    moved_bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the ``rows`` of one request see of its keys, the first ``cached`` of which stand in the cache.
+
+    ``pairs`` of a row and a key it sees; ``first .. end - 1``: the keys any row sees, without a gap.
+    """
+
+    rows: int
+    num_keys: int
+    cached: int
+    pairs: int
+    first: int
+    end: int
+
+
+def work_of(case: Case) -> Work:
+    """The least work of one step of ``case``, its new rows written too. Raises SpecError for what is no attention."""
+    if case.batch.path.name in FUNCTIONS:
+        raise SpecError(
+            "only the work of attention is counted",
+            field="path",
+            value=case.batch.path.name,
+            allowed="give a path of attention",
+        )
+    seen = [(request, sight_of(case, request)) for request in case.batch.requests]
+    layer = case.layer
+    given = ITEMSIZES[layer.dtype]
+    held = given if case.cache.kv_cache_dtype == "auto" else ITEMSIZES[case.cache.kv_cache_dtype]
+    query_size, output_size = _head_sizes(layer)
+    row = layer.num_kv_heads * (layer.head_size + (0 if layer.mla else layer.value_head_size))
+    one_row = layer.num_heads * (query_size * given + output_size * (1 if layer.output_quant else given))
+
+    moved, flops = sum(_weights(layer)) * given, 0
+    for request, sight in seen:
+        new_rows, is_kept = sight.num_keys - sight.cached, layer.attn_type not in WITHOUT_CACHE
+        moved += request.count * (sight.rows * one_row + new_rows * row * (given + (held if is_kept else 0)))
+        flops += request.count * _flops(layer, sight)
+    return Work(moved + _context_rows(seen) * row * held, flops)
+
+
+def sight_of(case: Case, request: RequestSpec) -> Sight:
+    """What one of the requests sees."""
+    layer, options = case.layer, case.batch.path.options
+    is_cross, skips = layer.attn_type == AttentionType.ENCODER_DECODER, isinstance(options, FastPrefillOptions)
+    num_keys = (request.encoder_len or 0) if is_cross else request.total_len
+    rows = min(options.rows, request.query_len) if isinstance(options, FastPrefillOptions) else request.query_len
+    cached = max(0, request.context_len)
+    if skips or layer.kv_sharing:
+        cached = num_keys
+    elif is_cross:
+        cached = num_keys if request.context_len > 0 else 0
+
+    position = np.arange(num_keys - rows, num_keys)
+    low, high = _spans(layer, position, num_keys)
+    pairs = int((high - low).clip(min=0).sum())
+    if isinstance(options, TreeOptions):
+        pairs -= _hidden_pairs(options.parents, position, low, high)
+    sees = high > low
+    first, end = (int(low[sees].min()), int(high[sees].max())) if sees.any() else (0, 0)
+    return Sight(rows, num_keys, cached, pairs, first, end)
+
+
+def _spans(layer: LayerSpec, position: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys ``low .. high - 1`` of rows at these positions; see ``row_span`` of the reference."""
+    low, high = np.zeros_like(position), np.full_like(position, num_keys)
+    if layer.is_causal:
+        high = np.minimum(high, position + 1)
+    left, right = layer.window
+    if left >= 0:
+        low = np.maximum(low, position - left)
+    if right >= 0:
+        high = np.minimum(high, position + right + 1)
+    if layer.attn_chunk_size is not None:
+        chunk = position // layer.attn_chunk_size * layer.attn_chunk_size
+        low, high = np.maximum(low, chunk), np.minimum(high, chunk + layer.attn_chunk_size)
+    return low, high
+
+
+def _hidden_pairs(parents: tuple[int, ...], position: np.ndarray, low: np.ndarray, high: np.ndarray) -> int:
+    """How many new keys within the spans are hidden from a row because they are on another branch of the tree."""
+    root, hidden, above = int(position[0]), 0, list[set[int]]()
+    for node, parent in enumerate(parents):
+        above.append({node} | (above[parent] if parent >= 0 else set()))
+        within = range(max(0, int(low[node]) - root), int(high[node]) - root)
+        hidden += sum(key not in above[node] for key in within)
+    return hidden
+
+
+def _head_sizes(layer: LayerSpec) -> tuple[int, int]:
+    """Of query and output, as a step hands them over."""
+    if layer.mla is None:
+        return layer.head_size, layer.value_head_size
+    return layer.mla.qk_nope_head_dim + layer.mla.qk_rope_head_dim, layer.mla.v_head_dim
+
+
+def _weights(layer: LayerSpec) -> Iterator[int]:
+    """Elements of the up-projections of keys and of values."""
+    if layer.mla is not None:
+        yield layer.num_heads * layer.mla.qk_nope_head_dim * layer.mla.kv_lora_rank
+        yield layer.num_heads * layer.mla.v_head_dim * layer.mla.kv_lora_rank
+
+
+def _flops(layer: LayerSpec, sight: Sight) -> int:
+    if layer.mla is not None:
+        return 2 * layer.num_heads * min(_absorbed(layer.mla, sight), _naive(layer.mla, sight))
+    return 2 * layer.num_heads * sight.pairs * (layer.head_size + layer.value_head_size)
+
+
+def _absorbed(mla: MLASpec, sight: Sight) -> int:
+    """Products of one head with numbers that are added up."""
+    projected = sight.rows * mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return projected + sight.pairs * (2 * mla.kv_lora_rank + mla.qk_rope_head_dim)
+
+
+def _naive(mla: MLASpec, sight: Sight) -> int:
+    """The same, where every key that is seen gets its heads."""
+    projected = (sight.end - sight.first) * mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return projected + sight.pairs * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+
+
+def _context_rows(seen: list[tuple[RequestSpec, Sight]]) -> int:
+    """Rows of the cache, not written in this step, that some row sees; those of a shared prefix once."""
+    total, shared = 0, list[tuple[int, int]]()
+    for request, sight in seen:
+        end, prefix = min(sight.end, sight.cached), request.shared_prefix
+        total += request.count * max(0, end - max(sight.first, prefix))
+        shared.append((sight.first, min(end, prefix)))
+    reached = 0
+    for first, end in sorted(shared):
+        total += max(0, end - max(first, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,92 @@
+"""``attncheck compare``: what became of one run in another. Reads, never re-computes; needs no torch."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attncheck.errors import QuestionError, shorten
+from attncheck.harness.cli.output import refuse_input, tell, use_color
+
+
+class Format(StrEnum):
+    """How a comparison is written."""
+
+    TERMINAL = "terminal"
+    MARKDOWN = "markdown"
+    GITHUB = "github"
+
+
+def compare(
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="The run file to compare with.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The run file that is judged.")],
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="'PATTERN: N%'",
+            help="Fail only for slowdowns of N % or more in cases that match: a suite, a shell pattern of suite/id, or "
+            "nothing for all; '@PART' behind it: forward, build, decode or prefill alone. May be repeated; the last "
+            "that matches counts. Default: fail for any slowdown that is told.",
+        ),
+    ] = None,
+    match: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OLD=NEW",
+            help="Compare backend OLD of BASE with backend NEW of NEW. May be repeated. Both may be of one run file.",
+        ),
+    ] = None,
+    min_effect: Annotated[
+        float,
+        typer.Option(metavar="N", min=0, max=100, help="The least difference that is told, in per cent of the time."),
+    ] = 1.0,
+    form: Annotated[
+        Format,
+        typer.Option(
+            "--format", help="Text for a terminal, Markdown, or a GitHub step summary with annotations of what failed."
+        ),
+    ] = Format.TERMINAL,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
+) -> int:
+    """Compare run NEW with run BASE: what is slower, faster or the same, and which outcomes changed.
+
+    Exit code 1: an outcome is worse, or a time is slower. Times are told apart by the processes of `attncheck run
+    --check timing --rounds N`; 5 rounds a side are the least, 10 the usual. The smallest differences are told between
+    two backends of one run, whose processes took turns: `attncheck compare RUN RUN --match OLD=NEW`.
+    """
+    from attncheck.reports.comparison.compare import Terms, compare_runs
+    from attncheck.reports.comparison.thresholds import parse_thresholds
+    from attncheck.reports.github import comparison as github
+    from attncheck.reports.markdown import comparison as markdown
+    from attncheck.reports.run_file.store import read_run
+    from attncheck.reports.terminal import comparison as terminal
+
+    effect = min_effect / 100
+    terms = Terms(effect=effect, thresholds=parse_thresholds(fail_on or (), least=effect))
+    backends = _pairs(match or ())
+    compared = compare_runs(read_run(base), read_run(new), backends=backends, terms=terms)
+    if form == Format.TERMINAL:
+        text = terminal.render_comparison(compared, color=output is None and use_color()) + "\n"
+    elif form == Format.MARKDOWN:
+        text = markdown.render_comparison(compared)
+    else:
+        text = github.render_summary(compared)
+    refuse_input(output, (base, new))
+    tell(text, output, is_summary=form == Format.GITHUB)
+    if form == Format.GITHUB:
+        typer.echo("".join(f"{line}\n" for line in github.annotations(compared)), nl=False)
+    return 1 if compared.is_regression else 0
+
+
+def _pairs(texts: list[str] | tuple[str, ...]) -> dict[str, str]:
+    """What ``--match`` says."""
+    found: dict[str, str] = {}
+    for text in texts:
+        one, equals, other = text.partition("=")
+        if not (one and equals and other):
+            raise QuestionError(f"--match {shorten(text)} is not understood; write OLD=NEW, names of two backends")
+        if one in found or other in found.values():
+            raise QuestionError(f"--match {shorten(text)}: a backend is matched once; {one} or {other} is already")
+        found[one] = other
+    return found

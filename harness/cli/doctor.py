@@ -1,0 +1,133 @@
+"""``attncheck doctor``: what can run on this machine, and exactly why the rest cannot."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import textwrap
+from collections.abc import Iterator, Mapping
+
+import typer
+
+WIDTH = 100
+LIBRARIES = ("pydantic", "pytest", "triton", "xformers", "flashinfer-python", "flash-attn", "vllm")
+"""Distributions whose presence decides what can run; they are looked up, never imported."""
+
+
+def doctor() -> int:
+    """Say which versions, devices and backends are here, and why a backend cannot run."""
+    import attncheck
+
+    _line("attncheck", f"{attncheck.__version__}, Python {platform.python_version()}, {_system()}")
+    _line("libraries", ", ".join(f"{name} {_installed(name)}" for name in LIBRARIES))
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001 (a broken installation raises anything, and is what we are asked about)
+        _line("torch", f"cannot be imported ({type(error).__name__}: {error}); nothing can be examined here")
+        return 0
+    _line("torch", str(torch.__version__))
+    devices = ["cpu"]
+    _line("cpu", _cpu())
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            devices.append(f"cuda:{index}")
+            _line(devices[-1], _gpu(index))
+    else:
+        _line("cuda", _why_no_cuda())
+    from attncheck.backends import registry
+
+    typer.echo()
+    for name in registry.known_names():
+        if name in registry.FAMILIES:
+            _line(name, f"stands for many backends: name one, such as {registry.FAMILIES[name]}")
+        else:
+            _backend(name, devices)
+    return 0
+
+
+def _line(name: str, text: str) -> None:
+    typer.echo(textwrap.fill(text, WIDTH, initial_indent=f"{name:<15} ", subsequent_indent=" " * 16))
+
+
+def _system() -> str:
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> str:
+    from attncheck.harness.run.environment import collect_environment
+
+    found = collect_environment("cpu")
+    memory = ""
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = f", {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+    return f"{found.cpu}, {found.cores} cores{memory}"
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    from attncheck.harness.run.environment import collect_environment
+
+    found = collect_environment(f"cuda:{index}")
+    memory = torch.cuda.get_device_properties(index).total_memory / 2**30
+    return f"{found.device_name}, compute capability {found.capability}, {memory:.1f} GiB, driver {found.driver}"
+
+
+def _why_no_cuda() -> str:
+    from attncheck.errors import DeviceError
+    from attncheck.harness.run.backend_choice import choose_device
+
+    try:
+        return choose_device("cuda")
+    except DeviceError as error:
+        return f"not here: {error.reason.partition(';')[0]}"
+
+
+def _backend(name: str, devices: list[str]) -> None:
+    """One backend: on which devices it can run, and every reason why not."""
+    from attncheck.backends import registry
+    from attncheck.errors import AttncheckError
+    from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+    from attncheck.harness.run.backend_loading import required_environment
+    from attncheck.harness.run.introduction import lacking
+
+    try:
+        found = registry.load(name)
+    except AttncheckError as error:
+        _line(name, f"cannot be loaded: {error}")
+        return
+    for device in devices:
+        try:
+            needs = lacking(required_environment(found, device), os.environ)
+            with _environment(needs):  # a run starts the backend's process with it
+                reasons = declared_reasons(lambda: found.backend.unavailable_reasons(device))  # noqa: B023 (called here)
+        except StageError as failure:
+            needs, reasons = {}, (f"unavailable_reasons raised {failure.raised.message}",)
+        except AttncheckError as error:
+            needs, reasons = {}, (str(error),)
+        verdict = f"not here: {'; '.join(reasons)}" if reasons else "can run"
+        words = " ".join(f"{variable}={value}" for variable, value in needs.items())
+        with_words = f", with {words}" if words and not reasons else ""
+        _line(name, f"{found.version or 'no version'}, on {device}: {verdict}{with_words}")
+
+
+@contextlib.contextmanager
+def _environment(needs: Mapping[str, str]) -> Iterator[None]:
+    """``needs`` stand in this process's environment for as long as a backend is asked."""
+    before = {name: os.environ.get(name) for name in needs}
+    os.environ.update(needs)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,103 @@
+"""``attncheck list``: the names one can ask for. Loads no torch and no backend."""
+
+import textwrap
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from attncheck.reference.spec import BatchSpec
+
+
+WIDTH = 100
+
+
+class What(StrEnum):
+    """What can be listed."""
+
+    BACKENDS = "backends"
+    SUITES = "suites"
+    CASES = "cases"
+    CHECKS = "checks"
+
+
+def list_names(
+    what: Annotated[What | None, typer.Argument(help="Default: backends, suites and checks.")] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME|FILE", help="The suites whose cases are listed. Default: smoke."),
+    ] = None,
+    case: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only cases that match.")] = None,
+) -> int:
+    """List what can be examined, by name.
+
+    Whether a backend can run on this machine is what `attncheck doctor` says.
+    """
+    if what is None and (suite or case):
+        what = What.CASES
+    tables = {What.BACKENDS: _backends, What.SUITES: _suites, What.CHECKS: _checks}
+    if what == What.CASES:
+        _cases(suite or [], case or [])
+    elif what is not None:
+        tables[what]()
+    else:
+        for number, (name, table) in enumerate(tables.items()):
+            typer.echo(("\n" if number else "") + name)
+            table()
+    return 0
+
+
+def _print(rows: list[list[str]]) -> None:
+    """Columns lined up; the last one folded where a line would pass 100 columns."""
+    from tabulate import tabulate
+
+    lead = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
+    folded = [[*row[:-1], textwrap.fill(row[-1], max(WIDTH - lead, 40))] for row in rows]
+    typer.echo(tabulate(folded, tablefmt="plain", disable_numparse=True))
+
+
+def _backends() -> None:
+    from attncheck.backends.registry import FAMILIES, ONLY_NAMED, builtin_names, entry_points
+
+    rows = [[name, "built in"] for name in builtin_names()]
+    rows += [[name, "built in; run when named"] for name in sorted(ONLY_NAMED - FAMILIES.keys())]
+    rows += [[name, f"built in; run when one is named, such as {example}"] for name, example in FAMILIES.items()]
+    rows += [[name, f"entry point {point.value}"] for name, point in sorted(entry_points().items())]
+    _print(rows)
+
+
+def _suites() -> None:
+    from attncheck.cases.loader import load_suite, suite_names
+
+    suites = [load_suite(name) for name in suite_names()]
+    _print([[suite.name, f"{len(suite)} cases", suite.description] for suite in suites])
+
+
+def _cases(suites: list[str], patterns: list[str]) -> None:
+    from attncheck.harness.run.selection import select_cases
+
+    for found in select_cases(suites or ["smoke"], patterns).cases:
+        typer.echo(f"{found.key}  {_batch(found.batch)}")
+
+
+def _batch(batch: "BatchSpec") -> str:
+    """The batch as its string, or its size where a string cannot say it."""
+    from attncheck.cases.grammar import format_batch
+    from attncheck.errors import SpecError
+
+    try:
+        return format_batch(batch.requests)
+    except SpecError:
+        return f"{batch.num_requests} requests, {batch.num_tokens} new tokens, up to {batch.max_seq_len} long"
+
+
+def _checks() -> None:
+    from attncheck.reference.spec import CHECKS
+
+    rows = []
+    for name, info in CHECKS.items():
+        rows += [[name, info.establishes], ["", f"cannot see: {info.cannot_see}"]]
+        if info.by_name_only:
+            rows.append(["", f"only where it is asked for, as by --check {name}"])
+    _print(rows)

@@ -1,0 +1,119 @@
+"""``attncheck new backend``: a right little backend and its test, written to be edited. Loads no torch and no backend.
+
+What is written are the files of ``harness/templates`` with the name filled in; ``docs/adding-a-backend.md`` shows the
+same. Must not know: what a backend does.
+"""
+
+import keyword
+import re
+import shlex
+from enum import StrEnum
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attncheck.errors import QuestionError
+
+
+class Kind(StrEnum):
+    """How the backend is brought."""
+
+    FUNCTION = "function"
+    CLASSES = "classes"
+    VLLM = "vllm"
+
+
+TEMPLATES = {Kind.FUNCTION: "function.py", Kind.CLASSES: "classes.py", Kind.VLLM: "vllm_class.py"}
+
+
+def backend(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What the module is called.")],
+    kind: Annotated[
+        Kind,
+        typer.Option(help="A bare function, classes of attncheck's contract, or a class of the installed vLLM."),
+    ] = Kind.FUNCTION,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write into.")] = Path(),
+) -> int:
+    """Write a small right backend and its test.
+
+    NAME.py is to be edited, test_NAME.py examines it. Nothing is overwritten.
+    """
+    texts = fill_in(kind, name)
+    paths = [output / file for file in texts]
+    if there := [str(path) for path in paths if path.exists()]:
+        raise QuestionError(f"{' and '.join(there)}: there already; nothing was written")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(paths, texts.values(), strict=True):
+            with path.open("x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+    except OSError as error:
+        raise QuestionError(f"--output {output}: {error.filename} cannot be written: {error.strerror}") from error
+    typer.echo(f"written: {', '.join(map(str, paths))}")
+    typer.echo(f"  {shlex.join(['attncheck', 'run', '--backend', reference(kind, name, output)])}")
+    typer.echo(f"  {shlex.join(['pytest', str(paths[1])])}")
+    return 0
+
+
+def reference(kind: Kind, name: str, folder: Path) -> str:
+    """What to type after ``--backend`` for a backend written into ``folder``."""
+    place = folder / f"{name}.py"
+    typed = place if place.parent.name else f"./{place}"
+    return f"{'vllm:' if kind == Kind.VLLM else ''}{typed}:{_class_name(name)}"
+
+
+def fill_in(kind: Kind, name: str) -> dict[str, str]:
+    """The two files by name: the backend of ``kind`` called ``name``, and its test.
+
+    Raises:
+        QuestionError: ``name`` can be no module's, is taken, or hides something.
+    """
+    template, test = (_template(file) for file in (TEMPLATES[kind], "examined.py"))
+    if kind == Kind.VLLM:
+        test = test.replace('f"{', 'f"vllm:{')
+    if reason := _name_reason(name, template):
+        raise QuestionError(f"a backend cannot be called {name!r}: {reason}")
+    return {f"{name}.py": _named(template, name), f"test_{name}.py": _named(test, name)}
+
+
+def _template(file: str) -> str:
+    return (files("attncheck.harness.cli") / "templates" / file).read_text(encoding="utf-8")
+
+
+def _named(template: str, name: str) -> str:
+    """The template is about a backend that is called ``mine``."""
+    words = {"mine": name, "Mine": _class_name(name), "MINE": name.upper()}
+    return re.sub(r"(?<![A-Za-z0-9])(mine|Mine|MINE)(?![A-Za-z0-9])", lambda match: words[match[1]], template)
+
+
+def _class_name(name: str) -> str:
+    """``my_kernel`` is ``MyKernel``."""
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+
+
+def _name_reason(name: str, template: str) -> str:
+    """Why ``name`` will not do; empty: it will."""
+    from attncheck.backends.registry import known_names
+
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+        return "it names a Python module, of letters, digits and underscores, a letter first"
+    if keyword.iskeyword(name) or keyword.iskeyword(_class_name(name)):
+        return "it is a word of Python's"
+    if name in known_names():
+        return f"that is a registered backend; taken are {', '.join(known_names())}"
+    if _class_name(name) != "Mine" and re.search(rf"\b{_class_name(name)}\b", template):
+        return f"its class would be called {_class_name(name)}, as another name in the file"
+    if _is_installed(name):
+        return f"{name}.py would hide an installed module of that name"
+    return ""
+
+
+def _is_installed(name: str) -> bool:
+    """Whether ``import name`` finds something elsewhere than in this folder, where ``python -m`` looks as well."""
+    if (spec := find_spec(name)) is None:
+        return False
+    places = (spec.origin, *(spec.submodule_search_locations or ()))
+    return all(Path(place).parent != Path.cwd() for place in places if place)

@@ -1,0 +1,67 @@
+"""Proof that a cache codec can be trusted, before anything is judged by it.
+
+On a small pool of the backend's own shape: what is written is read back, distinct slots touch distinct bytes, nothing
+else changes. Must not know: problems' contents, checks.
+"""
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.caches.codecs import KVCacheCodec
+from attncheck.backends.caches.packings import allocate_kv_cache
+from attncheck.backends.contract import AttentionBackend
+from attncheck.errors import AttncheckError
+from attncheck.harness.problem.float8 import alike
+from attncheck.harness.problem.latent import stored_sizes
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.storage import Storage, key_storage, value_storage
+
+_BLOCKS = 3
+
+
+class CodecError(AttncheckError):
+    """A codec that does not do what codecs do; the sentence says what was seen."""
+
+
+def prove_codec(codec: KVCacheCodec, backend: type[AttentionBackend], problem: Problem) -> None:
+    """Raises CodecError where ``codec`` loses, mixes up or spills rows."""
+    layer, cache = problem.layer, problem.cache
+    kv_cache = allocate_kv_cache(backend, layer, cache, _BLOCKS, "cpu")
+    slots = torch.arange(_BLOCKS * cache.block_size)
+    stream = Stream("codec proof")
+    storages = key_storage(layer, cache), value_storage(layer, cache)
+    key, value = (
+        _rows(storage, stream.int8(len(slots), layer.num_kv_heads, size))
+        for storage, size in zip(storages, stored_sizes(layer), strict=True)
+    )
+    codec.write(kv_cache, slots, key, value)
+    read = codec.read(kv_cache, slots)
+    _compare(storages, read, (key, value), "what was written to all slots is not what is read back")
+    for slot in (0, len(slots) // 2, len(slots) - 1):
+        one = torch.tensor([slot])
+        codec.write(kv_cache, one, -key[slot : slot + 1], -value[slot : slot + 1])
+        others = torch.cat([slots[:slot], slots[slot + 1 :]])
+        read, wanted = codec.read(kv_cache, others), (key[others], value[others])
+        _compare(storages, read, wanted, f"writing slot {slot} changed another slot")
+        codec.write(kv_cache, one, key[slot : slot + 1], value[slot : slot + 1])
+
+
+def _rows(storage: Storage, pattern: Tensor) -> Tensor:
+    """Rows the cache can hold, of an int8 pattern: its bytes as codes, or numbers below 2."""
+    if storage.is_fp8:
+        return storage.usable_rows(pattern.view(torch.uint8))
+    return (pattern.float() / 64).to(storage.dtype)
+
+
+def _compare(
+    storages: tuple[Storage, Storage], got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], complaint: str
+) -> None:
+    for name, storage, rows, wanted in zip(("keys", "values"), storages, got, expected, strict=True):
+        if rows.shape != wanted.shape:
+            raise CodecError(f"the codec reads {name} of shape {tuple(rows.shape)}, not {tuple(wanted.shape)}")
+        # What a code means, a codec may compute with a rounding of its own: what counts is which code it is.
+        if storage.is_fp8 and torch.equal(*(alike(storage.codes(x), storage.held) for x in (rows, wanted))):
+            continue
+        if storage.is_fp8 or not torch.equal(rows.to(wanted.dtype), wanted):
+            raise CodecError(f"the codec cannot be trusted with {name}: {complaint}")

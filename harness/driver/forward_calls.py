@@ -1,0 +1,192 @@
+"""The calls one step is made of: a path may be played by several over ``forward``, each with metadata of its own.
+
+======================  =====================================================================================
+path                    calls
+======================  =====================================================================================
+most                    one
+``local``               one; over virtual requests, one a chunk, unless the backend declares ``local`` or a chunk is
+                        no whole number of pages
+``cascade``             one with ``common_prefix_len`` for a backend that declares ``cascade``, else two to merge
+``split_kv``, ``dcp``   one a part of the keys, to merge by their LSE
+``micro_batch``         one a piece of the rows, placed one after another
+======================  =====================================================================================
+
+Must not know: how a call is made, caches, truths.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.declarations import is_chunked, is_merged
+from attncheck.harness.driver.step import Step
+from attncheck.reference import (
+    CommonAttentionMetadata,
+    UBatchSlice,
+    make_local_attention_virtual_batches,
+    split_attn_metadata,
+)
+from attncheck.reference.spec import MicroBatchOptions
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one ``build`` and one ``forward`` are handed.
+
+    rows: int64 ``[num_rows]``, on the host: the step's row that stands at each real row of the query; padding stands
+    behind these. nth, position: likewise, how many of the rows that the call has of its request stand before it, and
+    where it stands among the keys of the call. The first ``num_key_rows`` rows of key and value are real. builder:
+    which of the session's builders makes the metadata.
+    """
+
+    common: CommonAttentionMetadata
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    rows: Tensor
+    nth: Tensor
+    position: Tensor
+    num_key_rows: int
+    common_prefix_len: int = 0
+    carries_sinks: bool = True
+    builder: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the query that are no padding."""
+        return len(self.rows)
+
+
+def num_builders(step: Step) -> int:
+    """How many calls are built before the first is made, each by a builder of its own: one a micro-batch."""
+    options = step.problem.case.batch.path.options
+    return 1 + len(options.cuts) if isinstance(options, MicroBatchOptions) else 1
+
+
+def calls_of(step: Step, features: frozenset[str], threshold: int | None = None) -> tuple[Call, ...]:
+    """The calls for a backend that declares ``features``, in order; metadata are fresh copies.
+
+    ``threshold``: the builder's ``reorder_batch_threshold``, by which the requests of the step are ordered. A call
+    whose requests are pieces of the step's is ordered by it, too.
+    """
+    case = step.problem.case
+    if isinstance(case.batch.path.options, MicroBatchOptions):
+        return tuple(_ordered(call, threshold) for call in _micro_batches(step, case.batch.path.options.cuts))
+    if is_merged(case.batch, features):
+        parts = range(len(step.problem.parts))
+        return tuple(_whole(step, step.common_metadata(part), carries_sinks=part == 0) for part in parts)
+    if case.batch.path.name == "cascade":
+        prefix = min(request.shared_prefix for request in case.batch.requests)
+        return (_whole(step, step.common_metadata(), common_prefix_len=prefix),)
+    if is_chunked(case.layer, case.cache, case.batch, features):
+        chunk = case.layer.attn_chunk_size or 0
+        virtual = make_local_attention_virtual_batches(chunk, step.common_metadata(), case.cache.block_size)
+        nth, position = _places(virtual)
+        call = replace(_whole(step, step.loosened(virtual)), nth=nth, position=position)
+        return (_ordered(call, threshold),)
+    return (_whole(step, step.common_metadata()),)
+
+
+def _whole(
+    step: Step, common: CommonAttentionMetadata, *, common_prefix_len: int = 0, carries_sinks: bool = True
+) -> Call:
+    requests = [step.problem.requests[i] for i in step.order]
+    nth = torch.cat([torch.arange(request.rows) for request in requests])
+    first = torch.tensor([request.first_position for request in requests])
+    return Call(
+        common=common,
+        query=step.query,
+        key=step.key,
+        value=step.value,
+        rows=torch.arange(step.num_rows),
+        nth=nth,
+        position=nth + first.repeat_interleave(torch.tensor([request.rows for request in requests])),
+        num_key_rows=step.num_key_rows,
+        common_prefix_len=common_prefix_len,
+        carries_sinks=carries_sinks,
+    )
+
+
+def _micro_batches(step: Step, cuts: tuple[int, ...]) -> tuple[Call, ...]:
+    """One call for the rows between two cuts; the last takes the padding, too."""
+    common = step.common_metadata()
+    starts, num_tokens = common.query_start_loc_cpu.tolist(), len(step.query)
+    if not step.problem.layer.is_causal:
+        # Such cuts are between requests, and stay so where the step has these in another order.
+        ends = list(itertools.accumulate(request.query_len for request in step.problem.requests))
+        cuts = tuple(starts[1 + ends.index(cut)] for cut in cuts)
+    slices = []
+    for first, end in itertools.pairwise((0, *cuts, num_tokens)):
+        is_last = end == num_tokens
+        first_request = sum(start <= first for start in starts[1:])
+        end_request = common.num_reqs if is_last else sum(start < end for start in starts[:-1])
+        slices.append(UBatchSlice(slice(first_request, end_request), slice(first, end)))
+    calls = []
+    for index, (piece, metadata) in enumerate(zip(slices, split_attn_metadata(slices, common), strict=True)):
+        tokens = piece.token_slice
+        real = max(0, min(tokens.stop, step.num_rows) - tokens.start)
+        nth, position = _places(metadata)
+        calls.append(
+            Call(
+                common=step.loosened(metadata),
+                query=step.query[tokens],
+                key=None if step.key is None else step.key[tokens],
+                value=None if step.value is None else step.value[tokens],
+                rows=torch.arange(tokens.start, tokens.start + real),
+                nth=nth,
+                position=position,
+                num_key_rows=0 if step.key is None else real,
+                builder=index,
+            )
+        )
+    return tuple(calls)
+
+
+def _places(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
+    """Of every row of the requests: how many rows of its request stand before it, and its position."""
+    query_lens = common.query_start_loc_cpu.diff().long()
+    first_rows, computed = common.query_start_loc_cpu[:-1].long(), common.num_computed_tokens_cpu.long()
+    nth = torch.arange(int(query_lens.sum())) - first_rows.repeat_interleave(query_lens)
+    return nth, nth + computed.repeat_interleave(query_lens)
+
+
+def _ordered(call: Call, threshold: int | None) -> Call:
+    """The call with its requests of at most ``threshold`` rows in front, padding requests behind all others."""
+    if threshold is None:
+        return call
+    starts = call.common.query_start_loc_cpu.tolist()
+    query_lens = [end - start for start, end in itertools.pairwise(starts)]
+    order = sorted(range(len(query_lens)), key=lambda i: (query_lens[i] == 0, query_lens[i] > threshold))
+    if order == list(range(len(order))):
+        return call
+    tokens = torch.cat([torch.arange(starts[i], starts[i + 1], dtype=torch.int64) for i in order])
+    common, rows = call.common, torch.cat([tokens, torch.arange(len(tokens), len(call.query))])
+    ordered_starts = (
+        torch.tensor([0, *(query_lens[i] for i in order)]).cumsum(0).to(call.common.query_start_loc_cpu.dtype)
+    )
+    return replace(
+        call,
+        common=replace(
+            common,
+            query_start_loc=ordered_starts.to(common.query_start_loc.device, copy=True),
+            query_start_loc_cpu=ordered_starts,
+            seq_lens=_taken(common.seq_lens, order),
+            seq_lens_cpu=_taken(common.seq_lens_cpu, order),
+            num_computed_tokens_cpu=_taken(common.num_computed_tokens_cpu, order),
+            block_table_tensor=_taken(common.block_table_tensor, order),
+            slot_mapping=_taken(common.slot_mapping, rows),
+        ),
+        query=_taken(call.query, rows),
+        key=None if call.key is None else _taken(call.key, rows),
+        value=None if call.value is None else _taken(call.value, rows),
+        rows=call.rows[tokens],
+        nth=call.nth[tokens],
+        position=call.position[tokens],
+    )
+
+
+def _taken(x: Tensor, index: Tensor | Sequence[int]) -> Tensor:
+    return x[torch.as_tensor(index, device=x.device)]

@@ -1,0 +1,228 @@
+"""The paged cache of one session: allocated, filled with the problem's context, poisoned where nobody owns it.
+
+Filled and read only through the backend's codec, which is proven first; without one, through the backend's own writer.
+Must not know: checks, truths. Slots are int64 indices into the pool, page * block_size + offset.
+"""
+
+import math
+from collections.abc import Callable
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.caches.codecs import KVCacheCodec
+from attncheck.backends.caches.learned_codec import NoCodec
+from attncheck.backends.caches.packings import allocate_kv_cache
+from attncheck.backends.caches.placed_codec import PlacedCodec
+from attncheck.backends.contract import AttentionBackend
+from attncheck.harness.driver.codec_proof import prove_codec
+from attncheck.harness.driver.foreign_code import stage
+from attncheck.harness.driver.latent_views import LatentCodecView
+from attncheck.harness.problem.latent import stored_sizes
+from attncheck.harness.problem.problem import Problem, Request
+from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.storage import key_storage
+
+SMALL_POOL = 1 << 22
+"""Slots up to which the whole pool is filled and poisoned; of a larger one only the surroundings of owned pages."""
+
+
+Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""(kv_cache, slots, key, value): stores rows in a cache."""
+
+_STALE_ROWS = 64
+
+_E5M2_INFINITY = 0x7C
+
+
+class Pool:
+    """A backend's KV cache for one problem.
+
+    ``codec`` is None where there is none, and ``no_codec`` says why. ``note``: what a reader of findings about the
+    cache should know of the codec.
+    """
+
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        problem: Problem,
+        device: torch.device,
+        codec: KVCacheCodec | NoCodec,
+        own_writer: Writer,
+    ) -> None:
+        """``own_writer``: the backend's, used where there is no codec."""
+        self._device = device
+        self.no_codec = codec.reason if isinstance(codec, NoCodec) else ""
+        self.note = codec.note if isinstance(codec, PlacedCodec) else ""
+        self.codec: KVCacheCodec | None = None if isinstance(codec, NoCodec) else codec
+        if self.codec is not None and problem.layer.mla is not None:
+            self.codec = LatentCodecView(self.codec)
+        if self.codec is not None:
+            prove_codec(self.codec, backend, problem)
+        self._writer: Writer = own_writer if self.codec is None else self.codec.write
+        self.kv_cache = allocate_kv_cache(backend, problem.layer, problem.cache, problem.num_blocks, device)
+        self._take_up(problem)
+
+    def beside(self, problem: Problem) -> "Pool":
+        """The same memory for another problem of as many blocks: it is another step's from :meth:`filled` on."""
+        if problem.num_blocks != self._problem.num_blocks:
+            raise ValueError(f"a pool of {self._problem.num_blocks} blocks for a problem of {problem.num_blocks}")
+        other = copy(self)
+        other._take_up(problem)
+        return other
+
+    def _take_up(self, problem: Problem) -> None:
+        self._problem = problem
+        self.regions = foreign_slots(problem)
+        self._fill()
+        self._clean = self.bytes().clone()
+
+    def bytes(self) -> Tensor:
+        """The cache's memory as flat uint8; a view."""
+        return flat_bytes(self.kv_cache)
+
+    def filled(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> Tensor:
+        """The cache as it stands before a step; ``poison`` in foreign slots (of ``regions``, default all)."""
+        self.bytes().copy_(self._clean)
+        if poison is not None:
+            chosen = [slots for name, slots in self.regions.items() if regions is None or name in regions]
+            if chosen:
+                self._poison(torch.cat(chosen), poison)
+        return self.kv_cache
+
+    def _poison(self, slots: Tensor, poison: float) -> None:
+        def spread(number: float) -> None:
+            self.write(slots, *(rows.fill_(number) for rows in self._empty_rows(len(slots))))
+
+        held = key_storage(self._problem.layer, self._problem.cache).held
+        if held != torch.float8_e5m2 or not math.isinf(poison):
+            spread(poison)
+            return
+        # The format has infinities, which no writer makes of anything: they are put where two fillings differ.
+        spread(0.0)
+        zeros = self.bytes().clone()
+        spread(math.nan)
+        memory = self.bytes()
+        memory[memory != zeros] = _E5M2_INFINITY | (0x80 if poison < 0 else 0)
+
+    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store rows where ``slots`` says; negative slots are left out."""
+        keep = (slots >= 0).nonzero().squeeze(1).to(self._device)
+        rows = slots.to(self._device)[keep]
+        key, value = key.to(self._device)[keep], value.to(self._device)[keep]
+        stage("cache", lambda: self._writer(self.kv_cache, rows, key, value))
+
+    def write_image(self, image: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store rows in a copy of :meth:`bytes` through the codec."""
+        codec = self._codec_in_hand()
+        slots, key, value = (tensor.to(self._device) for tensor in (slots, key, value))
+        stage("codec", lambda: codec.write(self._view(image), slots, key, value))
+
+    def read_image(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of a copy of :meth:`bytes`, read through the codec."""
+        codec = self._codec_in_hand()
+        return stage("codec", lambda: codec.read(self._view(image), slots))
+
+    def _codec_in_hand(self) -> KVCacheCodec:
+        if self.codec is None:
+            raise RuntimeError("only a pool with a codec can read or write a copy of its memory")
+        return self.codec
+
+    def _view(self, image: Tensor) -> Tensor:
+        """A copy of the pool's memory in the shape and strides the backend knows."""
+        cache = self.kv_cache
+        view = torch.empty(0, dtype=cache.dtype, device=cache.device)
+        return view.set_(image.untyped_storage(), cache.storage_offset(), cache.shape, cache.stride())
+
+    def _fill(self) -> None:
+        """Plausible stale rows in every slot of interest, then the context."""
+        problem = self._problem
+        stale_keys, stale_values = self._empty_rows(_STALE_ROWS)
+        for rows in (stale_keys, stale_values):
+            rows.copy_(Stream("stale rows").int8(*rows.shape).to(rows) / 64)
+        stale = (*self.regions.values(), problem.key_slots[problem.new_keys[problem.new_keys >= 0]])
+        index = torch.cat([torch.arange(len(slots)) for slots in stale]) % _STALE_ROWS
+        self.write(torch.cat(stale), stale_keys[index], stale_values[index])
+        old = problem.old_keys
+        slots, first = _first_occurrences(problem.key_slots[old])
+        self.write(slots, problem.keys[old][first], problem.values[old][first])
+
+    def _empty_rows(self, count: int) -> tuple[Tensor, Tensor]:
+        layer = self._problem.layer
+        sizes = stored_sizes(layer)
+        key, value = (torch.zeros(count, layer.num_kv_heads, size, dtype=self._problem.dtype) for size in sizes)
+        return key, value
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """All memory behind a tensor as flat uint8, whatever its shape and strides; a view."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _first_occurrences(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct slots, and where each stands first: requests that share pages would write them twice."""
+    distinct, inverse = slots.unique(return_inverse=True)
+    first = torch.full((len(distinct),), len(slots)).scatter_reduce(
+        0, inverse, torch.arange(len(slots)), "amin", include_self=True
+    )
+    return distinct, first
+
+
+def foreign_slots(problem: Problem) -> dict[str, Tensor]:
+    """Region name -> slots no query row may be influenced by; regions are disjoint, empty ones are left out."""
+    if not problem.has_pool:
+        return {}
+    size = problem.cache.block_size
+    owned = problem.owned_slots
+    owned_pages = (owned // size).unique()
+    pages = _pages_of_interest(problem, owned_pages)
+    regions = {
+        "the null page": _slots(torch.tensor([0]), size),
+        "the unused tail of a last page": _difference(_slots(owned_pages, size), owned),
+        "pages of no request": _slots(_difference(pages, torch.cat([owned_pages, torch.tensor([0])])), size),
+        "pages the window has left behind": _freed_slots(problem),
+    }
+    return {name: slots for name, slots in regions.items() if len(slots)}
+
+
+def _pages_of_interest(problem: Problem, owned_pages: Tensor) -> Tensor:
+    if problem.num_blocks * problem.cache.block_size <= SMALL_POOL:
+        return torch.arange(problem.num_blocks)
+    wrapped = [owned_pages % (1 << bits) for bits in (15, 16, 31)]
+    per_page = problem.cache.block_size * problem.layer.num_kv_heads * problem.layer.head_size
+    # Where an element offset kept in 32 bits would land, with keys and values apart or packed together.
+    wrapped += [owned_pages * elements % (1 << 32) // elements for elements in (per_page, 2 * per_page)]
+    near: Tensor = torch.cat([owned_pages - 1, owned_pages + 1, *wrapped]).unique()
+    return near[(near >= 0) & (near < problem.num_blocks)]
+
+
+def _freed_slots(problem: Problem) -> Tensor:
+    """Slots in whole pages that lie before every row's window or chunk: a cache manager may reuse them meanwhile."""
+    needed, owned = [], []
+    for request in problem.requests:
+        slots = problem.key_slots[request.base : request.base + request.num_keys]
+        first = _first_visible(problem, request) // problem.cache.block_size * problem.cache.block_size
+        owned.append(slots)
+        needed.append(slots[first:])
+    return _difference(torch.cat(owned), torch.cat(needed))
+
+
+def _first_visible(problem: Problem, request: Request) -> int:
+    """The first position any row of the request can see."""
+    layer, first = problem.layer, max(0, request.first_position)
+    left, _ = layer.window
+    lowest = 0 if left < 0 else max(0, first - left)
+    if layer.attn_chunk_size:
+        lowest = max(lowest, first // layer.attn_chunk_size * layer.attn_chunk_size)
+    return lowest
+
+
+def _slots(pages: Tensor, size: int) -> Tensor:
+    return (pages[:, None] * size + torch.arange(size)).reshape(-1)
+
+
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    """The elements of ``a`` that are not in ``b``, sorted."""
+    kept: Tensor = a[~torch.isin(a, b)].unique()
+    return kept

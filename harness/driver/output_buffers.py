@@ -1,0 +1,71 @@
+"""Output buffers handed to a backend: what was written, what was not, and what was written beside them.
+
+A backend gets an alias, so that what it does to the tensor object (resizing, rebinding) leaves ours alone. Must not
+know: problems, truths.
+"""
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.driver.observation import CANARY, mark_unwritten, still_unwritten
+
+_GUARD_ROWS = 4
+_GUARD = 0.75
+
+
+class GuardedBuffer:
+    """A buffer between guard rows: real rows marked as unwritten, padding rows holding a finite canary."""
+
+    def __init__(self, shape: tuple[int, ...], real: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._all = torch.full((shape[0] + 2 * _GUARD_ROWS, *shape[1:]), _GUARD, dtype=dtype, device=device)
+        self.rows = self._all[_GUARD_ROWS : _GUARD_ROWS + shape[0]]
+        self.refill(real)
+
+    def refill(self, real: int) -> None:
+        """As new, in the same memory, for a step of ``real`` rows."""
+        self._all.fill_(_GUARD)
+        self.rows[real:] = CANARY
+        self._real = self.rows[:real]
+        mark_unwritten(self._real)
+
+    def handed_out(self) -> Tensor:
+        """The same memory as ``rows``, as a tensor object of its own."""
+        return self.rows.detach()
+
+    def breached(self) -> bool:
+        """Whether a guard row changed."""
+        guards = torch.cat([self._all[:_GUARD_ROWS], self._all[-_GUARD_ROWS:]])
+        return not bool((guards.float() == _GUARD).all())
+
+    def touched(self) -> bool:
+        """Whether any real row was written."""
+        return not bool(still_unwritten(self._real).all())
+
+    def unwritten_rows(self) -> Tensor:
+        """bool, one a row: some element still holds the pattern put there before the call."""
+        return still_unwritten(self.rows).flatten(1).any(dim=1)
+
+
+def read_result(returned: object, buffer: GuardedBuffer, *, must_be_buffer: bool) -> tuple[Tensor, tuple[str, ...]]:
+    """The rows of an answer, and in which way ``returned`` breaks the contract; then the buffer is what is judged.
+
+    ``must_be_buffer``: the backend has ``accept_output_buffer``, so that only the buffer itself may come back.
+    """
+    rows = buffer.rows
+    if not isinstance(returned, Tensor):
+        kind = "None" if returned is None else f"a {type(returned).__name__}"
+        return rows, (f"forward returned {kind}; the contract says the output",)
+    facts: tuple[tuple[str, object, object], ...] = (
+        ("device", returned.device, rows.device),
+        ("layout", returned.layout, rows.layout),
+        ("dtype", returned.dtype, rows.dtype),
+        ("number of elements", returned.numel(), rows.numel()),
+    )
+    for name, got, wanted in facts:
+        if got != wanted:
+            return rows, (f"forward returned a tensor of {name} {got}; the output's is {wanted}",)
+    if returned.data_ptr() == rows.data_ptr():
+        return rows, ()
+    if must_be_buffer:
+        return rows, ("forward returned another tensor than the output it was given (accept_output_buffer)",)
+    return returned.detach().reshape(rows.shape), ()

@@ -1,0 +1,108 @@
+"""Makes pools: finds their codec, and where there is none has them filled by the backend's own writer.
+
+A writer that is no method of its own is entered by prompts whose results are dropped. Must not know: steps, what is
+judged.
+"""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.caches.learned_codec import NoCodec, learn_codec
+from attncheck.backends.caches.packings import allocate_kv_cache
+from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheCodec
+from attncheck.harness.driver.construction import construct_builder, construct_impl
+from attncheck.harness.driver.kv_pool import Pool
+from attncheck.harness.driver.vllm_config import Layer
+from attncheck.harness.problem.problem import Problem
+from attncheck.reference.spec import CacheSpec
+
+_LONGEST = 1024
+"""Tokens of a prompt: a pool has many times as many slots, and attention over all of them would take too long."""
+
+
+class Filler:
+    """Stores rows in a problem's cache, as the layer would that fills it; ``cache`` has the scales that it is told."""
+
+    def __init__(
+        self, backend: type[AttentionBackend], problem: Problem, device: torch.device, cache: CacheSpec
+    ) -> None:
+        self._backend, self._problem, self._device = backend, problem, device
+        self._attn_layer = Layer(cache, device)
+        self._capacity = min(_LONGEST, problem.num_blocks * problem.cache.block_size)
+
+    @cached_property
+    def _made(self) -> tuple[Any, Any]:
+        """Impl and builder. A builder may tell its layers what their writers need."""
+        impl = self._attn_layer.impl = construct_impl(self._backend, self._problem, self._device, writes=True)
+        layer, capacity = self._attn_layer, self._capacity
+        return impl, construct_builder(self._backend, (self._problem,), self._device, layer, fills=capacity)
+
+    def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Rows ``key`` and ``value`` to ``slots``."""
+        impl, builder = self._made
+        if not self._backend.forward_includes_kv_cache_update:
+            impl.do_kv_cache_update(self._attn_layer, key, value, kv_cache, slots)
+            return
+        for first in range(0, len(slots), self._capacity):
+            piece = slice(first, first + self._capacity)
+            common = _prefill_metadata(slots[piece], self._problem, self._device)
+            metadata = builder.build(common_prefix_len=0, common_attn_metadata=common)
+            query = key.new_zeros(len(slots[piece]), *self._problem.query.shape[1:])
+            output = key.new_zeros(len(query), self._problem.layer.num_heads, self._problem.output_size)
+            keywords = {}
+            if "lse" in self._backend.features:
+                keywords["output_lse"] = torch.zeros(output.shape[:2], device=self._device)
+            with torch.no_grad():
+                impl.forward(
+                    self._attn_layer, query, key[piece], value[piece], kv_cache, metadata, output=output, **keywords
+                )
+
+
+def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.device, impl: Any) -> Pool:
+    """The problem's pool. Raises TypeError where there is neither a codec nor a writer to fill it with."""
+    codec = backend.kv_cache_codec(problem.layer, problem.cache)
+    if codec is None and not impl.brings_writer:
+        raise TypeError(f"{backend.get_name()} brings neither a writer nor a cache codec: who fills its cache?")
+    writer = Filler(backend, problem, device, problem.cache).write
+    return Pool(backend, problem, device, _learned(backend, problem, device) if codec is None else codec, writer)
+
+
+def _learned(backend: type[AttentionBackend], problem: Problem, device: torch.device) -> KVCacheCodec | NoCodec:
+    """What the backend's own writer tells of its cache."""
+    layer, cache = problem.layer, problem.cache
+    filler = Filler(backend, problem, device, replace(cache, k_scale=1.0, v_scale=1.0))
+
+    def write_latent(kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        filler.write(kv_cache, slots, key[:, None], value[:, None])
+
+    write = filler.write if layer.mla is None else write_latent
+    found = learn_codec(
+        write, lambda blocks: allocate_kv_cache(backend, layer, cache, blocks, device), layer, cache, device
+    )
+    if isinstance(found, NoCodec):
+        return NoCodec(f"the backend brings no cache codec, and its writer shows none: {found.reason}")
+    return found
+
+
+def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:
+    """Metadata of one prompt whose K/V go to ``slots``."""
+    count, size = len(slots), problem.cache.block_size
+    starts, lens = torch.tensor([0, count], dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device, copy=True),
+        query_start_loc_cpu=starts,
+        seq_lens=lens.to(device, copy=True),
+        seq_lens_cpu=lens,
+        num_computed_tokens_cpu=torch.zeros(1, dtype=torch.int32),
+        num_reqs=1,
+        num_actual_tokens=count,
+        max_query_len=count,
+        max_seq_len=count,
+        block_table_tensor=torch.arange(-(-count // size), dtype=torch.int32, device=device)[None],
+        slot_mapping=slots,
+        causal=problem.layer.is_causal,
+    )

@@ -1,0 +1,152 @@
+"""What the calls of a step answered, put together into one answer: placed row by row, or merged by their LSE.
+
+Must not know: how calls are made, truths.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.driver.forward_calls import Call
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.step import Step
+from attncheck.reference import merge_many
+
+
+@dataclass(frozen=True)
+class Result:
+    """One call's answer; rows as they were handed over, padding behind.
+
+    output ``[rows, H, Dv]``, lse ``[rows, H]`` or None; unwritten, lse_unwritten: bool ``[rows]``, rows that hold what
+    stood there before.
+    """
+
+    call: Call
+    output: Tensor
+    lse: Tensor | None
+    unwritten: Tensor
+    lse_unwritten: Tensor | None
+    breaches: tuple[str, ...] = ()
+    protocol: tuple[str, ...] = ()
+
+    def real(self, rows: Tensor) -> Tensor:
+        """Of one of the tensors, the part that belongs to requests."""
+        return rows[: self.call.num_rows]
+
+    def padding(self, rows: Tensor) -> Tensor:
+        """Of one of the tensors, the part that belongs to no request."""
+        return rows[self.call.num_rows :]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The step's answer: real rows in the order of the step, the padding of every call behind them."""
+
+    output: Tensor
+    lse: Tensor | None
+    unwritten: Tensor
+    """bool, of the real rows; so is ``lse_unwritten``"""
+    lse_unwritten: Tensor | None
+    nth: Tensor
+    """int64, of the real rows, as in :class:`Call`; so is ``position``"""
+    position: Tensor
+
+
+def placed(results: Sequence[Result]) -> Answer:
+    """Results for different rows, each where the step has it."""
+    calls = [result.call for result in results]
+    place = torch.cat([call.rows for call in calls])
+    lses = [result.lse for result in results if result.lse is not None]
+    lse = None
+    if lses:
+        pairs = list(zip(results, lses, strict=True))
+        lse = torch.cat([_at(place, [r.real(own) for r, own in pairs]), *(r.padding(own) for r, own in pairs)])
+    output = [_at(place, [r.real(r.output) for r in results]), *(r.padding(r.output) for r in results)]
+    return Answer(
+        output=torch.cat(output),
+        lse=lse,
+        unwritten=_at(place, [r.real(r.unwritten) for r in results]),
+        lse_unwritten=_at(place, flags) if (flags := _lse_flags(results)) else None,
+        nth=_at(place, [call.nth for call in calls]),
+        position=_at(place, [call.position for call in calls]),
+    )
+
+
+def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
+    """Results of the same rows over different keys: float64, the LSE to the base the backend has.
+
+    NaN or Inf in a part makes the row NaN, even where the part saw nothing.
+    """
+    unit = math.log(2) if conventions.lse_base == "2" else 1.0
+    outs, lses, pads = [], [], []
+    for result in results:
+        if result.lse is None:
+            raise ValueError("without an LSE the results of parts cannot be merged")
+        outs.append(result.real(result.output).double())
+        lses.append(result.real(result.lse).double() * unit)
+        pads.append((result.padding(result.output).double(), result.padding(result.lse).double()))
+    output, lse = merge_many(outs, lses)
+    # Merging ignores what stands behind an LSE of -inf; other engines' merges multiply it by 0, and rows are never NaN.
+    output = output + torch.stack([torch.where(torch.isfinite(out), 0.0, torch.nan) for out in outs]).sum(0)
+    unwritten = torch.stack([r.real(r.unwritten) for r in results]).any(0)
+    lse_unwritten = torch.stack(_lse_flags(results)).any(0)
+    return Answer(
+        output=torch.cat([output, *(out for out, _ in pads)]),
+        lse=torch.cat([lse / unit, *(own for _, own in pads)]),
+        unwritten=unwritten,
+        lse_unwritten=lse_unwritten,
+        nth=results[0].call.nth,
+        position=results[0].call.position,
+    )
+
+
+def observed(
+    whole: Answer,
+    step: Step,
+    results: Sequence[Result],
+    *,
+    pool_before: Tensor | None,
+    pool_after: Tensor | None,
+    changed: Iterable[str],
+) -> Observation:
+    """What was seen of a step: the answer put together of ``results``, its rows in the problem's order."""
+    return Observation(
+        output=in_problem_order(whole.output, step),
+        lse=None if whole.lse is None else in_problem_order(whole.lse, step),
+        unwritten=in_problem_order(whole.unwritten, step),
+        lse_unwritten=None if whole.lse_unwritten is None else in_problem_order(whole.lse_unwritten, step),
+        nth=in_problem_order(whole.nth, step),
+        position=in_problem_order(whole.position, step),
+        pool_before=pool_before,
+        pool_after=pool_after,
+        changed=_distinct(changed),
+        breaches=_distinct(name for result in results for name in result.breaches),
+        protocol=_distinct(name for result in results for name in result.protocol),
+    )
+
+
+def in_problem_order(rows: Tensor, step: Step) -> Tensor:
+    """Real rows of a step back where the problem has them; padding rows stay behind."""
+    ordered = rows.clone()
+    ordered[step.row_order.to(rows.device)] = rows[: step.num_rows]
+    return ordered
+
+
+def _at(place: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """The rows of all pieces, the one at ``i`` put to ``place[i]``."""
+    rows = torch.cat(list(pieces))
+    placed = torch.empty_like(rows)
+    placed[place.to(rows.device)] = rows
+    return placed
+
+
+def _lse_flags(results: Sequence[Result]) -> list[Tensor]:
+    return [r.real(r.lse_unwritten) for r in results if r.lse_unwritten is not None]
+
+
+def _distinct(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,222 @@
+"""Drives one backend through one problem, exactly as a model runner does, and never reaches around the contract.
+
+A :class:`Session` constructs impl, builder and cache once; every :meth:`Session.run` refills the cache, hands over
+fresh tensors and reports what was seen. Whatever the backend raises is caught here, with the stage it happened in.
+Must not know: truths, checks, outcomes.
+"""
+
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.declarations import is_merged
+from attncheck.harness.driver.changed_inputs import changes
+from attncheck.harness.driver.construction import construct_builder, construct_impl
+from attncheck.harness.driver.foreign_code import StageError, stage
+from attncheck.harness.driver.forward import enter_forward, output_buffers, output_scale_of, result_of
+from attncheck.harness.driver.forward_calls import Call, calls_of, num_builders
+from attncheck.harness.driver.kv_pool import Pool
+from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.output_buffers import GuardedBuffer, read_result
+from attncheck.harness.driver.pool_filling import new_pool
+from attncheck.harness.driver.results import Result, merged, observed, placed
+from attncheck.harness.driver.step import Step, make_step, request_order
+from attncheck.harness.driver.vllm_config import Layer
+from attncheck.harness.problem.problem import Problem
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What stands where nothing should be looked at.
+
+    ``poison`` in foreign slots (None: plausible stale rows; only in ``regions``, where given), ``padding`` in the
+    padding rows of query, key and value. ``loose_bounds``: the metadata's maxima are upper bounds, not exact. ``rows``:
+    keys and values of which the step brings its part, in place of the problem's.
+    """
+
+    poison: float | None = None
+    regions: tuple[str, ...] | None = None
+    padding: float = float("nan")
+    loose_bounds: bool = False
+    rows: tuple[Tensor, Tensor] | None = None
+
+
+class Session:
+    """One backend on one problem on one device. Raises StageError where the backend refuses or breaks at set-up."""
+
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        problem: Problem,
+        device: torch.device,
+        later: tuple[Problem, ...] = (),
+        *,
+        capture_sizes: tuple[int, ...] = (),
+    ) -> None:
+        """``later``: problems that are to follow ``beside`` this one; what a builder is told bounds them all.
+
+        ``capture_sizes``: tokens of the graphs that will be captured, ascending.
+        """
+        self.backend, self.problem, self.device = backend, problem, device
+        self._asked, self._capture_sizes = (problem, *later), capture_sizes
+        self.attn_layer = Layer(problem.cache, device)
+        self.impl = self.attn_layer.impl = stage("construct", lambda: construct_impl(backend, problem, device))
+        self._builders: list[Any] = []
+        self._add_builder()
+        self.pool: Pool | None = None
+        self._prepare()
+
+    def beside(self, problem: Problem) -> "Session":
+        """A session for another problem of the same layer and cache, over the same impl and builder."""
+        other = copy(self)
+        other.problem = problem
+        other._prepare()
+        return other
+
+    @property
+    def builder(self) -> Any:
+        """The builder of the first call, and of every call but those of further micro-batches."""
+        return self._builders[0]
+
+    @property
+    def threshold(self) -> int | None:
+        """The builder's ``reorder_batch_threshold``, which orders the requests of a step; None: none does."""
+        threshold: int | None = getattr(self.builder, "reorder_batch_threshold", None)
+        return threshold
+
+    @property
+    def _is_merged(self) -> bool:
+        return is_merged(self.problem.case.batch, self.backend.features)
+
+    def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:
+        """One step over a freshly filled cache, of whose memory ``images`` before and after are kept."""
+        results: list[Result] = []
+        before = None
+        try:
+            step = self._step(fill)
+            calls = self._calls(step)
+            kv_cache = self._empty_cache()
+            if self.pool is not None:
+                kv_cache = self.pool.filled(fill.poison, fill.regions)
+                if not self.impl.brings_writer and step.key is not None and step.value is not None:
+                    self.pool.write(step.slot_mapping, step.key, step.value)
+            before = self._image() if images else None
+            # Micro-batches are built before the first of them runs; other calls are steps of their own.
+            ahead = [self._build(call) for call in calls] if num_builders(step) > 1 else []
+            for index, call in enumerate(calls):
+                metadata = ahead[index] if ahead else self._build(call)
+                results.append(self._call(call, kv_cache, metadata, before))
+        except StageError as failure:
+            made = ("the output of an earlier call",) if results and not failure.raised.touched else ()
+            return replace(failure.raised, touched=(*failure.raised.touched, *made))
+        whole = merged(results, self.backend.conventions) if self._is_merged else placed(results)
+        pristine = self._calls(self._step(fill))
+        return observed(
+            whole,
+            step,
+            results,
+            pool_before=before,
+            pool_after=self._image() if images else None,
+            changed=(name for was, now in zip(pristine, calls, strict=True) for name in changes(was, now)),
+        )
+
+    def run_without_metadata(self) -> Tensor | Raised:
+        """The profiling call: no metadata, an empty cache. The output, in the step's order."""
+        step = self._step(Fill(padding=0.0))
+        call = self._calls(step)[0]
+        out, lse = self._buffers(call)
+        try:
+            returned = stage(
+                "forward without metadata", lambda: self._forward(call, self._empty_cache(), None, out, lse)
+            )
+        except StageError as failure:
+            return failure.raised
+        return read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)[0]
+
+    def _prepare(self) -> None:
+        """Everything that depends on the problem."""
+        self.order = stage("builder", lambda: request_order(self.problem, self.threshold))
+        step = self._step(Fill())
+        for _ in range(len(self._builders), num_builders(step)):
+            self._add_builder()
+        self._bare_impl = self.impl
+        if self.problem.layer.sink_logits is not None and self._is_merged:
+            self._bare_impl = stage(
+                "construct", lambda: construct_impl(self.backend, self.problem, self.device, with_sinks=False)
+            )
+        self.pool = None
+        if self.problem.has_pool:
+            self.pool = stage("cache", lambda: new_pool(self.backend, self.problem, self.device, self.impl))
+
+    def _add_builder(self) -> None:
+        sizes = self._capture_sizes
+        self._builders.append(
+            stage(
+                "builder",
+                lambda: construct_builder(self.backend, self._asked, self.device, self.attn_layer, capture_sizes=sizes),
+            )
+        )
+
+    def _calls(self, step: Step) -> tuple[Call, ...]:
+        return calls_of(step, self.backend.features, self.threshold)
+
+    def _build(self, call: Call) -> Any:
+        builder = self._builders[call.builder]
+        return stage(
+            "build",
+            lambda: builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common),
+        )
+
+    def _call(self, call: Call, kv_cache: Tensor, metadata: Any, before: Tensor | None) -> Result:
+        out, lse = self._buffers(call)
+        try:
+            returned = stage("forward", lambda: self._forward(call, kv_cache, metadata, out, lse))
+        except StageError as failure:
+            touched = self._touched(out, before)
+            raise StageError(replace(failure.raised, touched=touched)) from failure
+        return result_of(self.backend, call, returned, out, lse)
+
+    def _buffers(self, call: Call) -> tuple[GuardedBuffer, GuardedBuffer | None]:
+        return output_buffers(self.backend, self.problem, len(call.query), call.num_rows, self.device)
+
+    def _image(self) -> Tensor | None:
+        """A copy of the cache's memory."""
+        return None if self.pool is None else self.pool.bytes().clone()
+
+    def _touched(self, out: GuardedBuffer, before: Tensor | None) -> tuple[str, ...]:
+        """What a call changed before it raised; unknown where the device no longer answers after a fault on it."""
+        try:
+            touched = ["the output"] if out.touched() else []
+            if before is not None and self.pool is not None and not torch.equal(before, self.pool.bytes()):
+                touched.append("the cache")
+        except RuntimeError:
+            touched = ["the device"]
+        return tuple(touched)
+
+    def _empty_cache(self) -> Tensor:
+        return torch.empty(0, dtype=self.problem.dtype, device=self.device)
+
+    def _step(self, fill: Fill) -> Step:
+        return make_step(
+            self.problem,
+            self.device,
+            self.order,
+            padding_fill=fill.padding,
+            pad_seq_len=self.backend.conventions.pad_seq_len,
+            loose_bounds=fill.loose_bounds,
+            new_rows=fill.rows,
+        )
+
+    def _forward(
+        self, call: Call, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
+    ) -> object:
+        impl = self.impl if call.carries_sinks else self._bare_impl
+        scale = output_scale_of(self.problem, self.device)
+        result = enter_forward(self.backend, impl, self.attn_layer, call, kv_cache, metadata, out, lse, scale)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return result

@@ -1,0 +1,231 @@
+"""What a model runner would hand to a backend for one problem: padded rows, metadata, views of fused tensors.
+
+Follows vLLM's conventions: padding requests have query length 0, ``seq_lens`` 0 and null pages; padding tokens have
+slot -1 and rows of NaN. Must not know: backends, truths, checks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attncheck.harness.problem.problem import Problem
+from attncheck.reference import CommonAttentionMetadata
+from attncheck.reference.spec import FastPrefillOptions
+
+_LOOSE = 7
+"""How much more than the batch's length a loose bound says, where the step has room for it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's tensors on a device. ``T`` counts padding tokens, ``R`` padding requests."""
+
+    problem: Problem
+    order: tuple[int, ...]
+    """The problem's requests in the order of this step."""
+    row_order: Tensor
+    """int64 ``[real rows]``: the problem's row that stands at each row of this step."""
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    slot_mapping: Tensor
+    slot_keys: Tensor
+    """int64, on the host: the problem's key that each slot is of, -1 for none (padding too)."""
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    pad_seq_len: int
+    looseness: int
+    """How much the maxima of the metadata are above the batch's."""
+
+    @property
+    def num_key_rows(self) -> int:
+        """Rows of key and value that are no padding."""
+        return 0 if self.key is None else len(self.problem.new_keys)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that belong to requests and are asked."""
+        return len(self.row_order)
+
+    def common_metadata(self, part: int | None = None) -> CommonAttentionMetadata:
+        """Fresh metadata of this step: the tensors are copies, so that what a backend does to them can be seen.
+
+        ``part``: of the call that attends to this part of the keys only, and writes those of them that are new.
+        """
+        seq_lens, table, slots = self.seq_lens.clone(), self.block_table.clone(), self.slot_mapping.clone()
+        is_aligned = True
+        if part is not None:
+            seq_lens, table, slots = self._of_part(part)
+            is_aligned = self.problem.parts[part].is_aligned
+        query_start_loc = self.query_start_loc.clone()
+        host_starts, host_lens = self.query_start_loc.cpu().clone(), seq_lens.cpu().clone()
+        query_lens = host_starts[1:] - host_starts[:-1]
+        cross = self.problem.is_cross
+        metadata = CommonAttentionMetadata(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=host_starts,
+            seq_lens=seq_lens,
+            seq_lens_cpu=host_lens,
+            num_computed_tokens_cpu=host_lens - query_lens,
+            num_reqs=len(seq_lens),
+            num_actual_tokens=int(host_starts[-1]) + self.problem.case.batch.padding.tokens,
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(host_lens.max()),
+            block_table_tensor=table,
+            slot_mapping=slots,
+            causal=self.problem.layer.is_causal and is_aligned,
+            encoder_seq_lens=np.array(host_lens.tolist(), dtype=np.int32) if cross else None,
+        )
+        if isinstance(self.problem.case.batch.path.options, FastPrefillOptions):
+            metadata.logits_indices_padded = self._logits_indices()
+            metadata.num_logits_indices = self.num_rows
+        return self.loosened(metadata)
+
+    def loosened(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Metadata with exact maxima, made as loose as this step's are.
+
+        Bounds stay true ones: no query is longer than the step has tokens, no request longer than its table.
+        """
+        tokens, room = common.num_actual_tokens, common.num_actual_tokens
+        if self.problem.has_pool:
+            room = common.block_table_tensor.shape[1] * self.problem.cache.block_size
+        return replace(
+            common,
+            max_query_len=max(common.max_query_len, min(common.max_query_len + self.looseness, tokens)),
+            max_seq_len=max(common.max_seq_len, min(common.max_seq_len + self.looseness, room)),
+        )
+
+    def _of_part(self, part: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``seq_lens``, block table and slots of one part of the keys; what the other parts write has slot -1."""
+        own, part_of_key = self.problem.parts[part], self.problem.layout.part_of_key
+        if part_of_key is None:
+            raise ValueError("the problem is not split into parts")
+        padding = len(self.seq_lens) - len(self.order)
+        lens = torch.tensor([*(own.lengths[i] for i in self.order), *[self.pad_seq_len] * padding]).int()
+        table = torch.zeros(len(lens), own.table.shape[1], dtype=torch.int32)
+        table[: len(self.order)] = own.table[list(self.order)]
+        mine = (self.slot_keys >= 0) & (part_of_key[self.slot_keys.clamp(min=0)] == part)
+        slots = torch.where(mine.to(self.slot_mapping.device), self.slot_mapping, -1)
+        device = self.query.device
+        return lens.to(device), table.to(device), slots
+
+    def _logits_indices(self) -> Tensor:
+        """int64: the tokens whose rows are asked, the last ones of each request; padded by token 0."""
+        requests = [self.problem.requests[i] for i in self.order]
+        ends = self.query_start_loc[1 : 1 + len(requests)].tolist()
+        tokens = [torch.arange(end - r.rows, end) for r, end in zip(requests, ends, strict=True)]
+        padding = torch.zeros(len(self.query) - self.num_rows, dtype=torch.int64)
+        return torch.cat([*tokens, padding]).to(self.query.device)
+
+
+def request_order(problem: Problem, threshold: int | None) -> list[int]:
+    """Requests with at most ``threshold`` new tokens first, as a runner sorts a batch; None: as they stand."""
+    requests = range(len(problem.requests))
+    if threshold is None:
+        return list(requests)
+    return sorted(requests, key=lambda i: problem.requests[i].query_len > threshold)
+
+
+def make_step(
+    problem: Problem,
+    device: torch.device,
+    order: Sequence[int] | None = None,
+    *,
+    padding_fill: float = float("nan"),
+    pad_seq_len: int = 0,
+    loose_bounds: bool = False,
+    new_rows: tuple[Tensor, Tensor] | None = None,
+) -> Step:
+    """The step of ``problem`` on ``device``, its requests in ``order`` (default: as they stand in the case).
+
+    Every call gives new tensors with equal contents; ``padding_fill`` stands in the padding rows of query, key, value,
+    ``pad_seq_len`` in the ``seq_lens`` of padding requests. With ``loose_bounds`` the maxima of the metadata are upper
+    bounds, as in a step padded for a captured graph. ``new_rows`` replace the problem's keys and values, whose shapes
+    they have, in what the step brings.
+    """
+    order = tuple(range(len(problem.requests)) if order is None else order)
+    requests = [problem.requests[i] for i in order]
+    padding = problem.case.batch.padding
+    rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
+    new_keys, slot_keys = _writes(problem, order)
+    # In cross attention the key rows are the encoder's: the decoder's padding tokens do not lengthen them.
+    key_padding = 0 if problem.is_cross else padding.tokens
+    query = _padded(problem.query[rows], padding.tokens, padding_fill).to(device)
+    key, value = (
+        _padded(_rows_at(all_rows, new_keys), key_padding, padding_fill).to(device)
+        for all_rows in new_rows or (problem.keys, problem.values)
+    )
+    if "views" in problem.inputs:
+        query, key, value = _as_views(query, key, value)
+    no_keys = problem.writes_nothing or (problem.is_cross and not len(new_keys))
+    lens = torch.tensor([*(r.num_keys for r in requests), *[pad_seq_len] * padding.requests])
+    table = torch.zeros(len(lens), problem.block_table.shape[1], dtype=torch.int32)
+    table[: len(order)] = problem.block_table[list(order)]
+    starts = torch.tensor([0, *(r.query_len for r in requests), *[0] * padding.requests]).cumsum(0)
+    return Step(
+        problem=problem,
+        order=order,
+        row_order=rows,
+        query=query,
+        key=None if no_keys else key,
+        value=None if no_keys else value,
+        slot_mapping=torch.cat([_slots_of(problem, slot_keys), torch.full((key_padding,), -1)]).to(device),
+        slot_keys=torch.cat([slot_keys, torch.full((key_padding,), -1)]),
+        query_start_loc=starts.int().to(device),
+        seq_lens=lens.int().to(device),
+        block_table=table.to(device),
+        pad_seq_len=pad_seq_len,
+        looseness=_LOOSE if loose_bounds else 0,
+    )
+
+
+def _writes(problem: Problem, order: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Indices into the problem's keys: of the rows this step brings, and of its slots (-1: written nowhere).
+
+    A layer that shares another's cache brings none; the slots of the step's tokens are in the metadata all the same.
+    """
+    requests = [problem.requests[i] for i in order]
+    if problem.writes_nothing:
+        tokens = [torch.arange(r.num_keys - r.query_len, r.num_keys) for r in requests]
+        index = torch.cat([torch.where(t < 0, -1, t + r.base) for t, r in zip(tokens, requests, strict=True)])
+        return index[:0], index
+    counts = [r.num_keys - r.cached + (0 if problem.is_cross else max(0, -r.first_position)) for r in problem.requests]
+    pieces = problem.new_keys.split(counts)
+    index = torch.cat([pieces[i] for i in order])
+    return index, index
+
+
+def _slots_of(problem: Problem, index: Tensor) -> Tensor:
+    if not len(problem.keys):
+        return torch.full((len(index),), -1)
+    return torch.where(index >= 0, problem.key_slots[index], -1)
+
+
+def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[index]``; of no rows at all, zeros: a token before position 0 brings a key that is written nowhere."""
+    return rows[index] if len(rows) else rows.new_zeros(len(index), *rows.shape[1:])
+
+
+def _padded(rows: Tensor, count: int, fill: float) -> Tensor:
+    return torch.cat([rows, rows.new_full((count, *rows.shape[1:]), fill)])
+
+
+def _as_views(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """The same values as slices of one fused tensor, as a model's layer hands them; of two, where row counts differ."""
+    groups = [(query, key, value)] if len(query) == len(key) else [(query,), (key, value)]
+    views: list[Tensor] = []
+    for group in groups:
+        widths = [t.shape[1] * t.shape[2] for t in group]
+        # Columns nobody owns stand behind the last slice, so that rows are strided even for a group of one.
+        fused = query.new_zeros(len(group[0]), sum(widths) + 16)
+        start = 0
+        for tensor, width in zip(group, widths, strict=True):
+            view = fused[:, start : start + width].unflatten(1, tensor.shape[1:])
+            view.copy_(tensor)
+            views.append(view)
+            start += width
+    return tuple(views)

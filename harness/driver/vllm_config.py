@@ -1,0 +1,114 @@
+"""The plain objects a model runner hands to a backend: the config a builder reads, and the layer ``forward`` reads.
+
+They hold what the contract names and nothing else: reading another attribute fails with that name, so that a backend
+which leans on an undeclared fact says so at once. Must not know: problems, checks.
+"""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.problem.draft_trees import token_tree
+from attncheck.reference.spec import CacheSpec, LayerSpec, PathSpec, SpecDecodeOptions, TreeOptions
+
+
+class ConfigNode:
+    """Attributes given at construction; any other is refused by name."""
+
+    def __init__(self, path: str, **values: object) -> None:
+        self._path = path
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = ", ".join(sorted(key for key in self.__dict__ if not key.startswith("_")))
+        raise AttributeError(f"{self._path} has no {name!r}: the contract provides {known}")
+
+
+def vllm_config(
+    layer: LayerSpec,
+    cache: CacheSpec,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_tokens: int,
+    path: PathSpec = PathSpec(),  # noqa: B008 (frozen)
+    capture_sizes: tuple[int, ...] = (),
+    layers: Mapping[str, "Layer"] = MappingProxyType({}),
+) -> ConfigNode:
+    """What a builder's ``vllm_config`` offers for one layer and cache, asked by ``path``.
+
+    ``capture_sizes``: tokens of the graphs that will be captured, ascending. ``layers``: those made so far, by name.
+    """
+    model = ConfigNode(
+        "vllm_config.model_config",
+        dtype=dtype,
+        max_model_len=max_model_len,
+        get_num_attention_heads=lambda _parallel_config: layer.num_heads,
+        get_num_kv_heads=lambda _parallel_config: layer.num_kv_heads,
+        get_head_size=lambda: layer.head_size,
+    )
+    return ConfigNode(
+        "vllm_config",
+        model_config=model,
+        cache_config=ConfigNode(
+            "vllm_config.cache_config",
+            block_size=cache.block_size,
+            cache_dtype=cache.kv_cache_dtype,
+            kv_cache_layout=cache.layout,
+        ),
+        scheduler_config=ConfigNode(
+            "vllm_config.scheduler_config", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens
+        ),
+        parallel_config=ConfigNode(
+            "vllm_config.parallel_config",
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
+        compilation_config=ConfigNode(
+            "vllm_config.compilation_config",
+            cudagraph_capture_sizes=list(capture_sizes),
+            max_cudagraph_capture_size=max(capture_sizes, default=0),
+            static_forward_context=dict(layers),
+        ),
+        speculative_config=_speculative_config(path),
+    )
+
+
+def _speculative_config(path: PathSpec) -> ConfigNode | None:
+    """Where drafts are verified: how many a request, and for a tree which row follows which."""
+    match path.options:
+        case SpecDecodeOptions(num_speculative_tokens=drafts):
+            tree = None
+        case TreeOptions(parents=parents):
+            drafts, tree = len(parents) - 1, token_tree(parents)
+        case _:
+            return None
+    return ConfigNode("vllm_config.speculative_config", num_speculative_tokens=drafts, speculative_token_tree=tree)
+
+
+class Layer:
+    """The ``AttentionLayer`` handed to ``forward``: scales as float32 tensors, and their host copies."""
+
+    impl: Any
+    """What runs its kernels, once that is made: builders find it by the layer's name."""
+
+    def __init__(self, cache: CacheSpec, device: torch.device) -> None:
+        self._q_scale, self._q_scale_float = _scale(cache.q_scale, device)
+        self._k_scale, self._k_scale_float = _scale(cache.k_scale, device)
+        self._v_scale, self._v_scale_float = _scale(cache.v_scale, device)
+        self._prob_scale, _ = _scale(1.0, device)
+
+
+def _scale(scale: float | tuple[float, ...], device: torch.device) -> tuple[Tensor, float]:
+    """A scale's tensor (one element, or one a KV head) and its host copy; per-head scales have no single number."""
+    values = scale if isinstance(scale, tuple) else (scale,)
+    tensor = torch.tensor(values, dtype=torch.float32, device=device)
+    return tensor, float(values[0]) if len(values) == 1 else math.nan

@@ -1,0 +1,97 @@
+"""How much memory a case needs, estimated before anything is allocated. Must not know: backends."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from attncheck.cases.model import Case
+from attncheck.harness.problem.latent import naive_layer, stored_sizes
+from attncheck.reference.spec import (
+    AttentionType,
+    BatchSpec,
+    CausalConv1dOptions,
+    DCPOptions,
+    LayerSpec,
+    SplitKVOptions,
+)
+
+_ROW_COPIES = 12
+"""Float64 tensors of the output's size alive at once: truth, low-precision run, weights, errors, altered truths."""
+
+_WEIGHT_COPIES = 3
+"""Float64 tensors of the size of the up-projections alive at once."""
+
+_POOL_COPIES = 8
+"""The pool, its clean image, and the images before and after of the three steps that containment holds at once."""
+
+
+def needed_bytes(case: Case) -> int:
+    """An upper estimate of what examining ``case`` holds at once, in bytes, on the host or the device."""
+    layer, cache, batch = case.layer, case.cache, case.batch
+    if isinstance(batch.path.options, CausalConv1dOptions):
+        columns = batch.num_tokens + 2 * batch.num_requests * (batch.path.options.width + 3)
+        return _ROW_COPIES * columns * batch.path.options.channels * 8
+    if batch.path.name == "merge":
+        return 2 * _ROW_COPIES * batch.num_tokens * layer.num_heads * layer.value_head_size * 8
+    cross = layer.attn_type == AttentionType.ENCODER_DECODER
+    keys = sum(r.count * ((r.encoder_len or 0) if cross else r.total_len) for r in batch.requests)
+    itemsize = 4 if layer.dtype == "float32" else 2
+    stored, asked = layer.num_kv_heads * sum(stored_sizes(layer)), naive_layer(layer)
+    exact = asked.num_kv_heads * (asked.head_size + asked.value_head_size)
+    # Keys and values made of latent rows stand beside rounded ones, and rows have a twin in the latent space.
+    copies, width = (2, layer.head_size + layer.value_head_size) if layer.mla is None else (4, 2 * layer.head_size)
+    if cache.kv_cache_dtype.startswith("fp8"):
+        copies += 4  # of every number its size, its code as an index, and the ends of what the code stands for
+    pools, parts = _pools_and_parts(batch)
+    pages = keys // cache.block_size + 2 * batch.num_requests
+    blocks = cache.num_blocks or (cache.first_block or 0) + 2 * pages
+    pool = pools * blocks * cache.block_size * stored * itemsize
+    rows = batch.num_tokens * layer.num_heads * max(width, asked.head_size + asked.value_head_size) * 8
+    held = _POOL_COPIES * pool + keys * (stored * itemsize + exact * copies * 8) + (_ROW_COPIES + 2 * parts) * rows
+    return held + _WEIGHT_COPIES * _num_weights(layer) * 8
+
+
+def _pools_and_parts(batch: BatchSpec) -> tuple[int, int]:
+    """How many pools stand in a row, and of how many parts the answers are held until they are merged."""
+    match batch.path.options:
+        case DCPOptions(size=size):
+            return size + 1, size + 1
+        case SplitKVOptions(parts=parts):
+            return 1, parts
+        case _:
+            return 1, 0
+
+
+def _num_weights(layer: LayerSpec) -> int:
+    if layer.mla is None:
+        return 0
+    return layer.mla.kv_lora_rank * layer.num_heads * (layer.mla.qk_nope_head_dim + layer.mla.v_head_dim)
+
+
+def shortage(case: Case, device: torch.device) -> str | None:
+    """Why ``case`` does not fit ``device`` (and the host) right now, with the GiB it needs; None: it does."""
+    needed = needed_bytes(case)
+    for name, free in (("the host", _free_host_bytes()), (str(device), _free_device_bytes(device))):
+        if free is not None and needed > 0.9 * free:
+            return f"the case needs about {needed / 2**30:.1f} GiB, {name} has {free / 2**30:.1f} GiB free"
+    return None
+
+
+def _free_device_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    # What torch keeps for itself between allocations counts as taken to the driver, and is there to be used again.
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _free_host_bytes() -> int | None:
+    """Memory the kernel could hand out without swapping; None where it does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError, IndexError):
+        pages = os.sysconf_names.get("SC_AVPHYS_PAGES")
+        return None if pages is None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,220 @@
+"""Where every key of a batch lies: pages drawn from a pool, block tables, and the parts a question is split into.
+
+Pages are random, page 0 is never owned, shared prefixes are the same pages; table entries past the end name pages of
+others. A path that cuts the keys (a prefix of all requests, ranges, ranks) gives each part a table of its own over the
+one pool. Must not know: contents of keys, backends.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attncheck.cases.model import Case
+from attncheck.errors import SpecError
+from attncheck.harness.problem.random_stream import Stream
+from attncheck.reference.spec import DCPOptions, RequestSpec, SplitKVOptions
+
+_SLACK = 2
+"""Table entries behind the longest request's pages."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some keys of every request, attended in a call of their own. ``is_aligned``: its keys end with the rows' own."""
+
+    table: Tensor
+    """int32 ``[R, M]``, entries past a request's end name pages that hold none of this part's keys."""
+    lengths: tuple[int, ...]
+    is_aligned: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A batch laid out. ``N`` keys of all requests behind one another."""
+
+    pages: tuple[tuple[int, ...], ...]
+    """Every page a request owns."""
+    block_table: Tensor
+    """int32 ``[R, M]``"""
+    key_slots: Tensor
+    """int64 ``[N]``: where each key lies in the pool, -1 where there is no pool."""
+    num_blocks: int
+    parts: tuple[Part, ...] = ()
+    """The parts to merge; none where one call sees all keys."""
+    part_of_key: Tensor | None = None
+    """int64 ``[N]``: index into ``parts``."""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The pages of each request, and the size of the pool they are from."""
+
+    pages: tuple[tuple[int, ...], ...]
+    num_blocks: int
+
+
+def no_pool(num_requests: int, num_keys: int) -> Layout:
+    """The layout of a layer without a cache."""
+    table, slots = torch.zeros(num_requests, 1).int(), torch.full((num_keys,), -1)
+    return Layout(((),) * num_requests, table, slots, 0)
+
+
+def lay_out(case: Case, lengths: Sequence[int], stream: Stream) -> Callable[[], Layout]:
+    """Draws the pages of requests with ``lengths`` keys; call the result for the layout, when foreign ids may be drawn.
+
+    Raises SpecError where the pool cannot hold the batch.
+    """
+    options = case.batch.path.options
+    if isinstance(options, DCPOptions):
+        return _lay_out_ranks(case, options, lengths, stream)
+    size = case.cache.block_size
+    specs = list(case.batch)
+    shared = [spec.shared_prefix // size for spec in specs]
+    drawn = _draw_pages(case, [-(-n // size) for n in lengths], shared, stream)
+
+    def finish() -> Layout:
+        table = _block_table(drawn, stream)
+        slots = torch.cat([_slots(pages, torch.arange(n), size) for pages, n in zip(drawn.pages, lengths, strict=True)])
+        parts, part_of_key = _page_parts(case, specs, lengths, table)
+        return Layout(drawn.pages, table, slots, drawn.num_blocks, parts, part_of_key)
+
+    return finish
+
+
+def _draw_pages(case: Case, counts: Sequence[int], shared: Sequence[int], stream: Stream) -> _Drawn:
+    """``counts`` pages for each request, of which the first ``shared`` are the same for all who share."""
+    prefix = max(shared)
+    needed = prefix + sum(c - s for c, s in zip(counts, shared, strict=True))
+    first = case.cache.first_block or 1
+    num_blocks = case.cache.num_blocks or first + needed + needed // 2 + 3
+    if num_blocks - first < needed:
+        raise SpecError(
+            f"the batch needs {needed} pages from page {first} on",
+            field="num_blocks",
+            value=num_blocks,
+            allowed=f"at least {first + needed}",
+        )
+    # Of a very large pool only a window is drawn from: shuffling millions of ids would say no more.
+    choice = min(num_blocks - first, 2 * needed + 64)
+    ids = (stream.permutation(choice)[:needed] + first).tolist()
+    common, free = ids[:prefix], ids[prefix:]
+    pages = []
+    for count, own in zip(counts, shared, strict=True):
+        take = count - own
+        pages.append(tuple(common[:own] + free[:take]))
+        free = free[take:]
+    return _Drawn(tuple(pages), num_blocks)
+
+
+def _block_table(drawn: _Drawn, stream: Stream) -> Tensor:
+    width = max(map(len, drawn.pages)) + _SLACK
+    foreign = stream.integers(len(drawn.pages) * width, drawn.num_blocks).reshape(len(drawn.pages), width)
+    for row, pages in enumerate(drawn.pages):
+        # An id of its own in the slack would make a read past the end invisible.
+        own = torch.tensor(sorted(pages), dtype=torch.int64)
+        foreign[row][torch.isin(foreign[row], own)] = 0
+        foreign[row, : len(pages)] = torch.tensor(pages, dtype=torch.int64)
+    return foreign.int()
+
+
+def _slots(pages: Sequence[int], positions: Tensor, size: int) -> Tensor:
+    """Slots of ``positions`` within ``pages``."""
+    own = torch.tensor(pages or (0,), dtype=torch.int64)
+    return own[positions // size] * size + positions % size
+
+
+def _page_parts(
+    case: Case, specs: Sequence[RequestSpec], lengths: Sequence[int], table: Tensor
+) -> tuple[tuple[Part, ...], Tensor | None]:
+    """Parts that are runs of whole pages, all but the last within the context of their request."""
+    size, path = case.cache.block_size, case.batch.path
+    if path.name == "cascade":
+        common = min(spec.shared_prefix for spec in specs) // size
+        edges = [[0, common] for _ in specs]
+    elif isinstance(path.options, SplitKVOptions):
+        n = path.options.parts
+        whole = [max(0, spec.context_len) // size for spec in specs]
+        edges = [[pages * i // n for i in range(n)] for pages in whole]
+    else:
+        return (), None
+    number = len(edges[0])
+    parts = []
+    for part in range(number):
+        is_last = part == number - 1
+        ends = [-(-n // size) if is_last else edge[part + 1] for edge, n in zip(edges, lengths, strict=True)]
+        starts = [edge[part] for edge in edges]
+        counts = tuple(min(n, end * size) - start * size for n, start, end in zip(lengths, starts, ends, strict=True))
+        parts.append(Part(_columns(table, starts, ends), counts, is_last))
+    part_of_key = [torch.full((n,), part) for part, n in _by_request([part.lengths for part in parts])]
+    return tuple(parts), torch.cat(part_of_key)
+
+
+def _by_request(lengths: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """(part, number of keys), request after request; ``lengths``: for each part, of each request."""
+    return [(part, own[request]) for request in range(len(lengths[0])) for part, own in enumerate(lengths)]
+
+
+def _columns(table: Tensor, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+    """Columns ``start .. end - 1`` of each row, then ids that are not among them."""
+    width = max(end - start for start, end in zip(starts, ends, strict=True)) + _SLACK
+    part = torch.zeros(len(table), width, dtype=table.dtype)
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        beyond = table[row, end:][: width - (end - start)]
+        own = torch.cat([table[row, start:end], beyond])
+        part[row, : len(own)] = own
+    return part
+
+
+def _lay_out_ranks(case: Case, options: DCPOptions, lengths: Sequence[int], stream: Stream) -> Callable[[], Layout]:
+    """Context parallelism: rank ``(p // interleave) % size`` holds position ``p``; the ranks' pools stand in a row.
+
+    A decode's own key lies with the rest. Where a request has more rows, only its context is spread; the new keys lie
+    in a pool of their own, which stands for the rows every rank attends to itself.
+    """
+    size, ranks, run = case.cache.block_size, options.size, options.interleave
+    specs = list(case.batch)
+    is_decode = all(spec.query_len == 1 for spec in specs)
+    spread = [n if is_decode else max(0, spec.context_len) for spec, n in zip(specs, lengths, strict=True)]
+    new = [n - s for n, s in zip(lengths, spread, strict=True)]
+    shards = [-(-_longest_shard(n, ranks, run) // size) for n in spread]
+    counts = [own + -(-n // size) for own, n in zip(shards, new, strict=True)]
+    drawn = _draw_pages(case, counts, [0] * len(specs), stream)
+
+    def finish() -> Layout:
+        table, area = _block_table(drawn, stream), drawn.num_blocks
+        slots, owners, pages = [], [], []
+        for own, count, n, added in zip(drawn.pages, shards, spread, new, strict=True):
+            rank, local = _local(torch.arange(n), ranks, run)
+            slots.append(_slots(own[:count], local, size) + rank * area * size)
+            slots.append(_slots(own[count:], torch.arange(added), size) + ranks * area * size)
+            owners += [rank, torch.full((added,), ranks)]
+            pages.append(tuple(r * area + page for r in range(ranks) for page in own[:count]))
+            pages[-1] += tuple(ranks * area + page for page in own[count:])
+        part_of_key = torch.cat(owners)
+        parts = [
+            Part(_columns(table, [0] * len(specs), shards) + r * area, _held(part_of_key, lengths, r), is_decode)
+            for r in range(ranks)
+        ]
+        if not is_decode:
+            ends = [len(own) for own in drawn.pages]
+            parts.append(Part(_columns(table, shards, ends) + ranks * area, tuple(new), is_aligned=True))
+        return Layout(tuple(pages), parts[0].table, torch.cat(slots), len(parts) * area, tuple(parts), part_of_key)
+
+    return finish
+
+
+def _local(positions: Tensor, ranks: int, run: int) -> tuple[Tensor, Tensor]:
+    """(rank, index on that rank) of each position."""
+    return positions // run % ranks, positions // (run * ranks) * run + positions % run
+
+
+def _longest_shard(length: int, ranks: int, run: int) -> int:
+    """Keys on the first rank, which holds the most."""
+    return length // (run * ranks) * run + min(length % (run * ranks), run)
+
+
+def _held(part_of_key: Tensor, lengths: Sequence[int], part: int) -> tuple[int, ...]:
+    """How many keys of each request a part holds."""
+    return tuple(int((keys == part).sum()) for keys in part_of_key.split(list(lengths)))

@@ -1,0 +1,1 @@
+"""The pytest plugin. Every pytest run imports this package: nothing heavy here."""

@@ -1,0 +1,181 @@
+"""The check ``timing`` as a pytest item: its samples are taken by pytest-benchmark, whose tables and files have them.
+
+What pytest-benchmark calls is one honest call of the check: new contents, one ``forward``, its answer judged. The
+timer it reads before and after is a stopwatch that the check's own clock moves on, by what the call took on the device.
+So the figures are those of ``attncheck run``, and what is done to be sure of them is in none. Must not know: how
+anything is timed.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from attncheck.errors import QuestionError
+from attncheck.harness.checks.timing.clock import host_ns
+from attncheck.harness.checks.timing.device_state import device_state
+from attncheck.harness.checks.timing.sampling import Samples, samples_of
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.pytest_plugin.items import CheckItem, Collection
+from attncheck.harness.run.evaluation import environment_of
+from attncheck.reports.pytest_benchmark import MACHINE, extra_info, machine_of, names_of
+from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.timings import Part
+from attncheck.reports.speeds.speed import speeds
+
+WARM_UPS = 3
+"""Calls before those of a part that count; the last tells how many fit into the time."""
+
+
+class Stopwatch:
+    """Nanoseconds that pass only by :meth:`advance`; :meth:`read` is a timer of pytest-benchmark, in seconds."""
+
+    def __init__(self) -> None:
+        self._elapsed_ns = 0
+
+    def read(self) -> float:
+        """The time that has passed, in seconds."""
+        return self._elapsed_ns / 1e9
+
+    def advance(self, nanoseconds: int) -> None:
+        """Lets that much time pass."""
+        self._elapsed_ns += nanoseconds
+
+
+class Benchmarks:
+    """pytest-benchmark's fixture objects for the item that runs: one for each part, in a group by case and part.
+
+    ``session``: pytest-benchmark's. A fixture is made as its own ``benchmark`` makes it, for which only functions ask.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._item: TimingItem | None = None
+        self._fixtures: dict[Part, tuple[Any, Stopwatch]] = {}
+
+    def begin(self, item: "TimingItem") -> None:
+        """What is sampled from now on is of ``item``."""
+        self._item, self._fixtures = item, {}
+
+    def sample(self, part: Part, take: Callable[[], int], settings: TimingSettings) -> Samples:
+        """Samples of one part by ``benchmark.pedantic``: as many as fit into ``--benchmark-max-time``.
+
+        No fewer than ``--benchmark-min-rounds``, no more than ``settings`` has at most; one where they are disabled.
+        """
+        taken: list[int] = []
+        fixture, stopwatch = self._new(part)
+
+        def call() -> None:
+            taken.append(take())
+            stopwatch.advance(taken[-1])
+
+        spent_ns = 1
+        for _ in range(WARM_UPS):
+            began = host_ns()
+            take()
+            spent_ns = max(1, host_ns() - began)
+        options = self._session.options
+        fitting = int(float(options["max_time"]) * 1e9 / spent_ns)
+        fixture.pedantic(call, rounds=max(1, options["min_rounds"], min(fitting, settings.max_samples)))
+        return samples_of(taken, settings)
+
+    def end(self, record: Record) -> None:
+        """Tells pytest-benchmark what the check found; times of wrong answers are none, and taken back."""
+        found = speeds([record])
+        if not found:
+            own = [fixture.stats for fixture, _ in self._fixtures.values()]
+            self._session.benchmarks[:] = [each for each in self._session.benchmarks if each not in own]
+            return
+        for speed in found:
+            if speed.part == "build":  # taken beside forward, in the same calls
+                self._repeat(speed.part, speed.rounds[0].samples_ns)
+            fixture, _ = self._fixtures[speed.part]
+            fixture.extra_info.update(extra_info(speed, record))
+
+    def _repeat(self, part: Part, samples_ns: tuple[int, ...]) -> None:
+        fixture, stopwatch = self._new(part)
+        left = iter(samples_ns)
+        fixture.pedantic(lambda: stopwatch.advance(next(left)), rounds=len(samples_ns))
+
+    def _new(self, part: Part) -> tuple[Any, Stopwatch]:
+        from pytest_benchmark.fixture import BenchmarkFixture
+        from pytest_benchmark.utils import NameWrapper
+
+        item, session, stopwatch = self._item, self._session, Stopwatch()
+        if item is None:
+            raise ValueError("no item has begun")
+        names = names_of(item.case.suite, item.case.id, item.backend.name, part)
+        own = {"timer": NameWrapper(stopwatch.read), "group": names.group, "cprofile": False}
+        fixture: Any = BenchmarkFixture(
+            item,
+            add_stats=session.benchmarks.append,
+            logger=session.logger,
+            warner=item.warn,
+            disabled=session.disabled,
+            **{**session.options, **own},
+        )
+        fixture.name, fixture.fullname = names.name, names.fullname
+        fixture.param, fixture.params = names.param, names.params
+        self._fixtures[part] = fixture, stopwatch
+        return fixture, stopwatch
+
+
+class TimingItem(CheckItem):
+    """``timing`` of one case of one backend."""
+
+    fixturenames = ("benchmark",)
+    """By this pytest-benchmark knows whom ``--benchmark-only`` and ``--benchmark-skip`` concern."""
+
+    def setup(self) -> None:
+        """Skips under pytest-xdist, where pytest-benchmark switches itself off, and rightly so."""
+        if os.environ.get("PYTEST_XDIST_WORKER"):
+            reason = "times taken beside other tests are none: leave out -n of pytest-xdist"
+            raise pytest.skip.Exception(reason, _use_item_location=True)
+
+    def examine(self) -> Record | QuestionError:
+        """The record of the check, its samples taken by pytest-benchmark."""
+        benchmarks = self.collection.benchmarks
+        benchmarks.begin(self)
+        found = self.collection.record_of(self)
+        if not isinstance(found, QuestionError):
+            benchmarks.end(found)
+        return found
+
+
+class Machine:
+    """What pytest-benchmark's files say of the machine, and which of them may be compared with the run at hand."""
+
+    def __init__(self, collection: Collection) -> None:
+        self._collection = collection
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_benchmark_update_machine_info(self, machine_info: dict[str, Any]) -> None:
+        """Adds the device, its driver and clocks, and the versions."""
+        device = self._collection.device
+        machine_info[MACHINE] = machine_of(environment_of(device), device_state(device))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_benchmark_compare_machine_info(
+        self, benchmarksession: Any, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
+    ) -> None:
+        """Refuses times of another device as a usage error; another driver, clock or version is told."""
+        theirs = compared_benchmark.get("machine_info", {}).get(MACHINE)
+        if theirs is None:
+            return
+        ours = machine_info[MACHINE]
+        if refusal := refusal_of(ours, theirs):
+            raise pytest.UsageError(f"attncheck: --benchmark-compare: {refusal}")
+        differing = [key for key in ours if ours[key] != theirs.get(key)]
+        if differing:
+            told = ", ".join(f"{key} {theirs.get(key)} then, {ours[key]} now" for key in differing)
+            message = f"attncheck: compared with a run of other circumstances: {told}"
+            benchmarksession.logger.warning(message)
+
+
+def refusal_of(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Why times of two machines cannot be compared; empty: they can."""
+    if all(ours.get(key) == theirs.get(key) for key in ("device", "device_name")):
+        return ""
+    then, now = (f"{each.get('device_name')} ({each.get('device')})" for each in (theirs, ours))
+    return f"the saved times are of {then}, and these are of {now}; compare runs of one device"

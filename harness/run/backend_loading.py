@@ -1,0 +1,166 @@
+"""Backends loaded into this process: from a name to the class, and to what it says of itself.
+
+Must not know: which backends a run chooses, how they are examined.
+"""
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from attncheck.backends import registry
+from attncheck.backends.registry import LoadedBackend
+from attncheck.errors import BackendLoadError, BackendUnavailableError, QuestionError
+from attncheck.harness.driver.foreign_code import StageError, declared_reasons, settings_kept, stage
+from attncheck.harness.driver.observation import printable
+from attncheck.harness.run.evaluation import Missing
+from attncheck.harness.run.introduction import Introduction, lacking, unloaded
+from attncheck.harness.run.selection import DEFAULT_SUITES
+from attncheck.reports.run_file.records import BackendInfo
+
+
+def load_backend(ref: str) -> LoadedBackend | Missing:
+    """The backend ``ref`` names; one that cannot be loaded here is :class:`Missing`, with its reasons.
+
+    What its module does to process-wide settings is undone.
+
+    Raises:
+        QuestionError: a name nobody knows, a file that does not import, a contract broken.
+    """
+    try:
+        with settings_kept():
+            return registry.load(ref)
+    except BackendUnavailableError as error:
+        return Missing(error.name, ref, error.reasons)
+
+
+def introduce(backend: LoadedBackend | Missing, device: str) -> Introduction:
+    """What ``backend`` says of itself, to be run on ``device``.
+
+    Raises:
+        BackendLoadError: what it says of its environment is no mapping of names to texts, whether it is of latent
+            attention (``is_mla``) is no bool, or its default suite is none of those.
+    """
+    if isinstance(backend, Missing):
+        return unloaded(backend.name, backend.ref, backend.reasons, backend.version)
+    declared = backend.backend
+    info = BackendInfo(
+        name=backend.name,
+        ref=backend.ref,
+        version=backend.version,
+        conventions=asdict(declared.conventions),
+        features=tuple(sorted(declared.features)),
+        required_environment=required_environment(backend, device),
+    )
+    return Introduction(
+        info=info,
+        is_mla=is_mla(backend),
+        default_suite=default_suite(backend, device),
+        unavailable_reasons=unavailable_reasons(backend, device),
+    )
+
+
+def unavailable_reasons(backend: LoadedBackend, device: str) -> tuple[str, ...]:
+    """Why the backend cannot run here; empty where it says it can, or where asking it raises.
+
+    A declaration that raises is an outcome of the examination (``errored``), and not for this place to judge.
+    """
+    try:
+        return declared_reasons(lambda: backend.backend.unavailable_reasons(device))
+    except StageError:
+        return ()
+
+
+def is_mla(backend: LoadedBackend) -> bool:
+    """Whether the backend is one of latent attention.
+
+    Raises:
+        BackendLoadError: asking it raises, or the answer is something else.
+    """
+    try:
+        answer: object = stage("is_mla", backend.backend.is_mla)
+    except StageError as failure:
+        raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
+    if not isinstance(answer, bool):
+        raise BackendLoadError(backend.ref, f"is_mla answered {answer!r}, neither True nor False")
+    return answer
+
+
+def default_suite(backend: LoadedBackend, device: str) -> str:
+    """The suite the backend is asked where the user names none.
+
+    Raises:
+        BackendLoadError: asking it raises, or the answer is something else.
+    """
+    try:
+        answer: object = stage("default_suite", lambda: backend.backend.default_suite(device))
+    except StageError as failure:
+        raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
+    if not isinstance(answer, str) or answer not in DEFAULT_SUITES:
+        raise BackendLoadError(backend.ref, f"default_suite answered {answer!r}, none of {', '.join(DEFAULT_SUITES)}")
+    return answer
+
+
+def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:
+    """The variables the backend's process must be started with.
+
+    Raises:
+        BackendLoadError: asking it raises, or the answer is something else.
+    """
+    try:
+        required: object = stage("required_environment", lambda: backend.backend.required_environment(device))
+    except StageError as failure:
+        raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
+    if not isinstance(required, dict) or not all(map(_is_variable, required.items())):
+        raise BackendLoadError(backend.ref, f"required_environment answered {required!r}, no dict of names to texts")
+    return required
+
+
+def _is_variable(pair: tuple[object, object]) -> bool:
+    """Whether name and value can stand in an environment."""
+    name, value = pair
+    if not isinstance(name, str) or not isinstance(value, str):
+        return False
+    return name != "" and "=" not in name and "\0" not in name + value and printable(name + value) == name + value
+
+
+def usable_here(backend: LoadedBackend | Missing, device: str) -> LoadedBackend | Missing:
+    """The backend, if this process was started with what it requires; else a missing one, and what to type."""
+    if isinstance(backend, Missing):
+        return backend
+    needs = lacking(required_environment(backend, device), os.environ)
+    if not needs:
+        return backend
+    words = " ".join(f"{name}={shlex.quote(value)}" for name, value in needs.items())
+    reason = f"this process must have been started with {words}: type it before the command"
+    return Missing(backend.name, backend.ref, (reason,), backend.version)
+
+
+class Loader:
+    """Loads backends into this process, where they are examined."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._found: dict[str, LoadedBackend | Missing] = {}
+
+    def introduce(self, refs: Sequence[str]) -> list[Introduction | QuestionError]:
+        """What each of ``refs`` names, or why it names nothing."""
+        return [self._introduction(ref) for ref in refs]
+
+    def backends(self, introductions: Sequence[Introduction]) -> tuple[LoadedBackend | Missing, ...]:
+        """The backends that were introduced so."""
+        return tuple(
+            self._found.get(each.ref) or Missing(each.name, each.ref, each.unavailable_reasons)
+            for each in introductions
+        )
+
+    def _introduction(self, ref: str) -> Introduction | QuestionError:
+        try:
+            loaded = load_backend(ref)
+            found = self._found[ref] = usable_here(loaded, self._device)
+            introduction = introduce(loaded, self._device)
+        except QuestionError as error:
+            return error
+        if isinstance(found, Missing):  # what it says of itself holds, although it cannot be examined in this process
+            return introduction.model_copy(update={"is_loaded": False, "unavailable_reasons": found.reasons})
+        return introduction

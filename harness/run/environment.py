@@ -1,0 +1,78 @@
+"""What a run was made with: versions, machine, and the numerical policy in force.
+
+Must not know: cases, backends, outcomes.
+"""
+
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import attncheck
+from attncheck.reports.run_file.records import Environment
+
+
+def collect_environment(device: str) -> Environment:
+    """The circumstances of a run on ``device`` (``cpu``, ``cuda``, ``cuda:1``, ...).
+
+    The TF32 and determinism policies are read, not set: collect after they stand.
+    """
+    cpu = _cpu_name()
+    on_cuda = torch.device(device).type == "cuda"
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device))) if on_cuda else None
+    return Environment(
+        attncheck=attncheck.__version__,
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        numpy=np.__version__,
+        platform=f"{platform.system()} {platform.machine()}",
+        cpu=cpu,
+        cores=cores(),
+        device=device,
+        device_name=torch.cuda.get_device_name(device) if on_cuda else cpu,
+        capability=capability,
+        driver=_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_cuda else None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        tf32=torch.get_float32_matmul_precision() != "highest",
+        git_commit=_git_commit(),
+    )
+
+
+def cores() -> int:
+    """The CPU cores this process may use, which in a container are often fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    """The CPU's model where Linux tells it, else what the platform calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout attncheck runs from, ``-dirty`` where it was edited; None when it is installed."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    return _first_line("git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
+
+
+@cache
+def _first_line(*command: str) -> str | None:
+    """First line a command prints, or None where it is missing, fails or does not answer; asked once a process."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603 (fixed words)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = done.stdout.splitlines()
+    return lines[0].strip() if lines else None

@@ -1,0 +1,259 @@
+"""Evaluation: a plan of cases and backends turned into records. Execution (where a process runs) is not its business.
+
+An exception or a refusal of a backend is a record, never the end of a run; a case that cannot see what it asks about is
+kept aside as a fault of the question. Must not know: files, terminals, pytest.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+import attncheck
+from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.registry import LoadedBackend
+from attncheck.cases.model import Case
+from attncheck.errors import QuestionError
+from attncheck.harness.checks.case_checks import Desk
+from attncheck.harness.checks.cudagraph.check import GraphDesk
+from attncheck.harness.checks.findings import Broken, Finding, NotExamined
+from attncheck.harness.checks.functions.check import FUNCTION_PATHS, FunctionDesk
+from attncheck.harness.checks.timing.check import TimingDesk
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+from attncheck.harness.driver.observation import capture
+from attncheck.harness.problem.memory_estimate import shortage
+from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.run.answerable import unanswered_reasons
+from attncheck.harness.run.environment import collect_environment
+from attncheck.harness.run.outcomes import Circumstances, record_of, unavailable
+from attncheck.harness.run.selection import checks_of
+from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.reports.run_file.records import Environment, Record
+
+OURSELVES = "attncheck itself"
+"""The stage of an exception that no backend raised: a fault of attncheck, which ends the command line with 3."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A backend that cannot be loaded on this machine, and why: each of its cases is ``unavailable``."""
+
+    name: str
+    ref: str
+    reasons: tuple[str, ...]
+    version: str = ""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Unknown, since it cannot be loaded."""
+        return frozenset()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be examined. ``checks`` of None: those each case asks for, or all.
+
+    ``backends``: those that are examined in this process. ``suites``: by reference, the one suite a backend is asked;
+    one that does not stand there is asked all. ``timing``, ``rounds``: how the check of that name is made, and in how
+    many processes of each backend, one after another.
+    """
+
+    cases: tuple[Case, ...]
+    backends: tuple[LoadedBackend | Missing, ...] = ()
+    checks: tuple[str, ...] | None = None
+    device: str = "cpu"
+    seed: int = 0
+    dump: Path | None = None
+    suites: Mapping[str, str] = field(default_factory=dict)
+    timing: TimingSettings = field(default_factory=TimingSettings)
+    rounds: int = 1
+
+    def cases_of(self, ref: str) -> tuple[Case, ...]:
+        """The cases that the backend of this reference is asked."""
+        return tuple(case for case in self.cases if self.asks(ref, case))
+
+    def asks(self, ref: str, case: Case) -> bool:
+        """Whether the backend of this reference is asked ``case``."""
+        return self.suites.get(ref, case.suite) == case.suite
+
+    def checks_of(self, case: Case) -> tuple[str, ...]:
+        """The checks to make of ``case``, in the order they are reported."""
+        return checks_of(case, self.checks)
+
+
+def environment_of(device: str) -> Environment:
+    """The circumstances of an examination on ``device``, with the numerical policy that is in force while it lasts."""
+    with _exact_float32():
+        return collect_environment(device)
+
+
+def _ignore(_stage: str) -> None:
+    """For callers who need not know what is being done."""
+
+
+class Examiner:
+    """Examines a plan, pair by pair. Problem and truth of the latest case are kept for the backends that follow.
+
+    blind: cases that could not be put at all; the command line ends with exit code 2 if there are any. environment:
+    whose digest the records carry; None: this process's. clocks: what times; None: as the plan has it.
+    """
+
+    def __init__(self, plan: Plan, environment: Environment | None = None, clocks: TimingDesk | None = None) -> None:
+        self.plan = plan
+        self.blind: list[QuestionError] = []
+        self.device = torch.device(plan.device)
+        self.environment = environment or environment_of(plan.device)
+        self._latest: tuple[Case, Problem, Truth] | None = None
+        self._faults: dict[Case, QuestionError] = {}
+        self._graphs = GraphDesk(plan.seed, self.device)
+        self._clocks = clocks or TimingDesk(self.device, plan.timing)
+        self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
+
+    def run(self) -> Iterator[Record]:
+        """Every record, grouped by case, then by backend."""
+        for case in self.plan.cases:
+            for backend in self.plan.backends:
+                if self.plan.asks(backend.ref, case):
+                    yield from self.examine(case, backend)
+
+    def examine(self, case: Case, backend: LoadedBackend | Missing) -> list[Record]:
+        """The records of one pair; empty where the case itself is at fault (see ``blind``)."""
+        return list(self.records(case, backend))
+
+    def records(
+        self,
+        case: Case,
+        backend: LoadedBackend | Missing,
+        begin: Callable[[str], None] = _ignore,
+        *,
+        checks: tuple[str, ...] | None = None,
+        round_number: int = 0,
+    ) -> Iterator[Record]:
+        """The same, each as it is found; ``begin`` is told of every stage that is entered, such as ``check lse``.
+
+        ``checks``: those to make; None: all that the plan asks of the case. ``round_number``: the round of the records.
+        """
+        checks = self.plan.checks_of(case) if checks is None else checks
+        self._circumstances = replace(self._circumstances, round=round_number)
+        if isinstance(backend, Missing):
+            for check in checks:
+                yield unavailable(self._circumstances, case, backend, check, backend.reasons)
+            return
+        with _exact_float32(), _current(self.device):
+            yield from self._records(case, backend, checks, begin)
+
+    def fault_of(self, case: Case) -> QuestionError | None:
+        """Why the case could not be put, if it was tried and could not."""
+        return self._faults.get(case)
+
+    def _records(
+        self, case: Case, backend: LoadedBackend, checks: tuple[str, ...], begin: Callable[[str], None]
+    ) -> Iterator[Record]:
+        def same_for_all(finding: Finding) -> list[Record]:
+            return [record_of(self._circumstances, case, backend, check, finding, 0.0) for check in checks]
+
+        def gone(reasons: tuple[str, ...]) -> list[Record]:
+            return [unavailable(self._circumstances, case, backend, check, reasons) for check in checks]
+
+        cls = backend.backend
+        begin("declarations")
+        try:
+            absent = self._unavailable(cls, case)
+            reasons = declared_reasons(lambda: cls.unsupported_reasons(case.layer, case.cache, case.batch))
+        except StageError as failure:
+            yield from same_for_all(failure.raised)
+            return
+        if absent:
+            yield from gone(absent)
+            return
+        unanswered = unanswered_reasons(case)
+        if unanswered:
+            yield from same_for_all(NotExamined(unanswered, "attncheck"))
+            return
+        if case in self._faults:
+            return
+        begin("the preparation of the case")
+        if self._latest is None or self._latest[0] != case:
+            self._latest = None  # before free memory is looked at: the case before needs none any more
+            lacking = shortage(case, self.device)
+            if lacking is not None:
+                yield from gone((lacking,))
+                return
+        try:
+            desk = self._desk(case, backend, reasons)
+        except StageError as failure:
+            yield from same_for_all(failure.raised)
+            return
+        except QuestionError as error:
+            self._faults[case] = error.with_traceback(None)  # whose frames hold the case's tensors
+            self.blind.append(error)
+            return
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            reason = f"out of memory while the truth was computed: {error}"
+            yield from gone((reason,))
+            return
+        for check in checks:
+            begin(f"check {check}")
+            began = perf_counter()
+            try:
+                finding = desk.examine(check)
+            except StageError as failure:  # a check enters the backend's code, its codec, as well
+                finding = failure.raised
+            except Exception as error:  # noqa: BLE001 (ours: one case is lost and told, the rest of the run is not)
+                finding = capture(OURSELVES, error)
+            record = record_of(self._circumstances, case, backend, check, finding, perf_counter() - began)
+            if isinstance(finding, Broken) and self.plan.dump is not None:
+                desk.dump(self.plan.dump, backend.name)  # whoever stops at this record will not come back
+            yield record
+
+    def _unavailable(self, backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
+        device, asked = self.plan.device, (case.layer, case.cache, case.batch)
+        everywhere = declared_reasons(lambda: backend.unavailable_reasons(device))
+        return (*everywhere, *declared_reasons(lambda: backend.unavailable_case_reasons(device, *asked)))
+
+    def _desk(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> Desk | FunctionDesk:
+        if case.batch.path.name in FUNCTION_PATHS:
+            return FunctionDesk(backend.backend, case, self.plan.seed, self.device, reasons)
+        return Desk(backend, *self._problem_and_truth(case), self.device, reasons, self._graphs, self._clocks)
+
+    def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:
+        if self._latest is None or self._latest[0] != case:
+            problem = build_problem(case, self.plan.seed)
+            self._latest = (case, problem, truth_of(problem, self.device))
+        return self._latest[1:]
+
+
+@contextmanager
+def _exact_float32() -> Iterator[None]:
+    """No TF32 while anything is examined, whatever the caller's setting: float32 means float32.
+
+    torch keeps two accounts of it and refuses to read the old one where only the new one was set: both are put back.
+    """
+    products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    before = [product.fp32_precision for product in products]
+    try:
+        stated = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        stated = None
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if stated is not None:
+            torch.set_float32_matmul_precision(stated)
+        for product, precision in zip(products, before, strict=True):
+            product.fp32_precision = precision
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """Makes a GPU the current one, as a worker does: a kernel launched by hand goes there, wherever its tensors are."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        yield

@@ -1,0 +1,63 @@
+"""What a run knows of a backend without its code: how it introduces itself, from this process or from its own.
+
+Loads no torch. Must not know: how a backend is loaded, or where.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from attncheck.errors import QuestionError
+from attncheck.reports.run_file.records import BackendInfo
+
+
+class Introduction(BaseModel):
+    """A backend's own words. ``unavailable_reasons``: why it cannot run on the run's device here; empty: it can.
+
+    Not ``is_loaded``: it could not be, for these reasons, and nothing can be asked of it. ``default_suite``: what it is
+    asked where the user names no suite.
+    """
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
+
+    info: BackendInfo
+    is_loaded: bool = True
+    is_mla: bool = False
+    default_suite: str = "smoke"
+    unavailable_reasons: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return self.info.name
+
+    @property
+    def ref(self) -> str:
+        """What to type after ``--backend``."""
+        return self.info.ref
+
+    @property
+    def version(self) -> str:
+        """Its version, empty where unknown."""
+        return self.info.version
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features it declares, empty where unknown."""
+        return frozenset(self.info.features)
+
+
+def unloaded(name: str, ref: str, reasons: Sequence[str], version: str = "") -> Introduction:
+    """The introduction of a backend that cannot be loaded here, for these reasons."""
+    info = BackendInfo(name=name, ref=ref, version=version)
+    return Introduction(info=info, is_loaded=False, unavailable_reasons=tuple(reasons))
+
+
+def lacking(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """What of a required environment does not stand in ``environment``."""
+    return {name: value for name, value in required.items() if environment.get(name) != value}
+
+
+Introduce = Callable[[Sequence[str]], Sequence[Introduction | QuestionError]]
+"""Answers references, in order, with what they name, or with why they name nothing that could be examined."""

@@ -1,0 +1,121 @@
+"""From what a backend did to an outcome: the one place where results, refusals and exceptions become records.
+
+Runner, engine, command line and plugin all go through here. Must not know: how anything was examined.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from attncheck.backends.declarations import needs_of
+from attncheck.cases.model import Case
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.driver.observation import Raised
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, Record, Unavailable, Unsupported
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What every record of a run shares: seed, environment digest, attncheck's version; and of a process, its round."""
+
+    seed: int
+    environment: str
+    attncheck_version: str
+    round: int = 0
+
+
+class Named(Protocol):
+    """How a backend is called in records, whether or not it could be loaded."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+
+    @property
+    def ref(self) -> str:
+        """What to type after ``--backend``."""
+
+    @property
+    def version(self) -> str:
+        """Its version, empty where unknown."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The features it declares, empty where unknown."""
+
+
+class Asked(Protocol):
+    """What was asked, as records name it: a case, or a function of a provider."""
+
+    @property
+    def suite(self) -> str:
+        """Name of the suite."""
+
+    @property
+    def id(self) -> str:
+        """Id within the suite."""
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits that stand for the question."""
+
+
+def record_of(
+    circumstances: Circumstances, case: Asked, backend: Named, check: str, finding: Finding, duration_s: float
+) -> Record:
+    """The record of one finding. A backend that raised has ``errored``, whatever it raised: it declared the case."""
+    common = _identity(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
+    match finding:
+        case Holds(figures, notes, graph, timing):
+            return Passed(**common, figures=dict(figures), notes=notes, graph=graph, timing=timing)
+        case Broken(summary, figures, meaning, details, graph, timing):
+            return Failed(
+                **common,
+                figures=dict(figures),
+                summary=summary,
+                meaning=meaning,
+                details=details,
+                graph=graph,
+                timing=timing,
+            )
+        case NotExamined(reasons, by, graph):
+            return Unsupported(**common, reasons=reasons, by=by, graph=graph)
+        case Raised():
+            return Errored(
+                **common,
+                stage=finding.stage,
+                error_type=type(finding.error).__name__,
+                message=finding.message,
+                traceback=finding.trace,
+            )
+
+
+def unavailable(
+    circumstances: Circumstances, case: Asked, backend: Named, check: str, reasons: tuple[str, ...]
+) -> Record:
+    """The record of a case that cannot run on this machine."""
+    return Unavailable(**_identity(circumstances, case, backend, check), reasons=reasons)
+
+
+def crashed(
+    circumstances: Circumstances, case: Asked, backend: Named, check: str, stage: str, cause: str, output: str
+) -> Record:
+    """The record of a check that was not made, since the backend's process ended during ``stage``, or before."""
+    who = _identity(circumstances, case, backend, check)
+    return Crashed(**who, stage=stage, cause=cause, output=output)
+
+
+def _identity(circumstances: Circumstances, case: Asked, backend: Named, check: str) -> dict[str, Any]:
+    return {
+        "suite": case.suite,
+        "case_id": case.id,
+        "case_hash": case.hash,
+        "check": check,
+        "seed": circumstances.seed,
+        "backend": backend.name,
+        "backend_ref": backend.ref,
+        "backend_version": backend.version,
+        "environment": circumstances.environment,
+        "attncheck_version": circumstances.attncheck_version,
+        "round": circumstances.round,
+        "needs": needs_of(case.layer, case.cache, case.batch, backend.features) if isinstance(case, Case) else (),
+    }

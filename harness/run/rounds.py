@@ -1,0 +1,55 @@
+"""Rounds: what each process of a backend is asked, and which backend's turn it is.
+
+The check ``timing`` is made in rounds, in a fresh process of each backend every time, since the times of one process
+share its luck. All other checks are made once, before, in processes of their own: every time is then that of a process
+in which nothing else was done. Must not know: processes, records.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from attncheck.cases.model import Case
+from attncheck.harness.run.evaluation import Plan
+from attncheck.reports.run_file.timings import TIMING
+
+Question = tuple[Case, tuple[str, ...]]
+"""A case, and the checks to make of it; there is at least one."""
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """What a backend is asked in one round; its records say which."""
+
+    questions: tuple[Question, ...]
+    round: int = 0
+
+
+def untimed_sitting(plan: Plan, ref: str) -> Sitting:
+    """All checks but ``timing`` of the cases that the backend of this reference is asked."""
+    asked = ((case, tuple(name for name in plan.checks_of(case) if name != TIMING)) for case in plan.cases_of(ref))
+    return Sitting(tuple((case, checks) for case, checks in asked if checks))
+
+
+def timed_sitting(plan: Plan, ref: str, number: int = 0, left_out: Collection[str] = ()) -> Sitting:
+    """The check ``timing`` of the cases that the backend is asked, but for those whose keys are ``left_out``."""
+    asked = (case for case in plan.cases_of(ref) if TIMING in plan.checks_of(case) and case.key not in left_out)
+    return Sitting(tuple((case, (TIMING,)) for case in asked), number)
+
+
+def count_questions(plan: Plan, refs: Collection[str]) -> int:
+    """How often a case is put to a backend over the whole run; each backend has processes of its own."""
+    once = sum(len(untimed_sitting(plan, ref).questions) for ref in refs)
+    return once + plan.rounds * sum(len(timed_sitting(plan, ref).questions) for ref in refs)
+
+
+def in_turn(items: Sequence[_Item], number: int) -> tuple[_Item, ...]:
+    """``items`` as they come in a round: each round begins with the next one, so that none is always first.
+
+    >>> in_turn("abc", 1), in_turn("abc", 5)
+    (('b', 'c', 'a'), ('c', 'a', 'b'))
+    """
+    first = number % len(items) if items else 0
+    return (*items[first:], *items[:first])

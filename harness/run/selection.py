@@ -1,0 +1,162 @@
+"""From names to a question: which suites, cases and checks a run is about.
+
+The command line, the pytest plugin and ``attncheck.examine`` all choose here, so that they refuse the same things with
+the same words. Loads no torch. Must not know: backends, devices, how anything is examined or shown.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from attncheck.cases.loader import load_suite, select
+from attncheck.cases.model import Case, Suite
+from attncheck.cases.overrides import with_defaults
+from attncheck.errors import SelectionError, UnknownNameError
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS
+from attncheck.reports.run_file.timings import TIMING
+
+DEFAULT_SUITES = ("smoke", "interpreted")
+"""What is asked where no suite is named: of each backend the one that it says suits it (``default_suite``)."""
+
+DEFAULT_ROUNDS = 10
+"""Processes of each backend that its times are taken in: what a comparison of two runs needs to see a few per cent."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is asked: whole suites, and the cases of them that the filters leave, in order."""
+
+    suites: tuple[Suite, ...]
+    refs: tuple[str, ...]
+    """How each suite was named: a built-in name, or a path."""
+    cases: tuple[Case, ...]
+    checks: tuple[str, ...] | None
+    """The checks asked for; None: all that apply."""
+    by_default: bool = False
+    """No suite was named: they are :data:`DEFAULT_SUITES`, of which each backend is asked one."""
+
+    @property
+    def all_cases(self) -> tuple[Case, ...]:
+        """Every case of the suites, filtered or not."""
+        return tuple(case for suite in self.suites for case in suite.cases)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the check ``timing`` is made of any case."""
+        return any(TIMING in checks_of(case, self.checks) for case in self.cases)
+
+    def of_suites(self, names: Collection[str]) -> "Selection":
+        """The same of these suites only.
+
+        Raises:
+            SelectionError: nothing is left.
+        """
+        kept = [(suite, ref) for suite, ref in zip(self.suites, self.refs, strict=True) if suite.name in names]
+        cases = tuple(case for case in self.cases if case.suite in names)
+        if not cases:
+            asked = " or ".join(dict.fromkeys(names))
+            raise SelectionError(f"no such case in {asked}, the suite asked by default; give --suite")
+        suites, refs = zip(*kept, strict=True)
+        return replace(self, suites=suites, refs=refs, cases=cases)
+
+
+def check_timed(selection: Selection, option: str) -> None:
+    """Raises SelectionError for an ``option`` of the check ``timing`` where that is not made."""
+    if not selection.is_timed:
+        raise SelectionError(f"{option} is about the check {TIMING}, which is made by name: ask for it as well")
+
+
+def choose_timing(selection: Selection, *, limit_s: float | None, warm: bool, kernels: bool) -> TimingSettings:
+    """How times are taken, by the options of the command line; ``limit_s``: None where it was not given.
+
+    Raises:
+        SelectionError: an option of the check ``timing`` where that is not made, a limit that is none.
+    """
+    given = {"--time-limit": limit_s is not None, "--warm-cache": warm, "--kernels": kernels}
+    for option in (name for name, is_given in given.items() if is_given):
+        check_timed(selection, option)
+    settings = TimingSettings(warm=warm, kernels=kernels)
+    return settings if limit_s is None else replace(settings, limit_s=limit_s)
+
+
+def choose_rounds(wanted: int | None, *, is_timed: bool, in_process: bool = False) -> int:
+    """In how many processes, one after another, each backend is timed; 1 where it is not, or not in its own.
+
+    Raises:
+        SelectionError: ``wanted`` is no such number, or more than can be had.
+    """
+    if wanted is not None and wanted < 1:
+        raise SelectionError(f"{wanted} rounds: give a whole number, 1 or above")
+    if wanted is not None and wanted > 1 and not is_timed:
+        raise SelectionError(f"{wanted} rounds, and only the check {TIMING} is made in rounds; add --check {TIMING}")
+    if wanted is not None and wanted > 1 and in_process:
+        raise SelectionError(
+            f"{wanted} rounds in one process: a round is a process; leave out --in-process or --rounds"
+        )
+    return wanted or (DEFAULT_ROUNDS if is_timed and not in_process else 1)
+
+
+def check_seed(seed: int) -> int:
+    """``seed``; raises SelectionError for a negative one."""
+    if seed < 0:
+        raise SelectionError(f"seed {seed}: give a whole number, 0 or above")
+    return seed
+
+
+def select_cases(
+    suites: Sequence[str], patterns: Sequence[str] = (), checks: Sequence[str] = (), settings: Sequence[str] = ()
+) -> Selection:
+    """Load suites (names or paths; none: :data:`DEFAULT_SUITES`) and apply the filters.
+
+    ``patterns`` match ``suite/id`` or the id; none: every case. ``checks``: none: all that apply. ``settings``:
+    defaults to put in place of the suites' own, as ``key=value``.
+
+    Raises:
+        QuestionError: a suite or check nobody knows, a broken case file, two suites of one name, a pattern that
+            matches nothing, a check that no selected case asks for.
+    """
+    for check in checks:
+        if check not in CHECKS:
+            raise UnknownNameError("check", check, list(CHECKS))
+        if check not in BACKEND_CHECKS:
+            raise SelectionError(f"check {check!r} examines a provider of utilities, not a backend; give --provider")
+    refs = tuple(dict.fromkeys(with_defaults(ref, settings) for ref in suites or DEFAULT_SUITES))
+    loaded = tuple(load_suite(ref) for ref in refs)
+    for position, suite in enumerate(loaded):
+        twin = next((index for index, other in enumerate(loaded[:position]) if other.name == suite.name), None)
+        if twin is not None:
+            allowed = "ask them in two runs" if loaded[twin].path == suite.path else "give them two names"
+            raise SelectionError(f"{refs[twin]} and {refs[position]} are both called {suite.name!r}; {allowed}")
+    cases = tuple(case for suite in loaded for case in suite.cases)
+    if patterns:
+        chosen = {case.key for pattern in patterns for case in _matching(cases, pattern, refs)}
+        cases = tuple(case for case in cases if case.key in chosen)
+    wanted = tuple(check for check in BACKEND_CHECKS if check in checks) or None
+    if wanted is not None:
+        cases = tuple(case for case in cases if checks_of(case, wanted))
+    if not cases:
+        that = " that matches" if patterns else ""
+        asked = f" asks for {', '.join(wanted)}" if wanted else ""
+        raise SelectionError(f"no case of {' or '.join(refs)}{that}{asked}")
+    return Selection(loaded, refs, cases, wanted, by_default=not suites)
+
+
+def checks_of(case: Case, checks: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The checks to make of ``case`` where ``checks`` are asked for (None: all), in the order they are reported.
+
+    A check that is made by name only is made of every case where the run names it, whatever checks the case names.
+    """
+    asked = set(DEFAULT_CHECKS if case.checks is None else case.checks)
+    asked.update(name for name in checks or () if CHECKS[name].by_name_only)
+    return tuple(name for name in BACKEND_CHECKS if name in asked and (checks is None or name in checks))
+
+
+def _matching(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> Sequence[Case]:
+    found = select(cases, [pattern])
+    if not found:
+        longer = [f"{pattern}.*"] if select(cases, [f"{pattern}.*"]) else []
+        near = longer or get_close_matches(pattern, [case.id for case in cases], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"`attncheck list cases --suite {refs[0]}` shows the ids"
+        raise SelectionError(f"no case of {', '.join(refs)} matches {pattern!r}; {hint}")
+    return found

@@ -1,0 +1,228 @@
+"""Wrong questions whose right answers a faulty backend might be giving.
+
+Each :class:`Hypothesis` is the problem with one thing changed: a window one key longer, the soft cap left out, the last
+key lost. They serve twice: a case must notice the ones it asks about (or it is blind), and an output that is wrong but
+fits one of them can be explained. Beside them stand the right question in coarser arithmetic. Must not know: backends,
+observations.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.truth.unpaged import HiddenKeys, Rows
+from attncheck.reference import AttentionParams, Precision
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """What a faulty backend may have done: ``meaning`` says it, ``ask`` gives its right answer (out, LSE)."""
+
+    meaning: str
+    ask: Callable[[], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Toggle:
+    """A modifier of the layer changed by the smallest step, or turned off.
+
+    ``acts`` (bool ``[T]``): the rows whose answer it can change at all. ``mostly``: whether most of these have to
+    notice before the case counts as able to see it, not only one.
+    """
+
+    subject: str
+    hypothesis: Hypothesis
+    acts: Tensor
+    mostly: bool
+
+
+def toggles(params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
+    """The changes a case with these parameters must notice."""
+    seen = keys_seen(rows, params)
+    if params.logits_soft_cap:
+        off = replace(params, logits_soft_cap=None)
+        yield Toggle("logits_soft_cap", _altered("the soft cap is ignored", rows, off), seen > 1, True)
+    if params.alibi_slopes is not None:
+        off = replace(params, alibi_slopes=None)
+        yield Toggle("alibi", _altered("the ALiBi bias is missing", rows, off), seen > 1, True)
+    if params.sinks is not None:
+        off = replace(params, sinks=None)
+        yield Toggle("sinks", _altered("the sinks are ignored", rows, off), seen > 0, True)
+    yield from _window_toggles(params, rows, seen)
+    yield from _chunk_toggles(params, rows, seen)
+    if rows.tree is not None:
+        flat = replace(rows, tree=None)
+        ignored = _altered("the tree is ignored: drafts see other branches", flat, params)
+        yield Toggle("tree", ignored, keys_seen(flat, params) > seen, mostly=True)
+
+
+def causal_toggle(params: AttentionParams, rows: Rows) -> Toggle:
+    """What a decoder layer without a causal mask must notice: the mask that kernels for decoders have."""
+    causal = replace(params, causal=True)
+    fewer = keys_seen(rows, causal) < keys_seen(rows, params)
+    return Toggle("causal", _altered("a causal mask is applied", rows, causal), fewer, mostly=True)
+
+
+def _chunk_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterator[Toggle]:
+    chunk = params.attn_chunk_size
+    if chunk is None:
+        return
+    whole = replace(params, attn_chunk_size=None)
+    ignored = _altered("the chunks are ignored", rows, whole)
+    yield Toggle("attn_chunk_size", ignored, keys_seen(rows, whole) > seen, mostly=True)
+    for size, name in ((chunk + 1, "+ 1"), (chunk - 1, "- 1")):
+        if size:
+            other = replace(params, attn_chunk_size=size)
+            acts = keys_seen(rows, other) != seen
+            moved = _altered(f"the chunks have {size} keys", rows, other)
+            yield Toggle(f"attn_chunk_size {name}", moved, acts, mostly=False)
+    window = replace(whole, window=(chunk - 1, params.window[1]))
+    slid = _altered(f"a window of {chunk} keys in place of chunks", rows, window)
+    yield Toggle("attn_chunk_size, not a window", slid, keys_seen(rows, window) > seen, mostly=False)
+
+
+def _window_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterator[Toggle]:
+    left, right = params.window
+    for bound, side, value in (("left", 0, left), ("right", 1, right)):
+        if value < 0 or (side == 1 and params.causal):
+            continue
+
+        def moved(to: int, side: int = side) -> AttentionParams:
+            pair = (to, params.window[1]) if side == 0 else (params.window[0], to)
+            return replace(params, window=pair)
+
+        size, where = value + 1, "" if params.causal else f" on the {bound}"
+        name = "sliding_window" if params.causal else f"sliding_window ({bound} bound)"
+        acts = keys_seen(rows, moved(-1)) > seen
+        yield Toggle(name, _altered(f"the window{where} is ignored", rows, moved(-1)), acts, True)
+        longer = f"the window is one key too long{where} (sliding_window={size + 1})"
+        yield Toggle(f"{name} + 1", _altered(longer, rows, moved(value + 1)), acts, False)
+        if value > 0:
+            shorter = f"the window is one key too short{where} (sliding_window={size - 1})"
+            yield Toggle(f"{name} - 1", _altered(shorter, rows, moved(value - 1)), acts, False)
+
+
+def explanations(params: AttentionParams, rows: Rows, block_size: int) -> Iterator[Hypothesis]:
+    """Common faults in the order in which they are tried on a wrong output; some equal the truth of some batches."""
+    yield Hypothesis("the output is all zeros", lambda: _zeros(rows))
+    for toggle in toggles(params, rows):
+        yield toggle.hypothesis
+    if rows.tree is not None:
+        alone = replace(rows, tree=torch.eye(len(rows.tree), dtype=torch.bool, device=rows.tree.device))
+        yield _altered("a row of the tree sees the context and itself, and no ancestor", alone, params)
+    if min(params.window) >= 0 and not params.causal:
+        yield _altered("the window is ignored on both sides", rows, replace(params, window=(-1, -1)))
+    default = params.head_size**-0.5
+    if params.softmax_scale != default:
+        yield _altered("the default scale is used in place of the layer's", rows, replace(params, scale=default))
+    if params.softmax_scale != 1.0:
+        yield _altered("the scale is left out", rows, replace(params, scale=1.0))
+        yield _altered("the scale is applied twice", rows, replace(params, scale=params.softmax_scale**2))
+    if params.causal:
+        yield _altered("the causal mask is missing", rows, replace(params, causal=False))
+    else:
+        yield _altered("a causal mask is applied", rows, replace(params, causal=True))
+    for meaning, hidden in _lost_keys(rows, block_size):
+        yield _masked(meaning, rows, params, hidden)
+    if 1 < params.num_kv_heads < params.num_heads:
+        tiled = torch.arange(params.num_heads, device=rows.keys.device) % params.num_kv_heads
+        swapped = replace(rows, keys=rows.keys[:, tiled], values=rows.values[:, tiled])
+        yield _altered(
+            "query head h reads KV head h % num_kv_heads in place of h // group size",
+            swapped,
+            replace(params, num_kv_heads=params.num_heads),
+        )
+    yield _altered("all visible keys weigh the same: the scores are lost", rows, replace(params, scale=0.0))
+
+
+def imprecisions(params: AttentionParams, rows: Rows, dtype: torch.dtype) -> Iterator[Hypothesis]:
+    """The right question in coarser arithmetic than a good kernel of ``dtype`` uses: what matters is how far it is off.
+
+    TF32 and float16 keep as many bits, and cannot be told apart by their errors.
+    """
+    for name, coarse in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
+        if torch.finfo(coarse).eps > torch.finfo(dtype).eps:
+            either = "TF32 or float16" if coarse == torch.float16 else name
+            parts = {part: _rounded(getattr(rows, part), coarse) for part in ("query", "keys", "values")}
+            inputs = replace(rows, **parts)
+            scores = replace(inputs, values=rows.values)
+            yield _coarse(f"products of query and key in {either}", scores, params, Precision(torch.float32))
+            yield _coarse(f"inputs rounded to {either}", inputs, params, Precision(torch.float32))
+            yield _coarse(f"arithmetic in {either}", inputs, params, Precision.kernel(coarse))
+        if torch.finfo(coarse).eps >= torch.finfo(dtype).eps:
+            yield _coarse(f"scores and sums kept in {name}", rows, params, Precision(coarse, coarse, coarse))
+
+
+def _coarse(meaning: str, rows: Rows, params: AttentionParams, precision: Precision) -> Hypothesis:
+    return Hypothesis(meaning, lambda: rows.attend(params, precision))
+
+
+def _rounded(x: Tensor, coarse: torch.dtype) -> Tensor:
+    """``x`` with as many bits as ``coarse`` keeps, and its own range."""
+    fraction, exponent = torch.frexp(x.double())
+    grid = 2 / torch.finfo(coarse).eps
+    return torch.ldexp(torch.round(fraction * grid) / grid, exponent).to(x.dtype)
+
+
+def _altered(meaning: str, rows: Rows, params: AttentionParams) -> Hypothesis:
+    return Hypothesis(meaning, lambda: rows.attend(params))
+
+
+def _lost_keys(rows: Rows, block_size: int) -> Iterator[tuple[str, HiddenKeys]]:
+    """Keys that faulty kernels lose: (meaning, predicate of request, row and key positions that hides a key)."""
+    query_lens = (rows.cu_seqlens_q[1:] - rows.cu_seqlens_q[:-1]).tolist()
+    key_lens = (rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]).tolist()
+    context = [k - q for q, k in zip(query_lens, key_lens, strict=True)]
+    yield "the causal mask is aligned to the first key (top left)", lambda r, q, k: k > q - context[r]
+    yield "the keys of this step are missing", lambda r, _q, k: k >= context[r]
+    yield "the key of the row itself is missing", lambda _r, q, k: k >= q
+    yield "the last key is missing", lambda r, _q, k: k >= key_lens[r] - 1
+    yield "the first key is missing", lambda _r, _q, k: k < 1
+    yield "the last, partly filled page is missing", lambda r, _q, k: k >= key_lens[r] // block_size * block_size
+
+
+def _masked(meaning: str, rows: Rows, params: AttentionParams, hidden: HiddenKeys) -> Hypothesis:
+    return Hypothesis(meaning, lambda: rows.attend(params, hidden=hidden))
+
+
+def _zeros(rows: Rows) -> tuple[Tensor, Tensor]:
+    shape = (*rows.query.shape[:2], rows.values.shape[-1])
+    empty = torch.zeros(shape, dtype=torch.float64, device=rows.query.device)
+    return empty, torch.full(shape[:2], float("-inf"), dtype=torch.float64, device=rows.query.device)
+
+
+def keys_seen(rows: Rows, params: AttentionParams) -> Tensor:
+    """int64 ``[T]``: how many keys each row sees."""
+    counts = []
+    device = rows.query.device
+    for num_rows, num_keys in zip(rows.num_rows.tolist(), rows.num_keys.tolist(), strict=True):
+        context = num_keys - num_rows
+        position = torch.arange(num_rows, device=device) + context
+        first, last = _ends_seen(params, position, num_keys)
+        count = (last - first + 1).clamp(min=0)
+        if rows.tree is not None:
+            node = position[None, :]
+            lost = ~rows.tree[:num_rows, :num_rows] & (node >= first[:, None]) & (node <= last[:, None])
+            count = count - lost.sum(dim=1)
+        counts.append(count)
+    return torch.cat(counts)
+
+
+def _ends_seen(params: AttentionParams, position: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """First and last key that rows at ``position`` see, from the arithmetic of windows and chunks."""
+    left, right = params.window
+    last = torch.full_like(position, num_keys - 1)
+    first = torch.zeros_like(position)
+    if params.causal:
+        last = torch.minimum(last, position)
+    if right >= 0:
+        last = torch.minimum(last, position + right)
+    if left >= 0:
+        first = torch.maximum(first, position - left)
+    if params.attn_chunk_size:
+        chunk = position // params.attn_chunk_size
+        first = torch.maximum(first, (chunk - params.attn_chunk_lookback) * params.attn_chunk_size)
+        last = torch.minimum(last, (chunk + 1) * params.attn_chunk_size - 1)
+    return first, last

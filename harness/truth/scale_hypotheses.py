@@ -1,0 +1,90 @@
+"""Wrong questions about scales: left out, applied twice, exchanged, of one head for all, applied where no codes are.
+
+The keys and values of the rows are numbers, ``code * scale``; so each fault is a factor a head on them. Must not know:
+backends, observations, how codes are made.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.storage import key_storage, value_storage
+from attncheck.harness.truth.hypotheses import Hypothesis, Toggle, keys_seen
+from attncheck.harness.truth.unpaged import Rows
+from attncheck.reference import AttentionParams
+
+
+def scale_toggles(problem: Problem, params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
+    """What a case with an FP8 cache must notice: each scale left out, and that heads have scales of their own."""
+    key, value = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
+    if not key.is_fp8:
+        return
+    seen = keys_seen(rows, params)
+    if problem.layer.mla is not None:  # keys and values are made of the same codes
+        if bool((key.scale != 1).any()):
+            unscaled = 1 / key.scale.double()
+            yield Toggle("k_scale", _both("k_scale is left out", params, rows, unscaled, unscaled), seen > 0, True)
+        return
+    rivals = seen > (0 if params.sinks is not None else 1)
+    parts = (("k_scale", key.scale.double(), rivals), ("v_scale", value.scale.double(), seen > 0))
+    for name, scale, acts in parts:
+        if bool((scale != 1).any()):
+            yield Toggle(name, _scaled(f"{name} is left out", params, rows, name, 1 / scale), acts, True)
+        if bool((scale != scale[0]).any()):
+            yield Toggle(f"{name} per head", _of_first_head(params, rows, name, scale), acts, False)
+
+
+def scale_guesses(problem: Problem, params: AttentionParams, rows: Rows) -> Iterator[Hypothesis]:
+    """Faults of scales, for explaining a wrong output."""
+    storages = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
+    key, value = (storage.scale.double() for storage in storages)
+    if storages[0].is_fp8 and problem.layer.mla is not None:
+        yield from (toggle.hypothesis for toggle in scale_toggles(problem, params, rows))
+        yield _both("k_scale is applied twice", params, rows, key, key)
+        other = torch.tensor(problem.cache.v_scale, dtype=torch.float64).reshape(-1, 1) / key
+        yield _both("v_scale is used for the latent cache", params, rows, other, other)
+    elif storages[0].is_fp8:
+        yield from (toggle.hypothesis for toggle in scale_toggles(problem, params, rows))
+        yield _both("k_scale and v_scale are left out", params, rows, 1 / key, 1 / value)
+        yield _both("the scales of KV head 0 are used for all heads", params, rows, key[:1] / key, value[:1] / value)
+        yield _scaled("k_scale is applied twice", params, rows, "k_scale", key)
+        yield _scaled("v_scale is applied twice", params, rows, "v_scale", value)
+        yield _both("k_scale and v_scale are applied twice", params, rows, key, value)
+        yield _both("k_scale and v_scale are exchanged", params, rows, value / key, key / value)
+    else:
+        yield _scaled("k_scale multiplies keys that are no codes", params, rows, "k_scale", key)
+        yield _scaled("v_scale multiplies values that are no codes", params, rows, "v_scale", value)
+        yield _both("k_scale and v_scale multiply keys and values that are no codes", params, rows, key, value)
+    q_scale = problem.cache.q_scale
+    factor = torch.tensor(q_scale if isinstance(q_scale, tuple) else (q_scale,), dtype=torch.float64)[:, None]
+    yield _scaled("q_scale multiplies a query that is no codes", params, rows, "q_scale", factor)
+
+
+def _scaled(meaning: str, params: AttentionParams, rows: Rows, name: str, factor: Tensor) -> Hypothesis:
+    """One of key, value and query times ``factor`` (``[1 or Hkv, 1]``)."""
+    part = {"k_scale": "keys", "v_scale": "values", "q_scale": "query"}[name]
+    per_head = factor.repeat_interleave(params.group_size, 0) if name == "q_scale" and len(factor) > 1 else factor
+
+    def ask() -> tuple[Tensor, Tensor]:
+        was: Tensor = getattr(rows, part)
+        return replace(rows, **{part: was.double() * per_head.to(was.device)}).attend(params)
+
+    return Hypothesis(meaning, ask)
+
+
+def _both(meaning: str, params: AttentionParams, rows: Rows, key: Tensor, value: Tensor) -> Hypothesis:
+    """Keys and values times a factor each."""
+
+    def ask() -> tuple[Tensor, Tensor]:
+        device = rows.keys.device
+        keys, values = rows.keys.double() * key.to(device), rows.values.double() * value.to(device)
+        return replace(rows, keys=keys, values=values).attend(params)
+
+    return Hypothesis(meaning, ask)
+
+
+def _of_first_head(params: AttentionParams, rows: Rows, name: str, scale: Tensor) -> Hypothesis:
+    return _scaled(f"the {name} of KV head 0 is used for all heads", params, rows, name, scale[:1] / scale)

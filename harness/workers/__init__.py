@@ -1,0 +1,1 @@
+"""Execution: each backend of a run in a process of its own."""

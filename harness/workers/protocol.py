@@ -1,0 +1,116 @@
+"""What a run and the process of a backend say to each other: one line of JSON a message, over two pipes.
+
+::
+
+    the run                        the process
+      (starts it) ---------------->  loads the backend
+      Assignment ----------------->
+                  <---------------- Introduced, or Refused
+      Examine(case)  ------------->
+                  <---------------- Begun(stage), then a record, as often as there is something to tell
+                  <---------------- Done
+      (closes the pipe) ---------->  ends
+
+``Fault`` may come in place of any answer: attncheck itself failed there. Must not know: processes, pipes, backends.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.introduction import Introduction
+from attncheck.reports.run_file.records import Environment, Record
+
+
+class _Message(BaseModel):
+    """Immutable, without unknown keys."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
+
+
+class Assignment(_Message):
+    """What a run is about. ``suites``, ``patterns`` and ``checks`` as they were asked for.
+
+    ``digests``: of each suite as the run has read it; a file that reads otherwise by now is refused. ``environment``:
+    the run's circumstances, whose digest the records carry. ``timing``: how the check of that name takes its times.
+    ``dump``: an absolute path.
+    """
+
+    kind: Literal["assignment"] = "assignment"
+    suites: tuple[str, ...]
+    patterns: tuple[str, ...]
+    checks: tuple[str, ...]
+    digests: tuple[str, ...]
+    device: str
+    seed: int
+    dump: str | None
+    environment: Environment
+    timing: TimingSettings
+
+
+class Examine(_Message):
+    """Asks for ``checks`` of one case of those selected, by its key, ``suite/id``, in that ``round``."""
+
+    kind: Literal["examine"] = "examine"
+    case: str
+    checks: tuple[str, ...]
+    round: int = 0
+
+
+class Introduced(_Message):
+    """The backend was loaded, or is unavailable."""
+
+    kind: Literal["introduced"] = "introduced"
+    introduction: Introduction
+
+
+class Refused(_Message):
+    """The question was wrong: the reference names no backend that could be examined, or a suite has changed."""
+
+    kind: Literal["refused"] = "refused"
+    reason: str
+
+
+class Begun(_Message):
+    """A stage of the case, such as ``check lse``, is about to be entered."""
+
+    kind: Literal["begun"] = "begun"
+    stage: str
+
+
+class Done(_Message):
+    """Nothing more comes of this case. ``blind``: why it could not be put at all."""
+
+    kind: Literal["done"] = "done"
+    blind: str | None = None
+
+
+class Fault(_Message):
+    """attncheck itself failed: ``error`` in a line, and the traceback."""
+
+    kind: Literal["fault"] = "fault"
+    error: str
+    traceback: str
+
+
+Request = Assignment | Examine
+Answer = Introduced | Refused | Begun | Record | Done | Fault
+
+_REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
+_ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="kind")])
+
+
+def parse_request(line: bytes) -> Request:
+    """The request on a line; pydantic.ValidationError for anything else."""
+    return _REQUEST.validate_json(line)
+
+
+def parse_answer(line: bytes) -> Answer:
+    """The answer on a line; pydantic.ValidationError for anything else."""
+    return _ANSWER.validate_json(line)
+
+
+def format_message(message: Request | Answer) -> bytes:
+    """One line of JSON with its newline; parsing gives the equal value back."""
+    return message.model_dump_json().encode() + b"\n"

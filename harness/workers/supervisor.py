@@ -1,0 +1,190 @@
+"""Execution: the cases of every backend of a run, each backend in a process of its own, one backend after the other.
+
+The check ``timing`` comes last, in rounds: while one process is asked for its times, the run has no other.
+
+What a backend's process dies of costs the checks of one case that have no record yet: they are ``crashed``, but for
+those that would have asked nothing, and a fresh process takes the cases that follow. Where attncheck itself fails in a
+process, a fresh one is asked once more; if it fails again, the case is lost and told, the rest of the run is not. Must
+not know: how a process is watched, files, terminals.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+
+import attncheck
+from attncheck.cases.model import Case
+from attncheck.errors import QuestionError
+from attncheck.harness.checks.case_checks import unasked
+from attncheck.harness.driver.observation import Raised
+from attncheck.harness.problem.memory_estimate import needed_bytes
+from attncheck.harness.run.evaluation import OURSELVES, Plan
+from attncheck.harness.run.introduction import Introduction
+from attncheck.harness.run.outcomes import Circumstances, crashed, record_of, unavailable
+from attncheck.harness.run.rounds import Sitting, in_turn, timed_sitting, untimed_sitting
+from attncheck.harness.workers.protocol import Begun, Done, Examine, Fault, Introduced, Refused, format_message
+from attncheck.harness.workers.worker_pool import Crew, WorkerError
+from attncheck.harness.workers.worker_process import Child, ProcessEndedError
+from attncheck.reports.run_file.records import EXAMINED, Environment, Record
+
+_ROOM_FOR_REQUESTS = 2**15
+"""Bytes of requests sent ahead: they fit into a pipe that nobody reads for long."""
+
+_SMALL = 2**30
+"""Bytes a case may need to be examined beside another."""
+
+
+class Supervisor:
+    """Examines a plan's cases through the processes of ``crew``, whose backends are ``introductions``.
+
+    blind: cases that could not be put at all, each told once.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        introductions: tuple[Introduction, ...],
+        crew: Crew,
+        environment: Environment,
+        *,
+        asks_ahead: bool = False,
+    ) -> None:
+        """``asks_ahead``: while one backend is examined, the process of the next is already at work on its cases.
+
+        Of the check ``timing``, nothing is asked ahead.
+        """
+        self.blind: list[QuestionError] = []
+        self._plan, self._introductions, self._crew = plan, introductions, crew
+        self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
+        self._faulty: set[str] = set()
+        self._unexamined: dict[str, set[str]] = {}
+        self._asks_ahead = asks_ahead
+        self._asked: dict[Child, set[str]] = {}
+
+    def run(self) -> Iterator[Record]:
+        """Every record, grouped by round, by backend, then by case; those without times come before the first round.
+
+        Raises:
+            WorkerError: attncheck itself failed in a process that was to take the place of another.
+        """
+        self._crew.keep(backend.ref for backend in self._introductions)
+        yield from self._run_untimed()
+        for number in range(self._plan.rounds):
+            yield from self._run_round(number)
+
+    def _run_untimed(self) -> Iterator[Record]:
+        sittings = {backend.ref: untimed_sitting(self._plan, backend.ref) for backend in self._introductions}
+        if not any(sitting.questions for sitting in sittings.values()):
+            return  # and the processes are still fresh
+        for index, backend in enumerate(self._introductions):
+            if self._asks_ahead:
+                self._ask_ahead(next((each for each in self._introductions[index + 1 :] if each.is_loaded), None))
+            yield from self._sit(backend, sittings[backend.ref])
+            self._crew.dismiss(backend.ref)
+
+    def _run_round(self, number: int) -> Iterator[Record]:
+        """What the first round did not examine, or could not even ask, is not asked again: it would be no news."""
+        asked: list[tuple[Introduction, Sitting]] = []
+        for backend in self._introductions:
+            left_out = self._unexamined.get(backend.ref, set()) | self._faulty
+            sitting = timed_sitting(self._plan, backend.ref, number, left_out)
+            if sitting.questions:
+                asked.append((backend, sitting))
+        for backend, sitting in in_turn(asked, number):
+            if backend.is_loaded:
+                self._crew.isolate(backend.ref)
+            for record in self._sit(backend, sitting):
+                if number == 0 and record.outcome not in EXAMINED:
+                    self._unexamined.setdefault(backend.ref, set()).add(record.case)
+                yield record
+            self._crew.dismiss(backend.ref)
+
+    def _sit(self, backend: Introduction, sitting: Sitting) -> Iterator[Record]:
+        self._circumstances = replace(self._circumstances, round=sitting.round)
+        return self._examine_all(backend, sitting) if backend.is_loaded else self._miss_all(backend, sitting)
+
+    def _ask_ahead(self, backend: Introduction | None) -> None:
+        """Let the process of ``backend`` begin; its answers wait in its pipe, and it waits where that is full."""
+        child = None if backend is None else self._crew.child(backend.ref)
+        if backend is None or child is None or child in self._asked:
+            return
+        room, asked = _ROOM_FOR_REQUESTS, self._asked.setdefault(child, set())
+        for case, checks in untimed_sitting(self._plan, backend.ref).questions:
+            request = Examine(case=case.key, checks=checks)
+            room -= len(format_message(request))
+            if room < 0 or needed_bytes(case) > _SMALL:
+                return
+            child.send(request)
+            asked.add(case.key)
+
+    def _miss_all(self, backend: Introduction, sitting: Sitting) -> Iterator[Record]:
+        for case, checks in sitting.questions:
+            for check in checks:
+                yield unavailable(self._circumstances, case, backend, check, backend.unavailable_reasons)
+
+    def _examine_all(self, backend: Introduction, sitting: Sitting) -> Iterator[Record]:
+        waiting = self._crew.child(backend.ref)
+        # While others were examined. What it was asked before, it may have answered before it ended.
+        if waiting is not None and waiting.has_ended and waiting not in self._asked:
+            self._crew.discard(backend.ref)
+        for index, (case, checks) in enumerate(sitting.questions):
+            due = list(checks)
+            request = Examine(case=case.key, checks=checks, round=sitting.round)
+            try:
+                # A backend may spoil its process so that attncheck fails there: a fresh one tells whose fault it is.
+                if (fault := (yield from self._examine(backend, case, due, request))) is not None:
+                    fault = yield from self._examine(backend, case, due, request)
+            except (QuestionError, OSError) as error:
+                cause = f"its process has ended, and no other could be started: {error}"
+                yield from self._crashed(backend, case, due, "the start", cause)
+                for left, lost in sitting.questions[index + 1 :]:
+                    yield from self._crashed(backend, left, lost, "the start", cause)
+                return
+            if fault is not None:  # of a case all of whose checks have a record, nothing is missing
+                raised = Raised(OURSELVES, WorkerError(backend.ref, fault), fault.error, fault.traceback)
+                for check in due:
+                    yield record_of(self._circumstances, case, backend, check, raised, 0.0)
+
+    def _examine(
+        self, backend: Introduction, case: Case, due: list[str], request: Examine
+    ) -> Generator[Record, None, Fault | None]:
+        """The records of the checks that are ``due``, which those are no longer that have one; what of ours failed.
+
+        Raises:
+            QuestionError, OSError: a fresh process was needed, and could not be had.
+        """
+        child = self._crew.child(backend.ref) or self._crew.renew(backend.ref)
+        stage = "the wait for this case"
+        if case.key not in self._asked.get(child, ()):
+            child.forget_output()
+            child.send(request)
+        try:
+            while not isinstance(answer := child.receive(), Done):
+                match answer:
+                    case Begun():
+                        stage = answer.stage
+                    case Fault():
+                        self._crew.discard(backend.ref)
+                        return answer
+                    case Introduced() | Refused():
+                        raise RuntimeError(f"the process of {backend.ref} answered a case by {answer.kind!r}")
+                    case record:
+                        if record.check in due:  # and was not made before a fault
+                            due.remove(record.check)
+                            yield record
+        except ProcessEndedError as ended:
+            self._crew.discard(backend.ref)
+            yield from self._crashed(backend, case, due, stage, ended.cause, ended.output)
+            return None
+        if answer.blind is not None and case.key not in self._faulty:
+            self._faulty.add(case.key)
+            self.blind.append(QuestionError(answer.blind))
+        return None
+
+    def _crashed(
+        self, backend: Introduction, case: Case, checks: Sequence[str], stage: str, cause: str, output: str = ""
+    ) -> Iterator[Record]:
+        for check in checks:
+            if (skipped := unasked(check, case, backend.features)) is not None:
+                yield record_of(self._circumstances, case, backend, check, skipped, 0.0)
+            else:
+                yield crashed(self._circumstances, case, backend, check, stage, cause, output)

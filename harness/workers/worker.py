@@ -1,0 +1,168 @@
+"""The process of one backend: loads it, introduces it, and examines the cases it is asked for, one after another.
+
+Whatever the backend prints goes elsewhere: answers have a pipe of their own. A copy of the process that the backend
+made (``os.fork``) and let come back from its call must not answer as well: its pipes are closed, and it ends at its
+first word. Must not know: other backends, run files, what becomes of an answer.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from attncheck.errors import QuestionError
+from attncheck.harness.workers.protocol import (
+    Answer,
+    Assignment,
+    Begun,
+    Done,
+    Examine,
+    Fault,
+    Introduced,
+    Refused,
+    Request,
+    format_message,
+    parse_request,
+)
+
+if TYPE_CHECKING:
+    from attncheck.backends.registry import LoadedBackend
+    from attncheck.cases.model import Case
+    from attncheck.harness.run.evaluation import Examiner, Missing
+
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+class SeveredError(Exception):
+    """A pipe to the run is gone: the run has ended, or the backend closed what was not its own."""
+
+
+class Wire:
+    """The worker's two pipes. Of a forked copy they are closed, and :meth:`send` ends it without a word."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._process = os.getpid()
+        self._requests = os.fdopen(reading, "rb", closefd=False)
+        self._writing = writing
+        self._opened = [reading, writing]
+        for descriptor in (reading, writing):
+            os.set_inheritable(descriptor, False)
+        os.register_at_fork(after_in_child=self._close)
+
+    def receive(self) -> Request | None:
+        """The next request; None: there will be none.
+
+        Raises:
+            SeveredError: the pipe is gone.
+        """
+        try:
+            line = self._requests.readline()
+        except (OSError, ValueError) as error:
+            raise SeveredError from error
+        return parse_request(line) if line else None
+
+    def send(self, answer: Answer) -> None:
+        """Send one answer, whole.
+
+        Raises:
+            SeveredError: the pipe is gone.
+        """
+        if os.getpid() != self._process:
+            os._exit(0)
+        rest = memoryview(format_message(answer))
+        try:
+            while rest:
+                rest = rest[os.write(self._writing, rest) :]
+        except OSError as error:
+            raise SeveredError from error
+
+    def _close(self) -> None:
+        """Once: a copy of a copy may hold files of its own under these numbers."""
+        while self._opened:
+            with contextlib.suppress(OSError):
+                os.close(self._opened.pop())
+
+
+def main(words: list[str]) -> None:
+    """What :mod:`attncheck.harness.workers.worker_process` starts: serve the run, as the process of a backend.
+
+    ``words``: the descriptors of the pipe to read and the pipe to write, and the backend's reference.
+    """
+    reading, writing, ref = words
+    sys.argv[:] = ["attncheck"]
+    if sys.platform == "linux":  # a run that is killed tells nobody, and this process may be busy for hours
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A kernel that kills the process says at least where, even if the backend closed what it prints to.
+    faulthandler.enable(os.dup(2))
+    wire = Wire(int(reading), int(writing))
+    try:
+        _serve(wire, ref)
+    except SeveredError:
+        sys.exit("a pipe between attncheck and this process is closed")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's where nothing of it is expected)
+        line = traceback.format_exception_only(error)[-1].strip()
+        wire.send(Fault(error=line, traceback="".join(traceback.format_exception(error))))
+
+
+def _serve(wire: Wire, ref: str) -> None:
+    from attncheck.harness.run.backend_loading import introduce, load_backend
+
+    backend: LoadedBackend | Missing | QuestionError
+    try:
+        backend = load_backend(ref)
+    except QuestionError as error:
+        backend = error
+    assignment = wire.receive()
+    if not isinstance(assignment, Assignment):
+        return
+    try:
+        if isinstance(backend, QuestionError):
+            raise backend
+        introduction = introduce(backend, assignment.device)
+        examiner = _examiner(assignment)
+    except QuestionError as error:
+        wire.send(Refused(reason=str(error)))
+        return
+    wire.send(Introduced(introduction=introduction))
+    cases = {case.key: case for case in examiner.plan.cases}
+    while isinstance(request := wire.receive(), Examine):
+        _examine(wire, examiner, backend, cases[request.case], request)
+
+
+def _examiner(assignment: Assignment) -> "Examiner":
+    """Raises QuestionError where the assignment means something else here than where it comes from."""
+    from pathlib import Path
+
+    from attncheck.harness.run.evaluation import Examiner, Plan
+    from attncheck.harness.run.selection import select_cases
+
+    selection = select_cases(assignment.suites, assignment.patterns, assignment.checks)
+    for suite, digest in zip(selection.suites, assignment.digests, strict=True):
+        if suite.hash != digest:
+            raise QuestionError(f"{suite.path} has changed since the run began")
+    plan = Plan(
+        cases=selection.cases,
+        checks=selection.checks,
+        device=assignment.device,
+        seed=assignment.seed,
+        dump=None if assignment.dump is None else Path(assignment.dump),
+        timing=assignment.timing,
+    )
+    return Examiner(plan, assignment.environment)
+
+
+def _examine(
+    wire: Wire, examiner: "Examiner", backend: "LoadedBackend | Missing", case: "Case", request: Examine
+) -> None:
+    def begin(stage: str) -> None:
+        wire.send(Begun(stage=stage))
+
+    for record in examiner.records(case, backend, begin, checks=request.checks, round_number=request.round):
+        wire.send(record)
+    fault = examiner.fault_of(case)
+    wire.send(Done(blind=None if fault is None else str(fault)))

@@ -1,0 +1,1 @@
+"""Attention, pure torch, float64 unless told otherwise."""

@@ -1,0 +1,275 @@
+"""The paged KV cache: where a token's K/V goes, writing it, copying pages, and the packings K and V come in.
+
+A cache is a logical ``[NB, BS, Hkv, D]`` tensor of any strides: whether memory holds ``[NB, BS, Hkv, D]`` (NHD) or
+``[NB, Hkv, BS, D]`` (HND), or K beside V, is a matter of views. A slot is ``block * BS + offset``, 64 bits wide: pools
+beyond 2**31 elements exist. Must not know: attention, batches, who owns which block.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attncheck.errors import ReferenceArgumentError
+from attncheck.reference.arguments import (
+    host_ints,
+    is_float8,
+    require_float,
+    require_index,
+    require_positive_int,
+    require_same_device,
+    require_scale,
+    require_shape,
+    require_shard,
+)
+from attncheck.reference.attention.quant import fp8_codes
+
+
+@torch.no_grad()
+def compute_slot_mapping(
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    *,
+    dcp_size: int = 1,
+    dcp_rank: int = 0,
+    cp_kv_cache_interleave_size: int = 1,
+) -> Tensor:
+    """The slot of every token: int64 ``[T]`` on the device of ``positions``; -1 for tokens another rank holds.
+
+    positions, req_indices: ``[T]`` int32 or int64: the token's position in its request, and its request.
+    block_table: ``[R, M]`` int32 or int64, this rank's. Only the entries of this rank's tokens are looked at.
+    dcp_size, dcp_rank, cp_kv_cache_interleave_size: decode context parallelism: ranks take turns at so many
+        consecutive positions, and each numbers its own positions densely; the default is one rank.
+
+    Raises :class:`~attncheck.errors.ReferenceArgumentError` for a negative position, a request or a page outside the
+    table, a negative block, an interleave that does not divide ``block_size``.
+
+    >>> positions, requests = torch.tensor([2, 3, 4, 9]), torch.tensor([0, 0, 0, 1])
+    >>> table = torch.tensor([[7, 5, 0], [6, 3, 8]])
+    >>> slots = []
+    >>> for position, request in zip(positions.tolist(), requests.tolist()):
+    ...     slots.append(int(table[request, position // 4]) * 4 + position % 4)
+    >>> slots == compute_slot_mapping(positions, requests, table, block_size=4).tolist() == [30, 31, 20, 33]
+    True
+    >>> compute_slot_mapping(positions, requests, table, block_size=4, dcp_size=2, dcp_rank=1).tolist()
+    [-1, 29, -1, 12]
+    """
+    for name, tensor in (("positions", positions), ("req_indices", req_indices), ("block_table", block_table)):
+        require_index(name, tensor)
+    require_shape("positions", positions, None)
+    require_shape("req_indices", req_indices, len(positions), legend="one a token")
+    require_shape("block_table", block_table, None, None, legend="requests, pages")
+    require_positive_int("block_size", block_size)
+    interleave = cp_kv_cache_interleave_size
+    require_shard(block_size, dcp_size, dcp_rank, interleave)
+
+    position, request = positions.to(torch.int64), req_indices.to(positions.device, torch.int64)
+    capacity = block_table.shape[1] * block_size
+    _require_range("positions", position, 0, capacity if dcp_size == 1 else None)
+    _require_range("req_indices", request, 0, len(block_table))
+    table = block_table.to(positions.device)
+    if dcp_size == 1:
+        return _slots(position, request, table, block_size)
+    mine = position.div(interleave, rounding_mode="floor") % dcp_size == dcp_rank
+    slots = torch.full_like(position, -1)
+    local = position.div(interleave * dcp_size, rounding_mode="floor") * interleave + position % interleave
+    local, request = local[mine], request[mine]
+    _require_range("positions on this rank", local, 0, capacity)
+    slots[mine] = _slots(local, request, table, block_size)
+    return slots
+
+
+@torch.no_grad()
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: float | Tensor = 1.0,
+    v_scale: float | Tensor = 1.0,
+) -> None:
+    """Writes new K/V into the caches, in place: row ``t`` to slot ``slot_mapping[t]``; negative slots nowhere.
+
+    key, value: ``[T', Hkv, D]``, ``[T', Hkv, Dv]``, any float dtype but float8. Rows beyond the mapping are padding.
+    key_cache, value_cache: ``[NB, BS, Hkv, D]``, ``[NB, BS, Hkv, Dv]``, views of any strides. Nothing but the named
+        slots changes. Float8 caches are written with codes (:func:`~attncheck.reference.attention.quant.quantize_fp8`);
+        others are converted, the scales ignored.
+    slot_mapping: ``[T]`` int32 or int64, ``T <= T'``; no slot twice.
+    k_scale, v_scale: a number, one element, ``[Hkv]`` or ``[NB, BS, Hkv]``.
+
+    Everything is checked before anything is written; raises :class:`~attncheck.errors.ReferenceArgumentError`.
+
+    >>> key, cache = torch.arange(1.0, 4.0).view(3, 1, 1), torch.zeros(2, 4, 1, 1)
+    >>> reshape_and_cache(key, key, cache, cache.clone(), torch.tensor([6, -1]))
+    >>> cache.view(2, 4)
+    tensor([[0., 0., 0., 0.],
+            [0., 0., 1., 0.]])
+    """
+    require_shape("key_cache", key_cache, None, None, None, None, legend="blocks, block_size, num_kv_heads, head_size")
+    require_shape("value_cache", value_cache, *key_cache.shape[:3], None, legend="as the key cache")
+    halves = (("key", key, key_cache, k_scale), ("value", value, value_cache, v_scale))
+    slots = host_ints("slot_mapping", slot_mapping)
+    for name, rows, cache, scale in halves:
+        require_float(name, rows)
+        require_float(f"{name}_cache", cache, float8=True)
+        require_shape(name, rows, None, *cache.shape[2:], legend="rows, num_kv_heads, head_size")
+        require_same_device("key", key, **{name: rows, f"{name}_cache": cache})
+        if len(rows) < len(slots):
+            raise ReferenceArgumentError(f"{name}.shape", tuple(rows.shape), f"at least {len(slots)} rows, one a slot")
+        if is_float8(cache):
+            require_scale(f"{name[0]}_scale", scale, cache.shape[2:3], cache.shape[:3])
+    num_blocks, block_size = key_cache.shape[:2]
+    live = [slot for slot in slots if slot >= 0]
+    if live and max(live) >= num_blocks * block_size:
+        raise ReferenceArgumentError("slot_mapping", max(live), f"a slot below {num_blocks * block_size}, or negative")
+    if (twice := _first_repeated(live)) is not None:
+        raise ReferenceArgumentError("slot_mapping", twice, "a slot named once: two writes have no order")
+
+    slot = slot_mapping.to(key.device, torch.int64)
+    tokens = (slot >= 0).nonzero().squeeze(-1)
+    blocks, offsets = slot[tokens] // block_size, slot[tokens] % block_size
+    for _, rows, cache, scale in halves:
+        if is_float8(cache):
+            codes = fp8_codes(rows[tokens], _scale_of_rows(scale, blocks, offsets), cache.dtype)
+            cache.view(torch.uint8)[blocks, offsets] = codes.view(torch.uint8)
+        else:
+            cache[blocks, offsets] = rows[tokens].to(cache.dtype)
+
+
+@torch.no_grad()
+def copy_blocks(caches: Sequence[Tensor], mapping: Tensor) -> None:
+    """In every cache, block ``d`` becomes block ``s`` for each row ``(s, d)`` of ``mapping``, in place.
+
+    caches: block axis first, any further shape, strides and dtype. mapping: ``[n, 2]`` int32 or int64. All sources
+    are read before anything is written, so a chain copies old contents. A destination named twice is refused.
+
+    >>> cache = torch.tensor([[1.0], [2.0], [3.0]])
+    >>> copy_blocks([cache], torch.tensor([[0, 1], [1, 2]]))
+    >>> cache.flatten().tolist()
+    [1.0, 1.0, 2.0]
+    """
+    pairs = _block_pairs(mapping)
+    for index, cache in enumerate(caches):
+        _check_blocks(f"caches[{index}]", cache, pairs, 0)
+        _check_blocks(f"caches[{index}]", cache, pairs, 1)
+    for cache in caches:
+        _copy(cache, cache, pairs)
+
+
+@torch.no_grad()
+def swap_blocks(src: Tensor, dst: Tensor, mapping: Tensor) -> None:
+    """``dst[d]`` becomes ``src[s]`` for each row ``(s, d)`` of ``mapping``; in place on ``dst``, also across devices.
+
+    Blocks of both have one shape and dtype. A destination named twice is refused.
+    """
+    pairs = _block_pairs(mapping)
+    require_shape("dst", dst, None, *src.shape[1:], legend="blocks as in src")
+    if src.dtype != dst.dtype:
+        raise ReferenceArgumentError("dst.dtype", dst.dtype, f"{src.dtype}, as src")
+    _check_blocks("src", src, pairs, 0)
+    _check_blocks("dst", dst, pairs, 1)
+    _copy(src, dst, pairs)
+
+
+def kv_cache_views(cache: Tensor, packing: str, head_size: int) -> tuple[Tensor, Tensor]:
+    """Logical ``(key [NB, BS, Hkv, D], value [NB, BS, Hkv, Dv])`` views that share memory with ``cache``.
+
+    ======================  ==========================  ========================================
+    packing                 shape of ``cache``          where K and V stand
+    ======================  ==========================  ========================================
+    ``"split_first"``       ``[2, NB, BS, Hkv, D]``     two halves of the pool
+    ``"split_second"``      ``[NB, 2, BS, Hkv, D]``     two halves of each block
+    ``"content"``           ``[NB, Hkv, BS, D + Dv]``   K then V in each token's row
+    ``"plane"``             ``[NB, Hkv, 2 * BS, D]``    per block and head, a K plane then a V plane
+    ======================  ==========================  ========================================
+
+    ``head_size``: ``D``. Raises :class:`~attncheck.errors.ReferenceArgumentError` where the shape does not fit.
+
+    >>> key, value = kv_cache_views(torch.arange(12.0).view(1, 2, 2, 3), "content", head_size=2)
+    >>> key.shape, value.shape, value[0, 1].flatten().tolist()
+    (torch.Size([1, 2, 2, 2]), torch.Size([1, 2, 2, 1]), [5.0, 11.0])
+    """
+    require_positive_int("head_size", head_size)
+    if packing == "split_first":
+        require_shape("cache", cache, 2, None, None, None, head_size)
+        return cache[0], cache[1]
+    if packing == "split_second":
+        require_shape("cache", cache, None, 2, None, None, head_size)
+        return cache[:, 0], cache[:, 1]
+    if packing == "content":
+        require_shape("cache", cache, None, None, None, None)
+        if cache.shape[3] <= head_size:
+            raise ReferenceArgumentError("cache.shape", tuple(cache.shape), f"wider than head_size {head_size}")
+        rows = cache.transpose(1, 2)
+        return rows[..., :head_size], rows[..., head_size:]
+    if packing == "plane":
+        require_shape("cache", cache, None, None, None, head_size)
+        if cache.shape[2] % 2:
+            raise ReferenceArgumentError("cache.shape", tuple(cache.shape), "even in axis 2: a K plane and a V plane")
+        rows, block_size = cache.transpose(1, 2), cache.shape[2] // 2
+        return rows[:, :block_size], rows[:, block_size:]
+    raise ReferenceArgumentError("packing", packing, "split_first, split_second, content or plane")
+
+
+def _slots(position: Tensor, request: Tensor, table: Tensor, block_size: int) -> Tensor:
+    """``table[request, position // block_size] * block_size + position % block_size``, in few passes."""
+    width = table.shape[1]
+    page = position.div(block_size, rounding_mode="floor")
+    block = table.flatten().index_select(0, torch.add(page, request, alpha=width)).to(torch.int64)
+    _require_range("block_table", block, 0, None)
+    return torch.add(position, block - page, alpha=block_size)
+
+
+def _scale_of_rows(scale: float | Tensor, blocks: Tensor, offsets: Tensor) -> float | Tensor:
+    """A scale that broadcasts to the rows ``[n, Hkv, size]`` which go to the given slots."""
+    if not isinstance(scale, Tensor):
+        return scale
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if scale.dim() > 1:
+        scale = scale[blocks.to(scale.device), offsets.to(scale.device)]
+    return scale.unsqueeze(-1)
+
+
+def _first_repeated(numbers: Sequence[int]) -> int | None:
+    seen: set[int] = set()
+    for number in numbers:
+        if number in seen:
+            return number
+        seen.add(number)
+    return None
+
+
+def _block_pairs(mapping: Tensor) -> Tensor:
+    require_index("mapping", mapping)
+    require_shape("mapping", mapping, None, 2, legend="pairs (source, destination)")
+    if (twice := _first_repeated(mapping[:, 1].tolist())) is not None:
+        raise ReferenceArgumentError("mapping[:, 1]", twice, "a destination named once: two writes have no order")
+    return mapping.to(torch.int64)
+
+
+def _check_blocks(name: str, cache: Tensor, pairs: Tensor, column: int) -> None:
+    if cache.dim() == 0:
+        raise ReferenceArgumentError(f"{name}.shape", (), "with the block axis first")
+    _require_range(f"mapping[:, {column}]", pairs[:, column], 0, len(cache))
+
+
+def _copy(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
+    if is_float8(src):
+        src, dst = src.view(torch.uint8), dst.view(torch.uint8)
+    blocks = src[pairs[:, 0].to(src.device)]
+    dst[pairs[:, 1].to(dst.device)] = blocks.to(dst.device)
+
+
+def _require_range(name: str, values: Tensor, low: int, end: int | None) -> None:
+    """Refuses values outside ``low <= value < end``."""
+    if not values.numel():
+        return
+    least, greatest = (int(value) for value in values.aminmax())
+    if least < low or (end is not None and greatest >= end):
+        allowed = f"at least {low}" if end is None else f"from {low} to {end - 1}"
+        raise ReferenceArgumentError(name, least if least < low else greatest, allowed)

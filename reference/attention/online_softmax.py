@@ -1,0 +1,209 @@
+"""The one computation behind every attention path: softmax over key tiles, one request at a time.
+
+Letters, in the order of a tensor's axes; names carry them, so that a transpose shows::
+
+    R  requests                       T  query rows of the whole batch
+    H  query heads                    N  KV heads             G  query heads a KV head (H = N * G)
+    D  head size of query and key     V  head size of value and output
+    q  rows of a query tile           k  keys of a key tile   m  rows of a query tile times heads of a group (G * q)
+
+Query head ``h`` reads KV head ``h // G``: heads are laid out ``[N, G]`` and the group is folded into the rows of a
+matrix product, so that K and V are never repeated. For a row at position ``q`` and a key at position ``j``, in this
+order::
+
+    s = scale * <Q, K>
+    s = cap * tanh(s / cap)                                        if there is a soft cap
+    s = s + slope * (j - q)                                        if there is ALiBi
+    s = -inf where the row does not see the key                    masking comes last
+    m = max s    Z = sum exp(s - m)    out = sum exp(s - m) V / Z    lse = m + ln Z
+
+The sums run over key tiles (Milakov and Gimelshein 2018; Dao et al. 2022): when a tile raises the maximum from ``m`` to
+``m'``, what was summed before is multiplied by ``exp(m - m')``. A sink joins ``Z`` once, at the end, with no value. A
+row that saw nothing has ``m = -inf`` and ``Z = 0``; it is given ``out = 0`` and ``lse = -inf`` (with a sink: the sink).
+
+Rows are taken in bands of some query tiles; within a band keys are the outer loop: each key tile is fetched and
+converted once, and every query tile that sees any of it takes its part. So memory holds one key tile, one tile of
+scores and the state of one band, never rows times keys. Query tiles skip key tiles beyond their reach, and build masks
+only where some rows see a key and others do not.
+
+Must not know: pages, slots, scales of codes, batches.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from attncheck.reference.attention.params import AttentionParams, Precision
+from attncheck.reference.attention.visibility import Visibility
+
+FetchKeys = Callable[[int, int], tuple[Tensor, Tensor]]
+"""``(lo, hi) -> (K [N, k, D], V [N, k, V])`` for the keys ``lo <= j < hi`` of a request, new, in the compute dtype."""
+
+_BAND_TILES = 32
+"""Query tiles that share one pass over the keys: more of them fetch keys less often, fewer hold less state."""
+
+
+class ScoreRule:
+    """The modifiers of a layer as tensors of one device and dtype, made once a call."""
+
+    def __init__(self, params: AttentionParams, precision: Precision, device: torch.device, sinks: bool) -> None:
+        self.params, self.precision, self.device = params, precision, device
+        self.scale, self.cap = params.softmax_scale, params.soft_cap
+        self.slopes_NG11 = self._per_head(params.alibi_slopes)
+        self.sinks_NG11 = self._per_head(params.sinks) if sinks else None
+
+    def _per_head(self, values: Sequence[float] | None) -> Tensor | None:
+        if values is None:
+            return None
+        tensor = torch.tensor(values, dtype=self.precision.compute, device=self.device)
+        return tensor.view(self.params.num_kv_heads, self.params.group_size, 1, 1)
+
+    def bias_qk(self, q_pos_q1: Tensor, k_pos_1k: Tensor) -> Tensor:
+        """What a slope multiplies: ``j - q``, or ``-sqrt(max(q - j, 0))``. Positions are subtracted as integers."""
+        distance_qk = (k_pos_1k - q_pos_q1).to(self.precision.compute)
+        return distance_qk.clamp_(max=0).neg_().sqrt_().neg_() if self.params.alibi_sqrt else distance_qk
+
+
+class RowTile:
+    """Some consecutive rows of a request, all heads, and what they have summed so far."""
+
+    def __init__(self, query_qHD: Tensor, first: int, rule: ScoreRule) -> None:
+        self.rule = rule
+        params, compute = rule.params, rule.precision.compute
+        rows, groups, heads = len(query_qHD), params.group_size, params.num_kv_heads
+        self.first, self.last = first, first + rows - 1
+        self.shape_NGq = (heads, groups, rows)
+        q_qNGD = query_qHD.to(compute).reshape(rows, heads, groups, params.head_size)
+        self.q_NmD = q_qNGD.permute(1, 2, 0, 3).reshape(heads, groups * rows, params.head_size)
+        self.q_pos_q1 = torch.arange(first, first + rows, device=rule.device).unsqueeze(1)
+        self.max_Nm1 = self.q_NmD.new_full((heads, groups * rows, 1), -torch.inf)
+        self.sum_Nm1 = self.q_NmD.new_zeros((heads, groups * rows, 1))
+        self.acc_NmV = self.q_NmD.new_zeros((heads, groups * rows, params.value_head_size))
+
+    def absorb(self, k_NkD: Tensor, v_NkV: Tensor, lo: int, sight: Visibility, room: Tensor) -> None:
+        """Adds the keys ``lo ..`` to the sums. ``room`` is where the scores are worked on; K and V are left alone."""
+        hi = lo + k_NkD.shape[1]
+        masks = self._masks(lo, hi, sight)
+        for begin, sees_qk in masks:
+            # A key that none of these rows sees may hold NaN, and 0 * NaN is NaN: it is taken out, not multiplied.
+            seen_k = sees_qk.any(0)
+            if not seen_k.all():
+                if len(seen_k) == hi - lo and not seen_k.any():
+                    return
+                k_NkD, v_NkV = _cleared(k_NkD, v_NkV, begin - lo, seen_k)
+        s_Nmk = self._scores(k_NkD, lo, sight, room)
+        s_NGqk = s_Nmk.view(*self.shape_NGq, hi - lo)
+        for begin, sees_qk in masks:
+            part_NGqk = s_NGqk[..., begin - lo : begin - lo + sees_qk.shape[1]]
+            part_NGqk.masked_fill_(~sees_qk, -torch.inf)
+        self._add(s_Nmk, v_NkV)
+
+    def _masks(self, lo: int, hi: int, sight: Visibility) -> list[tuple[int, Tensor]]:
+        """The parts of ``lo .. hi`` that need a mask, as (first key, bool [q, k]); most tiles have none."""
+        common_lo, common_hi = sight.common(self.first, self.last)
+        left_end = min(max(common_lo, lo), hi)
+        right_begin = min(max(common_hi, left_end), hi)
+        edges = [(lo, left_end), (right_begin, hi)] if left_end < right_begin else [(lo, hi)]
+        return [
+            (begin, sight.mask(self.q_pos_q1, sight.key_positions(begin, end, self.rule.device)))
+            for begin, end in edges
+            if begin < end
+        ]
+
+    def _scores(self, k_NkD: Tensor, lo: int, sight: Visibility, room: Tensor) -> Tensor:
+        """Scores before masking, ``[N, m, k]``, in ``room``."""
+        rule, keys = self.rule, k_NkD.shape[1]
+        heads, rows, _ = self.q_NmD.shape
+        s_Nmk = room[: heads * rows * keys].view(heads, rows, keys)
+        s_Nmk.baddbmm_(self.q_NmD, k_NkD.transpose(1, 2), beta=0, alpha=rule.scale)  # beta = 0: old values are not read
+        if rule.cap is not None:
+            s_Nmk.div_(rule.cap).tanh_().mul_(rule.cap)
+        if rule.slopes_NG11 is not None:
+            k_pos_1k = sight.key_positions(lo, lo + keys, rule.device)
+            s_NGqk = s_Nmk.view(*self.shape_NGq, keys)
+            s_NGqk.add_(rule.slopes_NG11 * rule.bias_qk(self.q_pos_q1, k_pos_1k))
+        return s_Nmk
+
+    def _add(self, s_Nmk: Tensor, v_NkV: Tensor) -> None:
+        """One step of the online softmax; ``s_Nmk`` is consumed."""
+        max_Nm1 = torch.maximum(self.max_Nm1, s_Nmk.amax(-1, keepdim=True))
+        # A row that has seen nothing yet would give -inf - -inf: any finite pivot makes all its weights exp(-inf) = 0.
+        pivot_Nm1 = max_Nm1.masked_fill(max_Nm1 == -torch.inf, 0.0)
+        rescale_Nm1 = torch.exp(self.max_Nm1 - pivot_Nm1)
+        p_Nmk = s_Nmk.sub_(pivot_Nm1).exp_()
+        self.max_Nm1 = max_Nm1
+        self.sum_Nm1.mul_(rescale_Nm1).add_(p_Nmk.sum(-1, keepdim=True))
+        self.acc_NmV.mul_(rescale_Nm1).baddbmm_(self.rule.precision.round_prob(p_Nmk), v_NkV)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """``(out [q, H, V], lse [q, H])`` of everything absorbed, sinks included."""
+        heads, groups, rows = self.shape_NGq
+        max_Nm1, sum_Nm1, acc_NmV = self.max_Nm1, self.sum_Nm1, self.acc_NmV
+        if self.rule.sinks_NG11 is not None:
+            sinks_Nm1 = self.rule.sinks_NG11.expand(heads, groups, rows, 1).reshape(heads, groups * rows, 1)
+            top_Nm1 = torch.maximum(max_Nm1, sinks_Nm1)
+            pivot_Nm1 = top_Nm1.masked_fill(top_Nm1 == -torch.inf, 0.0)
+            rescale_Nm1 = torch.exp(max_Nm1 - pivot_Nm1)
+            sum_Nm1 = sum_Nm1 * rescale_Nm1 + torch.exp(sinks_Nm1 - pivot_Nm1)
+            max_Nm1, acc_NmV = top_Nm1, acc_NmV * rescale_Nm1
+        # Without keys the sum is 0 and the accumulator too: dividing by 1 keeps the output 0; ln 0 is the -inf wanted.
+        out_NmV = acc_NmV / sum_Nm1.masked_fill(sum_Nm1 == 0, 1.0)
+        lse_Nm1 = max_Nm1 + sum_Nm1.log()
+        out_qHV = out_NmV.view(heads, groups, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads * groups, -1)
+        lse_qH = lse_Nm1.view(heads, groups, rows).permute(2, 0, 1).reshape(rows, heads * groups)
+        return self.rule.precision.round_out(out_qHV), lse_qH
+
+
+def attend(
+    query_qHD: Tensor,
+    fetch: FetchKeys,
+    sight: Visibility,
+    rule: ScoreRule,
+    tile_sizes: tuple[int, int],
+    out_qHV: Tensor,
+    lse_qH: Tensor,
+) -> None:
+    """Attention of all rows of one request, written into ``out_qHV`` and ``lse_qH``.
+
+    Row ``i`` stands at position ``sight.context_len + i``. ``fetch`` is asked only for keys within ``sight.span``.
+    ``tile_sizes``: rows and keys of a tile.
+    """
+    q_tile, kv_tile = tile_sizes
+    for begin in range(0, len(query_qHD), q_tile * _BAND_TILES):
+        starts = range(begin, min(begin + q_tile * _BAND_TILES, len(query_qHD)), q_tile)
+        tiles = [RowTile(query_qHD[at : at + q_tile], sight.context_len + at, rule) for at in starts]
+        _attend_band(tiles, fetch, sight, kv_tile)
+        for at, tile in zip(starts, tiles, strict=True):
+            out_qHV[at : at + q_tile], lse_qH[at : at + q_tile] = tile.result()
+
+
+def _attend_band(tiles: Sequence[RowTile], fetch: FetchKeys, sight: Visibility, kv_tile: int) -> None:
+    """One pass over the keys that any of the tiles can see."""
+    reaches = [sight.reach(tile.first, tile.last) for tile in tiles]
+    begin = min((lo for lo, hi in reaches if lo < hi), default=0)
+    end = max((hi for lo, hi in reaches if lo < hi), default=0)
+    scores = max(len(tile.q_NmD) * tile.q_NmD.shape[1] for tile in tiles) * max(0, min(kv_tile, end - begin))
+    room = tiles[0].q_NmD.new_empty(scores)
+    for tile_lo in range(begin, end, kv_tile):
+        tile_hi = min(tile_lo + kv_tile, end)
+        k_NkD, v_NkV = fetch(tile_lo, tile_hi)
+        for tile, reach in zip(tiles, reaches, strict=True):
+            lo, hi = max(reach[0], tile_lo), min(reach[1], tile_hi)
+            if lo < hi:
+                keys = slice(lo - tile_lo, hi - tile_lo)
+                tile.absorb(k_NkD[:, keys], v_NkV[:, keys], lo, sight, room)
+
+
+def heads_first(x_kNC: Tensor, compute: torch.dtype) -> Tensor:
+    """Keys or values ``[k, N, C]`` as ``[N, k, C]`` in the compute dtype: new, converted and transposed in one pass."""
+    keys, heads, size = x_kNC.shape
+    return torch.empty((heads, keys, size), dtype=compute, device=x_kNC.device).copy_(x_kNC.transpose(0, 1))
+
+
+def _cleared(k_NkD: Tensor, v_NkV: Tensor, at: int, seen_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies with zeros for those keys from ``at`` on that ``seen_k`` leaves out."""
+    keep_1k1 = torch.ones(k_NkD.shape[1], dtype=torch.bool, device=seen_k.device)
+    keep_1k1[at : at + len(seen_k)] = seen_k
+    gone_1k1 = ~keep_1k1[None, :, None]
+    return k_NkD.masked_fill(gone_1k1, 0.0), v_NkV.masked_fill(gone_1k1, 0.0)

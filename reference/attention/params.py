@@ -1,0 +1,269 @@
+"""What one attention layer computes, as numbers: the parameters of the reference, its precision, and who sees whom.
+
+The formulas and their order are drawn in :mod:`attncheck.reference.attention.online_softmax`; this module fixes what
+each parameter means and refuses values that mean nothing. Must not know: caches, block tables, batches, backends.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attncheck.errors import ReferenceArgumentError
+from attncheck.reference.spec import LayerSpec
+
+_ENDLESS = 2**62
+"""Positions and distances are compared in 64 bits; no sum of two below this overflows them."""
+
+_FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """One attention layer. Hashable; two layers with equal parameters compute the same function.
+
+    With query row at position ``q``, query head ``h``, key position ``j`` and KV head ``h // (num_heads //
+    num_kv_heads)``, a score is built in this order (confirmed against vLLM: the cap is inside, ALiBi outside)::
+
+        s = scale * <Q[q, h], K[j, h // G]>
+        s = cap * tanh(s / cap)              logits_soft_cap
+        s = s + slope[h] * (j - q)           alibi_slopes; with alibi_sqrt: - slope[h] * sqrt(max(q - j, 0))
+        s = s if visible(q, j) else -inf     causal, window, attn_chunk_size: see visible()
+
+    and ``sinks`` add ``exp(sink[h])`` to the softmax denominator only, unscaled, uncapped, unbiased, unmasked.
+
+    num_heads, num_kv_heads: query heads and KV heads; the second divides the first (GQA, Ainslie et al. 2023).
+    head_size, head_size_v: size of a query/key head, and of a value/output head; ``None``: ``head_size``.
+    scale: any finite number; ``None``: ``head_size ** -0.5``.
+    causal: a row sees itself and what came before it.
+    window: inclusive distances ``(left, right)``, a negative one is unlimited; ``left = 0`` is a window of one key.
+    logits_soft_cap: ``None`` or 0: off (Gemma 2).
+    alibi_slopes: one a query head, or ``None`` (Press et al. 2022). The bias is signed where keys lie ahead.
+    alibi_sqrt: the square-root form of the bias, 0 for keys ahead; no effect without slopes.
+    sinks: one logit a query head, or ``None``; ``-inf``: none for that head.
+    attn_chunk_size: local attention in chunks aligned to position 0, or ``None``.
+    attn_chunk_lookback: how many earlier chunks a row sees besides its own; no effect without a chunk size.
+
+    Raises :class:`~attncheck.errors.ReferenceArgumentError` (a ``ValueError``) naming the field that means nothing.
+
+    >>> AttentionParams(num_heads=8, num_kv_heads=2, head_size=64).softmax_scale
+    0.125
+    >>> AttentionParams(num_heads=8, num_kv_heads=3, head_size=64)
+    Traceback (most recent call last):
+    attncheck.errors.ReferenceArgumentError: num_kv_heads = 3: must be a divisor of num_heads 8
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int | None = None
+    scale: float | None = None
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    logits_soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
+    alibi_sqrt: bool = False
+    sinks: tuple[float, ...] | None = None
+    attn_chunk_size: int | None = None
+    attn_chunk_lookback: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v", "attn_chunk_size"):
+            size = getattr(self, name)
+            if size is not None and not (_is_int(size) and 0 < size < _ENDLESS):
+                raise ReferenceArgumentError(name, size, "a positive integer below 2**62")
+        if self.num_heads % self.num_kv_heads:
+            raise ReferenceArgumentError("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads {self.num_heads}")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise ReferenceArgumentError("scale", self.scale, "a finite number, or None for head_size ** -0.5")
+        if self.logits_soft_cap is not None and not 0 <= self.logits_soft_cap < math.inf:
+            raise ReferenceArgumentError("logits_soft_cap", self.logits_soft_cap, "a number >= 0; None or 0: off")
+        window = tuple(self.window)
+        if len(window) != 2 or not all(_is_int(distance) and distance < _ENDLESS for distance in window):
+            required = "two integers (left, right) below 2**62; negative: unlimited"
+            raise ReferenceArgumentError("window", self.window, required)
+        object.__setattr__(self, "window", window)
+        self._freeze_per_head("alibi_slopes", "finite", math.isfinite)
+        self._freeze_per_head("sinks", "finite, or -inf for no sink", lambda sink: sink < math.inf)
+        if not (_is_int(self.attn_chunk_lookback) and 0 <= self.attn_chunk_lookback < _ENDLESS):
+            raise ReferenceArgumentError(
+                "attn_chunk_lookback", self.attn_chunk_lookback, "an integer >= 0, below 2**62"
+            )
+
+    def _freeze_per_head(self, name: str, required: str, allowed: Callable[[float], bool]) -> None:
+        """Holds a field of one number a query head as a tuple, whatever sequence it was given as."""
+        given: Sequence[float] | None = getattr(self, name)
+        if given is None:
+            return
+        if len(given) != self.num_heads:
+            raise ReferenceArgumentError(name, given, f"one number for each of {self.num_heads} query heads")
+        values = tuple(float(value) for value in given)
+        if not all(allowed(value) for value in values):
+            raise ReferenceArgumentError(name, values, required)
+        object.__setattr__(self, name, values)
+
+    @property
+    def group_size(self) -> int:
+        """``G``: how many consecutive query heads read the same KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def value_head_size(self) -> int:
+        """``Dv``: head size of value and output."""
+        return self.head_size if self.head_size_v is None else self.head_size_v
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the scores, its default resolved (from ``head_size``, never from ``head_size_v``)."""
+        return float(self.head_size) ** -0.5 if self.scale is None else float(self.scale)
+
+    @property
+    def soft_cap(self) -> float | None:
+        """The cap, or None where there is none; 0 is none."""
+        return self.logits_soft_cap or None
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which roundings the reference makes; the code path is the same for all of them.
+
+    compute: dtype of scores, softmax, accumulation, lse and of the returned tensors.
+    prob: the softmax numerators ``P`` are rounded to this before ``P @ V`` (the row sum uses them unrounded, and the
+        values are carried in ``compute``); ``None``: not rounded.
+    out: the output is rounded to this (values carried in ``compute``); ``None``: not rounded. The lse never is.
+
+    Float32 products on a GPU follow torch's own TF32 setting, which whoever runs the reference states.
+
+    The default is the truth. ``Precision.kernel(torch.bfloat16)`` makes the roundings of a good kernel, whose distance
+    from the truth sizes the error an honest kernel may have.
+
+    >>> Precision.kernel(torch.bfloat16)
+    Precision(compute=torch.float32, prob=torch.bfloat16, out=torch.bfloat16)
+    """
+
+    compute: torch.dtype = torch.float64
+    prob: torch.dtype | None = None
+    out: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "prob", "out"):
+            dtype = getattr(self, name)
+            if dtype not in _FLOAT_DTYPES and not (name != "compute" and dtype is None):
+                allowed = "float64, float32, bfloat16 or float16" + ("" if name == "compute" else ", or None")
+                raise ReferenceArgumentError(f"precision.{name}", dtype, allowed)
+
+    @classmethod
+    def kernel(cls, dtype: torch.dtype) -> "Precision":
+        """What a good kernel for tensors of ``dtype`` rounds: float32 inside, ``P`` and output in ``dtype``."""
+        return cls(torch.float32, dtype, dtype)
+
+    def round_prob(self, p: Tensor) -> Tensor:
+        """Softmax numerators as they enter the product with V."""
+        return _rounded(p, self.prob)
+
+    def round_out(self, out: Tensor) -> Tensor:
+        """The output as it is returned."""
+        return _rounded(out, self.out)
+
+
+def window_pair(sliding_window: int | None, *, bidirectional: bool = False) -> tuple[int, int]:
+    """Inclusive distances for vLLM's ``sliding_window``: a query sees at most so many keys, itself included.
+
+    A causal layer looks back only; an encoder layer, or a causal layer called without the causal mask, looks both
+    ways (vLLM mirrors the pair). ``None``: no window.
+
+    >>> window_pair(4), window_pair(4, bidirectional=True), window_pair(1), window_pair(None)
+    ((3, 0), (3, 3), (0, 0), (-1, -1))
+    """
+    if sliding_window is None:
+        return (-1, -1)
+    if not (_is_int(sliding_window) and sliding_window > 0):
+        raise ReferenceArgumentError("sliding_window", sliding_window, "an integer >= 1, or None for no window")
+    left = sliding_window - 1
+    return (left, left) if bidirectional else (left, 0)
+
+
+def visible(params: AttentionParams, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    """Whether the row at position ``q_pos`` sees the key at position ``k_pos``: bool, of their broadcast shape.
+
+    Positions are absolute and counted from the first token of the request; ``q_pos`` may be negative (a row before
+    the first key). Knows nothing of lengths: who asks must ask about keys that exist. Defined by::
+
+        (not causal or j <= q)
+        and (left  < 0 or q - j <= left)
+        and (right < 0 or j - q <= right)
+        and (no chunk size C, or 0 <= floor(q / C) - floor(j / C) <= lookback)
+
+    Drawn for two new rows at the end of five keys (positions 3 and 4; a row sees its own key), x for visible::
+
+        causal          window (1, -1)     window (2, 0)      chunks of 2
+        x x x x .       . . x x x          . x x x .          . . x x .
+        x x x x x       . . . x x          . . x x x          . . . . x
+
+    (``window`` drawn without the causal mask, ``chunks`` with it.)
+
+    >>> layer = AttentionParams(1, 1, 8, causal=True, attn_chunk_size=2)
+    >>> visible(layer, torch.tensor([[3], [4]]), torch.arange(5)).int()
+    tensor([[0, 0, 1, 1, 0],
+            [0, 0, 0, 0, 1]], dtype=torch.int32)
+    """
+    q_pos, k_pos = q_pos.to(torch.int64), k_pos.to(torch.int64)
+    distance = q_pos - k_pos
+    sees = torch.ones_like(distance, dtype=torch.bool)
+    if params.causal:
+        sees &= distance >= 0
+    left, right = params.window
+    if left >= 0:
+        sees &= distance <= left
+    if right >= 0:
+        sees &= distance >= -right
+    if params.attn_chunk_size is not None:
+        chunk = params.attn_chunk_size
+        chunks_back = q_pos.div(chunk, rounding_mode="floor") - k_pos.div(chunk, rounding_mode="floor")
+        sees &= (chunks_back >= 0) & (chunks_back <= params.attn_chunk_lookback)
+    return sees
+
+
+def layer_params(layer: LayerSpec, *, causal: bool | None = None) -> AttentionParams:
+    """The parameters of a layer spec. ``causal`` overrides the layer's own flag for one call; a window follows it.
+
+    vLLM hands ``causal`` to each call in the metadata and mirrors a causal layer's window when it is off; so does this.
+    Latent attention (``layer.mla``) has parameters of its own and is refused.
+
+    >>> layer = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, sliding_window=16)
+    >>> layer_params(layer).window, layer_params(layer, causal=False).window
+    ((15, 0), (15, 15))
+    """
+    if layer.mla is not None:
+        raise ReferenceArgumentError("layer.mla", layer.mla, "None: latent attention has parameters of its own")
+    is_causal = layer.is_causal if causal is None else causal
+    return AttentionParams(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        head_size_v=layer.head_size_v,
+        scale=layer.softmax_scale,
+        causal=is_causal,
+        window=window_pair(layer.sliding_window, bidirectional=not is_causal),
+        logits_soft_cap=layer.soft_cap,
+        alibi_slopes=layer.alibi_slopes,
+        sinks=layer.sink_logits,
+        attn_chunk_size=layer.attn_chunk_size,
+    )
+
+
+def require_params(params: object) -> None:
+    """Refuses parameters of another kind of layer."""
+    if not isinstance(params, AttentionParams):
+        raise ReferenceArgumentError("params", params, "AttentionParams")
+
+
+def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``x`` with the values it has in ``dtype``, still carried in its own dtype."""
+    return x if dtype is None else x.to(dtype).to(x.dtype)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

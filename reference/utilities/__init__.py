@@ -1,0 +1,1 @@
+"""The metadata utilities of vLLM, under their names."""

@@ -1,0 +1,102 @@
+"""The base of every metadata builder: what a backend computes from the common metadata, once a step.
+
+The behaviour is vLLM's. Must not know: what any backend's metadata looks like.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attncheck.reference.spec import AttentionCGSupport
+from attncheck.reference.utilities.metadata import CommonAttentionMetadata
+
+M = TypeVar("M")
+"""The metadata type a builder produces."""
+
+
+class AttentionMetadataBuilder(ABC, Generic[M]):
+    """Turns one step's common metadata into what a backend's ``forward`` wants.
+
+    One builder serves one group of layers that share a KV-cache spec. Abstract are ``__init__`` (which has a body that
+    subclasses call) and ``build``.
+    """
+
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    """How much of the backend's attention stays valid in a captured CUDA graph; cascade never does. Where that depends
+    on the configuration, :meth:`get_cudagraph_support` says it, and this is the level where nothing is known of it."""
+
+    reorder_batch_threshold: int | None = None
+    """Requests of at most this query length are wanted in front; ``None``: the order of the batch does not matter."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """The level for layers of this config and spec: :attr:`cudagraph_support`, whatever they are.
+
+        For overrides, where a level holds for some configurations only: who wants to know a backend's level asks here,
+        before any builder is made.
+        """
+        return cls.cudagraph_support
+
+    @abstractmethod
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        """Stores the four arguments as they are (the list is not copied). Any object is accepted."""
+        self.kv_cache_spec = kv_cache_spec
+        self.layer_names = layer_names
+        self.vllm_config = vllm_config
+        self.device = device
+
+    def _init_reorder_batch_threshold(
+        self, reorder_batch_threshold: int | None = 1, supports_spec_as_decode: bool = False
+    ) -> None:
+        """Sets the instance's ``reorder_batch_threshold``; the class attribute stays.
+
+        A backend that decodes speculated tokens (``supports_spec_as_decode``) treats requests of up to 1 +
+        ``num_speculative_tokens`` rows as decodes, so the threshold grows to that. ``None`` stays ``None``. The config
+        is read only where it matters: for a threshold, with the flag set.
+        """
+        threshold = reorder_batch_threshold
+        if threshold is not None and supports_spec_as_decode:
+            speculative = self.vllm_config.speculative_config
+            if speculative is not None and speculative.num_speculative_tokens is not None:
+                threshold = max(threshold, 1 + speculative.num_speculative_tokens)
+        self.reorder_batch_threshold = threshold
+
+    @abstractmethod
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> M:
+        """The backend's metadata for this step.
+
+        ``common_prefix_len``: length of the prefix all requests share, 0 for none. ``fast_build``: prefer a quick
+        build over fast execution (the result serves few layers or iterations, as while drafting). Must not change the
+        common metadata: several builders are fed from one object.
+        """
+        raise NotImplementedError
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
+        """The metadata a graph is captured with. An override must end in ``self.build`` or in this method."""
+        return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> M:
+        """The metadata for drafting speculated tokens.
+
+        ``draft_index`` is for overrides: the position in a chain of drafts, or the level in a tree of them.
+        """
+        return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata, fast_build=True)
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: npt.NDArray[np.int32],
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+    ) -> bool:
+        """Whether the shared prefix should be computed once for all requests; False unless overridden."""
+        return False

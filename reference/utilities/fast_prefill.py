@@ -1,0 +1,158 @@
+"""KV-sharing fast prefill: where a layer writes no K/V of its own, tokens without wanted logits need no query.
+
+Reduces a batch to those tokens, and wraps a backend so that its builder does. The behaviour is vLLM's, where armed;
+what would compute a wrong answer there is refused here. Must not know: of backends more than their builder.
+"""
+
+from dataclasses import fields
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attncheck.errors import ReferenceArgumentError
+from attncheck.reference.arguments import require_int, require_shape
+from attncheck.reference.utilities.host_batch import Integers, query_bounds
+from attncheck.reference.utilities.metadata import CommonAttentionMetadata
+from attncheck.reference.utilities.subclassing import subclass_attention_backend
+
+KV_SHARING_FAST_PREFILL_METADATA_FIELDS: list[tuple[str, Any, Any]] = [
+    ("logits_indices_padded", Tensor | None, None),
+    ("num_logits_indices", int, 0),
+]
+"""The fields that ``subclass_attention_metadata`` adds for fast prefill; a constant."""
+
+
+@runtime_checkable
+class KVSharingFastPrefillMetadata(Protocol):
+    """Metadata that says which rows of the batch want logits. ``isinstance`` asks for the attributes only."""
+
+    logits_indices_padded: Tensor
+    num_logits_indices: int
+
+
+def make_kv_sharing_fast_prefill_common_attn_metadata(
+    common_attn_metadata: CommonAttentionMetadata,
+) -> CommonAttentionMetadata:
+    """The batch reduced to the tokens whose logits are wanted; a pure decode is returned as the same object.
+
+    The first ``num_logits_indices`` of ``logits_indices_padded`` name them, ascending; the rest is padding of any
+    value. A request without one keeps its context and has no query. Indices must be the last tokens of their request:
+    only then does causal attention over the shorter queries mean the same.
+
+    Start locations, ``seq_lens_cpu`` and ``num_computed_tokens_cpu`` (``seq_lens`` less the new query lengths) of the
+    result are new; ``seq_lens``, ``max_seq_len``, ``block_table_tensor`` and the whole ``slot_mapping`` are the
+    input's; ``causal`` is True; the optional fields are ``None``. Reads the indices: on a GPU the host waits.
+
+    Raises :class:`~attncheck.errors.ReferenceArgumentError`, for a batch without logits indices too.
+    """
+    batch = common_attn_metadata
+    if batch.max_query_len == 1:
+        return batch
+    indices_padded, count = _armed(batch)
+    starts, query_lens = query_bounds(batch)
+    require_shape("seq_lens", batch.seq_lens, len(query_lens))
+    indices = _logits_indices(indices_padded, count, starts)
+    # The indices ascend, so the number below a request's first token is where its own begin.
+    new_starts = np.searchsorted(indices, starts)
+    wanted = new_starts[1:] - new_starts[:-1]
+    _require_last_tokens(indices, starts, new_starts)
+
+    query_start_loc = torch.from_numpy(new_starts)
+    seq_lens_cpu = batch.seq_lens.to("cpu", copy=True)
+    computed = seq_lens_cpu - torch.from_numpy(wanted)
+    return CommonAttentionMetadata(
+        query_start_loc=query_start_loc.to(batch.query_start_loc.device, batch.query_start_loc.dtype),
+        query_start_loc_cpu=query_start_loc.to(batch.query_start_loc_cpu.dtype, copy=True),
+        seq_lens=batch.seq_lens,
+        seq_lens_cpu=seq_lens_cpu,
+        num_computed_tokens_cpu=computed.to(batch.num_computed_tokens_cpu.dtype),
+        num_reqs=len(query_lens),
+        num_actual_tokens=len(indices),
+        max_query_len=int(wanted.max()),
+        max_seq_len=batch.max_seq_len,
+        block_table_tensor=batch.block_table_tensor,
+        slot_mapping=batch.slot_mapping,
+        causal=True,
+    )
+
+
+def create_fast_prefill_custom_backend(prefix: str, underlying_attn_backend: type[Any]) -> type[Any]:
+    """A subclass of the backend class, ``prefix`` before its name, whose builder sees the reduced batch.
+
+    What its builder builds is an instance of the underlying metadata class and of
+    :class:`KVSharingFastPrefillMetadata`: the dataclass fields of what the underlying builder built, by reference, and
+    the logits fields of the batch before its reduction. The underlying classes and both metadata objects stay as they
+    are.
+
+    ``build`` raises :class:`~attncheck.errors.ReferenceArgumentError` where a logits field is ``None``, for a pure
+    decode too, and where the underlying metadata is no dataclass or a frozen one.
+    """
+    underlying_builder: Any = underlying_attn_backend.get_builder_cls()
+
+    @cache
+    def with_logits_fields(built_cls: type[Any]) -> type[Any]:
+        bases, module = (built_cls, KVSharingFastPrefillMetadata), {"__module__": built_cls.__module__}
+        return type(f"KVSharingFastPrefill{built_cls.__name__}", bases, module)
+
+    class FastPrefillAttentionBuilder(underlying_builder):  # type: ignore[misc]  # a class known at run time only
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        ) -> Any:
+            indices_padded, count = _armed(common_attn_metadata)
+            reduced = make_kv_sharing_fast_prefill_common_attn_metadata(common_attn_metadata)
+            built = super().build(common_prefix_len, reduced, fast_build)
+            kind: Any = type(built)
+            settings = getattr(kind, "__dataclass_params__", None)
+            if settings is None or settings.frozen:
+                raise ReferenceArgumentError("the underlying metadata", kind, "an unfrozen dataclass")
+            result = object.__new__(with_logits_fields(kind))
+            for field in fields(kind):
+                setattr(result, field.name, getattr(built, field.name))
+            result.logits_indices_padded, result.num_logits_indices = indices_padded, count
+            return result
+
+    return subclass_attention_backend(prefix, underlying_attn_backend, FastPrefillAttentionBuilder)
+
+
+def _armed(batch: CommonAttentionMetadata) -> tuple[Tensor, int]:
+    indices_padded, count = batch.logits_indices_padded, batch.num_logits_indices
+    if indices_padded is None or count is None:
+        missing = "logits_indices_padded" if indices_padded is None else "num_logits_indices"
+        raise ReferenceArgumentError(missing, None, "given: the batch is not armed for fast prefill")
+    return indices_padded, count
+
+
+def _logits_indices(indices_padded: Tensor, count: int, starts: Integers) -> Integers:
+    """The real indices, on the host: ascending tokens of the batch."""
+    if indices_padded.is_floating_point() or indices_padded.is_complex() or indices_padded.dtype == torch.bool:
+        raise ReferenceArgumentError("logits_indices_padded.dtype", indices_padded.dtype, "of integers")
+    require_shape("logits_indices_padded", indices_padded, None)
+    count = require_int("num_logits_indices", count, 0, len(indices_padded))
+    indices: Integers = indices_padded[:count].to("cpu", torch.int64).numpy()
+    outside = (indices < starts[0]) | (indices >= starts[-1])
+    if outside.any():
+        found = int(indices[outside.argmax()])
+        raise ReferenceArgumentError("logits_indices_padded", found, f"a token, {starts[0]} to before {starts[-1]}")
+    falls = indices[1:] <= indices[:-1]
+    if falls.any():
+        first = int(falls.argmax())
+        raise ReferenceArgumentError("logits_indices_padded", indices[first : first + 2].tolist(), "ascending")
+    return indices
+
+
+def _require_last_tokens(indices: Integers, starts: Integers, new_starts: Integers) -> None:
+    # As many ascending tokens of a request as there are from the first of them to its end are its last ones.
+    (requests,) = (new_starts[1:] > new_starts[:-1]).nonzero()
+    ends = starts[requests + 1]
+    earlier = indices[new_starts[requests]] != ends - (new_starts[requests + 1] - new_starts[requests])
+    if earlier.any():
+        request = int(requests[earlier.argmax()])
+        own = indices[new_starts[request] : new_starts[request + 1]].tolist()
+        raise ReferenceArgumentError(
+            "logits_indices_padded",
+            own,
+            f"the last tokens of request {request}, which ends before {starts[request + 1]}",
+        )

@@ -1,0 +1,141 @@
+"""Cutting a batch into micro-batches, between requests or through them, without touching the batch.
+
+The behaviour is vLLM's, its defects apart: every piece keeps ``computed = seq_len - query_len``. Must not know: who
+chooses the cuts, what runs the pieces.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attncheck.errors import ReferenceArgumentError
+from attncheck.reference.arguments import require_index, require_int
+from attncheck.reference.utilities.host_batch import Integers, host_array, query_bounds
+from attncheck.reference.utilities.metadata import CommonAttentionMetadata
+
+
+@dataclass
+class UBatchSlice:
+    """One micro-batch: requests and tokens of the flattened query, half-open slices with explicit bounds.
+
+    A request that is cut through belongs to the pieces on both sides.
+    """
+
+    request_slice: slice
+    token_slice: slice
+
+    def is_empty(self) -> bool:
+        """Whether there is no request or no token in it."""
+        return any(part.start == part.stop for part in (self.request_slice, self.token_slice))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the slice, padding included."""
+        return int(self.token_slice.stop - self.token_slice.start)
+
+
+def slice_query_start_locs(query_start_loc: Tensor, request_slice: slice) -> Tensor:
+    """Start locations of requests ``[a, b)`` alone: ``b - a + 1`` entries from 0, new, dtype and device kept.
+
+    query_start_loc: ``[R + 1]`` int32 or int64; its first entry need not be 0.
+    request_slice: ``0 <= a <= b <= R``; :class:`~attncheck.errors.ReferenceArgumentError` otherwise, where vLLM clips.
+
+    >>> import torch
+    >>> slice_query_start_locs(torch.tensor([0, 3, 5, 9, 10]), slice(2, 4))
+    tensor([0, 4, 5])
+    """
+    require_index("query_start_loc", query_start_loc)
+    if query_start_loc.dim() != 1 or len(query_start_loc) == 0:
+        raise ReferenceArgumentError("query_start_loc.shape", tuple(query_start_loc.shape), "[requests + 1]")
+    first, end = _bounds("request_slice", request_slice, len(query_start_loc) - 1)
+    return query_start_loc[first : end + 1] - query_start_loc[first]
+
+
+def _make_metadata_with_slice(
+    ubatch_slice: UBatchSlice, attn_metadata: CommonAttentionMetadata
+) -> CommonAttentionMetadata:
+    """The metadata of requests ``[r0, r1)``, tokens ``[t0, t1)`` alone.
+
+    Tokens cut off the end of the last request shorten its context. Tokens cut off the front of the first one belong to
+    the piece before: they keep the context and count as computed. The tail may hold padding: requests without tokens,
+    and tokens behind those of the last request. Start locations are new; block-table rows and slots are views;
+    ``causal`` is kept; the optional fields do not survive.
+
+    Raises :class:`~attncheck.errors.ReferenceArgumentError` for an empty slice, bounds outside the batch, a first
+    token that is not of the first request, a request of the slice without a token in it (padding apart), and tokens of
+    requests outside the slice.
+    """
+    if ubatch_slice.is_empty():
+        raise ReferenceArgumentError("ubatch_slice", ubatch_slice, "of at least one request and one token")
+    starts, _ = query_bounds(attn_metadata)
+    num_reqs, num_tokens = len(starts) - 1, require_int("num_actual_tokens", attn_metadata.num_actual_tokens, 1)
+    r0, r1 = _bounds("ubatch_slice.request_slice", ubatch_slice.request_slice, num_reqs)
+    t0, t1 = _bounds("ubatch_slice.token_slice", ubatch_slice.token_slice, num_tokens)
+    _check_cut(starts, r0, r1, t0, t1)
+    host_array("seq_lens_cpu", attn_metadata.seq_lens_cpu, num_reqs)
+    for name, tensor, size in (
+        ("query_start_loc", attn_metadata.query_start_loc, num_reqs + 1),
+        ("seq_lens", attn_metadata.seq_lens, num_reqs),
+        ("block_table_tensor", attn_metadata.block_table_tensor, num_reqs),
+        ("slot_mapping", attn_metadata.slot_mapping, t1),
+    ):
+        if tensor.dim() == 0 or len(tensor) < size:
+            raise ReferenceArgumentError(f"{name}.shape", tuple(tensor.shape), f"of at least {size} entries")
+
+    cut = max(0, int(starts[r1]) - t1)
+    seq_lens, seq_lens_cpu = attn_metadata.seq_lens[r0:r1], attn_metadata.seq_lens_cpu[r0:r1].clone()
+    if cut:
+        seq_lens = seq_lens.clone()
+        seq_lens[-1] -= cut
+        seq_lens_cpu[-1] -= cut
+    query_start_loc_cpu = attn_metadata.query_start_loc_cpu[r0 : r1 + 1].clamp(t0, t1) - t0
+    query_lens = query_start_loc_cpu.diff()
+    return CommonAttentionMetadata(
+        query_start_loc=attn_metadata.query_start_loc[r0 : r1 + 1].clamp(t0, t1) - t0,
+        query_start_loc_cpu=query_start_loc_cpu,
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens_cpu,
+        num_computed_tokens_cpu=(seq_lens_cpu - query_lens).to(attn_metadata.num_computed_tokens_cpu.dtype),
+        num_reqs=r1 - r0,
+        num_actual_tokens=t1 - t0,
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(seq_lens_cpu.max()),
+        block_table_tensor=attn_metadata.block_table_tensor[r0:r1],
+        slot_mapping=attn_metadata.slot_mapping[t0:t1],
+        causal=attn_metadata.causal,
+    )
+
+
+def split_attn_metadata(
+    ubatch_slices: list[UBatchSlice], common_attn_metadata: CommonAttentionMetadata
+) -> list[CommonAttentionMetadata]:
+    """The metadata of each micro-batch, in the order of the slices, which may overlap and need not cover the batch.
+
+    One refused slice refuses all. The batch is not modified.
+    """
+    return [_make_metadata_with_slice(part, common_attn_metadata) for part in ubatch_slices]
+
+
+def _bounds(name: str, part: slice, size: int) -> tuple[int, int]:
+    if part.step not in (None, 1):
+        raise ReferenceArgumentError(name, part, "a slice without a step")
+    first = require_int(f"{name}.start", part.start, 0, size)
+    return first, require_int(f"{name}.stop", part.stop, first, size)
+
+
+def _check_cut(starts: Integers, r0: int, r1: int, t0: int, t1: int) -> None:
+    """The tokens belong to the requests: both come from the batch, but nothing ties them to each other."""
+    if not starts[r0] <= t0 < starts[r0 + 1]:
+        raise ReferenceArgumentError(
+            "ubatch_slice.token_slice.start", t0, f"a token of request {r0}: {starts[r0]} to before {starts[r0 + 1]}"
+        )
+    without = (starts[r0:r1] >= t1) & (starts[r0 + 1 : r1 + 1] > starts[r0:r1])
+    if without.any():
+        request = r0 + int(without.argmax())
+        raise ReferenceArgumentError(
+            "ubatch_slice.token_slice.stop", t1, f"above {starts[request]}, where request {request} of the slice starts"
+        )
+    if t1 > starts[r1] != starts[-1]:
+        raise ReferenceArgumentError(
+            "ubatch_slice.token_slice.stop", t1, f"at most {starts[r1]}: what follows are tokens of request {r1}"
+        )

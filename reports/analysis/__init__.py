@@ -1,0 +1,1 @@
+"""What records come to: counted, grouped and put into words, for every format."""

@@ -1,0 +1,63 @@
+"""The one line that repeats a record: made to be pasted into a POSIX shell, from the directory of the first run.
+
+A candidate that was handed over in Python has no name a shell could give; its line is Python.
+
+Must not know: anything but the record's fields and the run's header.
+"""
+
+import shlex
+
+from attncheck.reports.run_file.records import UTILITIES, Record, RunHeader
+
+
+def python_ref(name: str) -> str:
+    """The ``backend_ref`` of a candidate that was handed over in Python under ``name``."""
+    return f"<{name}>"
+
+
+def repro_command(record: Record, header: RunHeader | None = None) -> str:
+    """``attncheck run ...`` for this backend, case, check and seed alone, in one plain process.
+
+    The header adds what a record does not say: the file of a suite that is not built in, and the device. A seed of 0
+    is the default and left out. What the backend's process must be started with stands before the command.
+    """
+    if record.check == UTILITIES:
+        return _repro_function(record, header)
+    suite = record.suite if header is None else header.suite_ref(record.suite)
+    if record.backend_ref.startswith("<"):
+        return _repro_call(record, suite, header)
+    words = ["attncheck", "run", "--backend", record.backend_ref, "--suite", suite, "--case", record.case_id]
+    words += ["--check", record.check]
+    if record.seed:
+        words += ["--seed", str(record.seed)]
+    if header is not None:
+        words += ["--device", header.device]
+    return _assignments(record, header) + shlex.join([*words, "--in-process"])
+
+
+def _assignments(record: Record, header: RunHeader | None) -> str:
+    """``NAME=value`` for each environment variable that the record's backend requires, and a space."""
+    backends = () if header is None else header.backends
+    required = next((info.required_environment for info in backends if info.name == record.backend), {})
+    return "".join(f"{shlex.quote(name)}={shlex.quote(value)} " for name, value in required.items())
+
+
+def _repro_function(record: Record, header: RunHeader | None) -> str:
+    """The same for a function of a provider; the suites are those whose batches it was asked about."""
+    words = ["attncheck", "run", "--provider", record.backend_ref, "--function", record.case_id]
+    if header is not None:
+        words += [word for suite in header.suites if suite.name != UTILITIES for word in ("--suite", suite.ref)]
+        words += ["--device", header.device]
+    if record.seed:
+        words += ["--seed", str(record.seed)]
+    return shlex.join(words)
+
+
+def _repro_call(record: Record, suite: str, header: RunHeader | None) -> str:
+    options: dict[str, object] = {"cases": record.case_id, "checks": record.check}
+    if record.seed:
+        options["seed"] = record.seed
+    if header is not None:
+        options["device"] = header.device
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return f"attncheck.examine({record.backend_ref.strip('<>')}, {suite!r}, {given})"

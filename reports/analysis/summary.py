@@ -1,0 +1,190 @@
+"""Records counted: which backend stands where, what was never asked and why, and what fell short.
+
+Pure: records in, frozen values out. Tables and sentences are made from these by ``terminal`` and ``markdown``. What
+was asked in several rounds is counted once, with its worst outcome (:mod:`attncheck.reports.analysis.rounds`).
+Must not know: where records come from, or how a summary is shown.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from attncheck.reports.analysis.reasons import listed, without_first_figure
+from attncheck.reports.analysis.rounds import questions
+from attncheck.reports.run_file.records import (
+    BUDGET_SHARE,
+    EXAMINED,
+    FALLEN_SHORT,
+    UTILITIES,
+    Failed,
+    Outcome,
+    Passed,
+    Record,
+    RecordKey,
+    Unavailable,
+    Unsupported,
+    XFailed,
+)
+
+Verdict = Literal["passed", "failed", "not examined"]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How often each outcome came, over some set of records; and the largest share of the error budget used."""
+
+    counts: tuple[tuple[Outcome, int], ...] = ()
+    worst_share: float | None = None
+
+    def __getitem__(self, outcome: Outcome) -> int:
+        return dict(self.counts).get(outcome, 0)
+
+    @property
+    def examined(self) -> int:
+        """Records of questions that were really put."""
+        return sum(count for outcome, count in self.counts if outcome in EXAMINED)
+
+    @property
+    def short(self) -> int:
+        """Records that fell short of what was declared or expected."""
+        return sum(count for outcome, count in self.counts if outcome in FALLEN_SHORT)
+
+    @property
+    def not_examined(self) -> int:
+        """Records that say why nothing was examined."""
+        return sum(count for _, count in self.counts) - self.examined
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Something not examined: one backend, one set of reasons, and the ``cases`` and ``checks`` it concerns.
+
+    Reasons that differ in a size or a number at their beginning are one, which lists them.
+    """
+
+    backend: str
+    outcome: Outcome
+    by: str
+    reasons: tuple[str, ...]
+    cases: int
+    checks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the records of a run come to. Rows and columns keep the order in which records first name them.
+
+    ``short`` are the records that fell short, ``expected`` those that did so as expected. Providers and their functions
+    are counted in all figures, and apart from ``backends``, ``suites``, ``checks``, ``cases`` and ``gaps``. ``rounds``:
+    of each record in ``short`` that stands for several rounds, in how many it fell short, and of how many;
+    ``most_rounds``: in how many any question was put.
+    """
+
+    backends: tuple[str, ...]
+    suites: tuple[str, ...]
+    checks: tuple[str, ...]
+    cases: int
+    providers: tuple[str, ...]
+    functions: int
+    total: Tally
+    by_backend: dict[str, Tally]
+    by_check: dict[tuple[str, str], Tally]
+    by_suite: dict[tuple[str, str], Tally]
+    gaps: tuple[Gap, ...]
+    short: tuple[Record, ...]
+    expected: tuple[XFailed, ...]
+    rounds: Mapping[RecordKey, tuple[int, int]] = field(default_factory=dict)
+    most_rounds: int = 1
+
+    @property
+    def verdict(self) -> Verdict:
+        """``failed`` if any record fell short, ``not examined`` if none was examined, else ``passed``."""
+        return verdict(self.total)
+
+    @property
+    def has_errors_measured(self) -> bool:
+        """Whether any record of a backend says which share of the error budget was used."""
+        return any(self.by_backend[backend].worst_share is not None for backend in self.backends)
+
+
+def verdict(total: Tally) -> Verdict:
+    """What a tally comes to; a run that examined nothing has not passed."""
+    if total.short:
+        return "failed"
+    return "passed" if total.examined else "not examined"
+
+
+def tally(records: Iterable[Record]) -> Tally:
+    """Count outcomes and find the largest budget share; a share that is NaN counts as infinite."""
+    counts: Counter[Outcome] = Counter()
+    worst: float | None = None
+    for record in records:
+        counts[record.outcome] += 1
+        if isinstance(record, Passed | Failed) and BUDGET_SHARE in record.figures:
+            share = float(record.figures[BUDGET_SHARE])
+            share = math.inf if math.isnan(share) else share
+            worst = share if worst is None else max(worst, share)
+    return Tally(tuple(counts.items()), worst)
+
+
+def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> Summary:
+    """Summarise the records of one run. ``checks`` gives the order of the columns; unnamed ones follow."""
+    asked = questions(records)
+    records = [question.record for question in asked]
+    of_backends = [record for record in records if record.check != UTILITIES]
+    of_providers = [record for record in records if record.check == UTILITIES]
+    named = {record.check for record in of_backends}
+    ordered = [check for check in checks if check in named]
+    ordered += [check for check in _in_order(record.check for record in of_backends) if check not in ordered]
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault(("check", record.backend, record.check), []).append(record)
+        groups.setdefault(("suite", record.backend, record.suite), []).append(record)
+        groups.setdefault(("backend", record.backend, ""), []).append(record)
+    tallies = {group: tally(members) for group, members in groups.items()}
+    return Summary(
+        backends=_in_order(record.backend for record in of_backends),
+        suites=_in_order(record.suite for record in of_backends),
+        checks=tuple(ordered),
+        cases=len({(record.suite, record.case_id) for record in of_backends}),
+        providers=_in_order(record.backend for record in of_providers),
+        functions=len({record.case_id for record in of_providers}),
+        total=tally(records),
+        by_backend={b: t for (kind, b, _), t in tallies.items() if kind == "backend"},
+        by_check={(b, c): t for (kind, b, c), t in tallies.items() if kind == "check"},
+        by_suite={(b, s): t for (kind, b, s), t in tallies.items() if kind == "suite"},
+        gaps=_gaps(of_backends, tuple(ordered)),
+        short=tuple(record for record in records if record.outcome in FALLEN_SHORT),
+        expected=tuple(record for record in records if isinstance(record, XFailed)),
+        rounds={each.record.key: (each.short, each.rounds) for each in asked if each.short and each.rounds > 1},
+        most_rounds=max((each.rounds for each in asked), default=1),
+    )
+
+
+def _in_order(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _gaps(records: Sequence[Record], checks: Sequence[str]) -> tuple[Gap, ...]:
+    """Everything not examined, like reasons of a backend together; backends in order, most cases first."""
+    groups: dict[tuple[str, Outcome, str, tuple[str, ...]], list[Unsupported | Unavailable]] = {}
+    for record in records:
+        if isinstance(record, Unsupported | Unavailable):
+            by = record.by if isinstance(record, Unsupported) else "machine"
+            alike = tuple(map(without_first_figure, record.reasons))
+            groups.setdefault((record.backend, record.outcome, by, alike), []).append(record)
+    gaps = [
+        Gap(
+            backend=backend,
+            outcome=outcome,
+            by=by,
+            reasons=tuple(listed(reason) for reason in zip(*(record.reasons for record in members), strict=True)),
+            cases=len({(record.suite, record.case_id) for record in members}),
+            checks=tuple(check for check in checks if any(record.check == check for record in members)),
+        )
+        for (backend, outcome, by, _), members in groups.items()
+    ]
+    order = _in_order(record.backend for record in records)
+    return tuple(sorted(gaps, key=lambda gap: (order.index(gap.backend), -gap.cases, gap.reasons)))

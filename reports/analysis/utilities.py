@@ -1,0 +1,99 @@
+"""What a run found out about the functions of providers: a verdict and figures for each, and why.
+
+Rows and sentences only; tables are made by ``terminal`` and ``markdown``. Must not know: colours, Markdown.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from attncheck.reports.run_file.records import (
+    UTILITIES,
+    Crashed,
+    Errored,
+    Failed,
+    Passed,
+    Record,
+    RunHeader,
+    Unsupported,
+    XFailed,
+)
+
+Word = Literal["equal", "drifted", "judged", "differs", "missing", "errored", "crashed", "stale", "expected"]
+
+HEADINGS = ("function", "verdict", "questions", "equal", "drifted", "judged", "differ")
+
+LEGEND = (
+    "equal: every question is answered as the reference does; drifted: a known change of signature or meaning; judged: "
+    "a known defect, or an input taken without a check, where the reference deliberately answers otherwise; differs: "
+    "no known reason; missing: no failure"
+)
+
+
+@dataclass(frozen=True)
+class FunctionRow:
+    """One function of one provider. ``counts``: questions in all, then by answer, in the order of the headings."""
+
+    name: str
+    word: Word
+    counts: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row under :data:`HEADINGS`."""
+        return (self.name, self.word, *self.counts)
+
+
+def function_rows(records: Sequence[Record], provider: str) -> tuple[FunctionRow, ...]:
+    """The rows of one provider, in the order of its records."""
+    return tuple(_row(record) for record in records if record.check == UTILITIES and record.backend == provider)
+
+
+def known_departures(rows: Sequence[FunctionRow]) -> tuple[tuple[str, str], ...]:
+    """What is known of the functions: names and a sentence; functions of which the same is known stand together."""
+    owners: dict[str, list[str]] = {}
+    for row in rows:
+        for note in row.notes:
+            owners.setdefault(note, []).append(row.name)
+    return tuple((", ".join(names), note) for note, names in owners.items())
+
+
+def provider_title(header: RunHeader, provider: str) -> str:
+    """The provider's name and version."""
+    version = next((info.version for info in header.backends if info.name == provider), "")
+    return f"utilities of {provider}{f' {version}' if version else ''}"
+
+
+def _row(record: Record) -> FunctionRow:
+    figures = record.figures if isinstance(record, Passed | Failed) else {}
+    counts = tuple(_count(figures, key) for key in ("questions", "equal", "drifted", "judged", "differs"))
+    notes = record.notes if isinstance(record, Passed) else ()
+    if isinstance(record, Unsupported):
+        notes = record.reasons
+    return FunctionRow(record.case_id, _word(record), counts, notes)
+
+
+def _word(record: Record) -> Word:
+    match record:
+        case Passed():
+            if record.figures.get("judgements"):
+                return "judged"
+            return "drifted" if record.figures.get("drifts") else "equal"
+        case Failed():
+            return "differs"
+        case Errored():
+            return "errored"
+        case Crashed():
+            return "crashed"
+        case XFailed():
+            return "expected"
+        case Unsupported():
+            return "missing"
+        case _:
+            return "stale"
+
+
+def _count(figures: dict[str, int | float], key: str) -> str:
+    value = figures.get(key, 0)
+    return str(int(value)) if value else "-"

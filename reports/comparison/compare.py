@@ -1,0 +1,125 @@
+"""Two runs compared: speeds, outcomes, what only one of them asked, and what they were made with.
+
+Both sides may be one run file, in which two backends took turns on the same machine: no other protocol tells smaller
+differences. Must not know: how a comparison is shown.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.comparison.environment_changes import Difference, another_device, differences, warnings_of_times
+from attncheck.reports.comparison.matching import Matching, OneSided, is_one_file, label, match_runs
+from attncheck.reports.comparison.outcome_changes import OutcomeChange, compare_outcomes
+from attncheck.reports.comparison.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.run_file.timings import PARTS, Part
+from attncheck.reports.speeds.speed import Speed, speeds
+
+__all__ = ["Difference", "OneSided", "OutcomeChange", "RunComparison", "SpeedChange", "Terms", "compare_runs"]
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """What became of BASE in NEW.
+
+    ``speeds``: every pair of speeds, in the order of BASE. ``outcomes``: those that changed. ``only_base``,
+    ``only_new``: what one run alone asked. ``changed_cases``: asked by both under one name, with another hash, and not
+    compared. ``warnings``: what makes the comparison worth less, a sentence each; like all text here, unescaped.
+    """
+
+    base: Run
+    new: Run
+    speeds: tuple[SpeedChange, ...]
+    outcomes: tuple[OutcomeChange, ...]
+    only_base: tuple[OneSided, ...] = ()
+    only_new: tuple[OneSided, ...] = ()
+    changed_cases: tuple[str, ...] = ()
+    environments: tuple[Difference, ...] = ()
+    warnings: tuple[str, ...] = ()
+    terms: Terms = field(default_factory=Terms)
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether NEW fell behind BASE: an outcome worse, or a pair slower by as much as counts.
+
+        What NEW did not ask is no regression: it is told as such. A backend that cannot run any more is asked, and
+        its records say so.
+        """
+        is_worse = any(change.kind == "worse" for change in self.outcomes)
+        return is_worse or any(change.is_regression for change in self.speeds)
+
+
+def compare_runs(
+    base: Run, new: Run, *, backends: Mapping[str, str] | None = None, terms: Terms | None = None
+) -> RunComparison:
+    """Compare two runs. ``backends`` names the backend of NEW that answers to one of BASE, where names differ.
+
+    Backends it leaves out are matched by name, unless BASE and NEW are one file.
+
+    Raises:
+        QuestionError: a backend that its run does not have, a file compared with itself, nothing in common, or a
+            threshold that concerns no case.
+    """
+    terms = terms or Terms()
+    matching = match_runs(base, new, backends or {})
+    terms.thresholds.refuse_unmatched(record.case for record in (*base.records, *new.records))
+    outcomes = [change for answers in matching.answers if (change := compare_outcomes(*answers))]
+    refusal = another_device(base.header.environment, new.header.environment)
+    pairs, lone = _pair_speeds(base, new, matching)
+    changes = compare_speeds(pairs, terms, refusal=refusal)
+    warnings = [*_warnings(base, new, matching, lone), *([] if refusal else warnings_of_times(changes))]
+    return RunComparison(
+        base,
+        new,
+        changes,
+        tuple(outcomes),
+        matching.only_base,
+        matching.only_new,
+        matching.changed,
+        differences(base.header, new.header, matching.backends),
+        tuple(warnings),
+        terms,
+    )
+
+
+def _pair_speeds(base: Run, new: Run, matching: Matching) -> tuple[list[SpeedPair], int]:
+    """Both speeds of every part of the common cases, and how many parts have one where the other run timed others.
+
+    A case that was timed in one run alone came out otherwise, and is told as such.
+    """
+    before, after = _speeds(base), _speeds(new)
+    in_one_run = is_one_file(base, new)
+    pairs = []
+    lone = 0
+    for (one, case), parts in before.items():
+        if (one, case) not in matching.cases or (other := matching.backends[one], case) not in after:
+            continue
+        parts_anew = after[other, case]
+        lone += len(parts.keys() ^ parts_anew.keys())
+        for part in PARTS:
+            if part in parts and part in parts_anew:
+                speed, anew = parts[part], parts_anew[part]
+                took_turns = in_one_run and len(speed.rounds) == len(anew.rounds)
+                pairs.append(SpeedPair(label(one, other), speed, anew, took_turns))
+    return pairs, lone
+
+
+def _speeds(run: Run) -> dict[tuple[str, str], dict[Part, Speed]]:
+    """By backend and case."""
+    found: dict[tuple[str, str], dict[Part, Speed]] = {}
+    for speed in speeds(run.records):
+        found.setdefault((speed.backend, speed.case), {})[speed.part] = speed
+    return found
+
+
+def _warnings(base: Run, new: Run, matching: Matching, lone: int) -> Iterator[str]:
+    for side, run in (("BASE", base), ("NEW", new)):
+        if not run.complete:
+            yield f"{side} was cut off after {plural(len(run.records), 'record')}: {run.path}"
+        if run.errors:
+            yield f"{side} ended with {plural(len(run.errors), 'error')} of its own: {run.errors[0]}"
+    if matching.unasked:
+        yield f"{plural(matching.unasked, 'answer')} of BASE to checks that NEW makes too have none beside them in NEW"
+    if lone:
+        yield f"{plural(lone, 'time')} of right answers in one run only, with nothing to compare with"

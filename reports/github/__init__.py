@@ -1,0 +1,1 @@
+"""Reports for GitHub Actions: step summaries and annotations."""

@@ -1,0 +1,125 @@
+"""Runs for GitHub Actions: a step summary in Markdown, and annotations, which are commands printed to the log.
+
+The summary is short: tables, speeds, and what fell short folded away; it keeps below the size from which GitHub shows
+nothing at all. What a backend says cannot become a command: annotations are escaped as the runner's own library does,
+and no line of any report looks like one (:func:`attncheck.reports.analysis.phrases.printable`). Must not know: how
+records came about.
+"""
+
+import html
+from collections.abc import Iterator, Sequence
+
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.summary import Summary, summarise
+from attncheck.reports.github.annotations import annotation, as_shown
+from attncheck.reports.markdown import markup
+from attncheck.reports.markdown.run import check_table, failures
+from attncheck.reports.markdown.speeds import listed, means
+from attncheck.reports.run_file.records import EXAMINED, Record, RunHeader
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.speeds.notes import doubts, fastest_note, speed_notes
+from attncheck.reports.speeds.speed import speeds
+from attncheck.reports.speeds.summary import summary_tables
+
+MAX_SUMMARY_BYTES = 1_000_000
+"""Somewhat below the 1 MiB that a step's summary may have: other commands of the step may write to it, too."""
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """The step summary of ``runs``, at most :data:`MAX_SUMMARY_BYTES` of UTF-8, ending in a newline."""
+    left = MAX_SUMMARY_BYTES
+    texts = []
+    for index, run in enumerate(runs):
+        texts.append(_summary_of(run, left // (len(runs) - index)))
+        left -= len(texts[-1].encode())
+    return "".join(texts)
+
+
+def _summary_of(run: Run, room: int) -> str:
+    counted = summarise(run.records, checks=run.header.checks)
+    found = speeds(run.records)
+    tables = summary_tables(found)
+    head = [
+        f"## attncheck: {markup.escaped(phrases.closing(counted, run.errors, complete=run.complete))}",
+        markup.escaped(phrases.title(run.header)),
+        f"**{markup.escaped(warning)}**" if (warning := phrases.incomplete(run)) else "",
+        "\n".join(f"- error: {markup.escaped(error)}" for error in run.errors),
+        check_table(counted) if counted.backends else "",
+        *(part for table in tables for part in (f"### Speeds in {markup.escaped(table.suite)}", *means(table))),
+        _folded("About these figures", [listed([*fastest_note(tables), *speed_notes(found)])]) if found else "",
+    ]
+    text = "\n\n".join(part for part in head if part)
+    cut = "\n\nThe rest was cut, since a summary holds 1 MiB: the run file has it all.\n"
+    if len(text.encode()) + len(cut.encode()) > room:
+        return first_bytes(text, room - len(cut.encode())) + cut
+    _, *told = failures(counted, run.header) or [""]
+    kept, size = [], len(text.encode()) + len(cut.encode()) + 200  # of the fold itself
+    for story in told:
+        if size + len(story.encode()) + 2 <= room:
+            kept.append(story)
+            size += len(story.encode()) + 2
+    if kept:
+        text += "\n\n" + _folded(f"What fell short ({len(counted.short)})", kept)
+    return text + (cut if len(kept) < len(told) else "\n")
+
+
+def _folded(title: str, parts: Sequence[str]) -> str:
+    """Shown when its title is clicked. The empty line has Markdown read what follows."""
+    return "\n\n".join([f"<details><summary>{html.escape(title)}</summary>", *parts, "</details>"])
+
+
+def first_bytes(text: str, size: int) -> str:
+    """At most ``size`` bytes of ``text``, up to the end of a line."""
+    kept = text.encode()[: max(size, 0)].decode(errors="ignore")
+    return kept.rpartition("\n")[0]
+
+
+def annotations(runs: Sequence[Run]) -> str:
+    """Workflow commands, one a line, errors first; empty where there is nothing to say."""
+    errors = [command for run in runs for command in _errors(run)]
+    warnings = [command for run in runs for command in _warnings(run)]
+    return "".join(f"{command}\n" for command in (*as_shown(errors, "error"), *as_shown(warnings, "warning")))
+
+
+def _errors(run: Run) -> Iterator[str]:
+    for error in run.errors:
+        yield annotation("error", "attncheck", error)
+    if (warning := phrases.incomplete(run)) is not None:
+        yield annotation("error", "attncheck", warning)
+    counted = summarise(run.records, checks=run.header.checks)
+    for record in counted.short:
+        title = f"{record.backend}: {record.case}, {record.check}: {record.outcome}"
+        message = f"{_what(record, counted)}\nrepeat: {repro_command(record, run.header)}"
+        yield annotation("error", title, message, file=_file_of(record, run.header))
+
+
+def _what(record: Record, counted: Summary) -> str:
+    rounds = phrases.rounds_short(counted, record)
+    return phrases.what_happened(record) + (f" ({rounds})" if rounds else "")
+
+
+def _warnings(run: Run) -> Iterator[str]:
+    """Backends of which nothing was examined, and times taken while the device was held back or unsettled."""
+    for backend in run.header.backends:
+        outcomes = {record.outcome for record in run.records if record.backend == backend.name}
+        if outcomes and not outcomes & EXAMINED:
+            yield annotation("warning", f"{backend.name}: nothing was examined", _why(backend.name, run.records))
+    for doubt in doubts(speeds(run.records)):
+        yield annotation("warning", "attncheck: times", doubt)
+
+
+def _why(backend: str, records: Sequence[Record]) -> str:
+    reasons = [
+        reason
+        for record in records
+        if record.backend == backend and record.outcome in ("unsupported", "unavailable")
+        for reason in getattr(record, "reasons", ())
+    ]
+    return "; ".join(list(dict.fromkeys(reasons))[:3])
+
+
+def _file_of(record: Record, header: RunHeader) -> str:
+    """The YAML file of the record's suite, where it was named as one; GitHub takes paths from the checkout's root."""
+    ref = header.suite_ref(record.suite).partition("{")[0]
+    return ref.removeprefix("./") if ref.endswith((".yaml", ".yml")) and not ref.startswith("/") else ""

@@ -1,0 +1,233 @@
+"""A run as Markdown, for a pull request, a wiki, a file: everything the run file says that a reader can use.
+
+No text is cut here: every failure with its figures and the line that repeats it, every reason for what was not
+examined; what is alike is told once. Messages of backends are quoted so that they cannot become markup. Must not know:
+how records came about.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.crashes import died_at
+from attncheck.reports.analysis.graph_levels import level_rows, unmeasured_cases, without_reasons
+from attncheck.reports.analysis.reasons import without_figures
+from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.summary import Summary, Tally, summarise
+from attncheck.reports.analysis.utilities import HEADINGS, LEGEND, function_rows, known_departures, provider_title
+from attncheck.reports.markdown import markup
+from attncheck.reports.markdown.graph_levels import graph_levels
+from attncheck.reports.markdown.speeds import speeds_section
+from attncheck.reports.markdown.support import support
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.speeds.speed import speeds
+
+
+def render_run(run: Run) -> str:
+    """The whole report of one run file, ending in a newline."""
+    summary = summarise(run.records, checks=run.header.checks)
+    sections = [
+        "# attncheck report",
+        _circumstances(run),
+        f"**{phrases.closing(summary, run.errors, complete=run.complete)}**",
+        *_backends(run, summary),
+        *graph_levels(level_rows(run.records), unmeasured_cases(run.records)),
+        *speeds_section(speeds(run.records)),
+        *(section for provider in summary.providers for section in _functions(run, provider)),
+        *_run_errors(run.errors),
+        *failures(summary, run.header),
+        *_expected(summary.expected),
+        *(_gaps(summary) if summary.backends or not summary.providers else ()),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _circumstances(run: Run) -> str:
+    header, env = run.header, run.header.environment
+    facts = {
+        "Asked": ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in header.suites),
+        "Checks": ", ".join(header.checks),
+        "Rounds": f"{header.rounds}, each in a process of its own" if header.rounds > 1 else "",
+        "Seed": str(header.seed),
+        "Device": f"{header.device}: {env.device_name}"
+        + (f", compute capability {env.capability}" if env.capability else "")
+        + (f", driver {env.driver}" if env.driver else ""),
+        "Machine": f"{env.cpu}, {phrases.plural(env.cores, 'core')}, {env.platform}",
+        "Versions": f"attncheck {env.attncheck}, torch {env.torch}, numpy {env.numpy}, Python {env.python}"
+        + (f", commit {env.git_commit}" if env.git_commit else ""),
+        "Policy": f"TF32 {'on' if env.tf32 else 'off'}, "
+        f"deterministic algorithms {'on' if env.deterministic else 'off'}",
+        "Started": header.started + (f", finished {run.footer.finished}" if run.footer else ""),
+        "Command": markup.code(" ".join(header.command)) if header.command else "",
+        "Notes": "; ".join(markup.escaped(note) for note in header.notes),
+    }
+    lines = [f"- {name}: {value}" for name, value in facts.items() if value]
+    if warning := phrases.incomplete(run):
+        lines.insert(0, f"- **{markup.escaped(warning)}**")
+    return "\n".join(lines)
+
+
+def _backends(run: Run, summary: Summary) -> list[str]:
+    """The tables of backends; none in a run that examined providers only."""
+    if summary.providers and not summary.backends:
+        return []
+    return [
+        "## Backends and suites",
+        "Good records of examined ones, over all checks; `-` where nothing was examined.",
+        _suite_table(summary, run.header),
+        "## Backends and checks",
+        check_table(summary),
+        *support(run, summary.backends),
+    ]
+
+
+def _functions(run: Run, provider: str) -> list[str]:
+    """The functions of one provider, and what is known of those that depart."""
+    rows = function_rows(run.records, provider)
+    notes = [f"- {markup.escaped(names)}: {markup.escaped(note)}" for names, note in known_departures(rows)]
+    return [
+        f"## {markup.escaped(provider_title(run.header, provider))}",
+        f"{markup.escaped(LEGEND)}.",
+        markup.table(HEADINGS, [[f"`{row.name}`", *row.cells[1:]] for row in rows]),
+        "\n".join(notes),
+    ]
+
+
+def _suite_table(summary: Summary, header: RunHeader) -> str:
+    worst = ["worst error (budgets)"] if summary.has_errors_measured else []
+    rows = [
+        [
+            _backend(backend, header),
+            *(_cell(summary.by_suite.get((backend, suite))) for suite in summary.suites),
+            *(phrases.budgets(summary.by_backend[backend].worst_share) for _ in worst),
+            str(summary.by_backend[backend].not_examined or "-"),
+        ]
+        for backend in summary.backends
+    ]
+    return markup.table(["backend", *summary.suites, *worst, "not examined"], rows)
+
+
+def check_table(summary: Summary) -> str:
+    """Backends down, checks across: passed of examined."""
+    rows = [
+        [markup.escaped(backend), *(_cell(summary.by_check.get((backend, check))) for check in summary.checks)]
+        for backend in summary.backends
+    ]
+    return markup.table(["backend", *summary.checks], rows)
+
+
+def _backend(name: str, header: RunHeader) -> str:
+    """The backend's name with its version and conventions, so that no figure is read without them."""
+    info = next((backend for backend in header.backends if backend.name == name), None)
+    if info is None:
+        return markup.escaped(name)
+    version = f" {markup.escaped(info.version)}" if info.version else ""
+    stated = f"<br>{markup.escaped(phrases.conventions(info))}" if info.conventions else ""
+    return f"{markup.escaped(name)}{version}{stated}"
+
+
+def _cell(tally: Tally | None) -> str:
+    if tally is None or not tally.examined:
+        return "-"
+    text = f"{tally['passed']}/{tally.examined}"
+    return f"**{text}**" if tally.short else text
+
+
+def _run_errors(errors: Sequence[str]) -> list[str]:
+    return ["## Errors of the run", "\n".join(f"- {markup.escaped(error)}" for error in errors)] if errors else []
+
+
+def failures(summary: Summary, header: RunHeader) -> list[str]:
+    """A heading, then each finding in full; nothing where nothing fell short."""
+    if not summary.short:
+        return []
+    alike: dict[tuple[object, ...], list[Record]] = {}
+    for record in summary.short:
+        alike.setdefault((record.backend, record.check, record.outcome, *_story_key(record)), []).append(record)
+    return ["## What fell short", *(_failure(records, summary, header) for records in alike.values())]
+
+
+def _story_key(record: Record) -> tuple[object, ...]:
+    """Equal for records of which one speaks for all: equal outcomes of equal probes, one error, one finding."""
+    graph = graph_of(record)
+    if isinstance(record, Failed) and graph is not None:
+        return (without_reasons(graph),)
+    if isinstance(record, Failed) and record.meaning is not None:
+        return record.meaning, without_figures(record.summary)
+    if isinstance(record, Failed):
+        return (record.summary,)
+    about: object = graph or record.case
+    if isinstance(record, Errored):
+        about = record.traceback or about
+    elif isinstance(record, Crashed):
+        about = died_at(record.output) or about
+    return about, phrases.what_happened(record)
+
+
+def _failure(records: Sequence[Record], summary: Summary, header: RunHeader) -> str:
+    """The story of the first record, which speaks for all; the others are named."""
+    record, *further = records
+    more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
+    rounds = f" {told}" if (told := phrases.rounds_short(summary, record)) else ""
+    lines = [
+        f"### {markup.escaped(record.backend)}: {markup.escaped(record.case)}{more}, {record.check}",
+        f"**{record.outcome}**{rounds}: {markup.escaped(phrases.what_happened(record))}",
+    ]
+    if further:
+        what = "finding" if graph_of(record) is None else "levels and probes"
+        shared = {"errored": "error", "crashed": "death"}.get(record.outcome, what)
+        if len({phrases.what_happened(other) for other in records}) > 1:
+            shared += ", some with other figures" + ("" if what == "finding" else " or reasons (see above)")
+        lines.append(f"With the same {shared}: {markup.escaped(', '.join(other.case for other in further))}")
+    if isinstance(record, Failed):
+        lines += ["\n".join(f"- {markup.escaped(detail)}" for detail in record.details)] if record.details else []
+        lines += [f"Looks like: {markup.escaped(record.meaning)}"] if record.meaning else []
+        if record.figures:
+            lines.append(
+                markup.table(
+                    ["figure", "value"], [[markup.escaped(name), f"{x:.6g}"] for name, x in record.figures.items()]
+                )
+            )
+    if isinstance(record, Errored):
+        lines.append(markup.fenced(record.traceback or record.message))
+    if isinstance(record, Crashed) and record.output:
+        lines.append(f"The end of what it printed:\n\n{markup.fenced(record.output)}")
+    lines.append(f"Repeat:\n\n{markup.fenced(repro_command(record, header), 'sh')}")
+    return "\n\n".join(lines)
+
+
+def _expected(records: Iterable[XFailed]) -> list[str]:
+    """By backend and reason, what fell short for it: of each check the first record, and how many more."""
+    reasons: dict[tuple[str, str], dict[str, list[XFailed]]] = {}
+    for record in records:
+        reasons.setdefault((record.backend, record.reason), {}).setdefault(record.check, []).append(record)
+    if not reasons:
+        return []
+    sections = ["## Fell short as expected"]
+    for (backend, reason), checks in reasons.items():
+        sections.append(f"### {markup.escaped(backend)}: {markup.escaped(reason)}")
+        rows = []
+        for check, (first, *further) in checks.items():
+            more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
+            rows.append([check, markup.escaped(first.case) + more, first.underlying, markup.escaped(first.summary)])
+        sections.append(markup.table(["check", "case", "outcome", "what happened"], rows))
+    return sections
+
+
+def _gaps(summary: Summary) -> list[str]:
+    if not summary.gaps:
+        return ["## Not examined", "Nothing was left out of what this run asked."]
+    rows = [
+        [
+            markup.escaped(gap.backend),
+            phrases.gap_outcome(gap),
+            phrases.gap(gap, len(summary.checks)),
+            markup.escaped(phrases.gap_reasons(gap)),
+        ]
+        for gap in summary.gaps
+    ]
+    return [
+        "## Not examined",
+        "About these the run says nothing, neither good nor bad.",
+        markup.table(["backend", "outcome", "what", "why"], rows),
+    ]

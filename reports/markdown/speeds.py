@@ -1,0 +1,72 @@
+"""Speeds as Markdown: every case, part and backend, what to know of the figures, and the kernels that ran.
+
+Must not know: how a time was measured.
+"""
+
+from collections.abc import Sequence
+
+from attncheck.reports.analysis import phrases
+from attncheck.reports.markdown import markup
+from attncheck.reports.run_file.timings import Kernel
+from attncheck.reports.speeds.notes import legend, speed_notes
+from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.summary import summary_tables
+from attncheck.reports.speeds.tables import SpeedTable, speed_tables, time_unit
+from attncheck.reports.terminal.speeds import averaged
+
+
+def speeds_section(speeds: Sequence[Speed]) -> list[str]:
+    """The summary and the whole table of each suite, then notes; nothing where nothing was timed."""
+    if not speeds:
+        return []
+    tables = speed_tables(speeds)
+    sections = ["## Speeds"]
+    for short, whole in zip(summary_tables(speeds), tables, strict=True):
+        sections += [f"### {markup.escaped(short.suite)}", *means(short), "Each case:", rows_of(whole)]
+    sections += [
+        "### About these figures",
+        f"{markup.escaped(legend(tables))}.",
+        listed(speed_notes(speeds)),
+        *_kernels(speeds),
+    ]
+    return sections
+
+
+def means(short: SpeedTable) -> list[str]:
+    """What the means of a suite are of, and its row for each backend."""
+    over = averaged(short)
+    return [f"{over[:1].upper()}{over[1:]}:", rows_of(short)]
+
+
+def listed(notes: Sequence[str]) -> str:
+    """Notes as a list."""
+    return "\n".join(f"- {markup.escaped(note)}" for note in notes)
+
+
+def rows_of(table: SpeedTable) -> str:
+    """A table of speeds as Markdown."""
+    return markup.table(table.headings, [[markup.escaped(cell) for cell in row] for row in table.rows])
+
+
+def _kernels(speeds: Sequence[Speed]) -> list[str]:
+    """The kernels of one step of each case, as the first round that asked the profiler has them."""
+    rows: list[tuple[str, str, Kernel]] = []
+    for speed in speeds:
+        if speed.part == "forward":
+            kernels = next((timing.kernels for timing in speed.timings if timing.kernels), ())
+            rows += [(speed.case, speed.backend, kernel) for kernel in kernels]
+    if not rows:
+        return []
+    unit = time_unit(kernel.duration_ns / max(kernel.count, 1) for _, _, kernel in rows)
+    headings = ("case", "backend", "kernel", "launches", f"all together ({unit.name})")
+    cells = [
+        [
+            markup.escaped(case),
+            markup.escaped(backend),
+            markup.code(phrases.one_line(kernel.name).replace("|", "\\|")),
+            str(kernel.count),
+            unit.text(kernel.duration_ns),
+        ]
+        for case, backend, kernel in rows
+    ]
+    return ["### Kernels", markup.table(headings, cells)]

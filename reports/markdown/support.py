@@ -1,0 +1,80 @@
+"""What backends support, as Markdown: a table of features, and one of sizes and forms, each value under its verdict.
+
+Must not know: what a feature means, how records came about.
+"""
+
+from collections.abc import Sequence
+
+from attncheck.reports.analysis.support import ANSWERS, SupportRow, Verdict, support_rows
+from attncheck.reports.markdown import markup
+from attncheck.reports.run_file.store import Run
+
+_VERDICTS: dict[Verdict, str] = {
+    "right": "",
+    "short": "some cases fall short",
+    "wrong": "**not declared, accepted and wrong**",
+    "died": "**not declared, and the process died**",
+    "answered": "not declared, and right all the same",
+    "refused": "refused",
+    "unclear": "refused unclearly",
+    "left": "not examined",
+}
+"""What stands before the values of a verdict, in this order."""
+
+
+def support(run: Run, backends: Sequence[str]) -> list[str]:
+    """The features each backend declares, then what the cases showed of them, and of sizes and forms."""
+    declared = [
+        f"- {markup.escaped(backend.name)} declares: {', '.join(sorted(backend.features)) or 'no optional feature'}"
+        for backend in run.header.backends
+        if backend.name in backends
+    ]
+    rows = support_rows(run.records, run.header)
+    features, forms = [row for row in rows if not row.is_form], [row for row in rows if row.is_form]
+    sections = ["\n".join(declared)] if declared else []
+    if features:
+        sections += [
+            "## Features",
+            f"Answers to the cases that need a feature ({', '.join(ANSWERS)}); numbers count cases, some need several.",
+            _feature_table(features, backends),
+        ]
+    if forms:
+        sections += [
+            "## Sizes and forms",
+            "The values that the cases had; to those without a word all answers were right.",
+            _form_table(forms, backends),
+        ]
+    return sections
+
+
+def _feature_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
+    cells = {(row.feature, row.backend): row.in_words for row in rows}
+    names = sorted({row.feature for row in rows})
+    lines = [[f"`{name}`", *(cells.get((name, backend), "-") for backend in backends)] for name in names]
+    return markup.table(["feature", *map(markup.escaped, backends)], lines)
+
+
+def _form_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
+    """A row a key; of each backend the values, those alike together."""
+    values: dict[tuple[str, str], dict[Verdict, list[str]]] = {}
+    for row in rows:
+        key, _, value = row.feature.partition("=")
+        shown = f"{value} ({row.right} of {row.right + row.short} right)" if row.verdict == "short" else value
+        values.setdefault((key, row.backend), {}).setdefault(row.verdict, []).append(shown)
+    cells = {
+        place: "; ".join(_values(told, words[verdict]) for verdict, told in _VERDICTS.items() if verdict in words)
+        for place, words in values.items()
+    }
+    keys = dict.fromkeys(key for key, _ in values)
+    lines = [[f"`{key}`", *(cells.get((key, backend), "-") for backend in backends)] for key in keys]
+    return markup.table(["", *map(markup.escaped, backends)], lines)
+
+
+def _values(told: str, values: Sequence[str]) -> str:
+    def size(value: str) -> tuple[bool, int, str]:
+        digits = value.partition(" ")[0]
+        return (not digits.isdigit(), int(digits) if digits.isdigit() else 0, value)
+
+    ordered = sorted(values, key=size)
+    text = markup.escaped(", ".join(ordered))
+    return f"{told}: {text}" if told else text

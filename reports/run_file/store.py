@@ -1,0 +1,259 @@
+"""Run files: JSON lines, written so that a killed run leaves all it found, and read so that nothing is guessed.
+
+The first line is the header, then one record a line, then the footer with the counts. Every line is flushed as it is
+written and the file is synced to disk at most once a second. A file without a footer was cut off: it can be read, and
+says so. A file that contradicts itself (a record twice, a record nobody announced, counts that do not match) is an
+error with its line, never a smaller report.
+
+Must not know: how a record came about, or how it is shown.
+"""
+
+import lzma
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from io import TextIOWrapper
+from json import JSONDecodeError, loads
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+from pydantic import ValidationError
+
+from attncheck.errors import RunFileError
+from attncheck.reports.run_file.records import (
+    FORMAT,
+    OUTCOMES,
+    Outcome,
+    Record,
+    RecordKey,
+    RunFooter,
+    RunHeader,
+    format_line,
+    parse_line,
+)
+
+SYNC_EVERY_S = 1.0
+
+COMPRESSED = ".xz"
+"""How the names of compressed run files end: kept as evidence, they take a fiftieth of the room."""
+
+
+def now() -> str:
+    """The time as run files give it: ISO 8601, to the second, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def count_outcomes(records: Iterable[Record]) -> dict[Outcome, int]:
+    """How many records have each outcome; outcomes that do not occur are left out."""
+    counts = Counter(record.outcome for record in records)
+    return {outcome: counts[outcome] for outcome in OUTCOMES if counts[outcome]}
+
+
+class RunWriter:
+    """Writes one run; a context manager. Leaving it in good order writes the footer, an exception leaves it out.
+
+    Raises:
+        RunFileError: on entering, when ``path`` exists already (runs are never overwritten), is named as a compressed
+            file, or cannot be written.
+        ValueError: from :meth:`add`, for a record whose key was written before.
+    """
+
+    def __init__(self, path: Path, header: RunHeader) -> None:
+        self.path = path
+        self.header = header
+        self._keys: set[RecordKey] = set()
+        self._counts: Counter[Outcome] = Counter()
+        self._errors: list[str] = []
+        self._file: TextIOWrapper | None = None
+        self._synced = monotonic()
+
+    def __enter__(self) -> Self:
+        if self.path.exists():
+            raise RunFileError(str(self.path), "exists already; runs are never overwritten, name another file")
+        if self.path.name.endswith(COMPRESSED):
+            raise RunFileError(str(self.path), "runs are written as plain text; compress the file afterwards, as by xz")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("x", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise RunFileError(str(self.path), f"cannot be written: {error.strerror}") from error
+        self._write(self.header)
+        return self
+
+    def add(self, record: Record) -> None:
+        """Write one record; it is in the file when this returns."""
+        if record.key in self._keys:
+            raise ValueError(f"a run holds each record once, and this one came twice: {record.key}")
+        self._keys.add(record.key)
+        self._counts[record.outcome] += 1
+        self._write(record)
+
+    def fail(self, error: str) -> None:
+        """Note something besides the records that fails the run, such as an expectation that matched nothing."""
+        self._errors.append(error)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is None:
+            return
+        if kind is None:
+            counts = {outcome: self._counts[outcome] for outcome in OUTCOMES if self._counts[outcome]}
+            self._write(RunFooter(finished=now(), counts=counts, errors=tuple(self._errors)))
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+
+    def _write(self, line: RunHeader | Record | RunFooter) -> None:
+        if self._file is None:
+            raise ValueError(f"{self.path} is not open: use the writer in a with statement")
+        self._file.write(format_line(line) + "\n")
+        self._file.flush()
+        if monotonic() - self._synced >= SYNC_EVERY_S:
+            os.fsync(self._file.fileno())
+            self._synced = monotonic()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run file as read. ``footer`` is None where the run was cut off; ``cut_line``: in the middle of a line."""
+
+    path: str
+    header: RunHeader
+    records: tuple[Record, ...]
+    footer: RunFooter | None = None
+    cut_line: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run came to its end."""
+        return self.footer is not None
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """What failed the run besides its records."""
+        return self.footer.errors if self.footer else ()
+
+
+def read_run(path: Path | str) -> Run:
+    """Read and verify a run file; one whose name ends in ``.xz`` is taken to be compressed, as by ``xz``.
+
+    Raises:
+        RunFileError: with the line where one is to blame. The file cannot be read, is empty, has no header, is of
+            another format, has a line that is no record, a record that is there twice, that the header does not
+            announce or that stands behind the footer, or a footer whose counts are not those of its records.
+    """
+    path = str(path)
+    try:
+        content = Path(path).read_bytes()
+        if path.endswith(COMPRESSED):
+            content = lzma.decompress(content)
+    except OSError as error:
+        raise RunFileError(path, f"cannot be read: {error.strerror}") from error
+    except lzma.LZMAError as error:
+        raise RunFileError(path, f"is not what its name says, compressed by xz: {error}") from error
+    if not content.strip():
+        raise RunFileError(path, "is empty; a run begins with its header")
+    lines = content.split(b"\n")
+    unfinished = lines.pop() != b""
+    if unfinished:
+        lines = content.split(b"\n")
+    header = _read_header(path, lines[0])
+    announced = _announced(header)
+    records: dict[RecordKey, Record] = {}
+    footer: RunFooter | None = None
+    for number, text in enumerate(lines[1:], start=2):
+        if footer is not None:
+            raise RunFileError(path, "nothing may stand behind the footer", line=number)
+        if unfinished and number == len(lines) and not _is_json(text):
+            return Run(path, header, tuple(records.values()), cut_line=True)
+        line = _parse(path, number, text)
+        if isinstance(line, RunHeader):
+            raise RunFileError(path, "a second header; one file holds one run", line=number)
+        if isinstance(line, RunFooter):
+            footer = line
+            continue
+        if line.key in records:
+            raise RunFileError(path, f"this record is there twice: {line.key}", line=number)
+        if reason := _stranger(announced, header.rounds, line):
+            raise RunFileError(path, reason, line=number)
+        records[line.key] = line
+    if footer is not None:
+        _compare_counts(path, len(lines), footer.counts, count_outcomes(records.values()))
+    return Run(path, header, tuple(records.values()), footer)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        loads(text)
+    except (JSONDecodeError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def _read_header(path: str, text: bytes) -> RunHeader:
+    """The first line. Another format is told from a broken file before the keys are looked at."""
+    try:
+        data = loads(text)
+    except (JSONDecodeError, UnicodeDecodeError) as error:
+        raise RunFileError(path, f"is no run file: its first line is not JSON ({error})", line=1) from error
+    if not isinstance(data, dict) or data.get("kind") != "header":
+        raise RunFileError(path, "has no header: the first line of a run has kind 'header'", line=1)
+    if data.get("format") != FORMAT:
+        raise RunFileError(path, f"has format {data.get('format')!r}; this attncheck reads format {FORMAT}", line=1)
+    header = _parse(path, 1, text)
+    if not isinstance(header, RunHeader):  # its kind says so
+        raise RunFileError(path, "has no header: the first line of a run has kind 'header'", line=1)
+    return header
+
+
+def _parse(path: str, number: int, text: bytes) -> RunHeader | Record | RunFooter:
+    try:
+        return parse_line(text)
+    except ValidationError as error:
+        raise RunFileError(path, _explain(error), line=number) from error
+
+
+def _explain(error: ValidationError) -> str:
+    """The first thing pydantic found wrong with a line, with its place in the line."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return f"not a line of JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {first['loc'][-1]!r}; was it written by a newer attncheck?"
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else first["msg"]
+
+
+def _announced(header: RunHeader) -> dict[str, tuple[object, ...]]:
+    """By field, what the records of a run may say."""
+    return {
+        "suite": tuple(suite.name for suite in header.suites),
+        "backend": tuple(backend.name for backend in header.backends),
+        "check": header.checks,
+        "seed": (header.seed,),
+        "environment": (header.environment.digest,),
+        "attncheck_version": (header.environment.attncheck,),
+    }
+
+
+def _stranger(announced: Mapping[str, tuple[object, ...]], rounds: int, record: Record) -> str | None:
+    """Why a record cannot be of this run, or None."""
+    for name, known in announced.items():
+        value = getattr(record, name)
+        if value not in known:
+            return f"{name} {value!r} is not in the header (which has {', '.join(map(repr, known)) or 'none'})"
+    if not 0 <= record.round < rounds:
+        return f"round {record.round} is none of the header's, which counts {rounds} from 0"
+    return None
+
+
+def _compare_counts(path: str, line: int, stated: Mapping[Outcome, int], counted: Mapping[Outcome, int]) -> None:
+    for outcome in OUTCOMES:
+        if stated.get(outcome, 0) != counted.get(outcome, 0):
+            reason = f"the footer counts {stated.get(outcome, 0)} {outcome}, the file holds {counted.get(outcome, 0)}"
+            raise RunFileError(path, reason, line=line)

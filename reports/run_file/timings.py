@@ -1,0 +1,102 @@
+"""What timing leaves in a record: raw samples of each part of a step, what they come to, and what the machine can do.
+
+Times are nanoseconds. Pure values: nothing here measures. Must not know: clocks, tensors, how a time is shown.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt
+
+from attncheck.reports.run_file.values import Frozen
+
+TIMING = "timing"
+"""The check whose records carry times."""
+
+Part = Literal["forward", "build", "decode", "prefill"]
+
+PARTS: tuple[Part, ...] = ("forward", "build", "decode", "prefill")
+"""``forward``: the whole batch, its new rows written too; ``build``: the metadata of it, on the host. ``decode``,
+``prefill``: ``forward`` of that part of a mixed batch alone."""
+
+ClockName = Literal["host", "events", "graph"]
+"""``host``: a monotonic clock around the call; ``events``: CUDA events; ``graph``: the same around a graph's replay."""
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A time or a rate: its logarithm is taken, and it divides."""
+
+
+class Latency(Frozen):
+    """How long one part of a step took in one process.
+
+    ``low_ns``, ``high_ns``: a 95 % bootstrap interval of the median. ``samples_ns``: every sample, in the order taken.
+    ``is_settled``: the interval was as narrow as asked for before the time was up. ``moved_bytes``, ``flops``: the
+    least that the part has to move and compute; None where that means nothing, as of ``build``.
+    """
+
+    part: Part
+    clock: ClockName
+    median_ns: Positive
+    low_ns: Positive
+    high_ns: Positive
+    samples_ns: tuple[NonNegativeInt, ...]
+    is_settled: bool
+    moved_bytes: NonNegativeInt | None = None
+    flops: NonNegativeInt | None = None
+
+
+class Ceilings(Frozen):
+    """What the device could do in the same process: a large copy, and a large matrix product in the layer's dtype."""
+
+    copy_bytes_per_s: Positive
+    matmul_flops_per_s: Positive
+    dtype: str
+
+    def least_ns(self, moved_bytes: int, flops: int) -> float:
+        """The roofline: what moving ``moved_bytes`` takes at these rates, or computing ``flops`` if that is longer."""
+        return 1e9 * max(moved_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
+
+
+class Kernel(Frozen):
+    """A kernel that ran in one step, as the profiler names it, and how long its ``count`` launches took together."""
+
+    name: str
+    count: int
+    duration_ns: float
+
+
+class DeviceState(Frozen):
+    """What the driver says of the device while it was timed; ``throttle_reasons``: empty where nothing held it back."""
+
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    temperature_c: int | None = None
+    throttle_reasons: tuple[str, ...] = ()
+
+
+class Timing(Frozen):
+    """What one process measured of one case.
+
+    ``cache``: whether the device's last-level cache was flushed before each sample. ``ceilings``: None where they were
+    not measured. ``kernels``: only where they were asked for. ``notes``: what a reader of the figures should know.
+    """
+
+    latencies: tuple[Latency, ...]
+    cache: Literal["cold", "warm"] = "warm"
+    ceilings: Ceilings | None = None
+    kernels: tuple[Kernel, ...] = ()
+    device: DeviceState | None = None
+    notes: tuple[str, ...] = ()
+
+    def latency(self, part: Part) -> Latency | None:
+        """The latency of one part, if it was measured."""
+        return next((each for each in self.latencies if each.part == part), None)
+
+    def roofline_share(self, latency: Latency) -> float | None:
+        """The least time the device could take for one of the latencies, as a share of the time taken.
+
+        None where ceilings were not measured, or bytes and flops mean nothing.
+        """
+        if self.ceilings is None or latency.moved_bytes is None or latency.flops is None:
+            return None
+        return self.ceilings.least_ns(latency.moved_bytes, latency.flops) / latency.median_ns

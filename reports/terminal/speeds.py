@@ -1,0 +1,45 @@
+"""Speeds as a person reads them in a terminal: a row for each backend of a suite, and what to know of the figures.
+
+Every case has its row in the Markdown report. Must not know: how a time was measured.
+"""
+
+from collections.abc import Sequence
+
+from attncheck.reports.analysis import phrases
+from attncheck.reports.speeds.notes import fastest_note, speed_notes
+from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.summary import summary_tables
+from attncheck.reports.speeds.tables import SpeedTable
+from attncheck.reports.terminal.columns import WIDTH, table, wrap
+
+NAME_WIDTH = 27
+"""Columns for a backend's name; the tables of checks have the whole name."""
+
+
+def render_speeds(speeds: Sequence[Speed]) -> str:
+    """A table a suite and the notes; empty where nothing was timed."""
+    if not speeds:
+        return ""
+    tables = summary_tables(speeds)
+    told = [part for each in tables for part in (wrap(_title(each)), table(_fitted(each)))]
+    notes = [*fastest_note(tables), *speed_notes(speeds), "each case: `attncheck report --format markdown`"]
+    return "\n\n".join([*told, "\n".join(wrap(note, "  ") for note in notes)])
+
+
+def _title(summary: SpeedTable) -> str:
+    return f"speeds in {phrases.one_line(summary.suite)}: {averaged(summary)}"
+
+
+def averaged(summary: SpeedTable) -> str:
+    """What the means of a table are of, and whether its rows may be compared."""
+    if not summary.averaged:
+        return "no case was timed of all; geometric means of each one's own cases, not to be compared"
+    return f"geometric means of {phrases.plural(summary.averaged, 'case')} that all were timed in"
+
+
+def _fitted(summary: SpeedTable) -> list[list[str]]:
+    """The rows within the width: names are cut, and of the last column, which tells of a case, what is too long."""
+    rows = [[phrases.one_line(cell) for cell in row] for row in (summary.headings, *summary.rows)]
+    rows = [[phrases.cut(row[0], NAME_WIDTH), *row[1:]] for row in rows]
+    taken = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(summary.headings) - 1))
+    return [[*row[:-1], phrases.cut(row[-1], max(WIDTH - taken, len(summary.headings[-1])))] for row in rows]

@@ -1,0 +1,221 @@
+"""What our candidates do not declare they refuse, with nothing changed; each message names value and limit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.flex_attention import FlexBackend
+from attncheck.backends.candidates.reference import ReferenceBackend
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
+from attncheck.backends.contract import KVCacheSpec, MultipleOf
+from attncheck.backends.kernel import kernel_backend
+from attncheck.reference.spec import CacheSpec, LayerSpec
+
+PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32")
+
+
+def nothing(query, key_cache, value_cache, metadata, params, out):
+    raise AssertionError("a refused step reached the kernel")
+
+
+BARE = kernel_backend(
+    nothing,
+    name="bare",
+    supported_head_sizes=(16,),
+    supported_block_sizes=(MultipleOf(16),),
+    supported_dtypes=(torch.float32,),
+)
+
+
+def construct(backend, **changes):
+    arguments = {
+        "num_heads": 4,
+        "head_size": 16,
+        "scale": 0.25,
+        "num_kv_heads": 2,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+        "logits_soft_cap": None,
+        "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None,
+    }
+    positional = [changes.pop(name, default) for name, default in arguments.items()]
+    return backend.get_impl_cls()(*positional, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads 3 does not divide num_heads 4"),
+        ({"head_size": 24}, "head_size 24: supported are 16"),
+        ({"head_size_v": 8}, "head_size_v 8: supported are 16"),
+        ({"scale": float("nan")}, "scale nan is not finite"),
+        ({"sliding_window": 0}, "sliding_window 0"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap -1.0 is negative"),
+        ({"alibi_slopes": [0.5]}, "alibi_slopes has 1 values for 4 query heads"),
+        ({"sinks": torch.zeros(3)}, "sinks has 3 values for 4 query heads"),
+        ({"attn_type": "causal"}, "attn_type 'causal': must be one of decoder, encoder"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8' is unknown"),
+    ],
+)
+def test_a_constructor_refuses_values(changes, message):
+    with pytest.raises(ValueError, match="BARE: ") as caught:
+        construct(BARE, **changes)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alibi_slopes": [0.5] * 4}, "alibi is not supported"),
+        ({"sliding_window": 4}, "sliding_window is not supported"),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap is not supported"),
+        ({"sinks": torch.zeros(4)}, "sinks is not supported"),
+        ({"kv_sharing_target_layer_name": "layer.0"}, "kv_sharing is not supported"),
+        ({"attn_type": "encoder_only"}, "attn_type encoder_only is not supported"),
+        ({"attn_type": "encoder_decoder"}, "attn_type encoder_decoder is not supported"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 is not supported"),
+    ],
+)
+def test_a_constructor_refuses_features(changes, message):
+    with pytest.raises(NotImplementedError, match=f"BARE: {message}"):
+        construct(BARE, **changes)
+
+
+def test_a_constructor_tells_all_problems_at_once():
+    with pytest.raises(ValueError, match=r"head_size 24.*; .*sliding_window 0"):
+        construct(BARE, head_size=24, sliding_window=0)
+    with pytest.raises(NotImplementedError, match="sliding_window is not supported; sinks is not supported"):
+        construct(BARE, sliding_window=4, sinks=torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes"),
+    [
+        (SDPABackend, {"logits_soft_cap": 30.0}),
+        (SDPABackend, {"sinks": torch.zeros(4)}),
+    ],
+)
+def test_candidates_refuse_what_their_library_cannot(backend, changes):
+    with pytest.raises(NotImplementedError, match=f"{backend.get_name()}: .* is not supported"):
+        construct(backend, **changes)
+
+
+def test_a_cap_of_zero_is_none():
+    construct(BARE, logits_soft_cap=0.0)
+
+
+def test_a_builder_refuses_pages_and_chunks():
+    spec = KVCacheSpec(block_size=24, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    builder = BARE.get_builder_cls()
+    with pytest.raises(ValueError, match="BARE: block_size 24: supported are multiples of 16"):
+        builder(spec, [], None, torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match="BARE: attention_chunk_size 32 is not supported"):
+        builder(replace(spec, block_size=16, attention_chunk_size=32), [], None, torch.device("cpu"))
+
+
+def test_a_cache_shape_is_refused():
+    with pytest.raises(ValueError, match="BARE: block_size 8: supported are multiples of 16"):
+        BARE.get_kv_cache_shape(10, 8, 2, 16)
+    with pytest.raises(NotImplementedError, match="BARE: head_size_v 8 beside head_size 16"):
+        BARE.get_kv_cache_shape(10, 16, 2, 16, head_size_v=8)
+
+
+STEP = [(1, 5), (3, 20)]
+
+
+def assert_refused(step, error, message, **changes):
+    """Refused, with output and cache as they were."""
+    output, cache = step.output.clone(), step.kv_cache.clone()
+    with pytest.raises(error) as caught:
+        step.run(**changes)
+    assert message in str(caught.value)
+    assert torch.equal(step.output.isnan(), output.isnan())
+    assert torch.equal(step.kv_cache.view(torch.uint8), cache.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: {"query": s.query[:2]}, "num_actual_tokens 4 exceeds the 2 rows of query"),
+        (lambda s: {"query": s.query[:, :, :8]}, "query has shape (4, 4, 8), not [tokens, 4, 16]"),
+        (lambda s: {"query": s.query.bfloat16()}, "query has dtype torch.bfloat16: supported are torch.float32"),
+        (lambda s: {"output": s.output[:3]}, "output has shape (3, 4, 16), not [4+, 4, 16]"),
+        (lambda s: {"key": s.key[:1]}, "key has shape (1, 2, 16), not [4+, 2, 16]"),
+        (lambda s: {"value": None}, "value is None, but 4 rows are needed"),
+        (lambda s: {"kv_cache": torch.empty(0)}, "kv_cache is empty"),
+        (lambda s: {"kv_cache": s.kv_cache.half()}, "kv_cache has dtype torch.float16 for kv_cache_dtype auto"),
+        (lambda s: {"output": None}, "output is None, but the caller must allocate it"),
+    ],
+)
+def test_forward_refuses_tensors_that_do_not_fit(change, message, make_step):
+    step = make_step(BARE, PLAIN, STEP)
+    assert_refused(step, ValueError, f"BARE: {message}", **change(step))
+
+
+def test_forward_refuses_the_metadata_of_another_backend(make_step):
+    step, other = make_step(SDPABackend, PLAIN, STEP), make_step(FlexBackend, PLAIN, STEP)
+    theirs = other.builder().build(0, other.common)
+    assert_refused(
+        step, TypeError, "TORCH_SDPA: attn_metadata is a FlexMetadata, not a SDPAMetadata", attn_metadata=theirs
+    )
+    assert_refused(step, TypeError, "is a CommonAttentionMetadata", attn_metadata=step.common)
+
+
+def test_two_kernels_do_not_take_each_others_metadata(make_step):
+    twin = kernel_backend(nothing, name="twin")
+    step, other = make_step(BARE, PLAIN, STEP), make_step(twin, PLAIN, STEP)
+    assert_refused(
+        step, TypeError, "BARE: attn_metadata is a twin.Metadata", attn_metadata=other.builder().build(0, other.common)
+    )
+
+
+@pytest.mark.parametrize("keyword", ["output_scale", "output_block_scale"])
+def test_a_kernel_that_does_not_quantise_its_output_refuses_scales(keyword, make_step):
+    step = make_step(BARE, PLAIN, STEP)
+    assert_refused(step, NotImplementedError, f"{keyword} is not supported", **{keyword: torch.ones(1)})
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend, FlexBackend])
+def test_output_scales_go_with_an_output_of_codes_and_are_one_for_all(backend, make_step):
+    step = make_step(backend, PLAIN, STEP)
+    assert_refused(step, ValueError, "output has dtype torch.float32, and output_scale", output_scale=torch.ones(1))
+    assert_refused(step, NotImplementedError, "output_block_scale is not supported", output_block_scale=torch.ones(1))
+    codes = torch.zeros(step.output.shape).to(torch.float8_e4m3fn)
+    assert_refused(step, ValueError, "output has dtype torch.float8_e4m3fn, and output_scale is None", output=codes)
+
+
+def test_a_kernel_refuses_undeclared_steps(make_step):
+    step = make_step(BARE, replace(PLAIN, causal=False), STEP)
+    assert_refused(step, NotImplementedError, "BARE: a decoder layer that is not causal is not supported")
+    step = make_step(BARE, PLAIN, [(1, 5), (3, 2)])
+    assert_refused(
+        step, NotImplementedError, "BARE: (query_len, seq_len) [(3, 2)]: more rows than keys is not supported"
+    )
+    step = make_step(BARE, PLAIN, STEP)
+    assert_refused(step, NotImplementedError, "BARE: output_lse is not supported", output_lse=torch.zeros(4, 4))
+    alibi = kernel_backend(nothing, name="bare", features=("alibi", "non_causal"))
+    step = make_step(alibi, replace(PLAIN, causal=False, alibi=True), STEP)
+    assert_refused(step, NotImplementedError, "BARE: ALiBi without a causal mask is not supported")
+
+
+def test_scales_per_head_are_a_feature_of_their_own(make_step):
+    plain_fp8 = kernel_backend(nothing, name="bare", features=("fp8_kv",), supported_kv_cache_dtypes=("auto", "fp8"))
+    cache = CacheSpec(kv_cache_dtype="fp8", k_scale=(1.0, 2.0))
+    step = make_step(plain_fp8, PLAIN, STEP, cache=cache)
+    assert_refused(step, NotImplementedError, "BARE: k_scale or v_scale per head is not supported")
+
+
+def test_an_encoder_layer_is_never_causal(make_step):
+    step = make_step(SDPABackend, replace(PLAIN, attn_type="encoder_only"), [(3, 3)])
+    step.common.causal = True
+    assert_refused(step, ValueError, "TORCH_SDPA: attention of type encoder_only is not causal")
+
+
+def test_padding_is_never_too_short_of_keys(make_step):
+    """A padding request has neither rows nor keys; its lengths ask for no feature."""
+    step = make_step(BARE, PLAIN, STEP, padding=(2, 3))
+    with pytest.raises(AssertionError, match="reached the kernel"):
+        step.run()

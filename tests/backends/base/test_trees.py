@@ -1,0 +1,76 @@
+"""Trees of draft tokens: what the string stands for, and strings that are none."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncheck.backends.base.draft_trees import tree_mask, tree_of
+from attncheck.backends.base.refusals import refuse_tree
+from attncheck.backends.candidates.flex_attention import FlexBackend
+
+CPU = torch.device("cpu")
+
+
+def test_a_chain_is_the_causal_mask() -> None:
+    assert torch.equal(tree_mask("[(0,), (0, 0), (0, 0, 0)]"), torch.ones(4, 4).tril().bool())
+
+
+def test_branches_do_not_see_each_other() -> None:
+    """Two drafts after the root; the second has a child, whose choice has number 3."""
+    assert tree_mask("[(0,), (1,), (1, 3)]").tolist() == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [True, False, True, False],
+        [True, False, True, True],
+    ]
+
+
+def test_no_drafts_leave_the_root() -> None:
+    assert tree_mask("[]").tolist() == [[True]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=7))
+def test_a_row_sees_those_whose_choices_begin_its_own(steps: list[int]) -> None:
+    """Nodes grown one by one: each appends a choice to an earlier one."""
+    nodes: list[tuple[int, ...]] = [()]
+    for number, back in enumerate(steps):
+        nodes.append((*nodes[max(0, len(nodes) - 1 - back)], number))
+    mask = tree_mask(str(nodes[1:]))
+    assert mask.tolist() == [[node[: len(other)] == other for other in nodes] for node in nodes]
+
+
+@pytest.mark.parametrize(
+    ("written", "phrase"),
+    [
+        ("[(0,), (1, 0)]", r"\(1, 0\) stands before its parent"),
+        ("[(0, 0), (0,)]", r"\(0, 0\) stands before its parent"),
+        ("[(0,), (0,)]", "every node stands once"),
+        ("[(), (0,)]", "the root is left out"),
+        ("[0, 1]", "no list of tuples"),
+        ("[(0,), (1,)", "no list of tuples"),
+        ("__import__('os')", "no list of tuples"),
+    ],
+)
+def test_what_is_no_tree_is_refused(written: str, phrase: str) -> None:
+    with pytest.raises(ValueError, match=phrase):
+        tree_mask(written)
+
+
+@pytest.mark.parametrize("speculative", [None, SimpleNamespace(speculative_token_tree=None)])
+def test_a_step_without_a_tree(speculative: Any) -> None:
+    assert tree_of(SimpleNamespace(speculative_config=speculative), CPU) is None
+    assert tree_of(SimpleNamespace(), CPU) is None
+
+
+def test_whoever_does_not_declare_trees_refuses_them() -> None:
+    config = SimpleNamespace(speculative_config=SimpleNamespace(speculative_token_tree="[(0,), (1,)]"))
+    bare = type("Bare", (FlexBackend,), {"features": FlexBackend.features - {"tree"}})
+    refuse_tree(FlexBackend, tree_of(config, CPU))
+    refuse_tree(bare, None)
+    with pytest.raises(NotImplementedError, match="a tree of 2 draft tokens is not supported"):
+        refuse_tree(bare, tree_of(config, CPU))

@@ -1,0 +1,124 @@
+"""Why the backend cannot run somewhere, in words; it never crashes for want of the library."""
+
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.flashinfer import availability
+from attncheck.backends.candidates.flashinfer.backend import FlashInferBackend
+
+Reasons = Callable[..., list[str]]
+
+
+@pytest.fixture
+def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reasons:
+    """``reasons(version=…, capability=…, nvcc=…, kernels=…, imports=…)``: on a machine where all is well but that."""
+    found_version, find_spec, import_module = (
+        importlib.metadata.version,
+        importlib.util.find_spec,
+        importlib.import_module,
+    )
+
+    def ask(
+        *,
+        version: str | None = availability.PINNED,
+        capability: tuple[int, int] | None = (9, 0),
+        nvcc: bool = True,
+        kernels: bool = False,
+        broken: bool = False,
+    ) -> list[str]:
+        def version_of(name: str) -> str:
+            if name != availability.DISTRIBUTION:
+                return found_version(name)
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version
+
+        def spec_of(name: str, *rest: Any) -> Any:
+            if name == "flashinfer_jit_cache":
+                return importlib.machinery.ModuleSpec(name, None) if kernels else None
+            return find_spec(name, *rest)
+
+        def load(name: str) -> Any:
+            if name != "flashinfer":
+                return import_module(name)
+            if broken:
+                raise OSError("libcudart.so.13: cannot open shared object file")
+            return None
+
+        monkeypatch.setattr(importlib.metadata, "version", version_of)
+        monkeypatch.setattr(importlib.util, "find_spec", spec_of)
+        monkeypatch.setattr(importlib, "import_module", load)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(availability.shutil, "which", lambda name: None)
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        if nvcc:
+            (tmp_path / "bin" / "nvcc").touch()
+        return FlashInferBackend.unavailable_reasons("cuda")
+
+    return ask
+
+
+def test_where_all_is_well_nothing_speaks_against_it(reasons: Reasons) -> None:
+    assert reasons() == []
+    assert reasons(version=f"{availability.PINNED}+cu130") == []
+
+
+def test_kernels_need_not_be_compiled_where_they_are_installed(reasons: Reasons) -> None:
+    assert reasons(nvcc=False, kernels=True) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        ({"version": None}, "flashinfer-python is not installed"),
+        ({"version": "0.7.0"}, "flashinfer-python 0.7.0 is installed, and what is relied on was read in"),
+        ({"capability": (7, 5)}, "compute capability 7.5, and the kernels need 8.0"),
+        ({"capability": None}, "torch finds no GPU"),
+        ({"nvcc": False}, "there is neither nvcc"),
+        ({"broken": True}, "flashinfer cannot be imported: OSError: libcudart.so.13"),
+    ],
+)
+def test_what_is_missing_is_named(reasons: Reasons, machine: dict[str, Any], words: str) -> None:
+    (reason,) = reasons(**machine)
+    assert words in reason
+
+
+def test_all_that_is_missing_is_named_at_once(reasons: Reasons) -> None:
+    assert len(reasons(version="0.7.0", capability=(7, 5), nvcc=False)) == 3
+
+
+def test_a_cpu_is_no_place_for_it() -> None:
+    assert "device cpu: the backend runs on cuda" in FlashInferBackend.unavailable_reasons("cpu")
+
+
+def test_asking_for_it_by_name_where_it_cannot_run_is_a_wrong_question(shell: Any, tmp_path: Path) -> None:
+    code, printed = shell("attncheck run --backend flashinfer --suite decode --output run.jsonl", tmp_path)
+    assert code == 2
+    assert "backend 'flashinfer' is unavailable here: device cpu: the backend runs on cuda" in " ".join(printed.split())
+
+
+def test_its_class_loads_neither_the_library_nor_triton() -> None:
+    program = (
+        "import sys; from attncheck.backends.registry import load; load('flashinfer');"
+        "sys.exit([name for name in ('flashinfer', 'triton') if name in sys.modules] != [])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_its_version_says_whose_kernels_and_whose_writer() -> None:
+    version = FlashInferBackend.version()
+    assert version.startswith("flashinfer-python")
+    assert "(fa2), attncheck" in version
+    assert "(cache writer)" in version

@@ -1,0 +1,226 @@
+"""The bridge where vLLM is not installed, or is a stand-in of a few modules. tests/vllm has the real one."""
+
+import os
+import subprocess
+import sys
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from attncheck.backends import registry
+from attncheck.backends.candidates.vllm import package
+from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
+from attncheck.backends.candidates.vllm.selection import select
+from attncheck.backends.candidates.vllm.writer import missing_operators
+from attncheck.backends.contract import MultipleOf
+from attncheck.errors import BackendLoadError, BackendUnavailableError
+
+
+class Base:
+    """Stands for vLLM's AttentionBackend."""
+
+    get_name = staticmethod(lambda: "SOME")
+
+
+class Latent(Base):
+    is_mla = staticmethod(lambda: True)
+
+
+class Nameless(Base):
+    get_name = staticmethod(lambda: "NAMELESS")
+
+
+class Backends(Enum):
+    """Stands for vLLM's registry: a class, one whose library is missing, one that breaks, one that is only a tag."""
+
+    SOME = "Base"
+    LATENT = "Latent"
+    FLASH = "missing"
+    BROKEN = "broken"
+    TAG = ""
+
+    def get_class(self):
+        if self is Backends.FLASH:
+            raise ModuleNotFoundError("No module named 'flash'", name="flash")
+        if self is Backends.BROKEN:
+            raise AssertionError("Torch not compiled with CUDA enabled")
+        return {"Base": Base, "Latent": Latent}[self.value]
+
+
+@pytest.fixture
+def without_vllm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    package._import_quietly.cache_clear()
+    yield
+    package._import_quietly.cache_clear()
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """A vLLM of the modules that selection looks at; nothing of it is interpreted."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    held = {
+        "vllm": {"__version__": "9.9"},
+        "vllm.logger": {},
+        "vllm.v1": {},
+        "vllm.v1.attention": {},
+        "vllm.v1.attention.backend": {"AttentionBackend": Base},
+        "vllm.v1.attention.backends": {},
+        "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Backends},
+        "theirs": {"Base": Base, "Nameless": Nameless, "number": 3},
+    }
+    for name, values in held.items():
+        made = ModuleType(name)
+        made.__path__ = []
+        vars(made).update(values)
+        monkeypatch.setitem(sys.modules, name, made)
+    package._import_quietly.cache_clear()
+    yield
+    package._import_quietly.cache_clear()
+
+
+def test_importing_the_bridge_imports_no_vllm():
+    code = (
+        "import importlib, pkgutil, sys, attncheck.backends.candidates.vllm as room\n"
+        "for found in pkgutil.iter_modules(room.__path__): importlib.import_module(f'{room.__name__}.{found.name}')\n"
+        "print(sorted(name for name in sys.modules if name.partition('.')[0] in ('vllm', 'triton')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_without_vllm_a_backend_of_it_is_unavailable(without_vllm):
+    with pytest.raises(BackendUnavailableError) as caught:
+        registry.load("vllm:CPU_ATTN")
+    assert caught.value.name == "vllm:CPU_ATTN"
+    assert "vllm" in caught.value.reasons[0]
+
+
+def test_its_name_alone_names_no_backend():
+    with pytest.raises(BackendLoadError, match="vllm:CPU_ATTN"):
+        registry.load("vllm")
+
+
+def test_the_level_of_vllm_s_messages_does_not_stay_in_the_environment(vllm, monkeypatch):
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    package.module("vllm")
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
+
+
+def test_the_user_s_level_stays(vllm, monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    package.module("vllm")
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+def test_what_making_a_config_does_to_the_environment_is_undone(monkeypatch):
+    monkeypatch.setenv("KEPT", "before")
+    monkeypatch.setenv("GONE", "before")
+    monkeypatch.delenv("NEW", raising=False)
+    with package.kept_environment():
+        os.environ["KEPT"] = "after"
+        os.environ["NEW"] = "after"
+        del os.environ["GONE"]
+    assert (os.environ["KEPT"], os.environ["GONE"]) == ("before", "before")
+    assert "NEW" not in os.environ
+
+
+def test_a_class_is_found_in_the_first_module_that_has_it(vllm):
+    assert package.find("Base", "vllm.gone", "vllm.v1", "theirs") is Base
+    with pytest.raises(ImportError, match=r"vLLM 9\.9 has no Gone in vllm\.gone or theirs"):
+        package.find("Gone", "vllm.gone", "theirs")
+
+
+def test_names_modules_and_files_name_a_class(vllm, tmp_path):
+    (tmp_path / "mine.py").write_text("from theirs import Base\n\n\nclass Mine(Base):\n    pass\n", encoding="utf-8")
+    assert select("SOME") is Base
+    assert select("theirs:Base") is Base
+    assert issubclass(select(f"{tmp_path / 'mine.py'}:Mine"), Base)
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("OTHER", r"unknown backend of vLLM 9\.9 'OTHER' \(known: SOME, LATENT, FLASH, BROKEN\)$"),
+        ("FLASK", "did you mean 'FLASH'"),
+        ("TAG", "unknown backend of vLLM 9.9 'TAG'"),
+        ("theirs:Gone", "theirs has no 'Gone'"),
+        ("theirs:number", "theirs:number is 3: give a class derived from vLLM's AttentionBackend"),
+        ("nobody.has:This", "there is no module nobody"),
+        ("LATENT", "LATENT is for layers with a latent cache"),
+        ("theirs:Nameless", "calls itself 'NAMELESS'"),
+    ],
+)
+def test_what_cannot_be_driven_is_refused_by_name(vllm, argument, said):
+    with pytest.raises(ValueError, match=said):
+        select(argument)
+
+
+@pytest.mark.parametrize(("name", "said"), [("FLASH", "flash"), ("BROKEN", "not compiled with CUDA")])
+def test_a_backend_whose_library_is_missing_or_breaks_is_no_wrong_question(vllm, name, said):
+    with pytest.raises(ImportError, match=said):
+        select(name)
+
+
+class Older:
+    """The generation that says its cache's shape by a method."""
+
+    get_name = staticmethod(lambda: "OLDER")
+    get_kv_cache_stride_order = staticmethod(lambda: (1, 0, 2, 3, 4))
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+def test_the_older_generation_s_methods_are_asked():
+    assert cache_shape(Older, 9, 16, 2, 64, 64) == (2, 9, 16, 2, 64)
+    assert layouts(Older) == ("NHD",)
+    assert stride_order(Older, "NHD") == (1, 0, 2, 3, 4)
+    assert kernel_block_sizes(Older) == [MultipleOf(1)]
+
+
+def newer(*, names=None, sizes=(16,)):
+    """A class of today's generation; ``names`` of the layouts it reads."""
+    found = None if names is None else [SimpleNamespace(name=name) for name in names]
+    return SimpleNamespace(
+        get_name=lambda: "NEWER",
+        supported_kv_cache_layouts=lambda: found,
+        get_supported_kernel_block_sizes=lambda: list(sizes),
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(None, ("NHD", "HND")), (["LBHNC"], ("HND",)), (["LHBNC", "LBNHC", "BLNHC", "LBHNC"], ("NHD", "HND"))],
+)
+def test_layouts_of_one_layer_after_the_other_are_the_contract_s(names, expected):
+    assert layouts(newer(names=names)) == expected
+
+
+def test_the_order_of_a_layout_moves_tokens_before_heads():
+    logical = torch.empty(5, 2, 16, 8)  # blocks, heads, tokens, content
+    assert [logical.shape[i] for i in stride_order(newer(), "HND")] == [5, 2, 16, 8]
+    assert [logical.shape[i] for i in stride_order(newer(), "NHD")] == [5, 16, 2, 8]
+    with pytest.raises(ValueError, match="layout NHD: kernels of NEWER read HND"):
+        stride_order(newer(names=["LBHNC"]), "NHD")
+
+
+def test_a_class_that_reads_no_layout_of_the_contract_is_asked_for_no_row():
+    backend = SimpleNamespace(
+        forward_includes_kv_cache_update=False,
+        supported_layouts=layouts(newer(names=["LHBNC"])),
+        get_supported_dtypes=lambda: [torch.float16],
+        get_supported_head_sizes=list,
+        get_supported_kernel_block_sizes=lambda: [16],
+    )
+    assert missing_operators(backend) == []
+
+
+def test_page_sizes_are_the_kernels_own():
+    theirs = newer(sizes=(64, SimpleNamespace(base=48)))
+    assert kernel_block_sizes(theirs) == [64, MultipleOf(48)]
+    with pytest.raises(ValueError, match="block_size 32: kernels of NEWER take 64, multiples of 48"):
+        cache_shape(theirs, 9, 32, 2, 64, 64)

@@ -1,0 +1,159 @@
+"""How vLLM's Triton kernels come to run on a CPU; with stand-ins for vLLM and Triton. tests/vllm has the real ones."""
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.vllm.interpreted import gaps, launches, launches_triton
+from attncheck.backends.interpreter import is_interpreted
+from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec
+
+
+def module(monkeypatch, name, source, **held):
+    """A module of this source, which imports find."""
+    made = ModuleType(name)
+    vars(made).update(held)
+    exec(textwrap.dedent(source), vars(made))
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    """Two functions around a kernel, in a module that holds what vLLM puts in Triton's place."""
+    source = """
+        def attend(): kernel
+        def kernel(): pass
+        """
+    return module(monkeypatch, "their_ops", source, triton=ModuleType("triton"), tl=ModuleType("triton.language"))
+
+
+def backend(monkeypatch, source, **held):
+    """A backend whose module has this source."""
+    made = module(monkeypatch, "their_backend", source, **held)
+    empty = type("Empty", (), {})
+    return SimpleNamespace(
+        get_impl_cls=lambda: getattr(made, "Impl", empty), get_builder_cls=lambda: getattr(made, "Builder", empty)
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class Impl:\n    def forward(self): attend()",
+        "class Builder:\n    def build(self): attend()",
+        "class Impl:\n    @staticmethod\n    def forward(): attend()",
+        "class Impl:\n    def forward(self): return [attend() for _ in range(2)]",
+        "class Base:\n    def forward(self): attend()\nclass Impl(Base):\n    def other(self): pass",
+    ],
+    ids=["impl", "builder", "static", "nested", "inherited"],
+)
+def test_a_method_that_names_a_function_beside_triton_is_told(monkeypatch, ops, source):
+    assert launches_triton(backend(monkeypatch, source, attend=ops.attend))
+
+
+def test_a_method_that_uses_triton_itself_is_told(monkeypatch, ops):
+    assert launches_triton(backend(monkeypatch, "class Impl:\n    def forward(self): triton.cdiv", triton=ops.triton))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class Impl:\n    def forward(self): pass",
+        "class Impl:\n    def forward(self): pass\ndef unused(): attend()",
+        "class Base:\n    def forward(self): attend()\nclass Impl(Base):\n    def forward(self): pass",
+        "class Impl:\n    def forward(self): self.attend()",
+    ],
+    ids=["nothing", "beside", "overridden", "attribute"],
+)
+def test_what_no_method_names_is_not_told(monkeypatch, ops, source):
+    assert not launches_triton(backend(monkeypatch, source, attend=ops.attend))
+
+
+def test_a_function_of_a_module_without_triton_is_not_told(monkeypatch):
+    plain = module(monkeypatch, "plain_ops", "def attend(): pass")
+    assert not launches_triton(
+        backend(monkeypatch, "class Impl:\n    def forward(self): attend()", attend=plain.attend)
+    )
+
+
+@pytest.mark.parametrize(("value", "told"), [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
+def test_the_variable_is_read_as_triton_reads_it(monkeypatch, value, told):
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert is_interpreted() is told
+
+
+def test_a_launcher_is_answered_for_the_cpu_alone_and_for_as_long_as_it_runs(monkeypatch):
+    def asked(device=None):
+        return ("asked", device)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with launches():
+        assert torch.cuda.get_device_capability(torch.device("cpu")) == (9, 0)
+        assert torch.cuda.get_device_capability(torch.device("cuda:1")) == ("asked", torch.device("cuda:1"))
+        assert torch.cuda.get_device_capability() == ("asked", None)
+    assert torch.cuda.get_device_capability is asked
+    with pytest.raises(KeyError), launches():
+        raise KeyError
+    assert torch.cuda.get_device_capability is asked
+
+
+def test_compiled_kernels_are_launched_as_they_are(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    asked = torch.cuda.get_device_capability
+    with launches():
+        assert torch.cuda.get_device_capability is asked
+
+
+def test_what_the_interpreter_gets_wrong_is_named_with_its_value():
+    layer, cache = LayerSpec(num_heads=2, num_kv_heads=1, head_size=32, dtype="float16"), CacheSpec(block_size=16)
+    assert gaps(layer, cache) == []
+    (reason,) = gaps(replace(layer, dtype="bfloat16"), cache)
+    assert reason.startswith("dtype bfloat16: ")
+    (reason,) = gaps(layer, replace(cache, kv_cache_dtype="fp8_e5m2"))
+    assert reason.startswith("kv_cache_dtype fp8_e5m2: ")
+    (reason,) = gaps(replace(layer, output_quant=OutputQuantSpec(scale=0.5)), cache)
+    assert reason.startswith("output_quant: ")
+
+
+STAND_INS = {
+    "triton/__init__.py": "",
+    "triton/backends/__init__.py": """
+        from collections import namedtuple
+        Backend = namedtuple("Backend", "compiler driver")
+        backends = {"nvidia": "theirs"}
+        """,
+    "triton/backends/compiler.py": "class BaseBackend: pass",
+    "triton/backends/driver.py": "class DriverBase: pass",
+    "vllm/__init__.py": "",
+    "vllm/triton_utils.py": """
+        from triton.backends import backends
+        HAS_TRITON = "cpu" in backends
+        """,
+}
+
+
+@pytest.mark.parametrize(("value", "has_triton"), [("1", True), ("0", False)])
+def test_vllm_finds_a_backend_for_the_cpu_while_it_looks_and_no_longer(tmp_path, value, has_triton):
+    for path, source in STAND_INS.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(textwrap.dedent(source))
+    program = f"""
+        import os, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        os.environ["TRITON_INTERPRET"] = {value!r}
+        from attncheck.backends.candidates.vllm.interpreted import import_triton_utils, missing_triton
+        import_triton_utils()
+        import vllm.triton_utils, triton.backends
+        print(vllm.triton_utils.HAS_TRITON, missing_triton() == [], list(triton.backends.backends))
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == f"{has_triton} {has_triton} ['nvidia']"

@@ -1,0 +1,266 @@
+"""The latent kernel against sums written out in float64, over pages with NaN wherever nobody looks."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from attncheck.backends.candidates.triton_mla.attention import choose_latent_tiling, latent_attention
+from attncheck.backends.candidates.triton_unified.scratch import SplitScratch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALE = 0.4
+REQUESTS = ((1, 70), (5, 37), (3, 3), (1, 5))
+
+Requests = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Step:
+    """The arguments of one call, and what is right for every row."""
+
+    latent: Tensor
+    rotary: Tensor
+    kv_cache: Tensor
+    tables: dict[str, Any]
+    out: Tensor
+    lse: Tensor
+
+    def answer(self, **options: Any) -> tuple[Tensor, Tensor]:
+        """Output and LSE, with NaN where nothing was written."""
+        output = torch.full(self.latent.shape, torch.nan, dtype=self.latent.dtype, device=DEVICE)
+        lse = torch.full(self.latent.shape[:2], torch.nan, device=DEVICE)
+        given = {"output": output, "output_lse": lse, "scale": SCALE, "causal": True, **self.tables, **options}
+        latent_attention(self.latent, self.rotary, self.kv_cache, **given)
+        return given["output"], given["output_lse"]
+
+    def check(self, allowed: float = 2e-6, **options: Any) -> None:
+        out, lse = self.answer(**options)
+        torch.testing.assert_close(out.double(), self.out, rtol=allowed, atol=allowed, equal_nan=True)
+        torch.testing.assert_close(lse.double(), self.lse, rtol=allowed, atol=allowed, equal_nan=True)
+
+
+def make_step(
+    requests: Requests = REQUESTS,
+    *,
+    heads: int = 3,
+    rank: int = 20,
+    rotary: int = 6,
+    page: int = 4,
+    dtype: torch.dtype = torch.float32,
+    stored: torch.dtype | None = None,
+    k_scale: float = 1.0,
+    causal: bool = True,
+) -> Step:
+    generator = torch.Generator().manual_seed(len(requests) + heads)
+    num_blocks = sum(-(-seq_len // page) for _, seq_len in requests) + 2
+    free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+    width = max(-(-seq_len // page) for _, seq_len in requests) + 1
+    cache = torch.full((num_blocks, page, rank + rotary), torch.nan).to(stored or dtype)
+    tables, starts = torch.zeros(len(requests), width, dtype=torch.int32), [0]
+    queries, outs, lses = [], [], []
+    for index, (query_len, seq_len) in enumerate(requests):
+        keys = torch.randn(seq_len, rank + rotary, generator=generator).to(stored or dtype)
+        for position in range(seq_len):
+            if position % page == 0:
+                tables[index, position // page] = free.pop()
+            cache.view(torch.uint8 if keys.itemsize == 1 else keys.dtype)[
+                tables[index, position // page], position % page
+            ] = keys[position].view(torch.uint8 if keys.itemsize == 1 else keys.dtype)
+        query = torch.randn(query_len, heads, rank + rotary, generator=generator).to(dtype)
+        out, lse = dense(query.double(), keys.double() * k_scale, rank, causal)
+        starts.append(starts[-1] + query_len)
+        queries, outs, lses = [*queries, query], [*outs, out], [*lses, lse]
+    nobody = torch.full((2, heads, rank + rotary), torch.nan, dtype=dtype)
+    query = torch.cat([*queries, nobody]).to(DEVICE)
+    numbers = {
+        "block_table": tables,
+        "seq_lens": torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32),
+        "query_start_loc": torch.tensor(starts, dtype=torch.int32),
+        "k_scale": torch.tensor([k_scale]),
+    }
+    placed: dict[str, Any] = {name: tensor.to(DEVICE) for name, tensor in numbers.items()}
+    unseen = nobody.double()
+    return Step(
+        *query.split([rank, rotary], -1),
+        cache.to(DEVICE),
+        {**placed, "max_query_len": max(query_len for query_len, _ in requests), "causal": causal},
+        torch.cat([*outs, unseen[..., :rank]]).to(DEVICE),
+        torch.cat([*lses, unseen[..., 0]]).to(DEVICE),
+    )
+
+
+def dense(query: Tensor, keys: Tensor, rank: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Row by row: what the formula says; the last row stands at the last key."""
+    out, lse = torch.zeros(*query.shape[:2], rank).double(), torch.full(query.shape[:2], -torch.inf).double()
+    for row in range(len(query)):
+        seen = keys[: max(0, len(keys) - len(query) + row + 1)] if causal else keys
+        if len(seen):
+            scores = query[row] @ seen.T * SCALE
+            lse[row] = scores.logsumexp(-1)
+            out[row] = (scores - lse[row][:, None]).exp() @ seen[:, :rank]
+    return out, lse
+
+
+def scratch(results: int, rank: int, segments: int) -> SplitScratch:
+    """Full of NaN, and wanted by any step."""
+    out, lse = (torch.full((size,), torch.nan, device=DEVICE) for size in (results * rank, results))
+    return SplitScratch(out, lse, programs=10_000, most=segments)
+
+
+def test_decodes_extends_and_prompts_in_one_batch() -> None:
+    make_step().check()
+
+
+def test_every_row_sees_every_key_where_it_is_not_causal() -> None:
+    make_step(causal=False).check()
+
+
+def test_rows_before_the_first_key_see_nothing() -> None:
+    make_step(((5, 2), (1, 0), (2, 9))).check()
+
+
+def test_more_rows_than_a_block_and_more_keys_than_a_tile() -> None:
+    make_step(((40, 130), (1, 1), (33, 33), (2, 140)), heads=2).check()
+
+
+@pytest.mark.parametrize("segments", [2, 4, 16])
+def test_keys_in_segments_some_of_them_empty(segments: int) -> None:
+    step = make_step(((1, 150), (2, 3), (3, 1)), heads=2)
+    step.check(scratch=scratch(1_000, 20, segments))
+
+
+@pytest.mark.parametrize("segments", [1, 4])
+def test_what_is_no_number_stays_none(segments: int) -> None:
+    """A key of NaN, seen by the first request alone; not the answer of a row that sees nothing."""
+    step = make_step(((1, 150), (1, 30)), heads=2)
+    step.kv_cache[step.tables["block_table"][0, 20], 1] = torch.nan
+    step.out[0], step.lse[0] = torch.nan, torch.nan
+    step.check(scratch=scratch(1_000, 20, segments))
+
+
+def test_segments_that_have_no_room_are_not_made() -> None:
+    room = scratch(3, 20, 4)
+    make_step(((1, 150), (1, 3))).check(scratch=room)
+    assert room.lse.isnan().all()
+
+
+@pytest.mark.parametrize("heads", [1, 4, 70])
+def test_any_number_of_heads(heads: int) -> None:
+    make_step(((1, 9), (2, 5)), heads=heads).check()
+
+
+@pytest.mark.parametrize(("rank", "rotary", "page"), [(16, 16, 16), (33, 1, 1), (5, 0, 7)])
+def test_any_sizes(rank: int, rotary: int, page: int) -> None:
+    make_step(((1, 40), (6, 20)), rank=rank, rotary=rotary, page=page).check()
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)], ids=str)
+def test_half_precision(dtype: torch.dtype, allowed: float) -> None:
+    make_step(dtype=dtype).check(allowed)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16], ids=str)
+def test_a_cache_of_another_dtype(stored: torch.dtype) -> None:
+    make_step(((1, 20), (3, 9)), stored=stored).check()
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("segments", [1, 2])
+def test_codes_mean_their_number_times_the_scale(stored: torch.dtype, segments: int) -> None:
+    step = make_step(((1, 70), (3, 9)), stored=stored, k_scale=0.3)
+    step.check(scratch=scratch(100, 20, segments))
+
+
+def test_tensors_lie_in_any_way() -> None:
+    step = make_step(((1, 20), (3, 9)))
+    rows, heads, rank = step.latent.shape
+    wide = step.kv_cache.new_full((len(step.kv_cache), 6, 60), torch.nan)[:, 1:-1, 4:56:2]
+    step.kv_cache = wide.copy_(step.kv_cache)
+    step.latent = step.latent.transpose(0, 1).contiguous().transpose(0, 1)
+    step.rotary = step.rotary.repeat_interleave(2, -1)[..., ::2]
+    step.tables["block_table"] = step.tables["block_table"].repeat(1, 2)[:, : step.tables["block_table"].shape[1]]
+    output = torch.full((rank, heads, rows), torch.nan, device=DEVICE).permute(2, 1, 0)
+    lse = torch.full((heads, rows), torch.nan, device=DEVICE).T
+    step.check(output=output, output_lse=lse)
+
+
+def test_a_bound_of_the_rows_need_not_be_reached() -> None:
+    step = make_step(((1, 20), (3, 9)))
+    step.tables["max_query_len"] = 50
+    step.check()
+
+
+def test_an_lse_need_not_be_asked() -> None:
+    step = make_step(((1, 20), (3, 9)))
+    output = torch.full_like(step.latent, torch.nan)
+    step.answer(output=output, output_lse=None)
+    torch.testing.assert_close(output.double(), step.out, rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    step = make_step(((1, 20), (3, 9)))
+    for options, message in (
+        ({"output": torch.zeros(6, 3, 19)}, r"output has shape \(6, 3, 19\), not \(6, 3, 20\)"),
+        ({"output_lse": torch.zeros(6)}, r"output_lse has shape \(6,\), not \(6, 3\)"),
+        ({"query_start_loc": torch.zeros(2)}, r"query_start_loc has shape \(2,\), not \(3,\)"),
+        ({"block_table": torch.zeros(3, 2).T}, "block_table has strides"),
+        ({"seq_lens": torch.zeros(4, dtype=torch.int32)[::2]}, "has gaps between its entries"),
+        ({"output": torch.zeros(6, 3, 20, dtype=torch.float64)}, "output torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step.answer(**options)
+    step.kv_cache = step.kv_cache.to(torch.float8_e5m2)
+    with pytest.raises(ValueError, match="needs a k_scale of one element"):
+        step.answer(k_scale=None)
+    step.kv_cache = step.kv_cache.to(torch.float64)
+    with pytest.raises(ValueError, match=r"kv_cache is torch\.float64"):
+        step.answer()
+
+
+def test_no_requests_are_nothing_to_do() -> None:
+    step = make_step(((1, 4),))
+    tables = {"block_table": step.tables["block_table"][:0], "seq_lens": step.tables["seq_lens"][:0]}
+    output, lse = step.answer(**tables, query_start_loc=step.tables["query_start_loc"][:1])
+    assert output.isnan().all()
+    assert lse.isnan().all()
+
+
+@pytest.mark.parametrize("is_coded", [False, True])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("rank", [512, 1024])
+@pytest.mark.parametrize("heads", [1, 24, 128])
+@pytest.mark.parametrize("max_query_len", [1, 3, 700])
+def test_tiles_hold_whole_rows_and_fit(
+    max_query_len: int, heads: int, rank: int, itemsize: int, is_coded: bool
+) -> None:
+    tiling = choose_latent_tiling(
+        max_query_len=max_query_len,
+        num_heads=heads,
+        kv_lora_rank=rank,
+        itemsize=itemsize,
+        is_coded=is_coded,
+        shared_memory=163 * 1024,
+        interpreted=False,
+    )
+    assert tiling.block_h * tiling.block_q <= tiling.block_m
+    assert min(tiling.block_m, tiling.block_n) >= 16
+    assert tiling.one_block == (max_query_len <= tiling.block_q)
+    assert tiling.block_m * rank * 4 <= tiling.num_warps * 32 * 128 * 4, "half of the registers"
+    keys = tiling.block_n * tiling.num_stages
+    assert (tiling.block_m + keys) * (rank + 64) * itemsize <= 163 * 1024
+    # Every request's rows have programs, wherever they begin.
+    blocks = tiling.num_programs(2 * max_query_len, 2, heads) / math.ceil(heads / tiling.block_h)
+    assert blocks >= 2 * math.ceil(max_query_len / tiling.block_q)
+
+
+@pytest.mark.parametrize("is_coded", [False, True])
+def test_tiles_shrink_to_the_shared_memory_there_is(is_coded: bool) -> None:
+    given = {"max_query_len": 700, "num_heads": 16, "kv_lora_rank": 512, "itemsize": 2, "is_coded": is_coded}
+    tiling = choose_latent_tiling(**given, shared_memory=99 * 1024, interpreted=False)
+    assert (tiling.block_m + tiling.block_n * tiling.num_stages) * (512 + 64) * 2 <= 99 * 1024

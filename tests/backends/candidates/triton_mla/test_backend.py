@@ -1,0 +1,104 @@
+"""The backend around the latent kernel: examined as any other, what it declares, what it refuses."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend
+from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
+from attncheck.backends.registry import load
+from attncheck.backends.verification import contract_problems
+from attncheck.cases.loader import load_suite, select
+from attncheck.harness.driver.latent_views import latent_keywords
+from attncheck.harness.problem.latent import make_up_projections
+from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.reference import CommonAttentionMetadata
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, RequestSpec
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DECODE = BatchSpec(requests=(RequestSpec(query_len=1),))
+
+
+def layer_of(rank: int, rotary: int) -> LayerSpec:
+    sizes = MLASpec(kv_lora_rank=rank, qk_nope_head_dim=8, qk_rope_head_dim=rotary, v_head_dim=8)
+    return LayerSpec(num_heads=2, num_kv_heads=1, head_size=rank + rotary, dtype="float32", mla=sizes)
+
+
+def impl_of(rank: int, rotary: int):
+    layer = layer_of(rank, rotary)
+    weights = make_up_projections(layer, torch.float32)
+    keywords = latent_keywords(layer.mla, weights, torch.device(DEVICE))
+    return TritonMLABackend.get_impl_cls()(2, layer.head_size, 0.5, 1, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("suite", "cases", "checks"),
+    [
+        ("interpreted", ["latent-float32"], ("numerics", "lse", "cache_write", "containment")),
+        ("mla", ["no-rotated-keys", "no-latent-keys"], ("numerics",)),
+    ],
+)
+def test_cases_are_answered_right(suite: str, cases: list[str], checks: tuple[str, ...]) -> None:
+    asked = select(load_suite(suite).cases, cases)
+    examiner = Examiner(Plan(cases=asked, backends=(load("triton_mla"),), checks=checks, device=DEVICE))
+    records = list(examiner.run())
+    assert {record.check for record in records} == set(checks)
+    assert {record.outcome for record in records} == {"passed"}, [r for r in records if r.outcome != "passed"]
+
+
+def test_it_keeps_the_contract_and_promises_graphs_of_any_batch() -> None:
+    assert contract_problems(TritonMLABackend) == []
+    assert TritonMLABackend.is_mla()
+    builder = TritonMLABackend.get_builder_cls()
+    assert builder.get_cudagraph_support(None, None) == AttentionCGSupport.ALWAYS
+
+
+def test_the_scratch_is_the_same_in_every_step() -> None:
+    spec = KVCacheSpec(block_size=4, num_kv_heads=1, head_size=20, dtype=torch.float32)
+    builder = TritonMLABackend.get_builder_cls()(spec, ["layer.0"], None, torch.device(DEVICE))
+    common = CommonAttentionMetadata(
+        *(torch.zeros(2, dtype=torch.int32) for _ in range(5)), 1, 0, 1, 1, torch.zeros(1, 1), torch.zeros(0)
+    )
+    first, second = (builder.build(0, common) for _ in range(2))
+    assert first.scratch is not None
+    assert first.scratch is second.scratch
+
+
+@pytest.mark.parametrize(
+    ("rank", "rotary", "reasons"),
+    [
+        (1024, 128, []),
+        (1025, 64, ["kv_lora_rank 1025: supported are sizes up to 1024"]),
+        (512, 129, ["qk_rope_head_dim 129: supported are sizes up to 128"]),
+    ],
+)
+def test_rows_that_fit_no_tile_are_not_supported_and_refused(rank: int, rotary: int, reasons: list[str]) -> None:
+    assert TritonMLABackend.unsupported_reasons(layer_of(rank, rotary), CacheSpec(), DECODE) == reasons
+    if not reasons:
+        assert impl_of(rank, rotary).kv_lora_rank == rank
+        return
+    with pytest.raises(ValueError, match=reasons[0]):
+        impl_of(rank, rotary)
+
+
+def test_a_scale_a_head_is_refused_before_anything_is_written() -> None:
+    impl = impl_of(16, 4)
+    cache = torch.zeros(2, 4, 20, device=DEVICE).to(torch.float8_e4m3fn)
+    layer = type("Layer", (), {"_k_scale": torch.ones(3, device=DEVICE)})()
+    rows = torch.ones(1, 16, device=DEVICE), torch.ones(1, 4, device=DEVICE)
+    with pytest.raises(ValueError, match="k_scale has shape"):
+        impl.write(layer, *rows, cache, torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    assert not cache.float().any()
+
+
+def test_asking_for_declarations_loads_no_triton() -> None:
+    asked = (
+        "import sys; from attncheck.backends.registry import load; "
+        "from attncheck.backends.candidates.triton_mla import backend; "
+        "backend.TritonMLABackend.version(); assert 'triton' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0

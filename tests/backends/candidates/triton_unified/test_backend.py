@@ -1,0 +1,169 @@
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attncheck.backends.candidates.triton_unified.attention import ragged_attention, unified_attention
+from attncheck.backends.candidates.triton_unified.backend import UnifiedBackend
+from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
+from attncheck.backends.registry import load
+from attncheck.backends.verification import contract_problems
+from attncheck.cases.loader import load_suite, select
+from attncheck.harness.checks.cudagraph.measurement import measure
+from attncheck.harness.checks.cudagraph.questions import Questions
+from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.reference import AttentionParams, CommonAttentionMetadata
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
+DECODE = BatchSpec(requests=(RequestSpec(query_len=1),))
+
+
+@pytest.mark.parametrize(
+    ("cases", "checks"),
+    [
+        (["combined", "fp8-cache-per-head", "verify-tree*"], ("numerics", "lse")),
+        (["decode", "output-quant*", "encoder*", "cross*", "local"], ("numerics", "containment")),
+        (["heads-first", "shared-cache"], ("cache_write",)),
+    ],
+    ids=str,
+)
+def test_cases_are_answered_right(cases: list[str], checks: tuple[str, ...]) -> None:
+    asked = select(load_suite("interpreted").cases, cases)
+    examiner = Examiner(Plan(cases=asked, backends=(load("triton_unified"),), checks=checks, device=str(DEVICE)))
+    fallen = [record for record in examiner.run() if record.outcome not in {"passed", "unsupported"}]
+    assert not fallen
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_graphs_of_decodes_and_of_mixed_batches_stay_right(window: int | None) -> None:
+    """Some of the probes; the whole level is measured in the suite of interpreted kernels."""
+    case = replace(select(load_suite("interpreted").cases, ["decode"])[0], layer=replace(SMALL, sliding_window=window))
+    questions = Questions(case, 0, DEVICE)
+    questions.probes = tuple(p for p in questions.probes if p.name in {"padded decode", "mixed buckets"})
+    measurement = measure(UnifiedBackend, questions, DEVICE)
+    assert measurement.declared is measurement.reached is AttentionCGSupport.ALWAYS
+    assert [probe.outcome for probe in measurement.levels.probes] == ["passed", "passed"]
+
+
+def test_it_keeps_the_contract() -> None:
+    assert contract_problems(UnifiedBackend) == []
+    assert set(UnifiedBackend.functions()) == {"merge_attn_states", "reshape_and_cache"}
+    assert "triton" in UnifiedBackend.version()
+
+
+def test_the_scratch_is_the_same_in_every_step() -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(get_num_attention_heads=lambda _: 4),
+        parallel_config=None,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        speculative_config=None,
+    )
+    spec = KVCacheSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float16, head_size_v=24)
+    builder = UnifiedBackend.get_builder_cls()(spec, ["layer.0"], config, DEVICE)
+    common = CommonAttentionMetadata(
+        *(torch.zeros(2, dtype=torch.int32) for _ in range(5)), 1, 0, 1, 1, torch.zeros(1, 1), torch.zeros(0)
+    )
+    first, second = (builder.build(0, common) for _ in range(2))
+    assert first.scratch is second.scratch
+    assert len(first.scratch.out) == 24 * len(first.scratch.lse)  # the size of a value
+
+
+@pytest.mark.parametrize("sizes", [{"head_size": 256}, {"head_size": 257}, {"head_size": 64, "head_size_v": 300}])
+def test_heads_that_fit_no_tile_are_not_supported_and_refused(sizes: dict[str, int]) -> None:
+    layer = LayerSpec(num_heads=2, num_kv_heads=1, **sizes)
+    name, size = max(sizes.items(), key=lambda item: item[1])
+    arguments: tuple[Any, ...] = (2, layer.head_size, 0.1, 1)
+    extra = {key: value for key, value in sizes.items() if key == "head_size_v"}
+    if size <= 256:
+        assert UnifiedBackend.unsupported_reasons(layer, CacheSpec(), DECODE) == []
+        assert UnifiedBackend.get_impl_cls()(*arguments, **extra).head_size == size
+        return
+    reason = f"{name} {size}: supported are sizes up to 256"
+    assert UnifiedBackend.unsupported_reasons(layer, CacheSpec(), DECODE) == [reason]
+    with pytest.raises(ValueError, match=f"{size}: supported are sizes up to 256"):
+        UnifiedBackend.get_impl_cls()(*arguments, **extra)
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, device=DEVICE).to(dtype)
+
+
+def indices(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"query": rows(3, 2, 8)}, "query has shape"),
+        ({"query": rows(3, 2, 16, dtype=torch.float64)}, "query is torch.float64"),
+        ({"output": rows(3, 2, 16, dtype=torch.int8)}, "output is torch.int8"),
+        ({"key_cache": rows(4, 16, 2, 16)}, "keys have shape"),
+        ({"value_cache": rows(4, 16, 1, 16, dtype=torch.float16)}, "values torch.float16"),
+        ({"output": rows(2, 2, 16)}, "output has shape"),
+        ({"output": rows(3, 2, 16, dtype=torch.float8_e4m3fn)}, "output_scale is None"),
+        ({"output_scale": rows(1)}, "output has dtype torch.float32"),
+        ({"seq_lens": indices(3, 3)}, "query_start_loc has 2 entries for 2 requests"),
+        ({"block_table": indices(1, 2, 3).reshape(3, 1)}, "block_table has shape"),
+        ({"sinks": rows(2)}, "params and sinks differ"),
+        ({"k_scale": rows(3)}, "k_scale has shape"),
+        ({"output_lse": rows(3, 1)}, "output_lse has shape"),
+        ({"tree": rows(3, 2, dtype=torch.bool)}, "tree is torch.bool"),
+        ({"query_start_loc": indices(0, 1, 3)[::2]}, "has gaps"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_what_does_not_go_together_is_refused(changed: dict[str, Any], told: str) -> None:
+    arguments: dict[str, Any] = {
+        "query": rows(3, 2, 16),
+        "key_cache": rows(4, 16, 1, 16),
+        "value_cache": rows(4, 16, 1, 16),
+        "output": rows(3, 2, 16),
+        "block_table": indices(1).reshape(1, 1),
+        "seq_lens": indices(3),
+        "query_start_loc": indices(0, 3),
+        "max_query_len": 3,
+        "params": AttentionParams(2, 1, 16),
+    }
+    with pytest.raises(ValueError, match=told):
+        unified_attention(**arguments | changed)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        AttentionParams(2, 1, 16, alibi_slopes=(0.5, 0.25), alibi_sqrt=True),
+        AttentionParams(2, 1, 16, attn_chunk_size=8, attn_chunk_lookback=1),
+    ],
+    ids=["square root", "lookback"],
+)
+def test_what_no_kernel_does_is_refused(params: AttentionParams) -> None:
+    slopes = None if params.alibi_slopes is None else torch.tensor(params.alibi_slopes, device=DEVICE)
+    starts, new = indices(0, 3), rows(3, 1, 16)
+    with pytest.raises(NotImplementedError, match="not supported"):
+        ragged_attention(
+            rows(3, 2, 16),
+            new,
+            new,
+            rows(3, 2, 16),
+            query_start_loc=starts,
+            max_query_len=3,
+            params=params,
+            alibi_slopes=slopes,
+        )
+
+
+def test_asking_for_declarations_loads_no_triton() -> None:
+    asked = (
+        "import sys; from attncheck.backends.candidates.triton_unified.backend import UnifiedBackend as B; "
+        "B.version(), B.unavailable_reasons('cpu'), B.features; assert 'triton' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0

@@ -1,0 +1,201 @@
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attncheck.backends.caches.fp8 import encode
+from attncheck.backends.candidates.triton_unified import launch
+from attncheck.backends.candidates.triton_unified.scratch import SplitScratch, allocate_scratch
+from attncheck.backends.candidates.triton_unified.tiling import choose_segments, choose_tiling
+
+Batch = Callable[..., Any]
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Into how many segments the launches of a test cut the keys, in order."""
+    chosen: list[int] = []
+
+    def noted(**given: int) -> int:
+        chosen.append(choose_segments(**given))
+        return chosen[-1]
+
+    monkeypatch.setattr(launch, "choose_segments", noted)
+    return chosen
+
+
+def scratch_of(batch: Any, segments: int, fill: float = torch.nan) -> SplitScratch:
+    """Scratch that makes ``segments`` segments of a batch; what it holds beforehand must not matter."""
+    p, device = batch.params, batch.query.device
+    results = len(batch.query) * p.num_heads * segments
+    out = torch.full((results * p.value_head_size,), fill, device=device)
+    return SplitScratch(out, torch.full((results,), fill, device=device), programs=10**6, most=segments)
+
+
+@pytest.mark.parametrize(
+    "modifier",
+    [
+        {},
+        {"sinks": (0.7, -math.inf)},
+        {"window": (70, 0)},
+        {"attn_chunk_size": 48},
+        {"logits_soft_cap": 1.0, "alibi_slopes": (0.1, -0.02)},
+        {"head_size_v": 24},
+    ],
+    ids=str,
+)
+def test_segments_are_merged_to_the_whole(paged: Batch, segments: list[int], modifier: dict[str, Any]) -> None:
+    """A request for every segment, one whose last segments are empty, one without keys, two rows of one."""
+    batch = paged([(1, 130), (1, 33), (1, 0), (2, 96)], (2, 1, 16), **modifier)
+    batch.assert_right(scratch=scratch_of(batch, 4))
+    assert segments == [2 if "window" in modifier else 4]
+
+
+@pytest.mark.parametrize("position", [0, 31, 32, 63, 64, 95, 96, 127, 128, 129])
+def test_a_key_at_the_edge_of_a_segment_is_counted_once(paged: Batch, position: int) -> None:
+    """All scores are 0 but that of one key, which outweighs the others: the output is its value."""
+    batch = paged([(1, 130)], (1, 1, 16), scale=1.0)
+    page, slot = batch.block_table[0, position // 16], position % 16
+    batch.key_cache[batch.key_cache == batch.key_cache] = 0.0
+    batch.query[:] = 1.0
+    batch.key_cache[page, slot] = 4.0  # a score of 64
+    out, lse = batch.attend(scratch=scratch_of(batch, 4))
+    torch.testing.assert_close(out[0, 0], batch.value_cache[page, slot, 0], rtol=0, atol=1e-6)
+    assert lse.item() == pytest.approx(64.0, abs=1e-5)
+    batch.key_cache[page, slot] = 0.0
+    assert batch.attend(scratch=scratch_of(batch, 4))[1].item() == pytest.approx(math.log(130), abs=1e-6)
+
+
+@pytest.mark.parametrize("fill", [torch.nan, torch.inf, 1e30])
+def test_what_scratch_held_cannot_matter(paged: Batch, fill: float) -> None:
+    batch = paged([(1, 5), (1, 0)], (2, 1, 16))
+    batch.block_table = batch.block_table.repeat(1, 20)  # a wide table, as of a model with a long context
+    out, lse = batch.attend(scratch=scratch_of(batch, 4, fill))
+    assert out.isfinite().all()
+    assert lse[1].tolist() == [-math.inf, -math.inf]
+
+
+def test_rows_of_no_request_are_left_alone(paged: Batch, segments: list[int]) -> None:
+    batch = paged([(1, 70), (1, 40), (1, 40)], (2, 1, 16))
+    batch.query_start_loc[-1] = 2
+    out, lse = batch.attend(scratch=scratch_of(batch, 2))
+    assert segments == [2]
+    assert out[:2].isfinite().all()
+    assert out[2].isnan().all()
+    assert lse[2].isnan().all()
+
+
+@pytest.mark.parametrize("split", [1, 4])
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_codes_mean_their_scales(paged: Batch, split: int, codes: torch.dtype) -> None:
+    """One scale a KV head; NaN codes stand in slots that nobody owns."""
+    k_scale, v_scale = torch.tensor([0.25, 3.0]), torch.tensor([7.0, 0.11])
+    batch = paged([(1, 100), (5, 20)], (4, 2, 16), cache_dtype=codes)
+    batch.k_scale, batch.v_scale = (scale.to(batch.query.device) for scale in (k_scale, v_scale))
+    assert batch.key_cache.float().isnan().any()
+    batch.assert_right(3e-5, scratch=scratch_of(batch, split))
+    batch.k_scale, batch.v_scale = batch.k_scale[1:], batch.v_scale[:1]
+    batch.assert_right(3e-5, scratch=scratch_of(batch, split))
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_codes_without_a_scale_are_their_numbers(paged: Batch, split: int) -> None:
+    batch = paged([(1, 100), (5, 20)], (4, 2, 16), cache_dtype=torch.float8_e4m3fn)
+    assert batch.k_scale is None
+    batch.assert_right(3e-5, scratch=scratch_of(batch, split))
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_what_is_no_number_stays_none(paged: Batch, split: int) -> None:
+    """A key of NaN, seen by the first request alone; not the answer of a row that sees nothing."""
+    batch = paged([(1, 100), (1, 20)], (2, 1, 16))
+    batch.key_cache[batch.block_table[0, 4], 3] = torch.nan
+    out, lse = batch.attend(scratch=scratch_of(batch, split))
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_the_output_is_quantised_inside(paged: Batch, split: int) -> None:
+    """Codes are those of the float output, saturated; rows of no request keep theirs."""
+    batch = paged([(1, 100), (3, 40)], (2, 1, 16))
+    batch.query_start_loc[-1] = 3
+    plain, _ = batch.attend()
+    scale = torch.tensor([0.0009], device=plain.device)
+    coded = torch.full(plain.shape, 3.0, device=plain.device).to(torch.float8_e4m3fn)
+    from attncheck.backends.candidates.triton_unified.attention import unified_attention
+
+    unified_attention(
+        batch.query,
+        batch.key_cache,
+        batch.value_cache,
+        coded,
+        **batch.arguments(),
+        output_scale=scale,
+        scratch=scratch_of(batch, split),
+    )
+    expected = encode(plain, scale, torch.float8_e4m3fn).float()
+    assert expected[:3].abs().max() == 448.0
+    # Segments round differently: where the quotient lies between two codes, the other one may come out.
+    assert ((coded.float() - expected)[:3].abs() <= expected[:3].abs() / 8 + 2**-9).all()
+    assert (coded.float()[:3] == expected[:3]).float().mean() > 0.95
+    assert (coded.float()[3] == 3.0).all()
+
+
+def test_scratch_holds_what_wanted_programs_leave() -> None:
+    scratch = allocate_scratch(
+        num_heads=8, num_kv_heads=2, head_size_v=24, max_rows=4096, device=torch.device("cpu"), interpreted=True
+    )
+    assert len(scratch.lse) == 8 * 16
+    assert len(scratch.out) == 8 * 16 * 24
+    tiny = allocate_scratch(
+        num_heads=2, num_kv_heads=2, head_size_v=24, max_rows=1, device=torch.device("cpu"), interpreted=True
+    )
+    assert len(tiny.lse) == 1 * 2 * 4
+
+
+def test_segments_stop_where_nothing_is_won() -> None:
+    plenty = {"programs": 8, "wanted": 2112, "results": 32, "room": 10**6, "keys": 10**5, "block_n": 64, "most": 32}
+    assert choose_segments(**plenty) == 32
+    assert choose_segments(**plenty | {"programs": 512}) == 4
+    assert choose_segments(**plenty | {"programs": 2113}) == 1
+    assert choose_segments(**plenty | {"room": 300}) == 8
+    assert choose_segments(**plenty | {"keys": 200}) == 2
+    assert choose_segments(**plenty | {"most": 4}) == 4
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 8, 20, 128])
+@pytest.mark.parametrize("max_query_len", [1, 2, 7, 300])
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_every_row_has_a_block_of_its_own(group: int, max_query_len: int, interpreted: bool) -> None:
+    """Whatever the query lengths, the numbers of blocks suffice, and a tile holds the rows of a block."""
+    tiling = choose_tiling(
+        max_query_len=max_query_len,
+        group=group,
+        head_size=64,
+        itemsize=2,
+        shared_memory=10**6,
+        interpreted=interpreted,
+    )
+    assert tiling.block_q >= 1
+    assert tiling.block_q * group <= tiling.block_m
+    lens = [max_query_len, 1, max_query_len, 0, max(1, max_query_len - 1)]
+    last, start = -1, 0
+    for request, query_len in enumerate(lens):
+        blocks = -(-query_len // tiling.block_q)
+        first = request if tiling.one_block else start // tiling.block_q + request
+        assert first > last
+        last, start = max(last, first + blocks - 1), start + query_len
+    assert last < tiling.num_blocks(start, len(lens))
+
+
+def test_tiles_shrink_to_the_shared_memory_there_is() -> None:
+    sizes = {"max_query_len": 4096, "group": 4, "head_size": 128, "itemsize": 2, "interpreted": False}
+    roomy, tight = (choose_tiling(**sizes, shared_memory=memory) for memory in (232448, 101376))
+    assert tight.num_stages < roomy.num_stages
+    assert (tight.block_m + 2 * (tight.num_stages - 1) * tight.block_n) * 256 <= 101376

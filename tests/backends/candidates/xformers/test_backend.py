@@ -1,0 +1,192 @@
+"""Candidate ``xformers`` by the contract: right answers, who attends to what, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.backends.candidates.xformers.backend import XFormersBackend
+from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata
+from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, OutputQuantSpec, RequestSpec
+
+if reasons := unavailable_reasons("cpu"):
+    pytest.skip("; ".join(reasons), allow_module_level=True)
+
+from attncheck.backends.candidates.xformers import impl as impl_module
+
+PLAIN = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", scale=0.3)
+MIXED = [(1, 5), (1, 33), (7, 19), (3, 3)]
+LAYERS = {
+    "plain": {},
+    "window": {"sliding_window": 9},
+    "cap": {"logits_soft_cap": 2.0},
+    "both": {"sliding_window": 9, "logits_soft_cap": 2.0},
+}
+
+
+def assert_right(step):
+    rows = step.num_rows
+    torch.testing.assert_close(step.output[:rows].double(), step.truth[:rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(step.output_lse[:rows].double(), step.truth_lse[:rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("modifiers", LAYERS.values(), ids=LAYERS)
+def test_mixed_batches_are_right(modifiers, make_step):
+    step = make_step(XFormersBackend, replace(PLAIN, **modifiers), MIXED)
+    assert step.run() is step.output
+    assert_right(step)
+
+
+def test_padding_and_requests_without_keys_are_right(make_step):
+    step = make_step(XFormersBackend, PLAIN, [(1, 20), (1, 0), (1, 3)], padding=(2, 2))
+    step.run()
+    assert_right(step)
+    assert not step.output[1].any()
+
+
+@pytest.mark.parametrize("block_size", [32, 48])
+def test_other_pages_are_right(block_size, make_step):
+    step = make_step(
+        XFormersBackend, PLAIN, [(1, block_size), (1, block_size + 1), (2, 5)], cache=CacheSpec(block_size=block_size)
+    )
+    step.run()
+    assert_right(step)
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """How many rows each of the two kernels was given, call by call."""
+    calls = []
+
+    def operator(query, *rest):
+        calls.append(("operator", len(query)))
+
+    def kernel(query, *rest, query_start_loc, **options):
+        calls.append(("kernel", query_start_loc.tolist()))
+
+    monkeypatch.setattr(impl_module, "paged_decode", operator)
+    monkeypatch.setattr(impl_module, "unified_attention", kernel)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("modifiers", "requests", "padding", "expected"),
+    [
+        ({}, [(1, 5), (1, 9)], (0, 0), [("operator", 2)]),
+        ({}, [(1, 5), (1, 9)], (2, 2), [("operator", 2)]),
+        ({}, [(1, 5), (4, 9)], (1, 2), [("operator", 1), ("kernel", [0, 4, 4])]),
+        ({}, [(4, 9), (1, 5)], (0, 0), [("kernel", [0, 4, 5])]),
+        ({"sliding_window": 3}, [(1, 5), (1, 9)], (0, 0), [("kernel", [0, 1, 2])]),
+        ({"logits_soft_cap": 3.0}, [(1, 5), (4, 9)], (0, 0), [("kernel", [0, 1, 5])]),
+    ],
+)
+def test_the_operator_attends_to_plain_decodes_in_front(modifiers, requests, padding, expected, make_step, attended):
+    make_step(XFormersBackend, replace(PLAIN, **modifiers), requests, padding=padding).run()
+    assert attended == expected
+
+
+@pytest.mark.parametrize(("max_query_len", "expected"), [(1, ("operator", 3)), (3, ("kernel", [0, 1, 2, 3]))])
+def test_the_longest_query_to_come_decides_what_a_graph_holds(max_query_len, expected, make_step, attended):
+    """Dummies of a mixed graph have one row each, where it has as many tokens as requests."""
+    step = make_step(XFormersBackend, PLAIN, [(1, 1), (1, 1), (1, 1)])
+    common = replace(step.common, max_query_len=max_query_len)
+    step.run(attn_metadata=step.builder().build_for_cudagraph_capture(common))
+    assert attended == [expected]
+    assert XFormersBackend.get_builder_cls().cudagraph_support is AttentionCGSupport.ALWAYS
+
+
+def test_build_reads_nothing_from_the_device(make_step):
+    step = make_step(XFormersBackend, PLAIN, MIXED)
+    names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+    unreadable = {name: getattr(step.common, name).to("meta") for name in names}
+    metadata = step.builder().build(0, replace(step.common, **unreadable))
+    assert metadata.num_decodes == 2
+    assert isinstance(metadata.common, CommonAttentionMetadata)
+
+
+def test_a_length_beyond_the_table_is_refused(make_step):
+    step = make_step(XFormersBackend, PLAIN, [(1, 5), (1, 20)])
+    longer = torch.tensor([5, 49], dtype=torch.int32)
+    common = replace(step.common, seq_lens=longer, seq_lens_cpu=longer)
+    with pytest.raises(ValueError, match="seq_len 49 exceeds the 48 slots of a table row"):
+        step.builder().build(0, common)
+
+
+@pytest.mark.parametrize(
+    ("layer", "cache"),
+    [
+        ({"alibi": True}, {}),
+        ({"sinks": True}, {}),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, {}),
+        ({"attn_type": AttentionType.ENCODER_DECODER}, {}),
+        ({"kv_sharing": True}, {}),
+        ({"output_quant": OutputQuantSpec(scale=0.5)}, {}),
+        ({"causal": False}, {}),
+        ({"head_size": 80}, {}),
+        ({"head_size": 512}, {}),
+        ({}, {"block_size": 8}),
+        ({}, {"layout": "HND"}),
+        ({}, {"kv_cache_dtype": "fp8"}),
+    ],
+)
+def test_the_rest_is_not_declared(layer, cache):
+    batch = BatchSpec(requests=(RequestSpec(query_len=1, seq_len=5),))
+    assert not XFormersBackend.unsupported_reasons(PLAIN, CacheSpec(), batch)
+    assert XFormersBackend.unsupported_reasons(replace(PLAIN, **layer), CacheSpec(**cache), batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"alibi_slopes": [0.5] * 4}, NotImplementedError),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, NotImplementedError),
+        ({"kv_cache_dtype": "fp8"}, NotImplementedError),
+        ({"kv_sharing_target_layer_name": "other"}, NotImplementedError),
+        ({"sinks": torch.zeros(4)}, NotImplementedError),
+        ({"head_size": 80}, ValueError),
+        ({"num_kv_heads": 3}, ValueError),
+        ({"sliding_window": 0}, ValueError),
+    ],
+)
+def test_a_layer_that_is_not_declared_is_refused(changes, error):
+    with pytest.raises(error):
+        XFormersBackend.get_impl_cls()(**{"num_heads": 4, "head_size": 16, "scale": 0.3, "num_kv_heads": 2} | changes)
+
+
+def test_a_step_that_cannot_be_served_is_refused_before_anything_changes(make_step):
+    step = make_step(XFormersBackend, PLAIN, MIXED)
+    before = step.kv_cache.clone()
+    heads_first = step.kv_cache.transpose(2, 3).contiguous().transpose(2, 3)
+    for changes, error in (
+        ({"kv_cache": heads_first}, ValueError),
+        ({"kv_cache": torch.empty(0)}, ValueError),
+        ({"output": step.output.flatten(1)}, ValueError),
+        ({"output_scale": torch.ones(1)}, NotImplementedError),
+        ({"output": None}, ValueError),
+    ):
+        with pytest.raises(error):
+            step.run(**changes)
+    assert torch.equal(step.kv_cache.view(torch.int32), before.view(torch.int32))
+    assert step.output.isnan().all()
+
+
+def test_the_profiling_call_answers_zeros(make_step):
+    step = make_step(XFormersBackend, PLAIN, MIXED)
+    assert not step.run(attn_metadata=None).any()
+
+
+def test_pages_that_no_tile_divides_have_no_cache():
+    assert XFormersBackend.get_kv_cache_shape(4, 48, 2, 64) == (2, 4, 48, 2, 64)
+    with pytest.raises(ValueError, match="block_size 8: supported are multiples of 16"):
+        XFormersBackend.get_kv_cache_shape(4, 8, 2, 64)
+
+
+@pytest.mark.parametrize(("modifiers", "is_asked"), [({}, False), ({"sliding_window": 3}, True)])
+def test_bfloat16_is_asked_where_the_interpreter_can_multiply_it(modifiers, is_asked, monkeypatch):
+    layer, batch = replace(PLAIN, dtype="bfloat16", **modifiers), BatchSpec(requests=(RequestSpec(query_len=1),))
+    asked = ("cpu", layer, CacheSpec(), batch)
+    assert XFormersBackend.unsupported_reasons(*asked[1:]) == []
+    assert (XFormersBackend.unavailable_case_reasons(*asked) == []) == is_asked
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert XFormersBackend.unavailable_case_reasons(*asked) == []

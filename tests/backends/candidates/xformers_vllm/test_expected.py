@@ -1,0 +1,41 @@
+"""The file of what is known of ``xformers_vllm``: complete for the suites it is about, and borne out by a run."""
+
+from pathlib import Path
+
+import pytest
+
+from attncheck.backends.candidates.xformers.availability import unavailable_reasons
+from attncheck.cases.loader import load_suite
+from attncheck.harness.run.expectations import load_expectations
+
+FILE = Path(__file__).parents[4] / "docs" / "expected" / "xformers-vllm.yaml"
+
+
+def test_every_entry_is_about_a_case_of_a_shipped_suite():
+    cases = [case for name in ("interpreted", "xformers") for case in load_suite(name)]
+    for entry in load_expectations(FILE):
+        wanted = entry.expectation
+        assert wanted.backend in ("xformers_vllm", "xformers_vllm:auto")
+        found = [case for case in cases if wanted.fits_case(case.suite, case.id)]
+        assert any(case.checks is None or wanted.check in case.checks for case in found), str(entry)
+
+
+@pytest.mark.parametrize(
+    ("backend", "cases", "expected"),
+    [
+        (
+            "xformers_vllm",
+            ["window-mixed", "soft-cap-alone", "head-size-without-operator.80", "padded-decode", "mixed"],
+            "9 xfailed",
+        ),
+        ("xformers_vllm:auto", ["decode"], "2 xfailed"),
+    ],
+)
+def test_a_run_falls_short_as_foreseen(backend, cases, expected, shell, tmp_path):
+    if reasons := unavailable_reasons("cpu"):
+        pytest.skip("; ".join(reasons))
+    chosen = " ".join(f"--case {case}" for case in cases)
+    command = f"attncheck run --backend {backend} --suite xformers {chosen} --expect {FILE} --device cpu --in-process"
+    code, printed = shell(f"TRITON_INTERPRET=1 {command}", tmp_path)
+    assert code == 0, printed
+    assert expected in printed, printed

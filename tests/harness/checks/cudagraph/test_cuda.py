@@ -1,0 +1,280 @@
+"""The CUDA recorder: in which order it asks torch for what, and what it says when something raises.
+
+A stand-in for torch's CUDA graphs takes down the calls; real ones are captured in ``test_cuda_real.py``.
+"""
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attncheck.harness.checks.cudagraph.cuda import SYNCHRONISED, CudaRecorder, ReleasedMemoryError, violation_of
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
+
+DEVICE = torch.device("cuda", 0)
+HERE = Path(__file__)
+
+
+class Journal(list):
+    """What was asked of the stand-in, in order; ``waits`` and ``end`` are what it raises."""
+
+    end: Exception | None = None
+    mode = 0
+    capturing = False
+
+    def take_down(self, name):
+        return lambda *args, **kwargs: self.append(name)
+
+    def forward(self):
+        self.append(f"forward, syncs {'raise' if self.mode == 'error' else 'pass'}")
+
+
+@dataclass
+class Stream:
+    journal: Journal
+    name: str
+    device_index: int = 0
+
+    def wait_stream(self, other):
+        self.journal.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self):
+        self.journal.append(f"wait for {self.name}")
+
+
+@pytest.fixture
+def elsewhere(monkeypatch, tmp_path):
+    """Files outside of the current folder are named in full."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def journal(monkeypatch, elsewhere):
+    taken = Journal()
+    main, side = Stream(taken, "main"), Stream(taken, "side")
+    current = [main]
+    handles = iter(["pool 1", "pool 2"])
+
+    @contextmanager
+    def stream(chosen):
+        current.append(chosen)
+        try:
+            yield
+        finally:
+            current.pop()
+
+    @contextmanager
+    def graph(cuda_graph, pool, stream):
+        taken.append(f"begin in {pool} on {stream.name}, syncs {taken.mode or 'pass'}")
+        current.append(stream)
+        taken.capturing = True
+        yield
+        taken.capturing = False
+        taken.append(f"end, syncs {taken.mode or 'pass'}")
+        if taken.end is not None:
+            raise taken.end
+        current.pop()
+
+    def set_stream(chosen):
+        taken.append(f"back on {chosen.name}")
+        current[:] = [chosen]
+
+    stand_ins = {
+        "CUDAGraph": lambda: SimpleNamespace(replay=taken.take_down("replay")),
+        "Stream": lambda device: side,
+        "current_stream": lambda: current[-1],
+        "device": nullcontext,
+        "get_sync_debug_mode": lambda: taken.mode,
+        "graph": graph,
+        "graph_pool_handle": lambda: next(handles),
+        "set_stream": set_stream,
+        "set_sync_debug_mode": lambda mode: setattr(taken, "mode", mode),
+        "stream": stream,
+        "synchronize": taken.take_down("synchronize"),
+        "is_current_stream_capturing": lambda: taken.capturing,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(
+        torch._C, "_cuda_endAllocateToPool", lambda device, pool: taken.append(f"{pool} of {device} records no more")
+    )
+    return taken
+
+
+def prepared(journal, forward=None):
+    """A ``prepare`` that takes down on which stream it was called."""
+
+    def prepare():
+        journal.append(f"prepare on {torch.cuda.current_stream().name}")
+        return forward or journal.forward
+
+    return prepare
+
+
+def test_warms_up_on_the_side_rehearses_and_captures_each_with_fresh_metadata(journal):
+    recording = CudaRecorder(DEVICE).record(prepared(journal))
+    side = ["side waits for main", "main waits for side"]
+    assert journal == [
+        *("prepare on main", side[0], "forward, syncs pass", side[1]),
+        *("prepare on main", side[0], "forward, syncs raise", side[1]),
+        *("synchronize", "prepare on main", "begin in pool 1 on side, syncs pass"),
+        *("forward, syncs raise", "end, syncs pass"),
+    ]
+    journal.clear()
+    recording.replay()
+    assert journal == ["replay", "wait for main"]
+    assert (recording.reads(torch.zeros(1)), recording.released()) == (None, ())
+
+
+def test_graphs_of_one_recorder_share_its_pool(journal):
+    recorder = CudaRecorder(DEVICE)
+    recorder.record(prepared(journal))
+    recorder.record(prepared(journal))
+    assert [line for line in journal if line.startswith("begin")] == ["begin in pool 1 on side, syncs pass"] * 2
+
+
+def test_what_waits_for_the_device_is_named_with_its_line_before_anything_is_captured(journal):
+    def forward():
+        if journal.mode == "error":
+            raise RuntimeError(SYNCHRONISED)
+
+    with pytest.raises(CaptureError) as caught:
+        CudaRecorder(DEVICE).record(prepared(journal, forward))
+    line = forward.__code__.co_firstlineno + 2
+    (violation,) = caught.value.violations
+    assert violation.kind == "host read"
+    assert violation.where == f"{HERE}:{line} in forward"
+    assert not [line for line in journal if line.startswith("begin")]
+    assert journal.mode == 0
+    assert torch.cuda.current_stream().name == "main"
+
+
+def test_a_backend_that_reads_on_the_host_only_outside_of_capture_is_captured(journal):
+    told = []
+
+    def forward():
+        told.append(torch.cuda.is_current_stream_capturing())
+        if journal.mode == "error" and not told[-1]:
+            raise RuntimeError(SYNCHRONISED)
+
+    CudaRecorder(DEVICE).record(prepared(journal, forward))
+    assert told == [False, True, True]
+    assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_waiting_for_the_whole_device_is_named_too(journal):
+    def forward():
+        if journal.mode == "error":
+            torch.cuda.synchronize()
+
+    with pytest.raises(CaptureError) as caught:
+        CudaRecorder(DEVICE).record(prepared(journal, forward))
+    where = f"{HERE}:{forward.__code__.co_firstlineno + 2} in forward"
+    assert caught.value.violations == (Violation("host read", "torch.cuda.synchronize()", where),)
+    torch.cuda.synchronize()
+    assert journal[-1] == "synchronize"
+
+
+def test_what_the_capture_raises_is_told_after_it_was_ended(journal):
+    def forward():
+        if "synchronize" in journal:
+            raise ValueError("no such shape\nand more")
+
+    with pytest.raises(CaptureError) as caught:
+        CudaRecorder(DEVICE).record(prepared(journal, forward))
+    (violation,) = caught.value.violations
+    assert (violation.kind, violation.call) == ("error", "ValueError: no such shape")
+    assert violation.where.endswith(" in forward")
+    assert journal[-1] == "end, syncs pass"
+
+
+def test_after_a_capture_that_cannot_be_ended_the_next_is_made_in_a_pool_of_its_own(journal):
+    def forward():
+        if "synchronize" in journal:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    recorder = CudaRecorder(DEVICE)
+    journal.end = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    with pytest.raises(CaptureError, match=r"not permitted when stream is capturing at .* in forward$"):
+        recorder.record(prepared(journal, forward))
+    assert journal[-3:] == ["back on main", "pool 1 of 0 records no more", "synchronize"]
+    assert torch.cuda.current_stream().name == "main"
+    journal.clear()
+    journal.end = None
+    recorder.record(prepared(journal))
+    assert "begin in pool 2 on side, syncs pass" in journal
+
+
+@pytest.mark.parametrize("broken_run", [1, 2, 3])
+def test_what_prepare_raises_comes_through(journal, broken_run):
+    runs = iter(range(1, 4))
+
+    def prepare():
+        if next(runs) == broken_run:
+            raise KeyError("no buffer")
+        return journal.forward
+
+    with pytest.raises(KeyError, match="no buffer"):
+        CudaRecorder(DEVICE).record(prepare)
+    assert journal.mode == 0
+
+
+def test_what_the_first_warm_up_raises_comes_through(journal):
+    def forward():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        CudaRecorder(DEVICE).record(prepared(journal, forward))
+
+
+def test_the_expression_that_waited_is_named_though_another_error_came_of_it(elsewhere):
+    of_torch = {"__name__": "torch._tensor"}
+    exec(f"def item():\n    raise RuntimeError({SYNCHRONISED!r})", of_torch)
+    rows = SimpleNamespace(item=of_torch["item"])
+
+    def read():
+        return [0] * (1 + rows.item())
+
+    def forward():
+        try:
+            read()
+        except RuntimeError as error:
+            raise ValueError("no lengths") from error
+
+    with pytest.raises(ValueError, match="no lengths") as caught:
+        forward()
+    where = f"{HERE}:{read.__code__.co_firstlineno + 1} in read"
+    assert violation_of(caught.value) == Violation("host read", "rows.item()", where)
+
+
+def test_without_a_line_of_the_backend_the_message_stands_alone():
+    assert violation_of(RuntimeError(SYNCHRONISED)) == Violation("host read", SYNCHRONISED)
+    assert violation_of(RuntimeError()) == Violation("error", "RuntimeError: ")
+
+
+def test_memory_let_go_of_since_the_capture_is_spoilt_before_a_replay(journal):
+    metadata = SimpleNamespace(lens=torch.ones(2))
+    kept, memory = torch.ones(1), metadata.lens.untyped_storage()
+    recording = CudaRecorder(DEVICE).record(lambda: partial(id, (metadata, kept)))
+    recording.replay()
+    assert memory.tolist() == torch.ones(2).untyped_storage().tolist()
+    metadata.lens = None
+    recording.replay()
+    assert set(memory.tolist()) == {0xFF}
+    assert kept.item() == 1
+
+
+def test_a_graph_that_writes_to_memory_let_go_of_is_found_out(journal, monkeypatch):
+    metadata = SimpleNamespace(workspace=torch.ones(2))
+    memory = metadata.workspace.untyped_storage()
+    graph = SimpleNamespace(replay=lambda: memory.fill_(1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    recording = CudaRecorder(DEVICE).record(lambda: partial(id, metadata))
+    recording.replay()
+    metadata.workspace = None
+    with pytest.raises(ReleasedMemoryError, match="let go of since its capture"):
+        recording.replay()

@@ -1,0 +1,120 @@
+"""Custom operators are taped as what they are made of; where part of that is hidden, as one step."""
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder
+
+CONTEXT = {"factor": 2.0}
+"""What a model runner keeps for its operators, and changes every step."""
+
+
+@torch.library.custom_op("attncheck_custom::scale", mutates_args={"out"})
+def scale(out: Tensor, x: Tensor) -> None:
+    out.copy_(x * CONTEXT["factor"])
+
+
+@torch.library.custom_op("attncheck_custom::by_numpy", mutates_args={"out"})
+def by_numpy(out: Tensor, x: Tensor) -> None:
+    np.multiply(x.numpy(), 3.0, out=out.numpy())
+
+
+@torch.library.custom_op("attncheck_custom::by_address", mutates_args={"out"})
+def by_address(out: Tensor, x: Tensor) -> None:
+    out.zero_()
+    ctypes.memmove(out.data_ptr(), x.data_ptr(), x.numel() * x.element_size())
+
+
+@torch.library.custom_op("attncheck_custom::both", mutates_args={"out"})
+def both(out: Tensor, x: Tensor) -> None:
+    by_numpy(out, x)
+    out.mul_(CONTEXT["factor"])
+
+
+def buffers() -> tuple[Tensor, Tensor]:
+    return torch.zeros(3), torch.ones(3)
+
+
+def recorded(operator, out, x):
+    CONTEXT["factor"] = 2.0
+    return EmulatedRecorder().record(lambda: lambda: operator(out, x))
+
+
+def test_what_python_looks_up_inside_an_operator_is_frozen() -> None:
+    out, x = buffers()
+    recording = recorded(scale, out, x)
+    CONTEXT["factor"] = 100.0
+    x.fill_(4)
+    recording.replay()
+    assert out.tolist() == [8.0] * 3
+
+
+def test_hidden_work_inside_an_operator_is_done_again() -> None:
+    for operator, factor in ((by_numpy, 3.0), (by_address, 1.0)):
+        out, x = buffers()
+        recording = recorded(operator, out, x)
+        x.copy_(torch.tensor([4.0, 5.0, 6.0]))
+        recording.replay()
+        assert out.tolist() == [4.0 * factor, 5.0 * factor, 6.0 * factor]
+
+
+def test_what_a_hidden_operator_is_given_on_the_host_is_frozen_and_told() -> None:
+    recorder, (out, twin) = EmulatedRecorder(), buffers()
+    recorder.mark_host(twin)
+    recording = recorder.record(lambda: lambda: by_address(out, twin))
+    twin.fill_(7)
+    recording.replay()
+    assert out.tolist() == [1.0] * 3
+    assert not recording.reads(twin)
+    (read,) = recording.host_reads()
+    assert read.startswith("attncheck_custom.by_address at ")
+
+
+def test_a_hidden_operator_within_one_that_is_seen_is_the_only_opaque_step() -> None:
+    out, x = buffers()
+    recording = recorded(both, out, x)
+    CONTEXT["factor"] = 100.0
+    x.fill_(4)
+    recording.replay()
+    assert out.tolist() == [24.0] * 3
+
+
+def test_forgetting_what_was_taped_inside_forgets_its_references() -> None:
+    for operator in (scale, by_numpy, by_address, both):
+        out, x = buffers()
+        recording = recorded(operator, out, x)
+        assert recording.released() == ()
+        assert recording.reads(x)
+        del x
+        assert len(recording.released()) == 1
+
+
+@torch.library.custom_op("attncheck_custom::converts", mutates_args={"out"})
+def converts(out: Tensor, x: Tensor) -> None:
+    out.copy_(x.view(1, 3).transpose(0, 1).contiguous().to(torch.float64).reshape(3).float())
+
+
+def test_operators_that_copy_or_not_are_told_apart_inside_an_operator() -> None:
+    out, x = buffers()
+    recording = recorded(converts, out, x)
+    assert recording.released() == ()
+    x.copy_(torch.tensor([4.0, 5.0, 6.0]))
+    recording.replay()
+    assert out.tolist() == [4.0, 5.0, 6.0]
+
+
+def test_operators_that_copy_or_not_are_told_apart_in_inference_mode() -> None:
+    out, x = buffers()
+
+    def forward() -> None:
+        with torch.inference_mode():
+            out.copy_(x.to(torch.float64).contiguous().float())
+
+    recording = EmulatedRecorder().record(lambda: forward)
+    assert recording.released() == ()
+    x.fill_(7)
+    recording.replay()
+    assert out.tolist() == [7.0] * 3

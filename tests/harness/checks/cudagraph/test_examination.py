@@ -1,0 +1,178 @@
+"""The measurement of a level: what is declared, what is reached, who is asked, and how often."""
+
+from dataclasses import replace
+from enum import Enum
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
+from attncheck.cases.model import Case
+from attncheck.harness.checks.cudagraph import check as cudagraph
+from attncheck.harness.checks.cudagraph import measurement as examination
+from attncheck.harness.checks.cudagraph.check import GraphDesk
+from attncheck.harness.checks.cudagraph.measurement import declared_level, measure
+from attncheck.harness.checks.cudagraph.questions import Questions
+from attncheck.harness.checks.findings import Broken, Holds, NotExamined
+from attncheck.harness.driver.foreign_code import StageError
+from attncheck.reference.spec import (
+    AttentionCGSupport,
+    AttentionType,
+    BatchSpec,
+    CacheSpec,
+    LayerSpec,
+    RequestSpec,
+)
+
+CPU = torch.device("cpu")
+LAYER = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
+CASE = Case(
+    suite="s",
+    id="c",
+    layer=LAYER,
+    cache=CacheSpec(block_size=4),
+    batch=BatchSpec(requests=(RequestSpec(query_len=3, seq_len=9),)),
+)
+
+
+@pytest.fixture
+def questions():
+    return Questions(CASE, 0, CPU)
+
+
+def declaring(level, base=SDPABackend, builder=SDPABuilder):
+    """``base`` whose builder says ``level``, and nothing by configuration."""
+
+    class Builder(builder):
+        cudagraph_support = level
+
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+            return cls.cudagraph_support
+
+    class Backend(base):
+        @staticmethod
+        def get_builder_cls():
+            return Builder
+
+    return Backend
+
+
+def test_candidates_measure_what_they_declare(questions):
+    sdpa, reference = measure(SDPABackend, questions, CPU), measure(ReferenceBackend, questions, CPU)
+    assert sdpa.declared is sdpa.reached is AttentionCGSupport.UNIFORM_BATCH
+    assert reference.declared is reference.reached is AttentionCGSupport.NEVER
+    assert sdpa.levels.recorder == "emulated"
+
+
+def test_every_probe_has_an_outcome_and_those_behind_the_first_that_broke_are_not_run(questions):
+    levels = measure(SDPABackend, questions, CPU).levels
+    assert [probe.name for probe in levels.probes] == [probe.name for probe in questions.probes]
+    outcomes = [probe.outcome for probe in levels.probes]
+    first = outcomes.index("failed")
+    assert levels.probes[first].level == "ALWAYS"
+    assert set(outcomes[:first]) == {"passed"}
+    assert set(outcomes[first + 1 :]) == {"not run"}
+
+
+def test_the_line_that_reads_the_host_is_named(questions):
+    measurement = measure(ReferenceBackend, questions, CPU)
+    _, fault = measurement.broke
+    assert "host read: .tolist() at " in str(fault)
+    assert "reference/arguments.py:" in str(fault)
+
+
+def test_another_library_s_enum_counts_by_its_names(questions):
+    theirs = Enum("Theirs", ["ALWAYS"])
+    assert declared_level(declaring(theirs.ALWAYS), questions) is AttentionCGSupport.ALWAYS
+
+
+@pytest.mark.parametrize("nonsense", ["ALWAYS", 2, None])
+def test_a_declaration_that_is_no_level_is_errored(questions, nonsense):
+    with pytest.raises(StageError) as caught:
+        declared_level(declaring(nonsense), questions)
+    assert caught.value.raised.stage == "declaration"
+    assert repr(nonsense) in caught.value.raised.message
+
+
+def test_one_layer_and_cache_is_measured_once_a_backend(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cudagraph, "measure", lambda *args: asked.append(args[0]) or measure(*args))
+    desk = GraphDesk(0, CPU)
+    other_batch = replace(CASE, id="d", batch=BatchSpec(requests=(RequestSpec(query_len=1, seq_len=30),)))
+    same_cache = replace(CASE, id="e", cache=replace(CASE.cache, num_blocks=77))
+    findings = [desk.examine(ReferenceBackend, case) for case in (CASE, other_batch, same_cache)]
+    assert asked == [ReferenceBackend]
+    assert findings[0] is findings[1] is findings[2]
+    desk.examine(ReferenceBackend, replace(CASE, layer=replace(LAYER, head_size=32)))
+    desk.examine(SDPABackend, CASE)
+    assert asked == [ReferenceBackend, ReferenceBackend, SDPABackend]
+
+
+@pytest.mark.parametrize("backend", [SDPABackend, ReferenceBackend])
+def test_who_is_right_over_nan_is_never_asked_over_anything_else(questions, monkeypatch, backend):
+    made = []
+
+    class Counted(examination.GraphSession):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self.is_pool_finite)
+
+    monkeypatch.setattr(examination, "GraphSession", Counted)
+    levels = measure(backend, questions, CPU).levels
+    examined = [probe for probe in levels.probes if probe.outcome != "not run"]
+    assert set(made) == {False}
+    assert len(made) <= len(examined) + 1  # after the one fault, to see whether it is a leak
+    assert levels.notes == ()
+
+
+@pytest.mark.parametrize("attn_type", [AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])
+def test_layers_that_no_graph_is_captured_for_are_not_examined(attn_type):
+    finding = GraphDesk(0, CPU).examine(SDPABackend, replace(CASE, layer=replace(LAYER, attn_type=attn_type)))
+    assert isinstance(finding, NotExamined)
+    assert finding.by == "attncheck"
+
+
+def test_a_level_whose_batches_are_declined_is_not_reached(questions):
+    class DecodesOnly(declaring(AttentionCGSupport.UNIFORM_BATCH)):
+        @classmethod
+        def unsupported_reasons(cls, layer, cache, batch):
+            return [f"query_len {batch.max_query_len}: only decodes"] if batch.max_query_len > 1 else []
+
+    measurement = measure(DecodesOnly, questions, CPU)
+    assert measurement.reached is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    finding = cudagraph.judge(measurement)
+    assert isinstance(finding, Broken)
+    assert "query_len 2: only decodes" in finding.summary
+
+
+def test_a_backend_that_makes_no_step_at_all_raises_what_it_raised(questions):
+    class Impl(ReferenceImpl):
+        def attend(self, *args):
+            raise RuntimeError("no kernel for this machine")
+
+    class Broken(ReferenceBackend):
+        @staticmethod
+        def get_impl_cls():
+            return Impl
+
+    with pytest.raises(StageError) as caught:
+        measure(Broken, questions, CPU)
+    assert caught.value.raised.message == "no kernel for this machine"
+
+
+def test_one_that_refuses_only_to_be_captured_measures_never(questions):
+    class Builder(ReferenceBuilder):
+        def build_for_cudagraph_capture(self, common_attn_metadata):
+            raise NotImplementedError("no graphs")
+
+    class Refuses(ReferenceBackend):
+        @staticmethod
+        def get_builder_cls():
+            return Builder
+
+    measurement = measure(Refuses, questions, CPU)
+    assert measurement.reached is AttentionCGSupport.NEVER
+    assert "NotImplementedError: no graphs" in str(measurement.broke[1])
+    assert isinstance(cudagraph.judge(measurement), Holds)

@@ -1,0 +1,139 @@
+"""Backends that are odd, or raise where nobody expects it: each ends as a finding, and as the right one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder, SDPAImpl
+from attncheck.cases.model import Case
+from attncheck.harness.checks.cudagraph.check import GraphDesk
+from attncheck.harness.checks.findings import Broken, Holds
+from attncheck.harness.driver.observation import Raised
+from attncheck.reference.spec import AttentionCGSupport, BatchSpec, CacheSpec, LayerSpec, RequestSpec
+
+CPU = torch.device("cpu")
+CASE = Case(
+    suite="s",
+    id="c",
+    layer=LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32"),
+    cache=CacheSpec(block_size=4),
+    batch=BatchSpec(requests=(RequestSpec(query_len=3, seq_len=9),)),
+)
+
+
+def backend_of(builder=SDPABuilder, impl=SDPAImpl, **declarations):
+    parts = {"get_builder_cls": staticmethod(lambda: builder), "get_impl_cls": staticmethod(lambda: impl)}
+    return type("Backend", (SDPABackend,), parts | declarations)
+
+
+def examined(backend):
+    return GraphDesk(0, CPU).examine(backend, CASE)
+
+
+def test_a_backend_may_return_an_output_of_its_own():
+    class Impl(SDPAImpl):
+        def forward(self, *args, output=None, **keywords):
+            own = torch.empty_like(output)
+            super().forward(*args, output=own, **keywords)
+            return own
+
+    finding = examined(backend_of(impl=Impl, accept_output_buffer=False))
+    assert isinstance(finding, Holds)
+    assert finding.graph.measured == "UNIFORM_BATCH"
+    assert isinstance(examined(backend_of(impl=Impl)), Broken)  # it has promised to use the buffer
+
+
+def test_a_frozen_number_is_a_fault_although_no_two_answers_have_the_same_bits():
+    class Builder(SDPABuilder):
+        def build_for_cudagraph_capture(self, common_attn_metadata):
+            common_attn_metadata.max_seq_len = 1
+            return self.build(0, common_attn_metadata)
+
+    class Impl(SDPAImpl):
+        def _attend_uniform(self, *args):
+            out = super()._attend_uniform(*args)
+            return out * (1 + torch.rand_like(out) * 1e-7)
+
+    finding = examined(backend_of(Builder, Impl))
+    assert isinstance(finding, Broken)
+    assert "max_seq_len was 1 at capture" in finding.meaning
+
+
+def test_what_it_cannot_do_at_all_above_its_level_leaves_the_level_measured():
+    class Builder(SDPABuilder):
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            if 1 < common_attn_metadata.max_query_len < 9:
+                raise NotImplementedError("no drafts")
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    finding = examined(backend_of(Builder))
+    assert isinstance(finding, Holds)
+    assert finding.graph.measured == "UNIFORM_SINGLE_TOKEN_DECODE"
+
+    class Promises(Builder):
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+            return AttentionCGSupport.UNIFORM_BATCH
+
+    promised = examined(backend_of(Promises))
+    assert isinstance(promised, Raised)
+    assert promised.message == "no drafts"
+
+
+def test_what_was_raised_is_raised_once_for_all_cases_of_a_layer():
+    made = []
+
+    class Builder(SDPABuilder):
+        def __init__(self, *args):
+            made.append(self)
+            raise RuntimeError("no builder")
+
+    desk = GraphDesk(0, CPU)
+    first, second = (desk.examine(backend, CASE) for backend in [backend_of(Builder)] * 2)
+    assert first is second
+    assert first.stage == "builder"
+    assert len(made) == 1
+
+
+def test_a_threshold_that_raises_is_the_builder_s_fault():
+    class Builder(SDPABuilder):
+        @property
+        def reorder_batch_threshold(self):
+            raise ValueError("no threshold")
+
+    finding = examined(backend_of(Builder))
+    assert isinstance(finding, Broken)
+    assert "builder raised ValueError: no threshold" in finding.summary
+
+
+class Closed:
+    """Cannot be looked into."""
+
+    def __getattribute__(self, name):
+        raise ValueError(name)
+
+
+@pytest.mark.parametrize("make", [Closed, lambda: SimpleNamespace(rest=torch), lambda: list(range(100_000))])
+def test_whatever_hangs_on_metadata_is_no_hindrance(make):
+    class Builder(SDPABuilder):
+        def build(self, *args, **keywords):
+            metadata = super().build(*args, **keywords)
+            metadata.oddity = make()
+            return metadata
+
+    assert isinstance(examined(backend_of(Builder)), Holds)
+
+
+def test_what_is_wrong_over_finite_numbers_too_is_no_leak():
+    class Impl(SDPAImpl):
+        def forward(self, *args, **keywords):
+            return super().forward(*args, **keywords).mul_(2)
+
+    finding = examined(backend_of(impl=Impl))
+    assert isinstance(finding, Broken)
+    assert finding.graph.notes == ()

@@ -1,0 +1,159 @@
+"""The probes are what the levels are about: every kind of batch stands among those of its level, and fits its graph."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attncheck.harness.checks.cudagraph.probes import ALWAYS, SINGLE, UNIFORM, Bucket, probes_of
+from attncheck.reference.spec import AttentionCGSupport, CacheSpec, LayerSpec
+
+PLAIN = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16)
+
+layers = st.sampled_from(
+    [
+        PLAIN,
+        LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, sliding_window=33),
+        LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, attn_chunk_size=48),
+    ]
+)
+caches = st.sampled_from([1, 8, 16, 24, 128]).map(lambda size: CacheSpec(block_size=size))
+
+
+@given(layers, caches)
+def test_every_step_fits_its_graph_and_is_of_its_level(layer, cache):
+    for probe in probes_of(layer, cache):
+        for turn in probe.turns:
+            assert all(1 <= query_len <= seq_len for query_len, seq_len in turn.requests)
+            if turn.bucket is None:
+                continue
+            bucket = probe.buckets[turn.bucket]
+            query_lens = [query_len for query_len, _ in turn.requests]
+            assert len(query_lens) <= bucket.num_reqs
+            assert sum(query_lens) <= bucket.num_tokens
+            if probe.level is SINGLE:
+                assert set(query_lens) == {1} == {bucket.query_len}
+            if probe.level is UNIFORM:
+                assert set(query_lens) == {bucket.query_len}
+                assert bucket.query_len in {1, 1 + probe.drafts}
+
+
+@given(layers, caches)
+def test_levels_are_in_order_and_names_are_unique(layer, cache):
+    probes = probes_of(layer, cache)
+    values = [probe.level.value for probe in probes]
+    assert values == sorted(values)
+    assert {probe.level for probe in probes} == set(AttentionCGSupport) - {AttentionCGSupport.NEVER}
+    assert len({probe.name for probe in probes}) == len(probes)
+
+
+@given(layers, caches)
+def test_buckets_are_captured_largest_first(layer, cache):
+    for probe in probes_of(layer, cache):
+        sizes = [bucket.num_tokens for bucket in probe.buckets]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def steps(level, layer=PLAIN, block_size=16):
+    return [
+        (probe, turn)
+        for probe in probes_of(layer, CacheSpec(block_size=block_size))
+        if probe.level is level
+        for turn in probe.turns
+    ]
+
+
+@pytest.mark.parametrize("query_len", range(2, 9))
+def test_each_uniform_length_has_a_fresh_prompt_and_a_padded_step(query_len):
+    own = [
+        (probe.buckets[turn.bucket], turn)
+        for probe, turn in steps(UNIFORM)
+        if turn.bucket is not None and probe.buckets[turn.bucket].query_len == query_len
+    ]
+    assert any((query_len, query_len) in turn.requests and any(s > q for q, s in turn.requests) for _, turn in own)
+    assert any(len(turn.requests) < bucket.num_reqs for bucket, turn in own)
+
+
+def test_decodes_grow_over_the_edge_of_a_page():
+    first, second, *_ = [turn for probe, turn in steps(SINGLE) if probe.name == "decode"]
+    grown = list(zip(first.requests, second.requests, strict=True))
+    assert all(later == earlier + 1 for (_, earlier), (_, later) in grown)
+    assert any(earlier % 16 == 0 for (_, earlier), _ in grown)
+
+
+def test_a_prefill_is_longer_than_anything_captured():
+    longest = max(max(bucket.dummy_query_lens) for probe, _ in steps(ALWAYS) for bucket in probe.buckets)
+    asked = max(q for probe, turn in steps(ALWAYS) if turn.bucket is not None for q, _ in turn.requests)
+    assert asked > longest
+
+
+def test_steps_reach_beyond_a_window_and_stay_within_it():
+    layer = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, sliding_window=100)
+    for level in (SINGLE, UNIFORM, ALWAYS):
+        lens = [seq_len for _, turn in steps(level, layer) for _, seq_len in turn.requests]
+        assert min(lens) <= 100 < max(lens)
+
+
+@pytest.mark.parametrize("level", [SINGLE, UNIFORM, ALWAYS])
+def test_graphs_captured_with_the_shortest_lengths_are_asked_long_ones(level):
+    lens = [
+        seq_len
+        for probe, turn in steps(level)
+        if probe.dummy_lens == "shortest" and turn.bucket is not None
+        for _, seq_len in turn.requests
+    ]
+    assert max(lens) > 512
+
+
+@pytest.mark.parametrize("level", [SINGLE, UNIFORM])
+def test_a_graph_of_many_requests_is_asked_a_batch_nearly_as_large(level):
+    asked = [len(turn.requests) for probe, turn in steps(level) if probe.buckets[turn.bucket or 0].num_reqs > 32]
+    assert max(asked) > 32
+
+
+def test_a_step_without_a_graph_has_more_requests_than_any_graph():
+    assert any(
+        turn.bucket is None and len(turn.requests) > max(bucket.num_reqs for bucket in probe.buckets)
+        for probe, turn in steps(SINGLE)
+    )
+
+
+@pytest.mark.parametrize("level", [SINGLE, UNIFORM, ALWAYS])
+def test_padded_steps_have_even_and_odd_numbers_of_requests(level):
+    padded = [
+        len(turn.requests)
+        for probe, turn in steps(level)
+        if turn.bucket is not None and len(turn.requests) < probe.buckets[turn.bucket].num_reqs
+    ]
+    assert {number % 2 for number in padded} == {0, 1}
+
+
+def test_graphs_of_one_number_of_requests_differ_in_their_rows():
+    (buckets,) = {probe.buckets for probe, _ in steps(UNIFORM) if probe.name == "verify and draft"}
+    assert len({bucket.num_reqs for bucket in buckets}) == 1
+    assert [bucket.query_len for bucket in buckets] == [4, 1]
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_requests_fill_more_tiles_than_the_dummies(rows):
+    def tiles(query_lens):
+        return sum(-(-query_len // rows) for query_len in query_lens)
+
+    graphs = [(probe.buckets[turn.bucket], turn) for probe, turn in steps(ALWAYS) if turn.bucket is not None]
+    assert any(tiles(q for q, _ in turn.requests) > tiles(bucket.dummy_query_lens) for bucket, turn in graphs)
+
+
+def test_dummy_tokens_are_shared_out():
+    assert Bucket(4, 24, None).dummy_query_lens == (6, 6, 6, 6)
+    assert Bucket(3, 8, None).dummy_query_lens == (2, 2, 4)
+    assert Bucket(2, 6, 3).dummy_query_lens == (3, 3)
+
+
+def test_every_level_has_padding_another_size_and_a_step_without_a_graph():
+    for level in (SINGLE, UNIFORM, ALWAYS):
+        own = steps(level)
+        assert any(turn.bucket is None for _, turn in own)
+        assert any(len(probe.buckets) > 1 for probe, _ in own)
+        assert any(probe.dummy_lens == "longest" for probe, _ in own)
+        assert any(
+            turn.bucket is not None and len(turn.requests) < probe.buckets[turn.bucket].num_reqs for probe, turn in own
+        )

@@ -1,0 +1,86 @@
+"""Layers and paths in combinations that no suite asks: a right backend passes each, and attncheck does not stumble."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from attncheck.backends.candidates.reference_mla import ReferenceMLABackend
+from attncheck.backends.registry import load
+from attncheck.cases.model import Case
+from attncheck.errors import BlindCaseError
+from attncheck.harness.problem.memory_estimate import needed_bytes
+from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.reference.spec import DCPOptions, MLASpec, OutputQuantSpec, PathSpec, RequestSpec, SplitKVOptions
+
+CHECKS = ("numerics", "lse", "cache_write", "claims")
+
+
+def outcomes(case: Case, backend: str = "reference") -> dict[str, str]:
+    """Outcome by check; raises what the case itself is at fault for."""
+    examiner = Examiner(Plan(cases=(case,), backends=(load(backend),), checks=CHECKS))
+    records = list(examiner.run())
+    if examiner.blind:
+        raise examiner.blind[0]
+    return {record.check: record.outcome for record in records}
+
+
+def by_path(case: Case, name: str, options: Any = None) -> Case:
+    return replace(case, batch=replace(case.batch, path=PathSpec(name=name, options=options)))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("split_kv", SplitKVOptions(parts=2)), ("dcp", DCPOptions(size=2, interleave=2)), ("cascade", None)],
+)
+def test_parts_of_a_cache_that_another_layer_fills(name: str, options: Any, make_case: Any) -> None:
+    batch = [RequestSpec(query_len=n, seq_len=n + 40, shared_prefix=16 * (name == "cascade")) for n in (1, 3)]
+    case = by_path(make_case(*batch, kv_sharing=True, padding=(1, 2)), name, options)
+    assert outcomes(case) == {"numerics": "passed", "lse": "passed", "cache_write": "passed", "claims": "passed"}
+
+
+def test_chunks_that_are_no_whole_pages_are_refused_by_whom_they_are_told(make_case: Any) -> None:
+    case = by_path(make_case((3, 40), (1, 33), attn_chunk_size=24), "local")
+    assert outcomes(case)["numerics"] == "passed"
+    seen = outcomes(case, "torch_sdpa")
+    assert (seen["numerics"], seen["claims"]) == ("unsupported", "passed")
+
+
+def test_queries_that_overflow_in_the_latent_space_are_no_question(make_case: Any) -> None:
+    mla = MLASpec(kv_lora_rank=3, qk_nope_head_dim=16, qk_rope_head_dim=1, v_head_dim=24)
+    case = by_path(make_case((6, 46), num_kv_heads=1, head_size=4, dtype="float16", scale=0.001, mla=mla), "mla")
+    with pytest.raises(BlindCaseError, match=r"overflows; raise layer\.scale"):
+        outcomes(case, "reference_mla")
+
+
+@pytest.mark.parametrize("modifier", [{"sliding_window": 24}, {"alibi": True}, {"attn_chunk_size": 32}])
+def test_a_prefix_is_not_told_where_the_queries_are(modifier: dict[str, Any], make_case: Any) -> None:
+    batch = RequestSpec(query_len=9, seq_len=73, shared_prefix=32, count=2)
+    case = by_path(make_case(batch, **modifier), "cascade")
+    assert set(outcomes(case).values()) == {"passed"}
+    assert set(outcomes(case, "flex_attention").values()) == {"unsupported"}
+
+
+def test_memory_is_asked_for_every_rank_part_code_and_projection(make_case: Any) -> None:
+    case = make_case((1, 500), cache={"first_block": 1000})
+    alone = needed_bytes(case)
+    assert needed_bytes(by_path(case, "dcp", DCPOptions(size=7))) > 7 * alone
+    codes = make_case((1, 500), cache={"first_block": 1000, "kv_cache_dtype": "fp8"})
+    assert needed_bytes(codes) - alone == 4 * 500 * 2 * 128 * 8
+    rows = make_case((500, 900))
+    assert needed_bytes(by_path(rows, "split_kv", SplitKVOptions(parts=100))) > 10 * needed_bytes(rows)
+    mla = MLASpec(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    latent = make_case((1, 2), num_heads=128, num_kv_heads=1, head_size=576, mla=mla)
+    assert needed_bytes(by_path(latent, "mla")) > 2 * 8 * 512 * 128 * 256
+
+
+def test_functions_of_a_latent_backend_are_not_asked_for_latent_layers(make_case: Any) -> None:
+    layer, cache, batch = (case := by_path(make_case(), "merge")).layer, case.cache, case.batch
+    assert ReferenceMLABackend.unsupported_reasons(layer, cache, batch) == []
+    assert ReferenceMLABackend.unsupported_reasons(layer, cache, make_case().batch) == ["the layer has no latent cache"]
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e9])
+def test_outputs_that_are_all_one_code_are_no_question(scale: float, make_case: Any) -> None:
+    with pytest.raises(BlindCaseError, match="twice as large has the same codes"):
+        outcomes(make_case(output_quant=OutputQuantSpec(scale=scale)))

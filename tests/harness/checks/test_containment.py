@@ -1,0 +1,185 @@
+"""Who is accused of reading foreign memory: those who do, and not those who forget, remember or waver."""
+
+from typing import Any
+
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.checks import containment
+from attncheck.harness.checks.findings import Broken, Finding, Holds
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+
+CPU = torch.device("cpu")
+STATE = "state is kept between calls, or the backend is not deterministic"
+
+
+def backend_with(change: Any, **members: Any) -> Any:
+    """The reference, whose output ``change(call, rows of the output, K/V caches, metadata)`` adds to in place."""
+
+    class Impl(ReferenceImpl):
+        calls = 0
+
+        def attend(self, *args: Any) -> None:
+            super().attend(*args)
+            self.calls += 1
+            change(self.calls, args[6][: args[5].num_rows], args[4], args[5])
+
+    return type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)} | members)
+
+
+def examine(backend: Any, case: Any) -> Finding:
+    problem = build_problem(case, 0)
+    session = Session(backend, problem, CPU)
+    seen = session.run()
+    assert isinstance(seen, Observation)
+    return containment.examine(problem, truth_of(problem, CPU), session, seen)
+
+
+def broken(backend: Any, case: Any) -> Broken:
+    finding = examine(backend, case)
+    assert isinstance(finding, Broken)
+    return finding
+
+
+def noisy(amount: float) -> Any:
+    generator = torch.Generator().manual_seed(0)
+
+    def change(_call: int, output: torch.Tensor, *_: Any) -> None:
+        output *= 1 + amount * torch.randn(output.shape, generator=generator)
+
+    return change
+
+
+def test_an_honest_backend_is_compared_bit_for_bit(make_case: Any) -> None:
+    finding = examine(ReferenceBackend, make_case())
+    assert isinstance(finding, Holds)
+    assert (finding.figures["bitwise"], finding.notes) == (1, ())
+
+
+def test_a_second_call_that_is_wrong_is_no_matter_of_memory(make_case: Any) -> None:
+    def change(call: int, output: torch.Tensor, *_: Any) -> None:
+        output *= 0.9 if call > 1 else 1.0
+
+    finding = broken(backend_with(change), make_case())
+    assert finding.summary.startswith("a second, identical call is wrong: 40 of 40 rows")
+    assert finding.meaning == STATE
+
+
+def test_a_first_call_that_is_wrong_is_state_as_well(make_case: Any) -> None:
+    def change(call: int, output: torch.Tensor, *_: Any) -> None:
+        output *= 0.9 if call == 1 else 1.0
+
+    finding = broken(backend_with(change), make_case())
+    assert (finding.summary, finding.meaning) == ("the first call is wrong, a second, identical one is right", STATE)
+
+
+def test_a_fault_that_sets_in_later_is_no_matter_of_memory(make_case: Any) -> None:
+    """It appears first in a poisoned step; the clean one after it tells."""
+
+    def change(call: int, output: torch.Tensor, *_: Any) -> None:
+        output *= 0.9 if call > 3 else 1.0
+
+    finding = broken(backend_with(change), make_case())
+    assert finding.summary.startswith("a second, identical call is wrong")
+    assert finding.meaning == STATE
+
+
+def test_a_single_slip_in_a_poisoned_step_accuses_nobody(make_case: Any) -> None:
+    def change(call: int, output: torch.Tensor, *_: Any) -> None:
+        output[3] *= 0.9 if call == 4 else 1.0
+
+    finding = examine(backend_with(change), make_case())
+    assert isinstance(finding, Holds)
+    assert finding.notes == ("compared within the budget: the backend does not repeat itself on equal input",)
+
+
+def test_noise_is_compared_within_the_budget(make_case: Any) -> None:
+    finding = examine(backend_with(noisy(1e-4)), make_case(dtype="float16"))
+    assert isinstance(finding, Holds)
+    assert finding.figures["bitwise"] == 0
+    assert finding.notes == ("compared within the budget: the backend does not repeat itself on equal input",)
+
+
+def test_noise_outside_of_the_budget_is_left_to_numerics(make_case: Any) -> None:
+    finding = examine(backend_with(noisy(0.05)), make_case())
+    assert isinstance(finding, Holds)
+    assert "4 times its clean error" in finding.notes[0]
+
+
+def test_noise_hides_no_leak(make_case: Any) -> None:
+    noise = noisy(0.05)
+
+    def change(call: int, output: torch.Tensor, caches: Any, metadata: Any) -> None:
+        noise(call, output)
+        output += 0.0 * caches[1][0].amax()
+
+    finding = broken(backend_with(change), make_case())
+    assert finding.summary.startswith("NaN in the null page reaches 40 of 40 rows, first: row 0 ")
+
+
+def test_weights_of_zero_are_told_from_values_that_count(make_case: Any) -> None:
+    def null_page(factor: float) -> Any:
+        def change(_call: int, output: torch.Tensor, caches: Any, _metadata: Any) -> None:
+            output += factor * caches[1][0].float().amax().to(output.dtype)
+
+        return backend_with(change)
+
+    only_nan = broken(null_page(0.0), make_case())
+    assert only_nan.summary.startswith("NaN in the null page reaches 40 of 40 rows")
+    assert only_nan.meaning == (
+        "memory that no request owns is read; only NaN and Inf leak, a large finite value does not: a weight of 0 is "
+        "multiplied by what stands there (a backend may declare needs_finite_pool)"
+    )
+    assert broken(null_page(1e-20), make_case()).meaning == "memory that no request owns is read"
+
+
+def test_a_declared_need_for_finite_numbers_is_respected(make_case: Any) -> None:
+    def change(_call: int, output: torch.Tensor, caches: Any, _metadata: Any) -> None:
+        output += 0.0 * caches[1][0].amax()
+
+    finding = examine(backend_with(change, conventions=Conventions(needs_finite_pool=True)), make_case())
+    assert isinstance(finding, Holds)
+
+
+def one_slot(page: Any) -> Any:
+    """Adds a little of one slot of each request's pages: ``page(seq_len, block size)`` gives (page, offset)."""
+
+    def change(_call: int, output: torch.Tensor, caches: Any, metadata: Any) -> None:
+        for request, start, end, seq_len in metadata.requests():
+            index, offset = page(seq_len, caches[1].shape[1])
+            slot = caches[1][metadata.common.block_table_tensor[request, index].long(), offset]
+            output[start:end] += 1e-20 * slot.amax()
+
+    return backend_with(change)
+
+
+def test_the_tail_of_a_page_is_called_by_its_name(make_case: Any) -> None:
+    finding = broken(one_slot(divmod), make_case((1, 37), (5, 41)))
+    assert finding.summary.startswith("NaN in the unused tail of a last page reaches 6 of 6 rows")
+    assert finding.meaning == "slots behind the last key of a request are read"
+
+
+def test_what_a_window_left_behind_is_the_requests_own(make_case: Any) -> None:
+    finding = broken(one_slot(lambda *_: (0, 0)), make_case((1, 137), (5, 141), sliding_window=16))
+    assert finding.summary.startswith("NaN in pages the window has left behind reaches 6 of 6 rows")
+    assert finding.meaning == (
+        "keys that every row's window has left behind are read: the request's own pages, which a cache manager may "
+        "have given to others"
+    )
+
+
+def test_padding_rows_that_matter_are_called_so(make_case: Any) -> None:
+    class Impl(ReferenceImpl):
+        def attend(self, *args: Any) -> None:
+            super().attend(*args)
+            args[6][: args[5].num_rows] += torch.isnan(args[1][args[5].num_rows :]).any().to(args[6].dtype)
+
+    backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    finding = broken(backend, make_case((1, 20), (3, 9), padding=(0, 2)))
+    assert finding.summary.startswith(
+        "padding rows of the inputs matter: with zeros in place of NaN, the output changes in 4 of 4 rows"
+    )

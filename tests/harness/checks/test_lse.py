@@ -1,0 +1,67 @@
+"""``lse`` where a row sees nothing, and where a backend measures it otherwise and says so."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.checks import lse
+from attncheck.harness.checks.findings import Broken, Holds, NotExamined
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+
+CPU = torch.device("cpu")
+
+
+def examine(case: Any, change: Any, conventions: Conventions | None = None) -> Any:
+    problem = build_problem(case, 0)
+    seen = Session(ReferenceBackend, problem, CPU).run()
+    assert isinstance(seen, Observation)
+    assert seen.lse is not None
+    changed = replace(seen, lse=change(seen.lse.clone()))
+    return lse.examine(problem, truth_of(problem, CPU), changed, conventions or Conventions())
+
+
+def test_rows_that_see_nothing_must_have_minus_infinity(make_case: Any) -> None:
+    case = make_case((5, 3), (2, 4))
+
+    def finite(rows: torch.Tensor) -> torch.Tensor:
+        return rows.nan_to_num(neginf=-1e30)
+
+    assert isinstance(examine(case, lambda rows: rows), Holds)
+    found = examine(case, finite)
+    assert isinstance(found, Broken)
+    assert found.summary.startswith("2 of 7 rows, first: row 0 (request 0, position -2), all heads")
+    assert found.meaning == "a row that sees nothing must have -inf"
+
+
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+def test_rows_that_see_keys_must_be_numbers(make_case: Any, wrong: float) -> None:
+    assert isinstance(examine(make_case((3, 9)), lambda rows: rows.index_fill(0, torch.tensor([1]), wrong)), Broken)
+
+
+def test_a_declared_base_is_converted(make_case: Any) -> None:
+    case, two = make_case(), Conventions(lse_base="2")
+    assert isinstance(examine(case, lambda rows: rows / math.log(2), two), Holds)
+    assert isinstance(examine(case, lambda rows: rows, two), Broken)
+
+
+@pytest.mark.parametrize(("reference", "context"), [("zero", (36, 35, 0, 129)), ("context", (0, 0, 0, 0))])
+def test_a_declared_reference_point_of_alibi_is_undone(make_case: Any, reference: Any, context: Any) -> None:
+    case = make_case(alibi=True)
+    offsets = torch.cat([torch.arange(rows) + first for rows, first in zip((1, 5, 33, 1), context, strict=True)])
+    shift = offsets[:, None].double() * torch.tensor(case.layer.alibi_slopes, dtype=torch.float64)
+    declared = Conventions(alibi_reference=reference)
+    assert isinstance(examine(case, lambda rows: (rows.double() + shift).float(), declared), Holds)
+    assert isinstance(examine(case, lambda rows: rows, declared), Broken)
+
+
+def test_alibi_from_elsewhere_with_sinks_has_no_meaning(make_case: Any) -> None:
+    found = examine(make_case(alibi=True, sinks=True), lambda rows: rows, Conventions(alibi_reference="zero"))
+    assert isinstance(found, NotExamined)

@@ -1,0 +1,220 @@
+"""FP8 caches and outputs: codes that right arithmetic reaches, the errors codes stand for, scales in explanations."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.caches.codecs import PackedCodec
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.registry import LoadedBackend
+from attncheck.errors import BlindCaseError
+from attncheck.harness.checks import cache_write, fp8_write, numerics
+from attncheck.harness.checks.findings import Broken, Finding, Holds
+from attncheck.harness.driver.codec_proof import CodecError, prove_codec
+from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.problem.float8 import nearest_code, numbers_of, truncated_code
+from attncheck.harness.problem.output_quantisation import OutputCodes, output_codes
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.problem.storage import key_storage
+from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.truth.truth import truth_of
+from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec
+
+CPU = torch.device("cpu")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SCALES = {"k_scale": 0.3, "v_scale": (0.07, 0.7), "q_scale": 1.7}
+
+
+def storage(kind: Any = "fp8", scale: Any = 0.3) -> Any:
+    return key_storage(
+        LayerSpec(num_heads=2, num_kv_heads=2, head_size=64), CacheSpec(kv_cache_dtype=kind, k_scale=scale)
+    )
+
+
+def findings(backend: Any, case: Any) -> dict[str, Finding]:
+    problem = build_problem(case, 0)
+    session = Session(backend, problem, CPU)
+    seen = session.run()
+    assert isinstance(seen, Observation)
+    truth = truth_of(problem, CPU)
+    return {
+        "numerics": numerics.examine(problem, truth, seen),
+        "cache_write": cache_write.examine(problem, session, seen),
+    }
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_dividing_and_multiplying_by_the_reciprocal_are_both_right(make_case: Any, kind: str) -> None:
+    class Impl(ReferenceImpl):
+        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):  # type: ignore[no-untyped-def]
+            limit = torch.finfo(key_cache.dtype).max
+            slots = slot_mapping[slot_mapping >= 0]
+            for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
+                scaled = new[slot_mapping >= 0].float() * (1 / scale).reshape(-1, 1)
+                codes = scaled.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
+                cache.view(torch.uint8)[slots // cache.shape[1], slots % cache.shape[1]] = codes
+
+    multiplies = type("Multiplies", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    case = make_case(cache={"kv_cache_dtype": kind} | SCALES)
+    for backend in (ReferenceBackend, multiplies):
+        assert all(isinstance(finding, Holds) for finding in findings(backend, case).values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_cut", "meaning"),
+    [
+        ("fp8_e5m2", True, "codes are truncated, not rounded to the nearest; NaN is stored as a number"),
+        ("fp8_e4m3", False, "NaN is stored as a number"),
+    ],
+)
+def test_a_writer_that_makes_numbers_of_nan_is_told_so(make_case: Any, kind: str, is_cut: bool, meaning: str) -> None:
+    class Impl(ReferenceImpl):
+        def write(self, layer, key, value, key_cache, value_cache, slot_mapping):  # type: ignore[no-untyped-def]
+            limit = torch.finfo(key_cache.dtype).max
+            for new, cache in ((key, key_cache), (value, value_cache)):
+                scaled = (new.double() / 0.25).nan_to_num(nan=limit).clamp(-limit, limit)
+                codes = truncated_code(scaled, cache.dtype) if is_cut else nearest_code(scaled, cache.dtype)
+                cache.view(torch.uint8)[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = codes
+
+    backend = type("Backend", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    case = make_case(cache={"kv_cache_dtype": kind, "k_scale": 0.25, "v_scale": 0.25})
+    finding = findings(backend, case)["cache_write"]
+    assert isinstance(finding, Broken)
+    assert finding.meaning == meaning
+
+
+def test_the_rows_reach_codes_that_only_one_of_the_two_makes() -> None:
+    held = storage(scale=(0.3, 0.71))
+    rows = fp8_write.extreme_rows(torch.zeros(40, 2, 64, dtype=torch.bfloat16), held)
+    first, *others = fp8_write.honest_codes(rows, held)
+    assert sum(int((first != other).sum()) for other in others) > 0
+    exact = storage(scale=(0.5, 2.0))
+    codes = fp8_write.honest_codes(fp8_write.extreme_rows(rows, exact), exact)
+    assert all(torch.equal(codes[0], other) for other in codes[1:])
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_the_rows_hold_ties_ends_nan_and_both_signs(kind: str) -> None:
+    held = storage(kind, 0.25)
+    rows = fp8_write.extreme_rows(torch.zeros(40, 2, 64, dtype=torch.bfloat16), held)
+    quotients, stored = rows.double() / 0.25, numbers_of(fp8_write.honest_codes(rows, held)[0], held.held)
+    limit = torch.finfo(held.held).max
+    assert bool(torch.isnan(stored[torch.isnan(rows)]).all())
+    assert bool(torch.isnan(rows).any())
+    for sign in (1, -1):
+        assert bool((sign * quotients > 2 * limit).any())
+        assert bool((sign * stored == limit).any())
+    assert bool(torch.isinf(rows).any()) == (kind == "fp8_e4m3")
+    halfway = torch.tensor([1.0, 3.0], dtype=torch.float64) * torch.finfo(held.held).smallest_normal / 2
+    halfway = halfway / (8 if kind == "fp8_e4m3" else 4)
+    assert all(bool((quotients.abs() == tie).any()) for tie in halfway)
+
+
+def test_a_codec_that_uses_one_scale_for_both_is_not_trusted(make_case: Any) -> None:
+    problem = build_problem(make_case(cache={"kv_cache_dtype": "fp8"} | SCALES), 0)
+    right = ReferenceBackend.kv_cache_codec(problem.layer, problem.cache)
+    assert isinstance(right, PackedCodec)
+    prove_codec(right, ReferenceBackend, problem)
+    wrong = replace(right, coding=replace(right.coding, k_scale=0.3, v_scale=0.3))
+
+    class Mixed:
+        write, read = right.write, wrong.read
+
+    with pytest.raises(CodecError, match="the codec cannot be trusted with values"):
+        prove_codec(Mixed(), ReferenceBackend, problem)
+
+
+def test_an_infinity_stands_in_foreign_slots_where_the_format_has_one(make_case: Any) -> None:
+    for kind, infinite in (("fp8_e5m2", True), ("fp8_e4m3", False)):
+        session = Session(ReferenceBackend, build_problem(make_case(cache={"kv_cache_dtype": kind}), 0), CPU)
+        assert session.pool is not None
+        foreign = torch.cat(list(session.pool.regions.values()))
+        owned = session.problem.key_slots[session.problem.old_keys]
+        session.pool.filled(float("-inf"))
+        image = session.pool.bytes().clone()
+        for rows in session.pool.read_image(image, foreign):
+            assert bool((rows == float("-inf")).all()) == infinite
+        for rows in session.pool.read_image(image, owned):
+            assert bool(torch.isfinite(rows).all())
+
+
+def test_a_case_that_cannot_notice_a_scale_is_blind(make_case: Any) -> None:
+    with pytest.raises(BlindCaseError, match="v_scale"):
+        truth_of(build_problem(make_case(cache={"kv_cache_dtype": "fp8", "v_scale": 1.001}), 0), CPU)
+    with pytest.raises(BlindCaseError, match="k_scale"):
+        truth_of(build_problem(make_case((1, 1), cache={"kv_cache_dtype": "fp8", "k_scale": 3.0}), 0), CPU)
+
+
+def test_the_error_of_a_code_is_the_distance_to_what_it_stands_for() -> None:
+    codes = OutputCodes(E4M3, 0.5)
+    out = torch.tensor([0.5, 0.53, 0.56, 1e9, 0.0004, -0.0004], dtype=torch.float64)
+    seen = torch.tensor([1.0, 1.0, 1.0, 448.0, 0.0, 0.0]).to(E4M3)
+    errors = codes.error(seen, out)
+    assert errors[[0, 1, 3, 4, 5]].tolist() == [0.0] * 5
+    assert float(errors[2]) == pytest.approx(0.53125 - 0.56, rel=1e-4)
+    assert bool(torch.isnan(codes.error(torch.tensor([float("nan")]).to(E4M3), out[:1])).all())
+    assert torch.equal(codes.of(out).float(), torch.tensor([1.0, 1.0, 1.125, 448.0, 0.0, -0.0]))
+
+
+def test_the_output_scale_is_what_the_backend_is_told() -> None:
+    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, output_quant=OutputQuantSpec(scale=0.1))
+    codes = output_codes(layer)
+    assert codes is not None
+    assert codes.scale == float(torch.tensor(0.1, dtype=torch.float32)) != 0.1
+
+
+class SaysNo(ReferenceImpl):
+    """Would quantise its output, but says it does not."""
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("features", "claims"),
+    [(ReferenceBackend.features - {"output_quant"}, "passed"), (ReferenceBackend.features, "failed")],
+)
+def test_an_impl_that_says_no_refuses(make_case: Any, features: frozenset[str], claims: str) -> None:
+    members = {"get_impl_cls": staticmethod(lambda: SaysNo), "features": features}
+    candidate = LoadedBackend("no", "no", type("No", (ReferenceBackend,), members), "", "test")
+    case = make_case(output_quant=OutputQuantSpec(scale=0.1))
+    records = {record.check: record for record in Examiner(Plan(cases=(case,), backends=(candidate,))).run()}
+    assert records["claims"].outcome == claims
+    assert "construct" in str(records["claims"])
+
+
+def test_padding_rows_of_codes_stay_and_a_profiling_call_is_finite(make_case: Any) -> None:
+    problem = build_problem(make_case((1, 9), (3, 20), padding=(1, 3), output_quant=OutputQuantSpec(scale=0.01)), 0)
+    session = Session(ReferenceBackend, problem, CPU)
+    seen = session.run(Fill())
+    assert isinstance(seen, Observation)
+    assert seen.output.dtype == E4M3
+    assert seen.output[4:].double().unique().tolist() == [1.5]
+    idle = session.run_without_metadata()
+    assert not isinstance(idle, Raised)
+    assert bool(torch.isfinite(idle.double()).all())
+
+
+@pytest.mark.parametrize(
+    ("change", "meaning"),
+    [
+        (lambda layer: {"_k_scale": torch.ones(1)}, "k_scale is left out"),
+        (lambda layer: {"_v_scale": layer._v_scale[:1]}, "the v_scale of KV head 0 is used for all"),
+        (lambda layer: {"_v_scale": layer._v_scale**2}, "v_scale is applied twice"),
+        (lambda layer: {"_k_scale": layer._v_scale, "_v_scale": layer._k_scale}, "k_scale and v_scale are exchanged"),
+    ],
+)
+def test_faults_of_scales_are_named(make_case: Any, change: Any, meaning: str) -> None:
+    class Impl(ReferenceImpl):
+        def attend(self, layer: Any, *rest: Any) -> None:
+            own = {name: getattr(layer, name) for name in ("_q_scale", "_k_scale", "_v_scale")}
+            super().attend(type("Layer", (), own | change(layer)), *rest)
+
+    wrong = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    finding = findings(wrong, make_case(cache={"kv_cache_dtype": "fp8"} | SCALES))["numerics"]
+    assert isinstance(finding, Broken)
+    assert finding.meaning is not None
+    assert finding.meaning.startswith(meaning)

@@ -1,0 +1,119 @@
+"""What nvidia-smi prints, read: by a stand-in for the command."""
+
+import subprocess
+from threading import Event
+
+import pytest
+import torch
+
+from attncheck.harness.checks.timing.device_state import ask, device_state, state_of, state_under_load
+from attncheck.reports.run_file.timings import DeviceState
+
+GPU = "GPU-0f0f"
+
+
+class Driver:
+    """Prints ``line`` where all fields are known to it, and nothing otherwise."""
+
+    def __init__(self, line, unknown=""):
+        self.line, self.unknown, self.commands = line, unknown, []
+
+    def __call__(self, command):
+        self.commands.append(command)
+        return None if self.unknown and self.unknown in " ".join(command) else self.line
+
+
+def test_a_gpu_that_nothing_holds_back():
+    driver = Driver("1980, 1980, 41, 0x0000000000000000\n")
+    assert state_of(GPU, driver) == DeviceState(sm_clock_mhz=1980, max_sm_clock_mhz=1980, temperature_c=41)
+    ((program, chosen, *_),) = driver.commands
+    assert (program, chosen) == ("nvidia-smi", "--id=GPU-0f0f")
+
+
+@pytest.mark.parametrize(
+    ("mask", "reasons"),
+    [
+        ("0x0000000000000001", ()),
+        ("0x0000000000000004", ("sw_power_cap",)),
+        ("0x0000000000000068", ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown")),
+        ("[N/A]", ()),
+    ],
+)
+def test_why_it_is_slower_than_it_could_be(mask, reasons):
+    assert state_of(GPU, Driver(f"1200, 1980, 88, {mask}")).throttle_reasons == reasons
+
+
+def test_a_driver_that_knows_the_older_name():
+    driver = Driver("1410, 1410, 50, 0x0000000000000080", unknown="clocks_event_reasons")
+    assert state_of(GPU, driver).throttle_reasons == ("hw_power_brake_slowdown",)
+    assert len(driver.commands) == 2
+
+
+def test_what_the_driver_does_not_tell_is_none():
+    found = state_of(GPU, Driver("[N/A], 1410, [Unknown Error], [Not Supported]"))
+    assert found == DeviceState(sm_clock_mhz=None, max_sm_clock_mhz=1410, temperature_c=None)
+
+
+@pytest.mark.parametrize("printed", [None, "", "No devices were found", "1, 2, 3", "1, 2, 3, 4, 5"])
+def test_no_answer_is_no_state(printed):
+    assert state_of(GPU, Driver(printed)) is None
+
+
+def test_a_cpu_has_none():
+    driver = Driver("1980, 1980, 41, 0x0")
+    assert device_state("cpu", driver) is None
+    assert not driver.commands
+
+
+@pytest.mark.parametrize(("uuid", "name"), [("0f0f", "GPU-0f0f"), ("GPU-0f0f", "GPU-0f0f"), ("MIG-1", "MIG-1")])
+def test_the_gpu_is_named_by_its_uuid(monkeypatch, uuid, name):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": uuid}))
+    driver = Driver("1980, 1980, 41, 0x0")
+    assert device_state("cuda:1", driver).temperature_c == 41
+    assert f"--id={name}" in driver.commands[0]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "0f0f"}))
+    return "cuda:0"
+
+
+def test_it_is_asked_while_the_device_is_at_work(gpu):
+    done, begun, worked = [], Event(), Event()
+
+    def work():
+        begun.wait(10)
+        done.append(1)
+        if len(done) == 3:
+            worked.set()
+
+    def answer(command):
+        begun.set()
+        return "1200, 1980, 80, 0x4" if worked.wait(10) else None
+
+    assert state_under_load(gpu, work, answer).throttle_reasons == ("sw_power_cap",)
+    assert len(done) >= 3
+
+
+def test_work_that_fails_under_the_question_is_the_callers(gpu):
+    with pytest.raises(LookupError, match="gone"):
+        state_under_load(gpu, lambda: {}["gone"], lambda command: Event().wait(0.1) or None)
+
+
+def test_a_cpu_is_neither_asked_nor_put_to_work():
+    driver, work = Driver("1980, 1980, 41, 0x0"), Driver("")
+    assert state_under_load("cpu", work, driver) is None
+    assert not driver.commands
+
+
+def test_a_command_that_is_missing_fails_or_hangs_answers_nothing(monkeypatch):
+    assert ask(("attncheck-has-no-such-command",)) is None
+    assert ask(("false",)) is None
+    assert ask(("echo", "7")) == "7\n"
+
+    def hang(command, timeout, **kwargs):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert ask(("echo", "7")) is None

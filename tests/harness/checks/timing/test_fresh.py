@@ -1,0 +1,177 @@
+"""New contents with a known truth: held against the truth computed anew, and against what a cheat could hope for."""
+
+import gc
+from itertools import count, pairwise
+
+import pytest
+import torch
+
+from attncheck.errors import BlindCaseError
+from attncheck.harness.checks.timing import fresh_contents as fresh
+from attncheck.harness.checks.timing.fresh_contents import Base, FreshContents, SignedOrder
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.problem.storage import key_storage, value_storage
+from attncheck.harness.truth.truth import truth_of
+from attncheck.reference.spec import MLASpec, OutputQuantSpec, RequestSpec
+
+CPU = torch.device("cpu")
+SMALL = ((1, 21), (4, 19), (6, 6))
+
+LATENT = {
+    "num_kv_heads": 1,
+    "num_heads": 4,
+    "head_size": 48,
+    "mla": MLASpec(kv_lora_rank=32, qk_nope_head_dim=24, qk_rope_head_dim=16, v_head_dim=24),
+}
+
+LAYERS = {
+    "plain": {},
+    "window": {"sliding_window": 8},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "value heads": {"head_size_v": 32},
+    "not causal": {"causal": False},
+    "output codes": {"output_quant": OutputQuantSpec(dtype="fp8_e4m3", scale=0.1)},
+    "latent": LATENT,
+}
+
+
+def contents(problem):
+    return FreshContents(problem, truth_of(problem, CPU, refuse_blindness=False), CPU)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_truth_is_that_of_the_new_contents(name, make_case):
+    made = contents(build_problem(make_case(*SMALL, **LAYERS[name]), 3))
+    for _ in range(4):
+        asked = made.next()
+        anew = truth_of(asked.problem(), CPU, refuse_blindness=False)
+        rows = torch.arange(len(anew.out))
+        right, budget = asked.right(rows)
+        assert torch.allclose(right, anew.out, atol=1e-12, rtol=1e-12)
+        assert torch.equal(torch.isneginf(asked.lse(rows)), torch.isneginf(anew.lse))
+        assert torch.allclose(asked.lse(rows), anew.lse, atol=1e-10)
+        # What an honest run loses is luck; that it may lose it is a matter of sizes, which stay.
+        assert float((budget.norm / anew.budget.norm).log2().abs().max()) < 1
+
+
+def test_rows_that_several_requests_share_stay_shared(make_case):
+    shared = [
+        RequestSpec(query_len=2, seq_len=40, shared_prefix=32),
+        RequestSpec(query_len=1, seq_len=35, shared_prefix=32),
+    ]
+    problem = contents(build_problem(make_case(*shared), 0)).next().problem()
+    first, second = (request.base for request in problem.requests)
+    assert torch.equal(problem.keys[first : first + 32], problem.keys[second : second + 32])
+    assert torch.equal(problem.values[first : first + 32], problem.values[second : second + 32])
+
+
+def test_latent_rows_turn_their_sign_by_request_unless_requests_share_rows(make_case):
+    apart = contents(build_problem(make_case(*SMALL, **LATENT), 0))
+    turned = {tuple(apart.next().twist.request_sign.tolist()) for _ in range(100)}
+    assert {len(set(signs)) for signs in turned} == {1, 2}
+    requests = [RequestSpec(query_len=1, seq_len=n, shared_prefix=32) for n in (33, 40)]
+    shared = contents(build_problem(make_case(*requests, **LATENT), 0))
+    turned = {tuple(shared.next().twist.request_sign.tolist()) for _ in range(40)}
+    assert turned == {(1, 1), (-1, -1)}
+
+
+def test_nothing_is_repeated_and_the_answers_differ(make_case):
+    made = contents(build_problem(make_case(*SMALL), 0))
+    asked = [made.next() for _ in range(20)]
+    for one, other in pairwise(asked):
+        assert one.base is not other.base  # so that scores differ, too
+    queries = {one.problem().query.view(torch.uint8).numpy().tobytes() for one in asked}
+    assert len(queries) == 20
+    rows = torch.arange(len(asked[0].base.truth.out))
+    assert len({one.right(rows)[0].numpy().tobytes() for one in asked}) == 20
+
+
+@pytest.mark.parametrize("at_least", [1, 2])
+def test_where_truths_take_long_there_are_few(at_least, make_case, monkeypatch):
+    clock = count(step=10)
+    monkeypatch.setattr(fresh, "perf_counter", lambda: next(clock))
+    problem = build_problem(make_case(*SMALL), 0)
+    made = FreshContents(problem, None, CPU, at_least=at_least)
+    assert len(made.bases) == at_least
+    queries = [made.next().problem().query for _ in range(3)]
+    assert not any(torch.equal(one, other) for one, other in pairwise(queries))
+
+
+def test_problems_on_which_honest_kernels_overflow_are_left_out(make_case, monkeypatch):
+    problem = build_problem(make_case(*SMALL), 0)
+    truth = truth_of(problem, CPU, refuse_blindness=False)
+
+    def refuse(*_, **__):
+        raise BlindCaseError("made/case", "any error", "overflows")
+
+    monkeypatch.setattr(fresh, "truth_of", refuse)
+    made = FreshContents(problem, truth, CPU)
+    assert [made.next().base for _ in range(3)] == made.bases * 3
+    with pytest.raises(BlindCaseError):
+        FreshContents(problem, None, CPU)
+
+
+def test_two_makers_make_different_contents(make_case):
+    problem = build_problem(make_case(*SMALL), 0)
+    one, other = contents(problem), contents(problem)
+    assert one.bases[1].problem.seed != other.bases[1].problem.seed
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_what_a_cache_of_codes_can_hold_it_can_hold_still(kv_cache_dtype, make_case):
+    cache = {"kv_cache_dtype": kv_cache_dtype, "k_scale": 0.37, "v_scale": 1.9}
+    case = make_case(*SMALL, cache=cache)
+    problem = contents(build_problem(case, 0)).next().problem()
+    for rows, storage in (
+        (problem.keys, key_storage(case.layer, case.cache)),
+        (problem.values, value_storage(case.layer, case.cache)),
+    ):
+        assert torch.equal(storage.rows_of(storage.codes(rows)), rows)
+
+
+def test_zero_is_never_negative():
+    order = SignedOrder(torch.tensor([[1, 0]]), torch.tensor([[-1, -1]]))
+    moved = order.of(torch.tensor([[[0.0, 2.0]]]))
+    assert moved.tolist() == [[[-2.0, 0.0]]]
+    assert not torch.signbit(moved[0, 0, 1])
+
+
+def test_heads_of_a_group_are_moved_with_their_keys():
+    order = SignedOrder(torch.tensor([[1, 0], [0, 1]]), torch.tensor([[1, 1], [-1, 1]]))
+    rows = torch.arange(8.0).reshape(1, 4, 2)
+    assert order.of(rows).tolist() == [[[1, 0], [3, 2], [-4, 5], [-6, 7]]]
+
+
+@pytest.mark.parametrize(
+    ("layer", "moves"),
+    [
+        ({}, [range(20), range(21, 36)]),
+        ({"sliding_window": 8}, []),
+        ({"alibi": True}, []),
+        ({"causal": False}, [range(20), range(21, 36)]),
+    ],
+)
+def test_keys_change_places_where_no_modifier_counts_them(layer, moves, make_case):
+    problem = build_problem(make_case(*SMALL, **layer), 0)
+    assert list(Base(problem, truth_of(problem, CPU, refuse_blindness=False)).movable) == moves
+
+
+def test_the_right_answer_is_nowhere_before_it_is_asked_for(make_case):
+    made = contents(build_problem(make_case(*SMALL), 0))
+    asked = made.next()
+    asked.problem()
+    rows = torch.arange(len(asked.base.truth.out))
+    alive = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype == torch.float64]
+    right, _ = asked.right(rows)
+    assert any(torch.equal(asked.base.truth.out, each) for each in alive)  # the untwisted one is
+    assert not any(each.shape == right.shape and torch.equal(each, right) for each in alive)
+
+
+def test_some_rows_are_chosen_anew_each_time(make_case):
+    made = contents(build_problem(make_case(*SMALL), 0))
+    chosen = [made.some(1000, 10).tolist() for _ in range(5)]
+    assert len({tuple(rows) for rows in chosen}) == 5
+    assert all(rows == sorted(set(rows)) and len(rows) == 10 for rows in chosen)
+    assert made.some(7, 10).tolist() == list(range(7))

@@ -1,0 +1,188 @@
+"""What an answer under the clock is told, by answers made by hand."""
+
+import pytest
+import torch
+
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.checks.timing import judgement
+from attncheck.harness.checks.timing.fresh_contents import FreshContents
+from attncheck.harness.checks.timing.judgement import Answer, FoundOutError, Judge, active_modes, answer_of
+from attncheck.harness.driver.output_buffers import GuardedBuffer
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+
+CPU = torch.device("cpu")
+
+
+class Bench:
+    """A judge of one batch, and right answers to its contents."""
+
+    def __init__(self, case, conventions=Conventions()):  # noqa: B008 (frozen)
+        problem = build_problem(case, 0)
+        self.source = FreshContents(problem, truth_of(problem, CPU, refuse_blindness=False), CPU)
+        self.judge = Judge("forward", self.source, conventions)
+        self.rows = torch.arange(len(problem.query))
+        self.dtype = problem.dtype
+
+    def right(self, asked):
+        return asked.right(self.rows)[0].to(self.dtype)
+
+    def put(self, asked, output, lse=None, live=None):
+        self.judge.judge(asked, self.rows, Answer(output.clone(), lse, output if live is None else live))
+
+    def refusal(self, *arguments, **keywords):
+        with pytest.raises(FoundOutError) as caught:
+            self.put(*arguments, **keywords)
+        return caught.value.finding
+
+
+@pytest.fixture
+def bench(make_case, monkeypatch):
+    monkeypatch.setattr(judgement, "sleep", lambda _seconds: None)
+    return Bench(make_case((1, 21), (4, 19), dtype="float32"))
+
+
+def test_right_answers_pass(bench):
+    for _ in range(5):
+        asked = bench.source.next()
+        bench.put(asked, bench.right(asked))
+        bench.judge.look_again()
+    bench.judge.finish()
+    assert bench.judge.worst <= 1
+    assert bench.judge.num_judged == 5
+
+
+def test_the_answer_of_an_earlier_call_is_known_again(bench):
+    earlier = [bench.source.next() for _ in range(3)]
+    for asked in earlier:
+        bench.put(asked, bench.right(asked))
+    found = bench.refusal(bench.source.next(), bench.right(earlier[1]))
+    assert "the contents of 2 calls before: results are kept" in found.meaning
+    assert found.summary.startswith("forward: call 4 was answered wrong: ")
+    found = bench.refusal(bench.source.next(), bench.right(earlier[2]))
+    assert "of the call before" in found.meaning
+
+
+def test_an_output_nobody_wrote_is_told_from_a_wrong_one(bench):
+    out = GuardedBuffer((5, 8, 64), 5, torch.float32, CPU)
+    assert "nothing was written" in bench.refusal(bench.source.next(), out.rows).meaning
+    asked = bench.source.next()
+    found = bench.refusal(asked, torch.zeros_like(bench.right(asked)))
+    assert found.meaning is None
+    assert found.figures["rows_wrong"] == 5
+
+
+def test_an_output_that_comes_later_is_told(bench, monkeypatch):
+    asked = bench.source.next()
+    live = torch.zeros_like(bench.right(asked))
+    monkeypatch.setattr(judgement, "sleep", lambda _seconds: live.copy_(bench.right(asked)))
+    assert "written after the clock had stopped" in bench.refusal(asked, torch.zeros_like(live), live=live).meaning
+
+
+def test_a_right_output_has_to_stay(bench):
+    asked = bench.source.next()
+    live = bench.right(asked)
+    bench.put(asked, live)
+    live[0] += 1
+    with pytest.raises(FoundOutError, match="changed after the clock had stopped"):
+        bench.judge.look_again()
+
+
+def test_a_lower_precision_is_told(bench):
+    asked = bench.source.next()
+    found = bench.refusal(asked, bench.right(asked).bfloat16().float())
+    assert "a lower precision" in found.meaning
+    assert found.figures["budget_share"] > 1
+
+
+@pytest.mark.parametrize(("budgets", "is_wrong"), [(0.8, False), (1.2, True)])
+def test_the_budget_is_that_of_numerics(budgets, is_wrong, make_case):
+    bench = Bench(make_case((1, 21), (4, 19), dtype="float32"))
+    asked = bench.source.next()
+    right, budget = asked.right(bench.rows)
+    off = right.clone()
+    off[3, 2, 7] += budgets * min(float(budget.norm[3, 2]), float(budget.peak[3, 2]))
+    if is_wrong:
+        assert "row 3" in bench.refusal(asked, off.float()).summary
+    else:
+        bench.put(asked, off.float())
+        assert bench.judge.worst == pytest.approx(budgets, rel=0.1)
+
+
+def test_a_wrong_lse_is_an_answer_too(bench):
+    asked = bench.source.next()
+    lse = asked.lse(bench.rows)
+    bench.put(asked, bench.right(asked), lse.float())
+    found = bench.refusal(asked, bench.right(asked), (lse + 0.1).float())
+    assert "left a wrong LSE" in found.summary
+
+
+def test_an_lse_is_taken_in_its_own_base(make_case):
+    bench = Bench(make_case((1, 21), (4, 19), dtype="float32"), Conventions(lse_base="2"))
+    asked = bench.source.next()
+    bench.put(asked, bench.right(asked), (asked.lse(bench.rows) * 1.4426950408889634).float())
+
+
+def test_of_many_rows_some_are_judged_and_at_last_all(bench, monkeypatch):
+    monkeypatch.setattr(judgement, "JUDGED_ELEMENTS", 2 * 8 * 64)
+    monkeypatch.setattr(bench.source, "some", lambda count, limit: torch.arange(min(count, limit)))
+    asked = bench.source.next()
+    bench.put(asked, bench.right(asked))
+    wrong = bench.right(asked)
+    wrong[4] = 0
+    bench.put(asked, wrong)  # one of the rows that are not looked at
+    assert "2 of 5 rows were judged" in bench.judge.notes[0]
+    with pytest.raises(FoundOutError, match="1 of 5 rows"):
+        bench.judge.finish()
+    first = Judge("forward", bench.source, Conventions())
+    with pytest.raises(FoundOutError):
+        first.judge(asked, bench.rows, Answer(wrong.clone(), None, wrong))
+
+
+class Own(torch.Tensor):
+    """A subclass."""
+
+
+class TestForm:
+    """``answer_of``."""
+
+    def answer(self, returned, out, *, spans=None, must_be_buffer=True, modes=None):
+        return answer_of(
+            returned, out, None, 2, spans or {}, must_be_buffer=must_be_buffer, modes=modes or active_modes()
+        )
+
+    @pytest.fixture
+    def out(self):
+        buffer = GuardedBuffer((3, 2, 4), 2, torch.float32, CPU)
+        buffer.rows.fill_(7.0)
+        return buffer
+
+    def test_the_buffer_is_copied_as_it_is(self, out):
+        answer = self.answer(out.handed_out(), out)
+        out.rows.fill_(8.0)
+        assert answer.fault is None
+        assert answer.output.tolist() == torch.full((2, 2, 4), 7.0).tolist()
+        assert answer.has_changed()
+
+    @pytest.mark.parametrize("returned", [None, "output", torch.zeros(3, 2, 4)])
+    def test_what_is_not_the_buffer_is_a_fault(self, out, returned):
+        assert self.answer(returned, out).fault is not None
+
+    def test_a_subclass_is_a_fault(self, out):
+        answer = self.answer(out.handed_out().as_subclass(Own), out)
+        assert "returned a Own" in answer.fault
+        assert "when it is looked at" in answer.meaning
+
+    def test_own_memory_is_fine_but_not_that_of_an_input(self, out):
+        query = torch.zeros(3, 2, 4)
+        start = query.untyped_storage().data_ptr()
+        spans = {"query": (start, start + query.untyped_storage().nbytes())}
+        assert self.answer(torch.ones(3, 2, 4), out, spans=spans, must_be_buffer=False).fault is None
+        answer = self.answer(query, out, spans=spans, must_be_buffer=False)
+        assert "memory of query" in answer.fault
+        assert "an input is handed back" in answer.meaning
+
+    def test_a_mode_that_stays_is_a_fault(self, out):
+        dispatch, functions = active_modes()
+        answer = self.answer(out.handed_out(), out, modes=(dispatch + 1, functions))
+        assert "mode of torch" in answer.fault

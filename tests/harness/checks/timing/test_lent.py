@@ -1,0 +1,70 @@
+"""Memory that is lent again and again: the addresses stay, the contents are the step's."""
+
+import torch
+
+from attncheck.harness.checks.timing.lent_buffers import LentBuffers, span
+from attncheck.harness.driver.changed_inputs import changes
+from attncheck.harness.driver.forward_calls import calls_of
+from attncheck.harness.driver.step import make_step
+from attncheck.harness.problem.problem import build_problem
+
+CPU = torch.device("cpu")
+
+
+def call_of(case, seed=0):
+    (call,) = calls_of(make_step(build_problem(case, seed), CPU), frozenset())
+    return call
+
+
+def addresses(call):
+    tensors = (call.query, call.key, call.value, call.common.seq_lens, call.common.block_table_tensor)
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def test_a_step_is_lent_in_the_memory_of_the_first(make_case):
+    first, second = call_of(make_case(), 0), call_of(make_case(), 1)
+    where = addresses(first)
+    lent = LentBuffers(first)
+    call = lent.with_metadata_of(second)
+    assert addresses(call) == where
+    assert not torch.equal(call.query, second.query)  # the rows come when it is the layer's turn
+    assert set(changes(second, call)) == {"query", "key", "value"}
+    lent.load_rows(second)
+    assert list(changes(second, call)) == []
+    assert call.query.stride() == first.query.stride()
+
+
+def test_a_smaller_step_has_the_front_of_it_and_a_table_as_wide(make_case):
+    large, small = call_of(make_case((4, 130), (1, 60))), call_of(make_case((3, 40), (1, 20)))
+    where, width = addresses(large), large.common.block_table_tensor.shape[1]
+    lent = LentBuffers(large)
+    call = lent.with_metadata_of(small)
+    lent.load_rows(small)
+    assert addresses(call) == where
+    assert torch.equal(call.query, small.query)
+    table, own = call.common.block_table_tensor, small.common.block_table_tensor
+    assert table.shape == (2, width)
+    assert torch.equal(table[:, : own.shape[1]], own)
+    assert not table[:, own.shape[1] :].any()
+    assert torch.equal(call.common.seq_lens, small.common.seq_lens)
+
+
+def test_a_larger_step_keeps_its_own_memory(make_case):
+    large, small = call_of(make_case((4, 130), (1, 60))), call_of(make_case((3, 40), (1, 20)))
+    lent = LentBuffers(small)
+    call = lent.with_metadata_of(large)
+    lent.load_rows(large)
+    assert list(changes(large, call)) == []
+    assert torch.equal(small.query, call_of(make_case((3, 40), (1, 20))).query)
+
+
+def test_spans_cover_what_is_lent(make_case):
+    call = call_of(make_case())
+    spans = LentBuffers(call).spans()
+    assert spans["query"] == spans["key"] == spans["value"]  # slices of one tensor
+    start, end = spans["query"]
+    assert start <= call.value.data_ptr() < end
+    assert end - start == call.query.untyped_storage().nbytes()
+    assert {"metadata.seq_lens", "metadata.slot_mapping", "metadata.block_table_tensor"} <= spans.keys()
+    whole = torch.zeros(4)
+    assert span(whole[2:]) == (whole.data_ptr(), whole.data_ptr() + 16)

@@ -1,0 +1,179 @@
+"""Graphs under the clock, by a recorder that stands for CUDA's: what it captures it plays again."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.contract import AttentionCGSupport
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
+from attncheck.harness.checks.timing import measurement
+from attncheck.harness.checks.timing.cache_flush import Flush
+from attncheck.harness.checks.timing.clock import HostClock
+from attncheck.harness.checks.timing.fresh_contents import FreshContents
+from attncheck.harness.checks.timing.judgement import FoundOutError
+from attncheck.harness.checks.timing.measurement import Bench, Measurement
+from attncheck.harness.checks.timing.replay import allows_graph, level_of
+from attncheck.harness.checks.timing.sampling import sample
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+from attncheck.reference.spec import BatchSpec, RequestSpec
+
+CPU = torch.device("cpu")
+LEVELS = AttentionCGSupport
+
+
+class Recorder:
+    """Keeps what is captured last, and refuses nothing."""
+
+    name = "emulated"
+
+    def __init__(self, refusal=None):
+        self.refusal, self.launches = refusal, 0
+
+    def mark_host(self, *tensors):
+        self.marked = len(tensors)
+
+    def record(self, prepare):
+        prepare()()
+        if self.refusal:
+            raise self.refusal
+        self.forward = prepare()
+        self.forward()
+        return self
+
+    def launch(self):
+        self.launches += 1
+        self.forward()
+
+
+class Builder(ReferenceBuilder):
+    """Builds for capture as always, in place, and counts."""
+
+    captures = builds = 0
+    in_place = True
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        self.captures += 1
+        self.made = super().build(0, common_attn_metadata)
+        table = common_attn_metadata.block_table_tensor
+        self.made = replace(
+            self.made,
+            common=replace(common_attn_metadata, block_table_tensor=table if self.in_place else table.clone()),
+        )
+        return self.made
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        self.builds += 1
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+class Graphed(ReferenceBackend):
+    """The reference, as if its forward could be captured."""
+
+    Builder = Builder
+
+    @classmethod
+    def get_builder_cls(cls):
+        return cls.Builder
+
+    @staticmethod
+    def get_impl_cls():
+        return ReferenceImpl
+
+
+class StaleTable(Graphed):
+    """Its graph keeps the block table of the capture."""
+
+    class Builder(Builder):
+        in_place = False
+
+
+def timed(backend, recorder, make_case):
+    problem = build_problem(make_case((1, 21), (1, 40), dtype="float32"), 0)
+    session = Session(backend, problem, CPU, capture_sizes=(2,))
+    contents = FreshContents(problem, None, CPU)
+    return TimedStep(
+        "forward", session, contents, HostClock(), lambda: None, Latest(), recorder=recorder
+    ), session.builder
+
+
+def test_replays_are_timed_and_builds_go_on(make_case):
+    recorder = Recorder()
+    step, builder = timed(Graphed, recorder, make_case)
+    assert step.clock_name == "host"
+    for _ in range(4):
+        step.take()
+    step.finish()
+    assert step.clock_name == "graph"
+    assert (recorder.launches, recorder.marked) == (4, 3)
+    assert (builder.captures, builder.builds, len(step.build_ns)) == (2, 4, 4)
+    assert step.notes == ()
+
+
+def test_a_replay_is_judged_like_any_other_call(make_case):
+    step, _ = timed(StaleTable, Recorder(), make_case)
+    step.take()
+    with pytest.raises(FoundOutError, match="was answered wrong"):
+        step.take()  # of another problem, in other pages
+
+
+def test_where_no_graph_comes_about_forward_is_timed_and_it_is_said(make_case):
+    recorder = Recorder(CaptureError((Violation("host read", ".item()"),)))
+    step, _ = timed(Graphed, recorder, make_case)
+    step.take()
+    step.take()
+    assert step.clock_name == "host"
+    (note,) = step.notes
+    assert "forward is not replayed from a graph" in note
+    assert ".item()" in note
+
+
+def test_a_measurement_replays_what_it_can_capture(make_case, monkeypatch):
+    told = []
+
+    class Told(Builder):
+        def __init__(self, spec, names, config, device):
+            super().__init__(spec, names, config, device)
+            told.append(config.compilation_config.cudagraph_capture_sizes)
+
+    backend = type("Told", (Graphed,), {"Builder": Told})
+    problem = build_problem(make_case((1, 21), (4, 40), (1, 17), padding=(1, 3), dtype="float32"), 0)
+    decodes = measurement.parts_of(problem)["decode"].case.batch
+    monkeypatch.setattr(measurement.Measurement, "_is_replayed", lambda _self, asked: asked.case.batch == decodes)
+    monkeypatch.setattr(measurement, "recorder_for", lambda _device: Recorder())
+    settings = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
+    bench = Bench(CPU, settings, lambda _part, take, asked: sample(take, asked), Flush(CPU))
+    made = Measurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
+    clocks = {latency.part: latency.clock for latency in made.latencies()}
+    assert clocks == {"forward": "host", "build": "host", "decode": "graph", "prefill": "host"}
+    assert told[0] == [2]  # the decodes, without padding
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "level"),
+    [
+        ([1, 1], LEVELS.UNIFORM_SINGLE_TOKEN_DECODE),
+        ([4, 4], LEVELS.UNIFORM_BATCH),
+        ([1, 4], LEVELS.ALWAYS),
+    ],
+)
+def test_a_batch_needs_the_level_that_holds_it(query_lens, level, make_case):
+    requests = tuple(RequestSpec(query_len=length, seq_len=30) for length in query_lens)
+    assert level_of(BatchSpec(requests=requests)) is level
+    problem = build_problem(make_case(*requests), 0)
+    for declared in LEVELS:
+        own = type("Declares", (ReferenceBuilder,), {"cudagraph_support": declared})
+        backend = type("Declaring", (Graphed,), {"Builder": own})
+        assert allows_graph(backend, problem) is (declared.value >= level.value)
+
+
+def test_local_batches_are_not_captured(make_case):
+    own = type("Declares", (ReferenceBuilder,), {"cudagraph_support": LEVELS.ALWAYS})
+    backend = type("Declaring", (Graphed,), {"Builder": own})
+    case = make_case((1, 40), attn_chunk_size=16, path="local")
+    assert not allows_graph(backend, build_problem(case, 0))

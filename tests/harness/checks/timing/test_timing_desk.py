@@ -1,0 +1,115 @@
+"""What the check ``timing`` hands on: records' values, notes, and what a desk keeps."""
+
+import pytest
+import torch
+
+from attncheck.backends.registry import load
+from attncheck.harness.checks.findings import Broken, Holds, NotExamined
+from attncheck.harness.checks.timing import check as timing
+from attncheck.harness.checks.timing.cache_flush import Flush
+from attncheck.harness.checks.timing.check import TimingDesk, examine, unasked_reasons
+from attncheck.harness.checks.timing.sampling import Samples
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+from attncheck.reports.run_file.timings import Ceilings, DeviceState
+
+CPU = torch.device("cpu")
+SETTINGS = TimingSettings(limit_s=60, min_samples=2, max_samples=2)
+CEILINGS = Ceilings(copy_bytes_per_s=1e9, matmul_flops_per_s=1e12, dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """The dtypes whose ceilings were measured."""
+    asked = []
+
+    def measure_ceilings(_device, dtype, _clock):
+        asked.append(dtype)
+        return CEILINGS
+
+    monkeypatch.setattr(timing, "measure_ceilings", measure_ceilings)
+    return asked
+
+
+def steady(part, take, settings):
+    """Samples of a millisecond, of two calls."""
+    take()
+    take()
+    return Samples((1_000_000, 1_000_000), 1e6, 1e6, 1e6, is_settled=True)
+
+
+@pytest.fixture
+def question(make_case):
+    problem = build_problem(make_case((1, 21), (1, 40), dtype="float32"), 0)
+    return problem, truth_of(problem, CPU, refuse_blindness=False)
+
+
+def test_a_finding_has_figures_and_times(question):
+    found = TimingDesk(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    assert isinstance(found, Holds)
+    forward, build = found.timing.latencies
+    assert (forward.part, forward.clock, forward.median_ns, forward.is_settled) == ("forward", "host", 1e6, True)
+    assert (build.part, build.clock, len(build.samples_ns)) == ("build", "host", 2)
+    assert found.figures["forward_us"] == 1000
+    # Bytes at a gigabyte a second, since the flops take far less.
+    assert found.figures["roofline_share"] == pytest.approx(forward.moved_bytes / 1e9 * 1e3)
+    assert 0 < found.figures["budget_share"] <= 1
+    assert (found.timing.cache, found.timing.ceilings, found.timing.kernels) == ("warm", CEILINGS, ())
+
+
+def test_ceilings_are_measured_once_a_dtype(question, make_case, measured):
+    desk = TimingDesk(CPU, SETTINGS, steady)
+    for _ in range(2):
+        desk.examine(load("reference"), *question)
+    problem = build_problem(make_case((1, 21), (1, 40), dtype="float16"), 0)
+    desk.examine(load("reference"), problem, truth_of(problem, CPU, refuse_blindness=False))
+    assert measured == ["float32", "float16"]
+
+
+def test_a_desk_that_is_not_asked_takes_no_memory(question, monkeypatch):
+    made = []
+    monkeypatch.setattr(timing, "Flush", lambda device: made.append(device) or Flush(device))
+    desk = TimingDesk(CPU, SETTINGS, steady)
+    assert made == []
+    desk.examine(load("reference"), *question)
+    desk.examine(load("reference"), *question)
+    assert made == [CPU]
+
+
+def test_a_device_that_was_held_back_is_noted(question, monkeypatch):
+    state = DeviceState(sm_clock_mhz=1200, throttle_reasons=("sw_power_cap",))
+    called = []
+    monkeypatch.setattr(timing, "state_under_load", lambda _device, work: called.append(work()) or state)
+    found = TimingDesk(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    assert found.notes == found.timing.notes == ("the device was held back: sw_power_cap",)
+    assert found.timing.device == state
+    assert called == [None]
+
+
+def test_kernels_are_told_on_request(question):
+    asked = TimingSettings(limit_s=60, min_samples=2, max_samples=2, kernels=True)
+    found = examine(load("torch_sdpa"), *question, CPU, asked)
+    assert any("scaled_dot_product" in kernel.name for kernel in found.timing.kernels)
+
+
+def test_a_clock_that_was_replaced_is_named(question, monkeypatch):
+    monkeypatch.setattr(timing, "tampered", lambda: ("time.perf_counter_ns",))
+    found = TimingDesk(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    assert isinstance(found, Broken)
+    assert "time.perf_counter_ns" in found.summary
+
+
+def test_too_little_memory_is_nobodys_fault(question, monkeypatch):
+    class Hungry:
+        def __init__(self, *_):
+            raise MemoryError("2 GiB more")
+
+    monkeypatch.setattr(timing, "Measurement", Hungry)
+    found = TimingDesk(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    assert found == NotExamined(("out of memory for the contents of several problems: 2 GiB more",), "attncheck")
+
+
+@pytest.mark.parametrize(("features", "is_asked"), [(frozenset({"cascade", "lse"}), True), (frozenset({"lse"}), False)])
+def test_a_cascade_is_timed_where_it_is_one_call(features, is_asked, make_case):
+    assert (unasked_reasons(make_case(path="cascade"), features) == ()) is is_asked

@@ -1,0 +1,204 @@
+"""The least work of a case, against counts made key by key from a mask, and against numbers worked out by hand."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attncheck.cases.consistency import check_meaning
+from attncheck.cases.loader import load_suite, suite_names
+from attncheck.cases.model import Case
+from attncheck.errors import SpecError
+from attncheck.harness.checks.timing.work import work_of
+from attncheck.reference import layer_params, visible
+from attncheck.reference.spec import (
+    AttentionType,
+    BatchSpec,
+    CacheSpec,
+    FastPrefillOptions,
+    LayerSpec,
+    MLASpec,
+    OutputQuantSpec,
+    PathSpec,
+    RequestSpec,
+    TreeOptions,
+)
+
+SIZES = {"num_heads": 6, "num_kv_heads": 2, "head_size": 8}
+PARENTS = (-1, 0, 0, 1)
+
+
+def case_of(*requests, layer=None, cache=None, path=None):
+    specs = tuple(r if isinstance(r, RequestSpec) else RequestSpec(query_len=r[0], seq_len=r[1]) for r in requests)
+    return Case(
+        suite="made",
+        id="case",
+        layer=LayerSpec(**(SIZES | {"dtype": "bfloat16"} | (layer or {}))),
+        cache=CacheSpec(**(cache or {})),
+        batch=BatchSpec(requests=specs, path=path or PathSpec()),
+    )
+
+
+def counted(case):
+    """Bytes and flops, every key of every row looked at: what is read is a set, what is multiplied a count."""
+    layer, options = case.layer, case.batch.path.options
+    cross = layer.attn_type == AttentionType.ENCODER_DECODER
+    encoder = layer.attn_type == AttentionType.ENCODER_ONLY
+    given_size = {"float16": 2, "bfloat16": 2, "float32": 4}[layer.dtype]
+    held = 1 if case.cache.kv_cache_dtype == "fp8" else given_size
+    one_key = layer.num_kv_heads * (layer.head_size + layer.value_head_size)
+    read_of_cache, moved, pairs = set(), 0, 0
+    for index, request in enumerate(case.batch):
+        keys = request.encoder_len if cross else request.total_len
+        rows = request.query_len
+        if isinstance(options, FastPrefillOptions):
+            rows = min(rows, options.rows)
+        brings = range(max(0, request.context_len), keys)
+        if cross:
+            brings = range(0 if request.context_len else keys)
+        if layer.kv_sharing or isinstance(options, FastPrefillOptions):
+            brings = range(0)
+        mask = visible(layer_params(layer), torch.arange(keys - rows, keys)[:, None], torch.arange(keys)[None])
+        for row, key in product(range(rows), range(keys)):
+            if isinstance(options, TreeOptions) and key >= request.context_len:
+                line = [row]
+                while PARENTS[line[-1]] >= 0:
+                    line.append(PARENTS[line[-1]])
+                if key - request.context_len not in line:
+                    continue
+            if mask[row, key]:
+                pairs += 1
+                if key not in brings:
+                    read_of_cache.add(("shared" if key < request.shared_prefix else index, key))
+        moved += rows * layer.num_heads * layer.head_size * given_size
+        moved += rows * layer.num_heads * layer.value_head_size * (1 if layer.output_quant else given_size)
+        moved += len(brings) * one_key * (given_size + (0 if encoder else held))
+    flops = sum(2 * layer.num_heads * pairs * size for size in (layer.head_size, layer.value_head_size))
+    return moved + len(read_of_cache) * one_key * held, flops
+
+
+lengths = st.tuples(st.integers(1, 9), st.integers(0, 20))
+layers = st.fixed_dictionaries(
+    {"dtype": st.sampled_from(["bfloat16", "float32"])},
+    optional={
+        "causal": st.booleans(),
+        "sliding_window": st.integers(1, 12),
+        "attn_chunk_size": st.integers(1, 9),
+        "head_size_v": st.integers(1, 9),
+        "kv_sharing": st.booleans(),
+        "output_quant": st.just(OutputQuantSpec(scale=0.5)),
+    },
+)
+
+
+def agrees(case):
+    check_meaning(case.layer, case.cache, case.batch)
+    work = work_of(case)
+    assert (work.moved_bytes, work.flops) == counted(case)
+
+
+@given(layers, st.lists(lengths, min_size=1, max_size=4), st.sampled_from(["auto", "fp8"]))
+def test_a_decoders_work(layer, pairs, kv_cache_dtype):
+    """Rows before the first key, which see nothing, are among them."""
+    agrees(case_of(*pairs, layer=layer, cache={"kv_cache_dtype": kv_cache_dtype}))
+
+
+@given(layers, st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.integers(0, 9)), min_size=2, max_size=4))
+def test_shared_pages_are_read_once(layer, requests):
+    specs = [
+        RequestSpec(query_len=rows, seq_len=4 * pages + rest + rows, shared_prefix=4 * pages, count=1 + rest % 2)
+        for rows, pages, rest in requests
+    ]
+    case = case_of(*specs, layer=layer, cache={"block_size": 4})
+    work = work_of(case)
+    assert (work.moved_bytes, work.flops) == counted(case)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.none() | st.integers(1, 9))
+def test_an_encoders_work(rows, window):
+    layer = {"attn_type": AttentionType.ENCODER_ONLY, "sliding_window": window}
+    agrees(case_of(*((n, n) for n in rows), layer=layer, path=PathSpec(name="encoder_only")))
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(0, 12)), min_size=1, max_size=3))
+def test_cross_attention_writes_the_encoders_rows_in_the_first_step_only(requests):
+    specs = [RequestSpec(query_len=q, seq_len=q + context, encoder_len=n) for q, context, n in requests]
+    layer = {"attn_type": AttentionType.ENCODER_DECODER}
+    agrees(case_of(*specs, layer=layer, path=PathSpec(name="cross")))
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=3), st.none() | st.integers(1, 6))
+def test_a_trees_rows_see_their_ancestors(contexts, window):
+    path = PathSpec(name="tree", options=TreeOptions(parents=PARENTS))
+    agrees(case_of(*((4, 4 + n) for n in contexts), layer={"sliding_window": window}, path=path))
+
+
+@given(st.lists(st.tuples(st.integers(3, 9), st.integers(0, 9)), min_size=1, max_size=3), st.integers(1, 2))
+def test_fast_prefill_asks_the_last_rows_and_writes_nothing(pairs, rows):
+    path = PathSpec(name="fast_prefill", options=FastPrefillOptions(rows=rows))
+    agrees(case_of(*((q, q + context) for q, context in pairs), path=path))
+
+
+def test_a_decode_of_a_large_batch():
+    """64 requests of 8192 tokens: 2 * 64 * 8191 context rows of 8 * 128 bfloat16 make 2 GiB and little else."""
+    layer = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
+    work = work_of(case_of(RequestSpec(query_len=1, seq_len=8192, count=64), layer=layer))
+    context, new, rows = 64 * 8191 * 4096, 64 * 4096 * 2, 2 * 64 * 8192
+    assert work.moved_bytes == context + new + rows
+    assert work.flops == 4 * 64 * 8192 * 32 * 128
+
+
+def test_a_causal_prefill_computes_half_a_square():
+    work = work_of(case_of((4096, 4096)))
+    assert work.flops == 4 * 6 * 8 * 4096 * 4097 // 2
+
+
+LATENT = MLASpec(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+DEEPSEEK = {"num_heads": 128, "num_kv_heads": 1, "head_size": 576, "mla": LATENT}
+WEIGHTS = 128 * 512 * (128 + 128)
+
+
+def test_a_latent_decode_is_counted_in_its_absorbed_form():
+    case = case_of(RequestSpec(query_len=1, seq_len=1000, count=4), layer=DEEPSEEK, path=PathSpec(name="mla"))
+    work = work_of(case)
+    assert work.flops == 4 * 2 * (WEIGHTS + 128 * 1000 * (576 + 512))
+    rows = 4 * 128 * (192 + 128)
+    assert work.moved_bytes == 2 * (WEIGHTS + 4 * 576 * (999 + 2) + rows)
+
+
+def test_a_latent_prefill_is_counted_in_its_naive_form():
+    case = case_of((1000, 1000), layer=DEEPSEEK, path=PathSpec(name="mla"))
+    assert work_of(case).flops == 2 * (1000 * WEIGHTS + 128 * 500_500 * (192 + 128))
+
+
+def test_padding_asks_for_nothing(make_case):
+    plain, padded = make_case((1, 30)), make_case((1, 30), padding=(3, 5))
+    assert work_of(plain) == work_of(padded)
+
+
+@pytest.mark.parametrize("path", ["merge", "causal_conv1d"])
+def test_functions_beside_attention_are_refused(path):
+    with pytest.raises(SpecError, match=path):
+        work_of(case_of((1, 1), path=PathSpec(name=path)))
+
+
+def test_two_halves_of_a_batch_come_to_the_whole(make_case):
+    """Of any case without shared pages; a layer's weights are none of a batch's."""
+    whole = make_case((1, 37), (5, 40), sliding_window=16)
+    halves = [replace(whole, batch=BatchSpec(requests=(each,))) for each in whole.batch.requests]
+    assert work_of(whole).flops == sum(work_of(each).flops for each in halves)
+    assert work_of(whole).moved_bytes == sum(work_of(each).moved_bytes for each in halves)
+
+
+def test_every_built_in_case_of_attention_has_work():
+    cases = [case for name in suite_names() for case in load_suite(name)]
+    asked = [case for case in cases if case.batch.path.name not in ("merge", "causal_conv1d")]
+    assert len(asked) > 200
+    for case in asked:
+        work = work_of(case)
+        rows = case.batch.num_tokens * case.layer.num_heads
+        assert work.moved_bytes > rows, case.key
+        assert work.flops > 0 or case.batch.max_query_len > 1, case.key

@@ -1,0 +1,87 @@
+"""A folder to type commands in: a suite of two small questions, and backends that are wrong."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.cli import app as cli
+
+SUITE = """\
+suite: small
+description: two small questions
+defaults:
+  layer: {num_heads: 4, num_kv_heads: 2, head_size: 32, dtype: float32}
+cases:
+  - {id: decode, batch: q1s20_q1s7}
+  - {id: prefill, batch: q17, checks: [numerics]}
+"""
+WRONG = """\
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+
+class Wrong(ReferenceBackend):
+    class Impl(ReferenceImpl):
+        def forward(self, *args, **kwargs):
+            result = super().forward(*args, **kwargs)
+            result.mul_(1.25)
+            return result
+    @classmethod
+    def get_name(cls): return "WRONG"
+    @classmethod
+    def get_impl_cls(cls): return cls.Impl
+
+class Raising(Wrong):
+    class Impl(ReferenceImpl):
+        def forward(self, *args, **kwargs):
+            raise RuntimeError("no such kernel")
+
+class Leaving(Wrong):
+    class Impl(ReferenceImpl):
+        def forward(self, *args, **kwargs):
+            raise SystemExit(0)
+
+class Nowhere(ReferenceBackend):
+    @classmethod
+    def unavailable_reasons(cls, device): return ["needs a moon"]
+
+class Nothing(ReferenceBackend):
+    @classmethod
+    def unsupported_reasons(cls, layer, cache, batch): return ["cannot"]
+"""
+
+Attncheck = Callable[..., int]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "small.yaml").write_text(SUITE)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder: Path) -> Attncheck:
+    """``run("--backend", "reference")``: the exit code of that run of the small suite."""
+
+    def run(*words: str) -> int:
+        return cli.main(["run", "--suite", "small.yaml", "--device", "cpu", *words])
+
+    return run
+
+
+@pytest.fixture
+def here(run: Attncheck) -> Attncheck:
+    """The same without processes of the backends' own, where these are not what is tested: they cost seconds."""
+    return lambda *words: run("--in-process", *words)
+
+
+@pytest.fixture
+def the_run() -> Callable[[Path], Path]:
+    """The one run file below ``results`` of a folder."""
+
+    def the_run(folder: Path) -> Path:
+        (path,) = (folder / "results").iterdir()
+        return path
+
+    return the_run

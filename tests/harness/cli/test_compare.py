@@ -1,0 +1,200 @@
+"""``attncheck compare`` as typed: its exit codes, and where it writes."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.cli import app as cli
+from attncheck.harness.cli.output import STEP_SUMMARY
+from attncheck.reports.run_file.records import (
+    BackendInfo,
+    Environment,
+    Passed,
+    Record,
+    RunHeader,
+    SuiteInfo,
+    Unsupported,
+)
+from attncheck.reports.run_file.store import RunWriter
+from attncheck.reports.run_file.timings import Latency, Timing
+
+ENVIRONMENT = Environment(
+    attncheck="0.1.0",
+    python="3.11.9",
+    torch="2.13.0+cpu",
+    numpy="2.3.0",
+    platform="Linux",
+    cpu="a cpu",
+    cores=2,
+    device="cpu",
+    device_name="a cpu",
+)
+WANDER = (0.99, 1.01, 1.0, 0.995, 1.005, 1.002, 0.998, 1.007, 0.993, 1.0)
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """``write("new.jsonl", factor=1.1, rounds=10, has_sinks=False)``: a run of ``one``, and as slow ``two``."""
+    monkeypatch.delenv(STEP_SUMMARY, raising=False)
+
+    def run(name: str, *, factor: float = 1.0, rounds: int = 10, has_sinks: bool = True) -> Path:
+        header = RunHeader(
+            started="2026-01-01T00:00:00+00:00",
+            environment=ENVIRONMENT,
+            suites=(SuiteInfo(name="decode", ref="decode", cases=2),),
+            checks=("numerics", "timing"),
+            device="cpu",
+            seed=0,
+            rounds=rounds,
+            backends=tuple(BackendInfo(name=each, ref=each) for each in ("one", "two")),
+        )
+        with RunWriter(folder / name, header) as writer:
+            for record in _records(factor, rounds, has_sinks=has_sinks):
+                writer.add(record)
+        return folder / name
+
+    return run
+
+
+def _records(factor: float, rounds: int, *, has_sinks: bool) -> list[Record]:
+    records: list[Record] = []
+    for backend in ("one", "two"):
+        who = {
+            "suite": "decode",
+            "case_hash": "0123456789ab",
+            "seed": 0,
+            "backend": backend,
+            "backend_ref": backend,
+            "backend_version": "",
+            "environment": ENVIRONMENT.digest,
+            "attncheck_version": "0.1.0",
+        }
+        asked = {**who, "case_id": "sinks", "check": "numerics"}
+        is_lost = backend == "two" and not has_sinks
+        records.append(Unsupported(**asked, reasons=("no sinks",)) if is_lost else Passed(**asked))
+        for index in range(rounds):
+            median = 1e6 * WANDER[index] * (factor if backend == "two" else 1)
+            latency = Latency(
+                part="forward",
+                clock="host",
+                median_ns=median,
+                low_ns=median,
+                high_ns=median,
+                samples_ns=(round(median), round(median) + 1),
+                is_settled=True,
+            )
+            timing = Timing(latencies=(latency,))
+            records.append(Passed(**who, case_id="edge", check="timing", round=index, timing=timing))
+    return records
+
+
+def compare(*words: str) -> int:
+    return cli.main(["compare", *words])
+
+
+def test_a_slowdown_and_a_lost_feature_are_named_and_fail(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    write("base.jsonl")
+    write("new.jsonl", factor=1.1, has_sinks=False)
+    assert compare("base.jsonl", "new.jsonl") == 1
+    out = capsys.readouterr().out
+    assert "two, decode/sinks: numerics" in out
+    assert "passed -> unsupported: no sinks" in out
+    assert "+10.0%" in out
+    assert out.rstrip().splitlines()[-1].startswith("regression: 1 outcome worse; of 2 times 1 slower")
+
+
+def test_equal_runs_pass_and_what_cannot_be_told_does_too(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    write("base.jsonl")
+    write("new.jsonl")
+    write("few.jsonl", factor=2, rounds=3)
+    assert compare("base.jsonl", "new.jsonl") == 0
+    assert "no regression" in capsys.readouterr().out
+    assert compare("base.jsonl", "few.jsonl") == 0
+    assert "NOT ONE CAN BE TOLD" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--fail-on", "decode: 5%"], 1),
+        (["--fail-on", "decode: 15%"], 0),
+        (["--fail-on", "5%", "--fail-on", "decode@forward: 15%"], 0),
+        (["--fail-on", "@build: 5%"], 0),
+        (["--min-effect", "20"], 0),
+        (["--fail-on", "prefill: 5%"], 2),
+        (["--fail-on", "decode: five"], 2),
+        (["--fail-on", "decode: 5%", "--min-effect", "10"], 2),
+        (["--match", "one"], 2),
+        (["--match", "one=three"], 2),
+        (["--match", "one=two", "--match", "two=two"], 2),
+        (["--match", "two=one"], 0),
+    ],
+)
+def test_options_decide_what_fails(write: Write, words: list[str], code: int) -> None:
+    write("base.jsonl")
+    write("new.jsonl", factor=1.1)
+    assert compare("base.jsonl", "new.jsonl", *words) == code
+
+
+def test_two_backends_of_one_run(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    write("run.jsonl", factor=1.1)
+    assert compare("run.jsonl", "run.jsonl", "--match", "one=two") == 1
+    assert "one -> two" in capsys.readouterr().out
+    assert compare("run.jsonl", "run.jsonl") == 2
+    assert "--match OLD=NEW" in capsys.readouterr().err
+
+
+def test_where_it_writes(
+    write: Write, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("base.jsonl")
+    write("new.jsonl", factor=1.1)
+    assert compare("base.jsonl", "new.jsonl", "--format", "markdown", "--output", "told.md") == 1
+    assert (folder / "told.md").read_text().startswith("# attncheck comparison")
+    assert capsys.readouterr().out == ""
+    before = (folder / "new.jsonl").read_bytes()
+    assert compare("base.jsonl", "new.jsonl", "--output", "new.jsonl") == 2
+    assert compare("base.jsonl", "new.jsonl", "--output", "nowhere/told.md") == 2
+    assert (folder / "new.jsonl").read_bytes() == before
+
+
+def test_github_gets_a_summary_where_it_looks_for_it_and_annotations_in_the_log(
+    write: Write, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("base.jsonl")
+    write("new.jsonl", factor=1.1)
+    words = ("base.jsonl", "new.jsonl", "--format", "github")
+    assert compare(*words) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("# attncheck comparison")
+    assert out.splitlines()[-1].startswith("::error title=two%3A decode/edge%2C forward%3A +10.0%25 time::")
+    (folder / "summary.md").write_text("of another step\n")
+    monkeypatch.setenv(STEP_SUMMARY, str(folder / "summary.md"))
+    assert compare(*words) == 1
+    assert (folder / "summary.md").read_text().startswith("of another step\n# attncheck comparison")
+    assert capsys.readouterr().out.startswith("::error ")
+
+
+def test_a_run_file_that_is_none_is_a_wrong_question(write: Write, folder: Path) -> None:
+    write("base.jsonl")
+    (folder / "none.jsonl").write_text("{}\n")
+    assert compare("base.jsonl", "none.jsonl") == 2
+    assert compare("base.jsonl", "missing.jsonl") == 2
+
+
+def test_it_loads_neither_torch_nor_more_of_scipy_than_it_needs(write: Write) -> None:
+    write("base.jsonl")
+    write("new.jsonl")
+    code = (
+        "import sys\nfrom attncheck.__main__ import main\ncode = main()\n"
+        "heavy = sorted({'torch', 'scipy.stats', 'matplotlib', 'jinja2'} & set(sys.modules))\n"
+        "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
+    )
+    words = [sys.executable, "-c", code, "compare", "base.jsonl", "new.jsonl"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,171 @@
+"""What ends with which exit code, and the line that says why."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.errors import SelectionError
+from attncheck.harness.cli import app as cli
+from attncheck.harness.run.selection import select_cases
+from attncheck.reports.run_file.store import read_run
+
+Attncheck = Callable[..., int]
+TheRun = Callable[[Path], Path]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--backend", "refrence"], "did you mean 'reference'?"),
+        (["--backend", "./wrong.py"], "no class in it; ask for ./wrong.py:Wrong"),
+        (["--backend", "./broken.py:B"], "importing it raised"),
+        (["--backend", "./nothing.py:B"], "cannot read nothing.py"),
+        (["--backend", "./wrong.py:Nowhere"], "backend 'Nowhere' is unavailable here: needs a moon"),
+        (["--suite", "smoky"], "did you mean 'smoke'?"),
+        (["--suite", "nothing.yaml"], "nothing.yaml: there is no such file"),
+        (["--suite", "bad.yaml"], "bad.yaml:4:5"),
+        (["--case", "decod"], "did you mean 'decode'?"),
+        (["--case", "zz*"], "matches 'zz*'; `attncheck list cases --suite small.yaml` shows the ids"),
+        (["--case", "prefill", "--check", "lse"], "no case of small.yaml that matches asks for lse"),
+        (["--check", "numeric"], "did you mean 'numerics'?"),
+        (["--device", "tpu"], "give cpu, cuda or cuda:N"),
+        (["--device", "meta"], "attncheck examines on cpu, cuda or cuda:N"),
+        (["--backend", "reference", "--expect", "nothing.yaml"], "cannot be read"),
+        (["--backend", "reference", "--output", "wrong.py"], "wrong.py: exists already"),
+    ],
+)
+def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
+    run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (folder / "broken.py").write_text("import nothing_of_that_name\n")
+    (folder / "bad.yaml").write_text("suite: bad\ncases:\n  - id: a\n    bach: q1\n")
+    assert run(*words) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not (folder / "results").exists()
+
+
+def test_two_files_of_one_suite_name_are_a_wrong_question(
+    here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(folder / "small.yaml", folder / "again.yaml")
+    assert here("--suite", "again.yaml") == 2
+    assert "again.yaml are both called 'small'; give them two names" in capsys.readouterr().err
+    varied = "small.yaml{cache.block_size: 32}"
+    assert here("--suite", varied) == 2
+    assert f"small.yaml and {varied} are both called 'small'; ask them in two runs" in capsys.readouterr().err
+
+
+def test_two_backends_of_one_name_are_a_wrong_question(
+    run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(folder / "wrong.py", folder / "other.py")
+    assert run("--backend", "./wrong.py:Wrong", "--backend", "./other.py:Wrong") == 2
+    assert "two of the backends are called 'Wrong'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["fuzz"], ["new"], ["compare"], ["run", "--seed", "x"], ["run", "--frobnicate"]])
+def test_what_there_is_not_is_a_usage_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert "Usage: attncheck" in capsys.readouterr().err
+
+
+def test_a_backend_asked_for_by_name_must_have_been_examined(
+    the_run: TheRun, here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here("--backend", "./wrong.py:Nothing") == 2
+    printed = capsys.readouterr()
+    assert "not one case of backend 'Nothing' was examined: cannot" in printed.err
+    assert "unsupported" in printed.out
+    assert read_run(the_run(folder)).complete
+
+
+def test_a_dump_that_is_a_file_is_refused_before_the_run(
+    the_run: TheRun, here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here("--backend", "reference", "--dump", "wrong.py") == 2
+    assert "--dump wrong.py cannot be a folder: File exists" in capsys.readouterr().err
+    assert not (folder / "results").exists()
+
+
+def test_a_case_without_its_axes_is_suggested_with_them() -> None:
+    with pytest.raises(SelectionError, match=r"no case of smoke matches 'decode'; did you mean 'decode\.\*'\?"):
+        select_cases(["smoke"], ["decode"])
+
+
+def test_our_own_fault_is_exit_code_3_and_says_how_to_see_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fall() -> int:
+        raise ZeroDivisionError("of ours")
+
+    assert cli.exit_code(fall) == 3
+    err = capsys.readouterr().err
+    assert "attncheck itself failed: ZeroDivisionError: of ours" in err
+    assert "ATTNCHECK_TRACEBACK=1" in err
+    assert "Traceback" not in err
+    monkeypatch.setenv("ATTNCHECK_TRACEBACK", "1")
+    assert cli.exit_code(fall) == 3
+    assert "in fall" in capsys.readouterr().err
+
+
+def test_foreign_code_cannot_choose_the_exit_code(
+    run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--backend", "./wrong.py:Leaving") != 0
+    capsys.readouterr()
+    (folder / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    assert cli.main(["run", "--suite", "small.yaml", "--backend", "./leaves.py:X"]) == 2
+    assert "SystemExit" in capsys.readouterr().err
+
+
+def test_a_missing_dependency_is_exit_code_3(folder: Path) -> None:
+    code = "import sys; sys.modules['typer'] = None\nfrom attncheck.__main__ import main\nsys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stderr.startswith("attncheck itself failed: ModuleNotFoundError: import of typer halted")
+
+
+def test_ctrl_c_is_130_and_leaves_a_run_that_can_be_read(folder: Path) -> None:
+    waits = "import time, pathlib; pathlib.Path('began').touch(); time.sleep(60)"
+    (folder / "slow.py").write_text((folder / "wrong.py").read_text().replace("result.mul_(1.25)", waits))
+    command = [sys.executable, "-m", "attncheck", "run", "--suite", "small.yaml", "--output", "cut.jsonl"]
+    process = subprocess.Popen(
+        [*command, "--backend", "reference", "--backend", "./slow.py:Wrong"],
+        stderr=subprocess.PIPE,
+        text=True,
+        # Whoever runs the tests in the background has it ignored, and so has a process of theirs.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (no thread runs here)
+    )
+    deadline = time.monotonic() + 60
+    # The second backend may begin before the first one's records are in.
+    kept = folder / "cut.jsonl"
+    while time.monotonic() < deadline and not (
+        (folder / "began").exists() and kept.exists() and '"case_id"' in kept.read_text()
+    ):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "what was found so far is in cut.jsonl" in err
+    stored = read_run("cut.jsonl")
+    assert not stored.complete
+    assert {record.backend for record in stored.records} == {"reference"}
+
+
+def test_a_reader_that_leaves_is_no_fault(folder: Path) -> None:
+    code = "import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1)\n"
+    code += "import sys; from attncheck.__main__ import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "list", "cases"], capture_output=True, text=True, check=False, env={**os.environ}
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,159 @@
+"""`attncheck new backend` writes a backend that is right, and refuses what would be no module or hide one."""
+
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attncheck
+from attncheck.backends.registry import load
+from attncheck.errors import QuestionError
+from attncheck.harness.cli import app as cli
+from attncheck.harness.cli.new import Kind, fill_in, reference
+
+SUITE = """\
+suite: small
+defaults:
+  layer: {num_heads: 4, num_kv_heads: 2, head_size: 32, dtype: float32}
+cases:
+  - {id: mixed, batch: q1s20_q3s7, cache: {block_size: 8}}
+  - {id: window, batch: q3s20, layer: {sliding_window: 5}}
+"""
+
+
+@pytest.mark.parametrize("kind", ["function", "classes"])
+def test_what_is_written_is_right_under_its_own_name(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new folder"
+    assert cli.main(["new", "backend", "my_kernel", "--kind", kind, "--output", str(folder)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"written: {folder}/my_kernel.py, {folder}/test_my_kernel.py"
+    assert shlex.split(printed[1]) == ["attncheck", "run", "--backend", f"{folder}/my_kernel.py:MyKernel"]
+    assert shlex.split(printed[2]) == ["pytest", f"{folder}/test_my_kernel.py"]
+    assert load(shlex.split(printed[1])[-1]).backend.get_name() == "MY_KERNEL"
+
+    (tmp_path / "small.yaml").write_text(SUITE)
+    found = attncheck.examine(
+        shlex.split(printed[1])[-1], suite=str(tmp_path / "small.yaml"), checks=("numerics", "claims"), device="cpu"
+    )
+    assert found.passed, found
+    assert [record.outcome for record in found.records if record.case_id == "window"] == ["unsupported", "passed"]
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_the_test_examines_the_file_beside_it(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    class Fallen:
+        passed = False
+
+    def examine(candidate: str, suite: str) -> Fallen:
+        asked.append((candidate, suite))
+        return Fallen()
+
+    monkeypatch.setattr(attncheck, "examine", examine)
+    path = tmp_path / "test_my_kernel.py"
+    path.write_text(fill_in(kind, "my_kernel")["test_my_kernel.py"])
+    spec = importlib.util.spec_from_file_location("written", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(AssertionError):
+        module.test_my_kernel()
+    assert asked == [(reference(kind, "my_kernel", tmp_path), "smoke")]
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("name", ["a", "my_kernel", "Flash3", "attend"])
+def test_no_trace_of_the_template_is_left(kind: Kind, name: str) -> None:
+    for file, text in fill_in(kind, name).items():
+        ast.parse(text)
+        assert text.startswith(f"# {file}\n")
+        assert not re.search(r"(?<![a-z])mine(?![a-z])", text, re.IGNORECASE)
+
+
+def test_a_reference_can_be_typed_from_where_it_was_written() -> None:
+    assert reference(Kind.FUNCTION, "fast", Path()) == "./fast.py:Fast"
+    assert reference(Kind.CLASSES, "my_fast_one", Path("kernels")) == "kernels/my_fast_one.py:MyFastOne"
+    assert reference(Kind.VLLM, "fast", Path("../up")) == "vllm:../up/fast.py:Fast"
+    assert reference(Kind.VLLM, "fast", Path("/abs")) == "vllm:/abs/fast.py:Fast"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("class", "a word of Python's"),
+        ("none", "a word of Python's"),
+        ("9a", "letters, digits and underscores"),
+        ("a-b", "letters, digits and underscores"),
+        ("kernels/fast", "letters, digits and underscores"),
+        ("", "letters, digits and underscores"),
+        ("torch_sdpa", "a registered backend"),
+        ("json", "hide an installed module"),
+        ("step", "its class would be called Step"),
+    ],
+)
+def test_a_bad_name_is_refused_and_nothing_written(
+    name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new"
+    assert cli.main(["new", "backend", name, "--kind", "classes", "--output", str(folder)]) == 2
+    assert reason in capsys.readouterr().err
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("there", ["fast.py", "test_fast.py"])
+def test_nothing_is_overwritten(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / there).write_text("years of work")
+    assert cli.main(["new", "backend", "fast", "--output", str(tmp_path)]) == 2
+    assert f"{tmp_path / there}: there already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [there]
+    assert (tmp_path / there).read_text() == "years of work"
+
+
+def test_nothing_is_written_through_a_link_to_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fast.py").symlink_to("elsewhere.py")
+    assert cli.main(["new", "backend", "fast", "--output", str(tmp_path)]) == 2
+    assert "fast.py cannot be written: File exists" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere.py").exists()
+
+
+def test_what_stands_beside_is_not_hidden(tmp_path: Path) -> None:
+    (tmp_path / "fast.py").write_text("")
+    (tmp_path / "kernels").mkdir()
+    for name in ("fast", "kernels"):
+        command = [sys.executable, "-m", "attncheck", "new", "backend", name, "--output", "new"]
+        subprocess.run(command, cwd=tmp_path, check=True)
+    assert len(list((tmp_path / "new").iterdir())) == 4
+
+
+def test_a_folder_that_cannot_be_written_is_a_wrong_question(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["new", "backend", "fast", "--output", str(tmp_path / "file" / "new")]) == 2
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_only_the_template_itself_is_called_as_the_template(kind: Kind) -> None:
+    assert re.search(r"^(class )?Mine\b", fill_in(kind, "mine")["mine.py"], re.MULTILINE)
+    if kind != Kind.FUNCTION:
+        with pytest.raises(QuestionError, match="its class would be called Impl"):
+            fill_in(kind, "impl")
+
+
+def test_it_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from attncheck.harness import cli; "
+        f"assert cli.main(['new', 'backend', 'fast', '--output', {str(tmp_path)!r}]) == 0; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

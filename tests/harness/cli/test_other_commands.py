@@ -1,0 +1,91 @@
+"""The commands beside ``run``, and what is loaded before it is needed."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.cli import app as cli
+from attncheck.harness.cli import schema
+from attncheck.reports.run_file.store import read_run
+
+Attncheck = Callable[..., int]
+
+
+def test_schema_is_the_schema_of_case_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert schema.schema() == 0
+    assert "cases" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("backends", "torch_sdpa", "suites", "smoke", "checks", "numerics", "cannot see"):
+        assert word in printed
+    assert printed.count("only where it is asked for") == 1
+    assert "as by --check timing" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    assert cli.main(["list", "cases", "--suite", "small.yaml", "--case", "pre*"]) == 0
+    assert capsys.readouterr().out == "small/prefill  q17\n"
+    assert cli.main(["list", "cases", "--case", "nothing"]) == 2
+
+
+def test_doctor_says_what_can_run_and_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed
+    assert "on cpu: can run" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_doctor_knows_what_a_run_gives_the_process_of_a_backend(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="nothing is interpreted without Triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert cli.main(["doctor"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"triton_unified \S+ triton \S+ on cpu: can run, with TRITON_INTERPRET=1", told)
+    assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_report_reads_runs(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("--backend", "./wrong.py:Wrong", "--output", "a.jsonl") == 1
+    told = capsys.readouterr().out
+    assert cli.main(["report", "a.jsonl"]) == 0
+    assert set(told.splitlines()[1:-1]) <= set(capsys.readouterr().out.splitlines())
+    assert cli.main(["report", "a.jsonl", "--format", "markdown", "--output", "a.md"]) == 0
+    assert (folder / "a.md").read_text().startswith("# attncheck report")
+    assert cli.main(["report", "a.jsonl", "--output", "a.jsonl"]) == 2
+    assert cli.main(["report", "a.md"]) == 2
+    assert cli.main(["report", "b.jsonl"]) == 2
+    assert read_run("a.jsonl").complete
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["run", "--help"], ["list"], ["list", "cases"], ["schema"], ["report", "a.jsonl"]]
+)
+def test_light_commands_load_no_torch(here: Attncheck, folder: Path, words: list[str]) -> None:
+    if words[0] == "report":
+        assert here("--backend", "reference", "--case", "prefill", "--output", "a.jsonl") == 0
+    code = (
+        "import sys\nfrom attncheck.__main__ import main\ncode = main()\n"
+        "heavy = sorted({'torch', 'numpy'} & set(sys.modules))\n"
+        "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_loads_no_pydantic_either() -> None:
+    code = (
+        "import sys\nimport attncheck.harness.cli.app\nsys.exit(bool({'pydantic', 'yaml', 'rich'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,116 @@
+"""What is seen while a run goes: nothing on stdout, a bar on terminals, few lines elsewhere."""
+
+import io
+import itertools
+import sys
+import threading
+
+import pytest
+
+from attncheck.harness.cli import progress
+from attncheck.harness.cli.progress import Bar, Lines, Silent, watching
+from attncheck.reports.run_file.records import Failed, Passed, Unsupported
+
+
+def record(
+    number: int, *, failed: bool = False, backend: str = "b[1]", check: str = "numerics", round_number: int = 0
+) -> Failed | Passed:
+    who = {
+        "suite": "s",
+        "case_id": f"case{number}",
+        "case_hash": "0" * 12,
+        "check": check,
+        "round": round_number,
+        "seed": 0,
+        "backend": backend,
+        "backend_ref": "b",
+        "backend_version": "",
+        "environment": "e" * 12,
+        "attncheck_version": "0.1.0",
+    }
+    return Failed.model_validate(who | {"summary": "1 of 2 rows"}) if failed else Passed.model_validate(who)
+
+
+def test_lines_tell_the_first_failures_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with watching(30) as watcher:
+        assert isinstance(watcher, Lines)
+        for number in range(30):
+            watcher.see(record(number, failed=number % 2 == 0))
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert lines[0] == "failed  b[1]  s/case0  numerics: 1 of 2 rows"
+    assert len(lines) == progress.TOLD_AT_ONCE
+
+
+def test_lines_say_now_and_then_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(step=6.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with watching(3) as watcher:
+        for number in range(3):
+            watcher.see(record(number))
+    assert "case 2 of 3, 0 fell short" in capsys.readouterr().err.splitlines()
+
+
+def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(step=11.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with watching(4) as watcher:
+        for backend in ("a", "a", "b"):
+            watcher.see(record(0, backend=backend))
+    assert capsys.readouterr().err.splitlines()[-1] == "case 2 of 4, 0 fell short"
+
+
+def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(step=11.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with watching(2 * (1 + 3), rounds=3) as watcher:
+        for check in ("numerics", "lse"):
+            watcher.see(record(0, check=check))
+        watcher.see(record(1))
+        watcher.see(record(0, check="timing"))
+        told = record(1, check="timing").model_dump(exclude={"figures", "notes", "graph", "timing"})
+        watcher.see(Unsupported.model_validate(told | {"outcome": "unsupported", "reasons": ["no windows"]}))
+        for number in (1, 2):
+            watcher.see(record(0, check="timing", round_number=number))
+    lines = capsys.readouterr().err.splitlines()
+    # Nobody asks in later rounds what the first one did not examine: it is done with at once.
+    assert [int(line.split()[1]) for line in lines] == [1, 1, 2, 3, 6, 7, 8]
+    assert lines[-1] == "case 8 of 8, 0 fell short"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_nothing_is_drawn_while_a_time_is_taken(is_timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    threads = threading.active_count()
+    with watching(2, is_timed=is_timed) as watcher:
+        assert (threading.active_count() == threads) == is_timed  # a thread draws now and then
+        watcher.see(record(0))
+        if is_timed:
+            assert "b[1]  s/case0" in terminal.getvalue()
+
+
+def test_a_terminal_gets_a_bar_that_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with watching(2) as watcher:
+        assert isinstance(watcher, Bar)
+        watcher.see(record(0, failed=True))
+    assert "b[1]  s/case0, 1 fell short" in terminal.getvalue()
+
+
+def test_a_debugger_sees_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with watching(2, silent=True) as watcher:
+        assert isinstance(watcher, Silent)
+        watcher.see(record(0, failed=True))
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,175 @@
+"""``attncheck report`` in every format: where it writes, what it refuses, and what it loads."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.cli import app as cli
+from attncheck.harness.cli.output import STEP_SUMMARY
+from attncheck.harness.cli.report import Format
+from attncheck.reports.run_file.records import BackendInfo, Environment, Failed, Passed, RunHeader, SuiteInfo
+from attncheck.reports.run_file.store import RunWriter
+from attncheck.reports.run_file.timings import Latency, Timing
+
+ENVIRONMENT = Environment(
+    attncheck="0.1.0",
+    python="3.11.9",
+    torch="2.13.0",
+    numpy="2.3.0",
+    platform="Linux x86_64",
+    cpu="a cpu",
+    cores=2,
+    device="cpu",
+    device_name="a cpu",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of one right and timed answer and one wrong one, in the folder to type in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(STEP_SUMMARY, raising=False)
+    header = RunHeader(
+        started="2026-01-01T00:00:00+00:00",
+        environment=ENVIRONMENT,
+        suites=(SuiteInfo(name="mine", ref="suites/mine.yaml", cases=2),),
+        checks=("timing",),
+        device="cpu",
+        seed=0,
+        backends=(BackendInfo(name="reference", ref="reference"),),
+    )
+    who = {
+        "suite": "mine",
+        "case_hash": "0123456789ab",
+        "check": "timing",
+        "seed": 0,
+        "backend": "reference",
+        "backend_ref": "reference",
+        "backend_version": "",
+        "environment": ENVIRONMENT.digest,
+        "attncheck_version": "0.1.0",
+    }
+    latency = Latency(
+        part="forward",
+        clock="host",
+        median_ns=2e6,
+        low_ns=1.9e6,
+        high_ns=2.1e6,
+        samples_ns=(2_000_000, 2_000_000),
+        is_settled=True,
+    )
+    with RunWriter(tmp_path / "run.jsonl", header) as writer:
+        writer.add(Passed(case_id="good", timing=Timing(latencies=(latency,)), **who))
+        writer.add(Failed(case_id="bad", summary="7 of 40 rows", **who))
+    return tmp_path / "run.jsonl"
+
+
+def report(*words: str) -> int:
+    return cli.main(["report", "run.jsonl", *words])
+
+
+def test_each_format_is_what_it_says(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(form: str) -> str:
+        assert report("--format", form) == 0
+        return capsys.readouterr().out
+
+    assert ET.fromstring(printed("junit")).get("failures") == "1"
+    assert [each["group"] for each in json.loads(printed("pytest-benchmark"))["benchmarks"]] == ["mine/good forward"]
+    assert printed("terminal").splitlines()[-1] == "failed: 1 backend, 2 cases: 1 passed, 1 failed"
+    assert printed("markdown").startswith("# attncheck report\n")
+    told = printed("github")
+    assert told.startswith("## attncheck: failed: 1 backend, 2 cases: 1 passed, 1 failed\n")
+    annotation = (
+        "::error file=suites/mine.yaml,title=reference%3A mine/bad%2C timing%3A failed::7 of 40 rows%0Arepeat: "
+    )
+    assert told.splitlines()[-1].startswith(annotation)
+
+
+def test_the_page_is_written_where_its_extra_is_installed(run: Path) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    assert report("--format", "html", "--output", "page.html") == 0
+    page = (run.parent / "page.html").read_text(encoding="utf-8")
+    assert page.lower().startswith("<!doctype html>")
+    assert "7 of 40 rows" in page
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
+def test_without_its_extra_the_page_says_what_to_install(
+    run: Path, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert report("--format", "html") == 2
+    told = capsys.readouterr().err
+    assert missing in told
+    assert "pip install 'attncheck[report]'" in told
+
+
+def test_a_step_summary_is_added_to_what_is_there(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = run.parent / "summary.md"
+    summary.write_text("of a step before\n", encoding="utf-8")
+    monkeypatch.setenv(STEP_SUMMARY, str(summary))
+    assert report("--format", "github") == 0
+    assert summary.read_text(encoding="utf-8").startswith("of a step before\n## attncheck: failed")
+    printed = capsys.readouterr().out
+    assert printed.startswith("::error ")
+    assert "## attncheck" not in printed
+
+
+def test_output_goes_before_the_step_summary_and_is_written_anew(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(STEP_SUMMARY, str(run.parent / "summary.md"))
+    (run.parent / "own.md").write_text("old", encoding="utf-8")
+    assert report("--format", "github", "--output", "own.md") == 0
+    assert (run.parent / "own.md").read_text(encoding="utf-8").startswith("## attncheck: failed")
+    assert not (run.parent / "summary.md").exists()
+    assert capsys.readouterr().out.startswith("::error ")
+
+
+def test_a_step_summary_that_cannot_be_written_is_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(STEP_SUMMARY, str(run.parent / "nowhere" / "summary.md"))
+    assert report("--format", "github") == 2
+    assert f"${STEP_SUMMARY} {run.parent}/nowhere/summary.md cannot be written" in capsys.readouterr().err
+
+
+def test_a_format_of_one_run_refuses_several(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report("run.jsonl", "--format", "pytest-benchmark") == 2
+    assert "--format pytest-benchmark takes one run, and 2 are given" in capsys.readouterr().err
+    assert report("run.jsonl", "--format", "junit") == 0
+
+
+@pytest.mark.parametrize("form", Format)
+def test_no_run_is_overwritten(run: Path, form: Format) -> None:
+    before = run.read_bytes()
+    assert report("--format", form, "--output", "./run.jsonl") == 2
+    assert run.read_bytes() == before
+
+
+def test_a_run_that_is_not_there_is_named_whatever_else_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.parent / "out").write_text("", encoding="utf-8")
+    assert cli.main(["report", "nowhere.jsonl", "--output", "out"]) == 2
+    assert capsys.readouterr().err.startswith("error: nowhere.jsonl: cannot be read")
+
+
+@pytest.mark.parametrize("form", ["junit", "github", "pytest-benchmark", "markdown", "terminal"])
+def test_no_format_loads_torch_and_none_of_text_what_the_page_takes(run: Path, form: str) -> None:
+    program = (
+        "import sys\n"
+        "from attncheck.harness.cli.app import main\n"
+        f"assert main(['report', 'run.jsonl', '--format', '{form}', '--output', 'out']) == 0\n"
+        "loaded = {name.partition('.')[0] for name in sys.modules}\n"
+        "assert not loaded & {'torch', 'numpy', 'scipy', 'jinja2', 'matplotlib'}, loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=run.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,136 @@
+"""``attncheck run`` as a person uses it: what is printed where, what the run file holds, what options do."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.reports.run_file.store import read_run
+
+Attncheck = Callable[..., int]
+TheRun = Callable[[Path], Path]
+
+
+def test_a_right_backend_is_exit_code_0_with_a_table_and_a_run_file(
+    the_run: TheRun, run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--backend", "reference") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("attncheck ")
+    assert out[0].endswith("suite small: 2 cases, seed 0")
+    header = next(line for line in out if line.startswith("backend"))
+    row = next(line for line in out if line.startswith("reference "))
+    assert header.split()[:7] == ["backend", "numerics", "lse", "cache_write", "containment", "cudagraph", "claims"]
+    assert row.split()[:7] == ["reference", "2/2", *["1/1"] * 5]
+    assert str(the_run(folder).relative_to(folder)) in out[-1]
+    stored = read_run(the_run(folder))
+    assert stored.complete
+    assert len(stored.records) == 7
+    assert stored.header.command[:4] == ("attncheck", "run", "--suite", "small.yaml")
+
+
+def test_a_wrong_answer_is_exit_code_1_and_its_repro_line_works(
+    run: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--backend", "./wrong.py:Wrong", "--seed", "5") == 1
+    printed = capsys.readouterr().out
+    line = next(line.strip() for line in printed.splitlines() if line.strip().startswith("repeat: "))
+    words = line.removeprefix("repeat: ").split()
+    assert words[:4] == ["attncheck", "run", "--backend", "./wrong.py:Wrong"]
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 1
+    assert "failed  Wrong  small/decode  numerics" in done.stdout
+    assert "seed 5" in done.stdout.splitlines()[0]
+
+
+def test_an_exception_of_a_backend_is_a_record(
+    the_run: TheRun, here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here("--backend", "./wrong.py:Raising") == 1
+    printed = capsys.readouterr()
+    assert "RuntimeError in forward: no such kernel" in printed.out
+    assert "Traceback" not in printed.err
+    assert {record.outcome for record in read_run(the_run(folder)).records} == {"errored", "failed"}
+
+
+def test_exitfirst_stops_at_the_first_that_falls_short(the_run: TheRun, here: Attncheck, folder: Path) -> None:
+    assert here("--backend", "./wrong.py:Wrong", "--exitfirst") == 1
+    records = read_run(the_run(folder)).records
+    assert [record.outcome for record in records] == ["failed"]
+
+
+def test_filters_reach_the_run(the_run: TheRun, here: Attncheck, folder: Path) -> None:
+    assert here("--backend", "reference", "--case", "small/dec*", "--check", "lse", "--check", "numerics") == 0
+    records = read_run(the_run(folder)).records
+    assert [(record.case_id, record.check) for record in records] == [("decode", "numerics"), ("decode", "lse")]
+
+
+def test_defaults_of_the_suites_can_be_set(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--backend", "reference", "--suite", "small.yaml", "--set", "layer.head_size=64", "--set"]
+    assert here(*words, "cache.block_size=8", "--output", "set.jsonl") == 0
+    run = read_run(folder / "set.jsonl")
+    needs = {need for record in run.records for need in record.needs}
+    assert {"head_size=64", "block_size=8"} <= needs
+    assert "head_size=32" not in needs
+    (suite,) = run.header.suites
+    assert suite.ref == "small.yaml{layer.head_size: 64, cache.block_size: 8}"
+    assert here(*words, "cache.block_size") == 2
+    assert "KEY=VALUE" in capsys.readouterr().err
+
+
+def test_without_a_backend_all_built_in_ones_run(the_run: TheRun, here: Attncheck, folder: Path) -> None:
+    assert here("--check", "numerics") == 0
+    names = {record.backend for record in read_run(the_run(folder)).records}
+    assert {"reference", "torch_sdpa", "flex_attention"} <= names
+
+
+def test_a_second_run_gets_a_file_of_its_own(here: Attncheck, folder: Path) -> None:
+    for _ in range(3):
+        assert here("--backend", "reference", "--case", "prefill") == 0
+    assert len(list((folder / "results").iterdir())) == 3
+
+
+def test_expected_failures(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = {"backend": "Wrong", "case": "small/*", "check": "numerics", "outcome": "failed", "reason": "issue 17"}
+    (folder / "expect.yaml").write_text(json.dumps([entry]))
+    assert here("--backend", "./wrong.py:Wrong", "--check", "numerics", "--expect", "expect.yaml") == 0
+    assert "2 xfailed" in capsys.readouterr().out
+    stale = entry | {"case": "small/dekode"}
+    (folder / "expect.yaml").write_text(json.dumps([entry, stale]))
+    assert here("--backend", "./wrong.py:Wrong", "--check", "numerics", "--expect", "expect.yaml") == 1
+    assert "error: expect.yaml:1: Wrong, small/dekode, numerics: failed expected, but it" in capsys.readouterr().out
+    (folder / "expect.yaml").write_text(json.dumps([entry | {"backend": "reference"}]))
+    assert here("--backend", "reference", "--check", "numerics", "--expect", "expect.yaml") == 1
+    assert "2 xpassed" in capsys.readouterr().out
+
+
+def test_dump_writes_tensors_that_load_as_data(run: Attncheck, folder: Path) -> None:
+    import torch
+
+    assert run("--backend", "./wrong.py:Wrong", "--case", "decode", "--dump", "dumps") == 1
+    (path,) = (folder / "dumps").iterdir()
+    content = torch.load(path, weights_only=True)
+    # A quarter more than the truth was put out, up to float32's rounding.
+    assert torch.allclose(content["output"].double(), 1.25 * content["truth"], rtol=1e-4)
+
+
+def test_lines_for_ci_go_to_stderr(run: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--backend", "./wrong.py:Wrong", "--check", "numerics") == 1
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[0].startswith("failed  Wrong  small/decode  numerics: ")
+    assert "\033" not in printed.out + printed.err
+
+
+def test_what_is_printed_fits_100_columns(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+    here("--backend", "./wrong.py:Wrong", "--backend", "torch_sdpa", "--backend", "reference")
+    for line in capsys.readouterr().out.splitlines():
+        assert len(line) <= 100 or line.strip().startswith("repeat: ")
+
+
+def test_a_run_that_stopped_early_says_so(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("--backend", "./wrong.py:Wrong", "--exitfirst") == 1
+    assert "stopped at the first record that fell short (--exitfirst)" in capsys.readouterr().out

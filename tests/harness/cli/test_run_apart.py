@@ -1,0 +1,145 @@
+"""``attncheck run`` with each backend in a process of its own: exit codes, what is printed, what the run file holds."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.cli import app as cli
+from attncheck.reports.run_file.records import Crashed
+from attncheck.reports.run_file.store import read_run
+
+SUITE = """\
+suite: small
+defaults:
+  layer: {num_heads: 2, num_kv_heads: 1, head_size: 16, dtype: float32}
+cases:
+  - {id: decode, batch: q1s20_q1s7}
+  - {id: prefill, batch: q17}
+  - {id: blind, batch: q1s9, layer: {sliding_window: 64}}
+"""
+MINE = """\
+import os, sys
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+
+def backend(deed):
+    class Impl(ReferenceImpl):
+        def forward(self, attn_layer, query, *args, **keywords):
+            print("rows:", len(query), file=sys.stderr)
+            if len(query) == 17:
+                deed()
+            return super().forward(attn_layer, query, *args, **keywords)
+    class Mine(ReferenceBackend):
+        get_impl_cls = classmethod(lambda cls: Impl)
+    return Mine
+
+def break_attncheck():
+    from attncheck.harness import engine
+    engine.record_of = None
+
+Aborting = backend(lambda: (print("no such kernel", file=sys.stderr), os.abort()))
+Wrong = backend(lambda: 1 / 0)
+Breaking = backend(break_attncheck)
+
+class Needy(ReferenceBackend):
+    @classmethod
+    def required_environment(cls, device): return {"ATTNCHECK_TEST_NEED": "one two"}
+    @classmethod
+    def unavailable_reasons(cls, device):
+        return [] if os.environ.get("ATTNCHECK_TEST_NEED") == "one two" else ["was not started with what it needs"]
+"""
+
+Attncheck = Callable[..., int]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attncheck:
+    (tmp_path / "small.yaml").write_text(SUITE)
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    words = ("run", "--suite", "small.yaml", "--device", "cpu", "--check", "numerics", "--output", "out.jsonl")
+    return lambda *more: cli.main([*words, *more])
+
+
+def outcomes() -> list[tuple[str, str, str]]:
+    return [(record.backend, record.case_id, record.outcome) for record in read_run("out.jsonl").records]
+
+
+def test_a_death_is_told_with_its_place_and_the_others_are_examined(
+    run: Attncheck, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--backend", "mine.py:Aborting", "--backend", "reference", "--case", "decode", "--case", "prefill")
+    assert run(*words) == 1
+    assert outcomes() == [
+        ("Aborting", "decode", "passed"),
+        ("Aborting", "prefill", "crashed"),
+        ("reference", "decode", "passed"),
+        ("reference", "prefill", "passed"),
+    ]
+    printed = capfd.readouterr()
+    story = printed.out.partition("crashed  Aborting  small/prefill  numerics\n")[2]
+    assert "killed by SIGABRT during check numerics" in story
+    assert "mine.py" in story
+    assert "no such kernel" in story
+    assert "repeat: attncheck run --backend mine.py:Aborting" in story
+    assert "Fatal Python error" not in printed.err  # what it prints is its own
+    (death,) = (record for record in read_run("out.jsonl").records if isinstance(record, Crashed))
+    assert "rows: 17\n" in death.output
+    assert "rows: 2\n" not in death.output  # that was at the case before
+    entry = {"backend": "Aborting", "case": "prefill", "check": "numerics", "outcome": "crashed", "reason": "issue 9"}
+    Path("known.yaml").write_text(json.dumps([entry]))
+    Path("out.jsonl").unlink()
+    assert run(*words[:2], "--case", "prefill", "--expect", "known.yaml") == 0
+    assert outcomes() == [("Aborting", "prefill", "xfailed")]
+
+
+def test_a_backend_gets_the_environment_it_requires(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("--backend", "mine.py:Needy", "--case", "decode")
+    assert run(*words) == 0
+    assert outcomes() == [("Needy", "decode", "passed")]
+    (info,) = read_run("out.jsonl").header.backends
+    assert info.required_environment == {"ATTNCHECK_TEST_NEED": "one two"}
+    Path("out.jsonl").unlink()
+    assert run(*words, "--in-process") == 2
+    assert "must have been started with ATTNCHECK_TEST_NEED='one two': type it before" in capfd.readouterr().err
+
+
+def test_in_process_takes_any_selection_and_finds_the_same(run: Attncheck) -> None:
+    words = ("--backend", "mine.py:Wrong", "--backend", "reference")
+    assert run(*words, "--case", "decode", "--case", "prefill") == 1
+    apart = outcomes()
+    assert ("Wrong", "prefill", "errored") in apart
+    Path("out.jsonl").unlink()
+    assert run(*words, "--case", "decode", "--case", "prefill", "--in-process") == 1
+    here = outcomes()
+    assert sorted(here) == sorted(apart)
+    assert [case for _, case, _ in here] == ["decode", "decode", "prefill", "prefill"]
+
+
+def test_a_blind_case_is_told_once(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("--backend", "reference", "--backend", "torch_sdpa", "--case", "blind", "--case", "decode") == 2
+    assert [case for _, case, _ in outcomes()] == ["decode", "decode"]
+    (error,) = read_run("out.jsonl").errors
+    assert error.startswith("case small/blind: blind to ")
+    assert capfd.readouterr().out.count(error[:40]) == 1
+
+
+def test_our_own_fault_is_exit_code_3_and_what_was_found_is_kept(
+    run: Attncheck, capfd: pytest.CaptureFixture[str]
+) -> None:
+    others = ("--backend", "reference", "--case", "decode", "--case", "prefill")
+    assert run("--backend", "mine.py:Breaking", *others) == 3
+    assert "attncheck itself failed at small/prefill" in capfd.readouterr().err
+    found = read_run("out.jsonl")
+    assert found.complete
+    told = {(record.backend, record.case_id): record.outcome for record in found.records}
+    assert told.pop(("Breaking", "prefill")) == "errored"
+    assert set(told.values()) == {"passed"}
+    assert len(told) == 3
+
+
+def test_a_crash_when_stopping_at_the_first(run: Attncheck) -> None:
+    assert run("--backend", "mine.py:Aborting", "--backend", "reference", "--case", "pre*", "--exitfirst") == 1
+    (record,) = read_run("out.jsonl").records
+    assert isinstance(record, Crashed)

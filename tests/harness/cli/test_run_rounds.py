@@ -1,0 +1,252 @@
+"""``attncheck run --check timing``: rounds of fresh processes, what the run file says of them, and wrong questions."""
+
+import inspect
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attncheck.errors import SelectionError
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.cli import app as cli
+from attncheck.harness.cli import run as command
+from attncheck.harness.cli.progress import Lines
+from attncheck.harness.run.selection import DEFAULT_ROUNDS
+from attncheck.harness.workers.worker_pool import Crew
+from attncheck.reports.run_file.records import Crashed, Record, timing_of
+from attncheck.reports.run_file.store import read_run
+
+SUITE = """\
+suite: small
+defaults:
+  layer: {num_heads: 2, num_kv_heads: 1, head_size: 16, dtype: float32}
+cases:
+  - {id: decode, batch: q1s20_q1s7}
+  - {id: prefill, batch: q17, checks: [numerics]}
+  - {id: window, batch: q9, layer: {sliding_window: 4}}
+"""
+MINE = """\
+import os
+from pathlib import Path
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+
+def note(file):
+    "This process's number among those that have called it so."
+    with Path(file).open("a") as lines:
+        print(os.getpid(), file=lines)
+    return len(Path(file).read_text().split())
+
+def is_alive(pid):
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+note("started.txt")
+
+class Plain(ReferenceBackend):
+    @classmethod
+    def unsupported_reasons(cls, layer, cache, batch):
+        return ["no windows"] if layer.sliding_window else []
+
+class AloneImpl(ReferenceImpl):
+    def forward(self, *args, **keywords):
+        others = set(Path("started.txt").read_text().split()) - {str(os.getpid())}
+        if any(map(is_alive, others)):
+            raise RuntimeError("another process is alive")
+        return super().forward(*args, **keywords)
+
+class Alone(Plain):
+    get_impl_cls = classmethod(lambda cls: AloneImpl)
+
+class MortalImpl(AloneImpl):
+    number = None
+    def forward(self, attn_layer, query, *args, **keywords):
+        MortalImpl.number = self.number or note("mortal.txt")
+        if len(query) == 17 and self.number == 2:
+            os.abort()
+        return super().forward(attn_layer, query, *args, **keywords)
+
+class Mortal(Plain):
+    get_impl_cls = classmethod(lambda cls: MortalImpl)
+
+class WrongImpl(ReferenceImpl):
+    def forward(self, *args, **keywords):
+        return super().forward(*args, **keywords).mul_(1.25)
+
+class Wrong(Plain):
+    get_impl_cls = classmethod(lambda cls: WrongImpl)
+"""
+
+Attncheck = Callable[..., int]
+WORDS = ("run", "--suite", "small.yaml", "--device", "cpu", "--check", "timing", "--time-limit", "0.01")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attncheck:
+    (tmp_path / "small.yaml").write_text(SUITE)
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return lambda *more: cli.main([*WORDS, "--output", "out.jsonl", *more])
+
+
+def records() -> tuple[Record, ...]:
+    return read_run("out.jsonl").records
+
+
+def told() -> list[tuple[str, int, str, str]]:
+    return [(record.backend, record.round, record.case_id, record.outcome) for record in records()]
+
+
+def pids() -> list[int]:
+    return list(map(int, Path("started.txt").read_text().split()))
+
+
+def test_each_round_is_a_fresh_process_alone_and_a_crash_is_of_its_round(
+    run: Attncheck, capfd: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"backend": "Mortal", "case": "prefill", "check": "timing", "outcome": "crashed", "says": "*SIGABRT*"}
+    Path("known.yaml").write_text(json.dumps([entry | {"reason": "issue 9"}]))
+    words = ("--backend", "mine.py:Mortal", "--backend", "mine.py:Alone", "--rounds", "2")
+    assert run(*words, "--expect", "known.yaml") == 0
+    assert told() == [
+        ("Mortal", 0, "decode", "passed"),
+        ("Mortal", 0, "prefill", "passed"),
+        ("Mortal", 0, "window", "unsupported"),
+        ("Alone", 0, "decode", "passed"),
+        ("Alone", 0, "prefill", "passed"),
+        ("Alone", 0, "window", "unsupported"),
+        ("Alone", 1, "decode", "passed"),
+        ("Alone", 1, "prefill", "passed"),
+        ("Mortal", 1, "decode", "passed"),
+        ("Mortal", 1, "prefill", "xfailed"),
+    ]
+    assert len(set(pids())) == 5  # of the two that were introduced, one could not wait for its turn
+    header = read_run("out.jsonl").header
+    assert (header.rounds, header.checks) == (2, ("timing",))
+    timings = [timing_of(record) for record in records() if record.outcome == "passed"]
+    assert all(timing is not None and timing.latency("forward") is not None for timing in timings)
+
+
+def test_the_first_round_that_falls_short_may_be_the_last(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("--backend", "mine.py:Mortal", "--rounds", "3", "--case", "prefill", "--exitfirst") == 1
+    assert told() == [("Mortal", 0, "prefill", "passed"), ("Mortal", 1, "prefill", "crashed")]
+    (crash,) = (record for record in records() if isinstance(record, Crashed))
+    assert crash.stage == "check timing"
+    line = next(line for line in capfd.readouterr().out.splitlines() if line.strip().startswith("repeat: "))
+    assert line.endswith("--suite small.yaml --case prefill --check timing --device cpu --in-process")
+
+
+def test_other_checks_are_made_before_in_a_process_of_their_own(run: Attncheck) -> None:
+    words = ("--backend", "mine.py:Plain", "--check", "numerics", "--rounds", "1", "--case", "prefill")
+    assert run(*words) == 0
+    assert [(record.check, record.round, record.outcome) for record in records()] == [
+        ("numerics", 0, "passed"),
+        ("timing", 0, "passed"),
+    ]
+    assert len(set(pids())) == 2
+
+
+def test_an_interrupted_run_keeps_its_rounds_and_leaves_nobody(
+    run: Attncheck, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    see = Lines.see
+
+    def interrupt(self: Lines, record: Record) -> None:
+        see(self, record)
+        if record.round == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lines, "see", interrupt)
+    assert run("--backend", "mine.py:Plain", "--rounds", "4", "--case", "decode") == 130
+    assert "what was found so far is in out.jsonl" in capfd.readouterr().err
+    found = read_run("out.jsonl")
+    assert not found.complete
+    assert [record.round for record in found.records] == [0, 1]
+    assert len(pids()) == 2
+    assert [pid for pid in pids() if is_alive(pid)] == []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_in_this_process_there_is_one_round_and_it_says_so(run: Attncheck, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("--backend", "mine.py:Plain", "--case", "decode", "--check", "numerics", "--in-process") == 0
+    found = read_run("out.jsonl")
+    assert [(record.check, record.round) for record in found.records] == [("numerics", 0), ("timing", 0)]
+    assert found.header.rounds == 1
+    assert found.header.notes == (
+        "timed in this one process: how far times of different processes lie apart is not known",
+    )
+    assert found.header.notes[0] in capfd.readouterr().out
+
+
+def test_one_of_whom_no_time_could_be_taken_was_a_wrong_question(
+    run: Attncheck, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--backend", "mine.py:Plain", "--case", "window", "--rounds", "9") == 2
+    assert told() == [("Plain", 0, "window", "unsupported")]
+    assert "not one case of backend 'Plain' was examined: no windows" in capfd.readouterr().err
+
+
+def test_what_was_wrong_while_it_was_timed_is_dumped(run: Attncheck) -> None:
+    assert run("--backend", "mine.py:Wrong", "--case", "prefill", "--in-process", "--dump", "dumped") == 1
+    assert told() == [("Wrong", 0, "prefill", "failed")]
+    assert [path.name for path in Path("dumped").iterdir()] == ["small.prefill.Wrong.seed0.pt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "rounds"),
+    [
+        ([], TimingSettings(), 10),
+        (["--time-limit", "2", "--rounds", "3"], TimingSettings(limit_s=2.0), 3),
+        (["--warm-cache", "--kernels", "--in-process"], TimingSettings(warm=True, kernels=True), 1),
+    ],
+)
+def test_options_reach_the_plan(
+    run: Attncheck, words: list[str], settings: TimingSettings, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def line_up(*args: Any, **keywords: Any) -> None:
+        asked.update(keywords)
+        raise SelectionError("enough")
+
+    monkeypatch.setattr("attncheck.harness.cli.preparation.line_up", line_up)
+    monkeypatch.setattr(Crew, "start", lambda self, refs: None)
+    assert cli.main(["run", "--suite", "small.yaml", "--device", "cpu", "--check", "timing", *words]) == 2
+    assert (asked["timing"], asked["rounds"]) == (settings, rounds)
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        (["--rounds", "0", "--check", "timing"], "0 rounds: give a whole number, 1 or above"),
+        (["--rounds", "3"], "add --check timing"),
+        (["--rounds", "3", "--check", "timing", "--in-process"], "leave out --in-process or --rounds"),
+        (["--time-limit", "0", "--check", "timing"], "a time limit of 0.0 s: give seconds, more than 0"),
+        (["--time-limit", "nan", "--check", "timing"], "a time limit of nan s: give seconds, more than 0"),
+        (["--time-limit", "1"], "--time-limit is about the check timing"),
+        (["--warm-cache", "--check", "numerics"], "--warm-cache is about the check timing"),
+        (["--kernels"], "--kernels is about the check timing"),
+    ],
+)
+def test_wrong_questions(run: Attncheck, words: list[str], right: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["run", "--suite", "small.yaml", "--device", "cpu", "--backend", "nobody.py:Nothing"]
+    assert cli.main([*asked, *words]) == 2
+    assert right in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "default"), [("rounds", DEFAULT_ROUNDS), ("time_limit", TimingSettings().limit_s)])
+def test_the_help_names_the_defaults(option: str, default: float) -> None:
+    (described,) = inspect.signature(command.run).parameters[option].annotation.__metadata__
+    assert described.help.endswith(f" Default: {default}.")

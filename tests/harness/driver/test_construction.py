@@ -1,0 +1,186 @@
+"""What a builder is told: bounds that hold for every step it will see, drafts and trees as vLLM writes them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder
+from attncheck.backends.current_config import get_current_vllm_config
+from attncheck.harness.checks import next_step, numerics
+from attncheck.harness.checks.findings import Holds
+from attncheck.harness.driver.construction import construct_builder, construct_impl
+from attncheck.harness.driver.forward_calls import calls_of, num_builders
+from attncheck.harness.driver.session import Session
+from attncheck.harness.driver.step import make_step
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+from attncheck.reference.spec import (
+    DCPOptions,
+    FastPrefillOptions,
+    MicroBatchOptions,
+    RequestSpec,
+    SpecDecodeOptions,
+    TreeOptions,
+)
+
+CPU = torch.device("cpu")
+
+
+class Bounded(ReferenceBackend):
+    """Has buffers for what the config says, and for no more."""
+
+    features = ReferenceBackend.features - {"local", "cascade"}
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return BoundedBuilder
+
+
+class BoundedBuilder(ReferenceBuilder):
+    backend = Bounded
+    reorder_batch_threshold = 4
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        common, config = common_attn_metadata, self.vllm_config
+        scheduler, longest = config.scheduler_config, config.model_config.max_model_len
+        size = self.kv_cache_spec.block_size
+        asked = {
+            "num_reqs": (common.num_reqs, scheduler.max_num_seqs),
+            "num_actual_tokens": (common.num_actual_tokens, scheduler.max_num_batched_tokens),
+            "max_query_len": (common.max_query_len, common.num_actual_tokens),
+            "max_seq_len": (common.max_seq_len, longest),
+            "the block table": (common.block_table_tensor.shape[1], -(-longest // size)),
+        }
+        for name, (value, bound) in asked.items():
+            if value > bound:
+                raise RuntimeError(f"{name} is {value}, and there is room for {bound}")
+        query_lens = [n for n in common.query_start_loc_cpu.diff().tolist() if n]
+        is_long = [n > self.reorder_batch_threshold for n in query_lens]
+        if is_long != sorted(is_long):
+            raise RuntimeError(f"requests of {query_lens} rows are not ordered")
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+class BoundedWithoutCodec(Bounded):
+    """Its cache can be filled by its own writer only."""
+
+    @classmethod
+    def kv_cache_codec(cls, layer: Any, cache: Any) -> Any:
+        return None
+
+
+CASES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("paged", None, {}),
+    ("local", None, {"attn_chunk_size": 16}),
+    ("local", None, {"attn_chunk_size": 512}),
+    ("dcp", DCPOptions(size=2), {}),
+    ("micro_batch", MicroBatchOptions(cuts=(6, 20)), {}),
+    ("fast_prefill", FastPrefillOptions(rows=2), {}),
+]
+
+
+@pytest.mark.parametrize("backend", [Bounded, BoundedWithoutCodec])
+@pytest.mark.parametrize(("path", "options", "layer"), CASES)
+def test_bounds_hold_for_every_batch_that_follows(
+    make_case: Any, backend: Any, path: str, options: Any, layer: dict[str, Any]
+) -> None:
+    # At 33 and 65 tokens, a batch one token shorter needs a page less and a chunk less.
+    case = make_case((1, 33), (7, 65), (20, 49), padding=(1, 2), path=path, options=options, inputs=("views",), **layer)
+    problem = build_problem(case, 0)
+    truth = truth_of(problem, CPU)
+    session = Session(backend, problem, CPU)
+    finding = numerics.examine(problem, truth, session.run())  # type: ignore[arg-type]
+    assert isinstance(finding, Holds), finding
+    assert next_step.examine(problem, truth, session, finding) is finding
+
+
+def config_of(case: Any) -> Any:
+    return construct_builder(ReferenceBackend, [build_problem(case, 0)], CPU).vllm_config
+
+
+def test_virtual_requests_are_counted_for_whoever_knows_no_chunks(make_case: Any) -> None:
+    case = make_case((5, 35), (1, 33), attn_chunk_size=32, path="local", padding=(1, 0))
+    problem = build_problem(case, 0)
+    known, unknown = (construct_builder(b, [problem], CPU) for b in (ReferenceBackend, Bounded))
+    assert known.vllm_config.scheduler_config.max_num_seqs == 3
+    assert known.kv_cache_spec.attention_chunk_size == 32
+    assert unknown.vllm_config.scheduler_config.max_num_seqs == 4
+    assert unknown.kv_cache_spec.attention_chunk_size is None
+
+
+def test_bounds_are_the_largest_of_all_problems(make_case: Any) -> None:
+    small, large = build_problem(make_case((1, 5)), 0), build_problem(make_case((9, 90), (1, 7)), 0)
+    config = construct_builder(ReferenceBackend, [small, large], CPU).vllm_config
+    assert config.scheduler_config.max_num_seqs == 2
+    assert config.scheduler_config.max_num_batched_tokens == 10
+    assert config.model_config.max_model_len == large.block_table.shape[1] * 16
+
+
+def test_drafts_and_trees_are_written_as_vllm_writes_them(make_case: Any) -> None:
+    tree = config_of(make_case((4, 40), path="tree", options=TreeOptions(parents=(-1, 0, 0, 1)))).speculative_config
+    assert (tree.num_speculative_tokens, tree.speculative_token_tree) == (3, "[(0,), (1,), (0, 0)]")
+    chain = make_case((4, 40), path="spec_decode", options=SpecDecodeOptions(num_speculative_tokens=3))
+    drafts = config_of(chain).speculative_config
+    assert (drafts.num_speculative_tokens, drafts.speculative_token_tree) == (3, None)
+    assert config_of(make_case()).speculative_config is None
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_config_names_the_layout_for_builders_that_see_no_cache(make_case: Any, layout: str) -> None:
+    assert config_of(make_case(cache={"layout": layout})).cache_config.kv_cache_layout == layout
+
+
+def test_a_layer_that_shares_a_cache_is_told_whose(make_case: Any) -> None:
+    problem = build_problem(make_case((1, 40), kv_sharing=True), 0)
+    assert construct_impl(ReferenceBackend, problem, CPU).kv_sharing_target_layer_name == "layer.0"
+    assert construct_impl(ReferenceBackend, problem, CPU, writes=True).kv_sharing_target_layer_name is None
+
+
+def test_one_part_carries_the_sinks(make_case: Any) -> None:
+    requests = [RequestSpec(query_len=1, seq_len=60, shared_prefix=32)] * 2
+    problem = build_problem(make_case(*requests, sinks=True, path="cascade"), 0)
+    step = make_step(problem, CPU)
+    assert [call.carries_sinks for call in calls_of(step, frozenset())] == [True, False]
+    assert num_builders(step) == 1
+    assert construct_impl(ReferenceBackend, problem, CPU).sinks is not None
+    assert construct_impl(ReferenceBackend, problem, CPU, with_sinks=False).sinks is None
+
+
+class AsksForTheConfig(ReferenceBackend):
+    """Keeps what stood in the config while impl and builder were made."""
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        class Impl(ReferenceBackend.get_impl_cls()):  # type: ignore[misc]
+            def __init__(self, *args: Any, **keywords: Any) -> None:
+                super().__init__(*args, **keywords)
+                self.config = get_current_vllm_config()
+
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        class Builder(ReferenceBackend.get_builder_cls()):  # type: ignore[misc]
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                self.current = get_current_vllm_config()
+
+        return Builder
+
+
+def test_the_config_is_current_while_impl_and_builder_are_made(make_case: Any) -> None:
+    session = Session(AsksForTheConfig, build_problem(make_case((1, 5)), 0), CPU)
+    assert session.impl.config.model_config.dtype == session.problem.dtype
+    assert session.impl.config.compilation_config.static_forward_context == {}
+    assert session.builder.current is session.builder.vllm_config
+    with pytest.raises(RuntimeError, match="no vllm_config is current"):
+        get_current_vllm_config()
+
+
+def test_a_builder_finds_its_layer_and_the_layers_impl(make_case: Any) -> None:
+    session = Session(ReferenceBackend, build_problem(make_case((1, 5)), 0), CPU)
+    (name,) = session.builder.layer_names
+    layer = session.builder.vllm_config.compilation_config.static_forward_context[name]
+    assert layer is session.attn_layer
+    assert layer.impl is session.impl

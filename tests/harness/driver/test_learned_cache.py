@@ -1,0 +1,125 @@
+"""A backend that brings no codec: what its writer tells of the cache is what ``cache_write`` is judged by."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.candidates.torch_mla import TorchMLABackend
+from attncheck.cases.model import Case
+from attncheck.harness.checks import cache_write
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.session import Session
+from attncheck.harness.driver.vllm_config import Layer
+from attncheck.harness.problem.problem import build_problem
+from attncheck.reference.spec import CacheSpec, MLASpec
+
+CPU = torch.device("cpu")
+SCALED = {"kv_cache_dtype": "fp8_e4m3", "k_scale": (0.375, 1.75), "v_scale": 0.3}
+
+
+class Apart(ReferenceImpl):
+    """Writes outside ``forward``."""
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write(layer, key, value, *self._cache_views(kv_cache), slots)
+
+    def write(self, *args: Any) -> None:
+        """Not in ``forward``."""
+
+
+def untold(impl: Any, *, apart: bool = True) -> Any:
+    """The reference backend with another impl, of whose cache nothing is known."""
+    members = {
+        "get_impl_cls": staticmethod(lambda: impl),
+        "kv_cache_codec": classmethod(lambda *_: None),
+        "forward_includes_kv_cache_update": not apart,
+    }
+    return type("Untold", (ReferenceBackend,), members)
+
+
+def judged(backend: Any, case: Case) -> Finding:
+    problem = build_problem(case, 0)
+    session = Session(backend, problem, CPU)
+    seen = session.run()
+    assert isinstance(seen, Observation)
+    return cache_write.examine(problem, session, seen)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("cache", [{}, {"layout": "HND", "block_size": 32}, SCALED])
+def test_a_right_writer_is_judged_by_what_it_taught(make_case: Callable[..., Case], cache: Any, apart: bool) -> None:
+    case = make_case(cache=cache, padding=(1, 2))
+    finding = judged(untold(Apart if apart else ReferenceImpl, apart=apart), case)
+    assert isinstance(finding, Holds)
+    assert finding.figures == judged(ReferenceBackend, case).figures  # type: ignore[union-attr]
+    assert finding.notes == ("how the cache is laid out was learned from the backend's own writer",)
+
+
+def test_a_latent_cache_is_learned_as_well(make_case: Callable[..., Case]) -> None:
+    mla = MLASpec(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
+    case = make_case((1, 20), (5, 40), path="mla", num_kv_heads=1, head_size=80, mla=mla)
+    backend = type("Untold", (TorchMLABackend,), {"kv_cache_codec": classmethod(lambda *_: None)})
+    finding = judged(backend, case)
+    assert isinstance(finding, Holds)
+    assert finding.notes
+
+
+def test_padding_written_to_the_last_slot_is_seen(make_case: Callable[..., Case]) -> None:
+    class Wrapping(Apart):
+        def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+            keys, values = self._cache_views(kv_cache)
+            for cache, rows in ((keys, key), (values, value)):
+                cache[slots // cache.shape[1], slots % cache.shape[1]] = rows[: len(slots)]
+
+    finding = judged(untold(Wrapping), make_case(padding=(1, 2)))
+    assert isinstance(finding, Broken)
+    assert finding.meaning == "slot -1 was taken for the last slot of the pool"
+    assert finding.details[-1] == "how the cache is laid out was learned from the backend's own writer"
+
+
+def test_a_scale_left_out_is_seen_although_it_was_learned_without(make_case: Callable[..., Case]) -> None:
+    class Unscaled(Apart):
+        def do_kv_cache_update(self, layer: Any, *args: Any) -> None:
+            super().do_kv_cache_update(Layer(CacheSpec(), CPU), *args)
+
+    finding = judged(untold(Unscaled), make_case(cache=SCALED))
+    assert isinstance(finding, Broken)
+    assert finding.meaning == "the scale is left out"
+
+
+def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_told(make_case: Callable[..., Case]) -> None:
+    class Forgetful(Apart):
+        def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+            key = key.clone()
+            key[:, 1] = 0
+            super().do_kv_cache_update(layer, key, value, kv_cache, slots)
+
+    finding = judged(untold(Forgetful), make_case())
+    assert isinstance(finding, NotExamined)
+    assert finding.by == "backend"
+    assert finding.reasons[0].startswith("the backend brings no cache codec, and its writer shows none: ")
+    assert "first: element 0 of the key of head 1 (page 0, offset 0)" in finding.reasons[0]
+
+
+def test_a_builder_tells_the_layer_that_teaches_what_its_writer_needs(make_case: Callable[..., Case]) -> None:
+    class Telling(ReferenceBuilder):
+        def __init__(self, spec: Any, names: Any, config: Any, device: Any) -> None:
+            super().__init__(spec, names, config, device)
+            for layer in config.compilation_config.static_forward_context.values():
+                layer.impl.told = True
+
+    class Told(Apart):
+        told = False
+
+        def do_kv_cache_update(self, *args: Any) -> None:
+            if not self.told:
+                raise RuntimeError("no builder was made for this layer")
+            super().do_kv_cache_update(*args)
+
+    backend = untold(Told)
+    backend.get_builder_cls = staticmethod(lambda: Telling)
+    assert isinstance(judged(backend, make_case()), Holds)

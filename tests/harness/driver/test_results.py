@@ -1,0 +1,91 @@
+"""Answers of several calls put together: rows where they belong, parts by their LSE."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.driver.forward_calls import Call
+from attncheck.harness.driver.results import Result, merged, placed
+
+PADDING = 7.0
+
+
+def result(rows: list[int], output: list[float], lse: list[float] | None, unwritten: tuple[int, ...] = ()) -> Result:
+    """One head of size 1; what stands behind ``rows`` is padding."""
+    index = torch.tensor(rows)
+    call: Any = Call(
+        common=None,  # type: ignore[arg-type]  # not looked at
+        query=torch.zeros(len(output), 1, 1),
+        key=None,
+        value=None,
+        rows=index,
+        nth=torch.zeros_like(index),
+        position=index * 10,
+        num_key_rows=0,
+    )
+    missing = torch.tensor([i in unwritten for i in range(len(output))])
+    return Result(
+        call=call,
+        output=torch.tensor(output)[:, None, None],
+        lse=None if lse is None else torch.tensor(lse)[:, None],
+        unwritten=missing,
+        lse_unwritten=None if lse is None else missing.clone(),
+    )
+
+
+def flat(rows: Tensor | None) -> list[float]:
+    assert rows is not None
+    return [round(x, 6) for x in rows.flatten().tolist()]
+
+
+def test_rows_go_to_their_places_and_padding_behind_them() -> None:
+    one = result([2, 0], [20.0, 0.0, PADDING], [2.5, 0.5, PADDING], unwritten=(1,))
+    other = result([3, 1], [30.0, 10.0, PADDING + 1], [3.5, 1.5, PADDING + 1])
+    whole = placed([one, other])
+    assert flat(whole.output) == [0.0, 10.0, 20.0, 30.0, PADDING, PADDING + 1]
+    assert flat(whole.lse) == [0.5, 1.5, 2.5, 3.5, PADDING, PADDING + 1]
+    assert whole.unwritten.tolist() == [True, False, False, False]
+    assert whole.lse_unwritten is not None
+    assert whole.lse_unwritten.tolist() == [True, False, False, False]
+    assert whole.position.tolist() == [0, 10, 20, 30]
+
+
+def test_without_an_lse_rows_are_placed_all_the_same() -> None:
+    whole = placed([result([1, 0], [1.0, 0.0], None)])
+    assert flat(whole.output) == [0.0, 1.0]
+    assert whole.lse is None
+    assert whole.lse_unwritten is None
+
+
+@pytest.mark.parametrize(("base", "unit"), [("e", 1.0), ("2", math.log(2))])
+def test_parts_weigh_as_their_lse_says(base: Any, unit: float) -> None:
+    """Row 0: weights 3 and 1. Row 1: nothing in the second part, whose output is anything finite."""
+    first = result([0, 1], [1.0, 5.0, PADDING], [math.log(3) / unit, 0.25, PADDING])
+    second = result([0, 1], [9.0, 77.0, PADDING + 1], [0.0, -math.inf, PADDING + 1])
+    whole = merged([first, second], Conventions(lse_base=base))
+    assert flat(whole.output) == [3.0, 5.0, PADDING, PADDING + 1]
+    assert flat(whole.lse) == [round(math.log(4) / unit, 6), 0.25, PADDING, PADDING + 1]
+    assert whole.output.dtype == torch.float64
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf])
+def test_rubbish_of_a_part_that_saw_nothing_is_seen(rubbish: float) -> None:
+    parts = [result([0, 1], [1.0, 1.0], [0.0, 0.0]), result([0, 1], [1.0, rubbish], [0.0, -math.inf])]
+    output = merged(parts, Conventions()).output.flatten().tolist()
+    assert output[0] == 1.0
+    assert math.isnan(output[1])
+
+
+def test_a_row_that_one_part_leaves_unwritten_is_unwritten() -> None:
+    parts = [result([0, 1], [1.0, 1.0], [0.0, 0.0], unwritten=(i,)) for i in (1, 1)]
+    whole = merged(parts, Conventions())
+    assert whole.unwritten.tolist() == [False, True]
+
+
+def test_parts_without_an_lse_cannot_be_merged() -> None:
+    with pytest.raises(ValueError, match="without an LSE"):
+        merged([result([0], [1.0], None)] * 2, Conventions())

@@ -1,0 +1,63 @@
+"""Entering foreign code: its exceptions come back with a name, and its settings do not stay."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck.harness.driver.foreign_code import StageError, stage
+
+SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "dtype": (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
+    "device": (torch.get_default_device, lambda: torch.set_default_device("meta")),
+    "gradients": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
+    "threads": (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
+    "determinism": (torch.are_deterministic_algorithms_enabled, lambda: torch.use_deterministic_algorithms(True)),
+    "products": (torch.get_float32_matmul_precision, lambda: torch.set_float32_matmul_precision("medium")),
+    "folder": (Path.cwd, lambda: os.chdir("/")),
+}
+
+
+def test_a_folder_that_is_gone_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def foreign() -> str:
+        Path("gone").mkdir()
+        os.chdir("gone")
+        (tmp_path / "gone").rmdir()
+        return "answer"
+
+    assert stage("forward", foreign) == "answer"
+    assert Path.cwd() == tmp_path
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("raises", [False, True])
+def test_settings_are_as_before(name: str, raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    read, change = SETTINGS[name]
+    before = read()
+
+    def foreign() -> None:
+        change()
+        assert read() != before, "the change must be one"
+        if raises:
+            raise ValueError(name)
+
+    if raises:
+        with pytest.raises(StageError) as failure:
+            stage("forward", foreign)
+        assert isinstance(failure.value.raised.error, ValueError)
+    else:
+        stage("forward", foreign)
+    assert read() == before
+
+
+def test_only_the_users_interrupt_passes_through() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stage("forward", interrupt)

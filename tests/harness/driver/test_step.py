@@ -1,0 +1,84 @@
+"""Steps: what is handed to a backend keeps vLLM's conventions."""
+
+from typing import Any
+
+import torch
+
+from attncheck.harness.driver.step import make_step
+from attncheck.harness.problem.problem import build_problem
+from attncheck.reference.spec import AttentionType, RequestSpec
+
+CPU = torch.device("cpu")
+
+
+def test_padding_as_vllm_pads(make_case: Any) -> None:
+    step = make_step(build_problem(make_case((1, 5), (3, 3), padding=(2, 4)), 0), CPU)
+    assert step.query_start_loc.tolist() == [0, 1, 4, 4, 4]
+    assert step.seq_lens.tolist() == [5, 3, 0, 0]
+    assert step.block_table[2:].eq(0).all()
+    assert step.slot_mapping[4:].tolist() == [-1] * 4
+    assert step.key is not None
+    for rows in (step.query, step.key):
+        assert len(rows) == 8
+        assert torch.isnan(rows[4:]).all()
+        assert torch.isfinite(rows[:4]).all()
+    common = step.common_metadata()
+    assert (common.num_reqs, common.num_actual_tokens, common.max_query_len, common.max_seq_len) == (4, 8, 3, 5)
+    assert common.num_computed_tokens_cpu.tolist() == [4, 0, 0, 0]
+
+
+def test_query_key_and_value_are_slices_of_one_tensor(make_case: Any) -> None:
+    problem = build_problem(make_case(), 0)
+    step = make_step(problem, CPU)
+    assert step.key is not None
+    assert step.value is not None
+    storages = {t.untyped_storage().data_ptr() for t in (step.query, step.key, step.value)}
+    assert len(storages) == 1
+    assert not step.query.is_contiguous()
+    plain = make_step(build_problem(make_case(inputs=("needles",)), 0), CPU)
+    assert plain.query.is_contiguous()
+
+
+def test_another_order_maps_back_to_the_problems_rows(make_case: Any) -> None:
+    problem = build_problem(make_case((3, 9), (1, 4), (2, 2)), 0)
+    step = make_step(problem, CPU, order=[1, 2, 0])
+    assert step.row_order.tolist() == [3, 4, 5, 0, 1, 2]
+    assert step.query_start_loc.tolist() == [0, 1, 3, 6]
+    assert torch.equal(step.query, problem.query[step.row_order])
+    assert torch.equal(step.block_table, problem.block_table[[1, 2, 0]])
+    slots = [int(problem.key_slots[i]) for i in (12, 13, 14, 6, 7, 8)]
+    assert step.slot_mapping.tolist() == slots
+
+
+def test_metadata_twins_share_nothing(make_case: Any) -> None:
+    step = make_step(build_problem(make_case(), 0), CPU)
+    common = step.common_metadata()
+    common.seq_lens.fill_(-5)
+    common.query_start_loc_cpu.fill_(-5)
+    assert step.common_metadata().seq_lens.tolist() == step.seq_lens.tolist()
+    assert common.seq_lens_cpu.tolist() == step.seq_lens.tolist()
+
+
+def test_encoders_have_no_slots(make_case: Any) -> None:
+    step = make_step(build_problem(make_case((4, 4), (2, 2), attn_type=AttentionType.ENCODER_ONLY), 0), CPU)
+    assert step.slot_mapping.tolist() == [-1] * 6
+    assert step.block_table.tolist() == [[0], [0]]
+    assert step.common_metadata().causal is False
+
+
+def test_later_cross_attention_steps_bring_no_keys(make_case: Any) -> None:
+    later = RequestSpec(query_len=1, seq_len=9, encoder_len=21)
+    step = make_step(build_problem(make_case(later, attn_type=AttentionType.ENCODER_DECODER), 0), CPU)
+    assert step.key is None
+    assert step.value is None
+    assert step.slot_mapping.numel() == 0
+    encoder_lens = step.common_metadata().encoder_seq_lens
+    assert encoder_lens is not None
+    assert encoder_lens.tolist() == [21]
+
+
+def test_rows_before_every_key_still_bring_a_key_each(make_case: Any) -> None:
+    step = make_step(build_problem(make_case((3, 0), padding=(0, 2)), 0), torch.device("cpu"))
+    assert step.key is not None
+    assert len(step.key) == len(step.slot_mapping) == 5
+    assert step.slot_mapping.tolist() == [-1] * 5

@@ -1,0 +1,125 @@
+"""Parts of a batch: each key lies in exactly one, at the slot its part's table and length say."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.errors import SpecError
+from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.reference import compute_slot_mapping
+from attncheck.reference.spec import DCPOptions, RequestSpec, SplitKVOptions
+
+PAGE = 16
+
+
+def shared(*lengths: tuple[int, int, int]) -> list[RequestSpec]:
+    return [RequestSpec(query_len=q, seq_len=s, shared_prefix=p) for q, s, p in lengths]
+
+
+def slots_of(problem: Problem, part: int, request: int) -> list[int]:
+    """Where the keys of a request lie, read as a kernel reads them: by the table and length of the part."""
+    own = problem.parts[part]
+    table = own.table[request].tolist()
+    return [table[j // PAGE] * PAGE + j % PAGE for j in range(own.lengths[request])]
+
+
+def keys_of(problem: Problem, request: int) -> list[int]:
+    first = problem.requests[request].base
+    slots: list[int] = problem.key_slots[first : first + problem.requests[request].num_keys].tolist()
+    return slots
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_runs_of_pages_cover_every_key_once(make_case: Any, parts: int) -> None:
+    case = make_case((1, 33), (7, 40), (20, 20), (1, 300), path="split_kv", options=SplitKVOptions(parts=parts))
+    problem = build_problem(case, 0)
+    assert len(problem.parts) == parts
+    for request in range(4):
+        read = [slots_of(problem, part, request) for part in range(parts)]
+        assert [slot for slots in read for slot in slots] == keys_of(problem, request)
+        # Only the last part holds new keys, and all before it whole pages.
+        assert len(read[-1]) >= problem.requests[request].query_len
+        assert all(len(slots) % PAGE == 0 for slots in read[:-1])
+    assert [part.is_aligned for part in problem.parts] == [False] * (parts - 1) + [True]
+
+
+def test_runs_are_of_equal_length_within_a_page(make_case: Any) -> None:
+    problem = build_problem(make_case((1, 161), path="split_kv", options=SplitKVOptions(parts=3)), 0)
+    assert [part.lengths for part in problem.parts] == [(48,), (48,), (65,)]
+
+
+def test_a_cascade_has_the_pages_all_share_and_the_rest(make_case: Any) -> None:
+    case = make_case(*shared((2, 70, 64), (1, 90, 48), (4, 101, 80)), path="cascade")
+    problem = build_problem(case, 0)
+    prefix, rest = problem.parts
+    assert prefix.lengths == (48, 48, 48)
+    assert rest.lengths == (22, 42, 53)
+    assert len({tuple(row[:3]) for row in prefix.table.tolist()}) == 1
+    for request in range(3):
+        assert slots_of(problem, 0, request) + slots_of(problem, 1, request) == keys_of(problem, request)
+
+
+@pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 4), (2, 16)])
+def test_ranks_hold_what_the_slot_mapping_of_context_parallelism_says(
+    make_case: Any, size: int, interleave: int
+) -> None:
+    lengths = (1, 2, 31, 64, 65, 130)
+    options = DCPOptions(size=size, interleave=interleave)
+    problem = build_problem(make_case(*((1, n) for n in lengths), path="dcp", options=options), 0)
+    area, table = problem.num_blocks // size, problem.block_table
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    found = torch.full_like(positions, -1)
+    for rank in range(size):
+        slots = compute_slot_mapping(
+            positions, owners, table, PAGE, dcp_size=size, dcp_rank=rank, cp_kv_cache_interleave_size=interleave
+        )
+        found = torch.where(slots >= 0, slots + rank * area * PAGE, found)
+        for request, n in enumerate(lengths):
+            rounds, left = divmod(n, size * interleave)
+            local = rounds * interleave + min(max(left - rank * interleave, 0), interleave)
+            assert problem.parts[rank].lengths[request] == local
+            assert slots_of(problem, rank, request) == [s for s in slots[owners == request].tolist() if s >= 0] or rank
+    assert torch.equal(problem.key_slots, found)
+    assert all(part.is_aligned for part in problem.parts)
+
+
+def test_new_rows_of_an_extend_lie_in_a_part_of_their_own(make_case: Any) -> None:
+    case = make_case((4, 40), (7, 90), (3, 3), path="dcp", options=DCPOptions(size=2, interleave=2))
+    problem = build_problem(case, 0)
+    first, second, new = problem.parts
+    assert [part.is_aligned for part in problem.parts] == [False, False, True]
+    assert new.lengths == (4, 7, 3)
+    assert (first.lengths, second.lengths) == ((18, 42, 0), (18, 41, 0))
+    for request, rows in enumerate(problem.requests):
+        assert slots_of(problem, 2, request) == keys_of(problem, request)[rows.cached :]
+        read = slots_of(problem, 0, request) + slots_of(problem, 1, request)
+        assert sorted(read) == sorted(keys_of(problem, request)[: rows.cached])
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [("split_kv", SplitKVOptions(parts=3)), ("dcp", DCPOptions(size=2)), ("dcp", DCPOptions(size=3))],
+)
+def test_slack_of_a_part_names_none_of_its_pages(make_case: Any, path: str, options: Any) -> None:
+    problem = build_problem(make_case((1, 33), (1, 300), (1, 70), path=path, options=options), 0)
+    for part in problem.parts:
+        for row, length in zip(part.table.tolist(), part.lengths, strict=True):
+            pages = -(-length // PAGE)
+            assert len(row) >= pages + 2
+            assert not set(row[:pages]) & set(row[pages:])
+            assert 0 not in row[:pages]
+
+
+def test_no_slot_is_owned_twice(make_case: Any) -> None:
+    for options in (DCPOptions(size=3, interleave=4), DCPOptions(size=8)):
+        problem = build_problem(make_case((1, 70), (1, 13), (1, 200), path="dcp", options=options), 0)
+        assert len(problem.owned_slots) == len(problem.keys)
+        assert int(problem.owned_slots.max()) < problem.num_blocks * PAGE
+
+
+def test_a_pool_too_small_for_the_ranks_is_refused(make_case: Any) -> None:
+    cache = {"num_blocks": 5}
+    with pytest.raises(SpecError, match="needs 8 pages"):
+        build_problem(make_case((1, 70), (1, 130), path="dcp", options=DCPOptions(size=2), cache=cache), 0)

@@ -1,0 +1,83 @@
+"""What caches can hold: rows come out as they went in, and keep their signatures."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.problem.signatures import decode
+from attncheck.harness.problem.storage import key_storage, value_storage
+from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
+
+FP8 = st.sampled_from(["fp8", "fp8_e4m3", "fp8_e5m2"])
+DTYPES = st.sampled_from(["float16", "bfloat16", "float32"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(kind=FP8, dtype=DTYPES, scale=st.floats(2.0**-9, 60.0), seed=st.integers(0, 2**31))
+def test_quantising_stored_rows_again_changes_nothing(kind: Any, dtype: Any, scale: float, seed: int) -> None:
+    layer = LayerSpec(num_heads=2, num_kv_heads=2, head_size=64, dtype=dtype)
+    storage = key_storage(layer, CacheSpec(kv_cache_dtype=kind, k_scale=(scale, 3 * scale)))
+    numbers = torch.rand(20, 2, 64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 4 - 2
+    rows = storage.storable(numbers)
+    codes = storage.codes(rows)
+    assert rows.dtype == storage.dtype
+    assert torch.equal(storage.codes(storage.rows_of(codes)), codes)
+    assert torch.equal(storage.rows_of(codes), rows)
+    # and the code is the nearest one to what was drawn: half a step of 2**-3 or 2**-2, or half of the smallest number
+    step = 2.0**-4 if storage.held == torch.float8_e4m3fn else 2.0**-3
+    scales = storage.scale.double()
+    most = torch.finfo(storage.held).max * scales
+    wanted = torch.minimum(torch.maximum(numbers, -most), most)
+    near = (storage.exact(rows) - wanted).abs() <= 1.01 * (step * wanted.abs()).clamp(
+        min=torch.finfo(storage.held).smallest_normal / 8 * scales
+    )
+    assert bool(near.all())
+
+
+def test_exact_numbers_are_codes_times_the_scale_as_the_backend_is_told_it(make_case: Any) -> None:
+    cache = {"kv_cache_dtype": "fp8", "k_scale": 0.3, "v_scale": (0.7, 0.07)}
+    problem = build_problem(make_case(cache=cache), 0)
+    keys, values = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
+    codes = problem.keys.float().div(torch.tensor(0.3)).to(torch.float8_e4m3fn)
+    assert torch.equal(keys.exact(problem.keys), codes.double() * float(torch.tensor(0.3)))
+    codes = problem.values.float().div(torch.tensor([0.7, 0.07])[:, None]).to(torch.float8_e4m3fn)
+    assert torch.equal(values.exact(problem.values), codes.double() * torch.tensor([0.7, 0.07]).double()[:, None])
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("scale", [0.02, 1.0, 20.0])
+def test_signatures_survive(make_case: Any, kind: str, scale: float) -> None:
+    cache = {"kv_cache_dtype": kind, "k_scale": scale, "v_scale": scale}
+    problem = build_problem(make_case((3, 9), (1, 40), cache=cache), 0)
+    for rows, name in ((problem.keys, "key"), (problem.values, "value")):
+        for index in (0, 8, 9, 30):
+            request, position = (0, index) if index < 9 else (1, index - 9)
+            for head in range(2):
+                found = [str(c) for c in decode(rows[index, head]) if c.kind == name]
+                assert found == [f"the {name} of request {request}, position {position}, KV head {head}"]
+
+
+def test_a_float_cache_of_another_dtype_holds_what_it_is_given(make_case: Any) -> None:
+    problem = build_problem(make_case(dtype="float32", cache={"kv_cache_dtype": "bfloat16"}), 0)
+    assert problem.keys.dtype == torch.float32
+    assert torch.equal(problem.keys.to(torch.bfloat16).float(), problem.keys)
+    assert not torch.equal(build_problem(make_case(dtype="float32"), 0).keys, problem.keys)
+
+
+def test_an_encoder_has_no_cache_to_round_for() -> None:
+    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, attn_type=AttentionType.ENCODER_ONLY)
+    assert not key_storage(layer, CacheSpec(kv_cache_dtype="fp8")).is_fp8
+
+
+def test_codes_beyond_what_the_dtype_can_say_are_not_used() -> None:
+    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=1, dtype="float16")
+    storage = key_storage(layer, CacheSpec(kv_cache_dtype="fp8_e5m2", k_scale=2.0))
+    codes = torch.tensor([0x7B, 0x78, 0x01, 0x7C, 0x7F, 0x00], dtype=torch.uint8).view(-1, 1, 1)  # 57344 * 2 > 65504
+    assert storage.holds(codes).flatten().tolist() == [False, False, True, False, True, True]
+    assert storage.usable_rows(codes).flatten().tolist() == [0.0, 0.0, 2.0**-15, 0.0, 0.0, 0.0]
+    tiny = key_storage(layer, CacheSpec(kv_cache_dtype="fp8_e5m2", k_scale=2.0**-9))  # 2**-25 is none in float16
+    assert tiny.holds(codes).flatten().tolist() == [True, True, False, False, True, True]

@@ -1,0 +1,156 @@
+"""attncheck run --provider: exit codes, what is printed, what the run file holds and what a report makes of it."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.cli import app as cli
+from attncheck.harness.providers import plan as planning
+from attncheck.reports.run_file.store import read_run
+
+SUITE = """\
+suite: small
+defaults:
+  layer: {num_heads: 4, num_kv_heads: 2, head_size: 32, dtype: float32}
+cases:
+  - {id: decode, batch: q1s20_q1s7}
+  - {id: mixed, batch: q1s20_q17, checks: [numerics]}
+"""
+RIGHT = "from attncheck.reference import PAD_SLOT_ID, slice_query_start_locs\n__version__ = '7.1'\n"
+WRONG = """\
+from attncheck.reference import PAD_SLOT_ID, split_attn_metadata
+from attncheck.reference import slice_query_start_locs as right
+
+def slice_query_start_locs(query_start_loc, request_slice):
+    return right(query_start_loc, request_slice) + 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    files = {"small.yaml": SUITE, "right.py": RIGHT, "wrong.py": WRONG, "broken.py": "import nowhere\n", "none.py": ""}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(planning, "has_hypothesis", lambda: False)  # drawing batches has tests of its own
+    return tmp_path
+
+
+def run(*words: str) -> int:
+    return cli.main(["run", "--suite", "small.yaml", *words])
+
+
+def test_a_right_provider_ends_with_0_and_a_record_for_every_function(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--provider", "right.py", "--output", "a.jsonl") == 0
+    printed = capsys.readouterr().out
+    assert "utilities of right 7.1" in printed
+    assert re.search(r"^slice_query_start_locs +equal +(\d+) +\1 ", printed, re.MULTILINE)
+    assert re.search(r"^split_attn_metadata +missing ", printed, re.MULTILINE)
+    assert re.search(r"passed: 1 provider, \d+ functions: 2 passed, \d+ unsupported", printed)
+    found = read_run("a.jsonl")
+    assert {record.check for record in found.records} == {"utilities"}
+    assert {record.case_id for record in found.records if record.outcome == "passed"} == {
+        "PAD_SLOT_ID",
+        "slice_query_start_locs",
+    }
+    assert [(info.name, info.ref, info.version) for info in found.header.backends] == [("right", "right.py", "7.1")]
+
+
+def test_a_wrong_one_ends_with_1_and_both_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--provider", "wrong.py", "--output", "a.jsonl") == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^slice_query_start_locs +differs ", printed, re.MULTILINE)
+    assert re.search(r"^split_attn_metadata +equal ", printed, re.MULTILINE)
+    flat = " ".join(printed.split())
+    assert "requests 0:1: returned.start locations[0]: expected 0 of int32 [0, 1]; got 1 of int32 [1, 2]" in flat
+    (record,) = (record for record in read_run("a.jsonl").records if record.outcome == "failed")
+    assert record.figures["differs"] + record.figures["equal"] == record.figures["questions"]
+    assert record.figures["equal"] == 2  # what the reference refuses, this one refuses too
+
+
+def test_the_line_that_repeats_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--provider", "wrong.py")
+    (line,) = re.findall(r"repeat: attncheck (run .*)", capsys.readouterr().out)
+    assert cli.main(shlex.split(line)) == 1
+    assert "1 provider, 1 function: 1 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["terminal", "markdown"])
+def test_a_run_file_is_reported(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--provider", "wrong.py", "--output", "a.jsonl")
+    capsys.readouterr()
+    assert cli.main(["report", "a.jsonl", "--format", form]) == 0
+    printed = capsys.readouterr().out
+    assert "utilities of wrong" in printed
+    assert "expected 0 of int32" in " ".join(printed.replace("\\", "").split())
+    assert "not examined" not in printed.lower()
+
+
+@pytest.mark.parametrize(
+    ("ref", "why"),
+    [
+        ("broken.py", "No module named 'nowhere'"),
+        ("absent.py", "cannot read absent.py"),
+        ("no.such.module", "No module named 'no'"),
+        ("what is this", "neither a module's name nor a Python file"),
+        ("none.py", "offers none of these functions"),
+    ],
+)
+def test_what_is_no_provider_ends_with_2(ref: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--provider", ref) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--function", "slice*"), "give --provider"),
+        (("--check", "utilities"), "give --provider"),
+        (("--provider", "right.py", "--check", "numerics"), "leaves out"),
+        (("--provider", "right.py", "--check", "numerics", "--check", "utilities"), "give --backend"),
+        (("--provider", "right.py", "--backend", "reference", "--check", "utilities"), "leave out --backend"),
+        (("--provider", "right.py", "--function", "slice_query"), "did you mean 'slice_query_start_locs'"),
+        (("--provider", "right.py", "--provider", "./right.py"), "two of the providers are called 'right'"),
+    ],
+)
+def test_wrong_questions(words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_functions_are_chosen_by_pattern(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--provider", "wrong.py", "--function", "PAD*", "--in-process", "--output", "a.jsonl") == 0
+    assert [record.case_id for record in read_run("a.jsonl").records] == ["PAD_SLOT_ID"]
+
+
+def test_beside_a_backend_both_are_examined(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--backend", "reference", "--check", "numerics", "--check", "utilities", "--function", "slice*")
+    assert run("--provider", "right.py", *words, "--output", "a.jsonl") == 0
+    assert "passed: 1 backend, 2 cases, 1 provider, 1 function: 3 passed" in capsys.readouterr().out
+    assert [(r.backend, r.check) for r in read_run("a.jsonl").records] == [
+        ("reference", "numerics"),
+        ("reference", "numerics"),
+        ("right", "utilities"),
+    ]
+
+
+def test_a_run_without_providers_says_nothing_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--backend", "reference", "--case", "decode", "--output", "a.jsonl") == 0
+    header = read_run("a.jsonl").header
+    assert "utilities" not in {*header.checks, *(suite.name for suite in header.suites)}
+    assert "provider" not in capsys.readouterr().out
+
+
+def test_without_hypothesis_the_report_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--provider", "right.py", "--function", "PAD*")
+    assert "hypothesis is not installed" in capsys.readouterr().out
+
+
+def test_an_expected_difference_is_no_failure() -> None:
+    entry = "backend: wrong, case: slice_query_start_locs, check: utilities, outcome: failed, reason: known"
+    Path("known.yaml").write_text(f"- {{{entry}}}\n", encoding="utf-8")
+    assert run("--provider", "wrong.py", "--expect", "known.yaml", "--output", "a.jsonl") == 0
+    assert {record.outcome for record in read_run("a.jsonl").records} == {"passed", "xfailed", "unsupported"}
+    assert run("--provider", "right.py", "--expect", "known.yaml") == 0

@@ -1,0 +1,120 @@
+"""From what came of a subject to a record: stale departures, faults of our own, names that clash."""
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from attncheck.errors import SelectionError
+from attncheck.harness.providers.departures import Departure, Departures
+from attncheck.harness.providers.plan import ProviderPlan
+from attncheck.harness.providers.provider import Provider
+from attncheck.harness.providers.questions import Setting, Subject, question
+from attncheck.harness.providers.records import announced, examine_providers
+from attncheck.harness.run.outcomes import Circumstances
+from attncheck.reports.analysis.utilities import function_rows
+from attncheck.reports.run_file.records import BackendInfo, Environment, RunHeader, SuiteInfo
+
+PAD = Subject("PAD_SLOT_ID", lambda _: [question("its value")], lambda target: target, is_function=False)
+KNOWN = Departure("PAD_SLOT_ID", "judgement", "is 0", places=("returned",))
+GONE = Departures("2.0", gone=(("PAD_*", "padding went"),))
+
+
+def record(value=None, departures=None, subject=PAD, version="2.0"):
+    module = ModuleType("fake")
+    if value is not None:
+        module.PAD_SLOT_ID = value
+    fake = Provider("fake", "fake.py", version, [module], departures=departures or Departures())
+    plan = ProviderPlan((fake,), (subject,), Setting((), torch.device("cpu")))
+    (made,) = examine_providers(plan, Circumstances(0, "0" * 12, "0.1.0"))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("value", "known", "outcome", "word"),
+    [
+        (-1, (), "passed", "equal"),
+        (0, (), "failed", "differs"),
+        (0, (KNOWN,), "passed", "judged"),
+        (-1, (KNOWN,), "xpassed", "stale"),
+        (None, (), "unsupported", "missing"),
+    ],
+)
+def test_outcomes_and_the_words_of_reports(value, known, outcome, word):
+    made = record(value, Departures("2.0", known))
+    assert made.outcome == outcome
+    (row,) = function_rows([made], "fake")
+    assert (row.name, row.word) == ("PAD_SLOT_ID", word)
+
+
+def test_a_departure_says_how_often_it_showed():
+    made = record(0, Departures("2.0", (KNOWN,)))
+    assert made.notes == ("judgement: is 0 (1 of 1 question)",)
+    assert made.figures["judged"] == made.figures["judgements"] == 1
+
+
+def test_what_no_longer_shows_fails_the_run_in_the_version_it_was_found_in_only():
+    assert record(-1, Departures("2.0", (KNOWN,))).reason == "known in 2.0, and no longer there: is 0"
+    later = record(-1, Departures("2.0", (KNOWN,)), version="2.1")
+    assert later.outcome == "passed"
+    assert later.notes == ("stale: known in 2.0, and no longer there: is 0",)
+
+
+def test_a_name_that_went_says_why():
+    assert record(None, GONE).reasons == ("offers nothing of that name: padding went",)
+
+
+def test_a_question_that_does_not_fit_is_attnchecks_own_fault():
+    unfit = Subject("PAD_SLOT_ID", lambda _: [question("its value", refused=True)], lambda target: target)
+    made = record(-1, subject=unfit)
+    assert (made.outcome, made.stage) == ("errored", "attncheck itself")
+
+
+@pytest.fixture
+def header():
+    environment = Environment(
+        attncheck="0.1.0",
+        python="3.11",
+        torch="2.13",
+        numpy="2.3",
+        platform="Linux",
+        cpu="a cpu",
+        cores=2,
+        device="cpu",
+        device_name="a cpu",
+    )
+    suites = (SuiteInfo(name="smoke", ref="smoke", cases=2),)
+    checks = ("numerics",)
+    return RunHeader(
+        started="2026-01-01T00:00:00+00:00",
+        environment=environment,
+        suites=suites,
+        checks=checks,
+        device="cpu",
+        seed=0,
+        backends=(),
+    )
+
+
+def plan():
+    fake = Provider("fake", "fake.py", "2.0", [])
+    return ProviderPlan((fake,), (PAD,), Setting((), torch.device("cpu")), ("a note",))
+
+
+def test_the_header_announces_providers_and_their_check(header):
+    alone = announced(header, plan())
+    assert alone.checks == ("utilities",)
+    assert [(suite.name, suite.cases) for suite in alone.suites] == [("smoke", 2), ("utilities", 1)]
+    assert alone.notes == ("a note",)
+    both = announced(header.model_copy(update={"backends": (BackendInfo(name="b", ref="b"),)}), plan())
+    assert both.checks == ("numerics", "utilities")
+    assert [info.name for info in both.backends] == ["b", "fake"]
+    assert announced(header, ProviderPlan()) is header
+
+
+def test_names_that_clash_are_refused(header):
+    backend = header.model_copy(update={"backends": (BackendInfo(name="fake", ref="b"),)})
+    suite = header.model_copy(update={"suites": (SuiteInfo(name="utilities", ref="u.yaml", cases=1),)})
+    for clashing in (backend, suite):
+        with pytest.raises(SelectionError, match="called"):
+            announced(clashing, plan())

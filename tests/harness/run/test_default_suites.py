@@ -1,0 +1,91 @@
+"""What is asked where no suite is named: of each backend the suite that it says suits it."""
+
+from pathlib import Path
+
+import pytest
+
+import attncheck
+from attncheck.errors import BackendLoadError, SelectionError
+from attncheck.harness.cli.preparation import line_up
+from attncheck.harness.run.selection import DEFAULT_SUITES, select_cases
+from attncheck.reports.run_file.records import Record
+
+SLOW = """
+from attncheck.backends.candidates.reference import ReferenceBackend
+
+class Slow(ReferenceBackend):
+    @classmethod
+    def default_suite(cls, device): return "interpreted"
+
+class Slower(Slow):
+    pass
+
+class Odd(ReferenceBackend):
+    @classmethod
+    def default_suite(cls, device): return "decode"
+"""
+CASES = ["decode", "decode.float16", "shared-cache"]
+"""The first is a case of `interpreted` alone, the second of `smoke` alone, the third of both."""
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> str:
+    path = tmp_path / "slow.py"
+    path.write_text(SLOW)
+    return f"{path}:Slow"
+
+
+def asked(records: list[Record]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for record in records:
+        found.setdefault(record.backend, set()).add(f"{record.suite}/{record.case_id}")
+    return found
+
+
+def test_each_backend_is_asked_its_own_suite(slow: str) -> None:
+    selection = select_cases([], CASES, ["numerics"])
+    lineup = line_up(selection, ["reference", slow], device="cpu", seed=0, dump=None)
+    assert asked(list(lineup.examination.run())) == {
+        "reference": {"smoke/decode.float16", "smoke/shared-cache"},
+        "Slow": {"interpreted/decode", "interpreted/shared-cache"},
+    }
+    assert [suite.name for suite in lineup.selection.suites] == ["smoke", "interpreted"]
+    assert lineup.notes == (f"reference: suite smoke; {slow}: suite interpreted",)
+
+
+def test_a_suite_that_nobody_is_asked_is_not_part_of_the_run(slow: str) -> None:
+    for ref, suite in ((slow, "interpreted"), ("reference", "smoke")):
+        lineup = line_up(select_cases([], (), ["numerics"]), [ref], device="cpu", seed=0, dump=None)
+        assert lineup.selection.refs == (suite,)
+        assert {case.suite for case in lineup.plan.cases} == {suite}
+        assert lineup.notes == ()
+
+
+def test_a_suite_that_is_named_is_asked_of_all(slow: str) -> None:
+    selection = select_cases(["smoke"], ["decode.float16"], ["numerics"])
+    lineup = line_up(selection, ["reference", slow], device="cpu", seed=0, dump=None)
+    assert asked(list(lineup.examination.run())) == {name: {"smoke/decode.float16"} for name in ("reference", "Slow")}
+
+
+@pytest.mark.parametrize("names", [["Slow"], ["Slow", "Slower"]])
+def test_cases_of_another_suite_are_refused_by_its_name(slow: str, names: list[str]) -> None:
+    refs = [slow.replace("Slow", name) for name in names]
+    with pytest.raises(SelectionError, match="no such case in interpreted, the suite asked by default; give --suite"):
+        line_up(select_cases([], ["decode.float16"]), refs, device="cpu", seed=0, dump=None)
+
+
+def test_whom_the_filters_leave_no_case_is_told(slow: str) -> None:
+    lineup = line_up(select_cases([], ["decode.float16"]), ["reference", slow], device="cpu", seed=0, dump=None)
+    assert lineup.notes == (f"reference: suite smoke; {slow}: suite interpreted, of which no case is selected",)
+
+
+def test_from_python_too(slow: str) -> None:
+    examination = attncheck.examine(slow, cases="decode", checks="numerics")
+    assert asked(list(examination.records)) == {"Slow": {"interpreted/decode"}}
+    assert [suite.name for suite in examination.header.suites] == ["interpreted"]
+
+
+def test_only_the_two_can_be_said(slow: str) -> None:
+    with pytest.raises(BackendLoadError, match="default_suite answered 'decode', none of smoke, interpreted"):
+        attncheck.examine(slow.replace("Slow", "Odd"))
+    assert DEFAULT_SUITES == ("smoke", "interpreted")

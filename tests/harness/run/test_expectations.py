@@ -1,0 +1,231 @@
+"""Expected failures hold, or the run fails by the line of the entry that does not."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attncheck.errors import CaseFileError
+from attncheck.harness.run.expectations import Expectations, load_expectations
+from attncheck.reports.run_file.records import (
+    Failed,
+    GraphLevels,
+    Passed,
+    Record,
+    RunFooter,
+    RunHeader,
+    XFailed,
+    XPassed,
+    parse_line,
+)
+
+
+@dataclass(frozen=True)
+class Named:
+    suite: str
+    id: str
+
+
+CASES = [Named("smoke", "window.a"), Named("smoke", "window.b"), Named("smoke", "cap")]
+ENTRY = {"backend": "Wrong", "case": "smoke/window.*", "check": "numerics", "outcome": "failed", "reason": "issue 17"}
+
+
+def record(outcome: str, case_id: str = "window.a", check: str = "numerics", backend: str = "Wrong") -> Record:
+    own: dict[str, Any] = {
+        "passed": {},
+        "failed": {"summary": "7 of 40 rows"},
+        "errored": {"stage": "forward", "error_type": "RuntimeError", "message": "no kernel"},
+        "crashed": {"stage": "check numerics", "cause": "killed by SIGABRT", "output": "free(): invalid pointer"},
+        "unsupported": {"reasons": ["no window"]},
+    }[outcome]
+    names = ("suite", "case_id", "case_hash", "check", "backend", "backend_ref", "backend_version", "environment")
+    values = ("smoke", case_id, "0" * 12, check, backend, backend, "", "e" * 12)
+    who = dict(zip(names, values, strict=True)) | {"kind": "record", "seed": 0, "attncheck_version": "0.1.0"}
+    parsed = parse_line(json.dumps(who | own | {"outcome": outcome}))
+    assert not isinstance(parsed, RunHeader | RunFooter)
+    return parsed
+
+
+def write(path: Path, *entries: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(list(entries), indent=1))  # JSON is YAML
+    return path
+
+
+def expectations(path: Path, **limits: Any) -> Expectations:
+    asked: dict[str, Any] = {"cases": CASES, "selected": CASES, "backends": ["Wrong"], "checks": ["numerics", "lse"]}
+    return Expectations(load_expectations(path), **asked | limits)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path / "expect.yaml", ENTRY)
+
+
+def test_a_failure_that_was_expected(file: Path) -> None:
+    expected = expectations(file)
+    found = expected.apply(record("failed"))
+    assert isinstance(found, XFailed)
+    assert (found.underlying, found.summary, found.reason) == ("failed", "7 of 40 rows", "issue 17")
+    assert found.key == record("failed").key
+    assert expected.unmet() == []
+
+
+def test_a_death_that_was_expected_is_no_other_failure(tmp_path: Path) -> None:
+    expected = expectations(write(tmp_path / "expect.yaml", ENTRY | {"outcome": "crashed"}))
+    assert expected.apply(record("failed")) == record("failed")
+    found = expected.apply(record("crashed", "window.b"))
+    assert isinstance(found, XFailed)
+    assert (found.underlying, found.summary) == ("crashed", "killed by SIGABRT during check numerics")
+    assert expected.unmet() == []
+
+
+def test_a_pass_that_was_not(file: Path) -> None:
+    expected = expectations(file)
+    expected.apply(record("failed"))
+    found = expected.apply(record("passed", "window.b"))
+    assert isinstance(found, XPassed)
+    assert found.reason == f"issue 17 ({file}:2)"
+    assert expected.unmet() == []  # the record itself fails the run
+
+
+@pytest.mark.parametrize("outcome", ["failed", "passed"])
+def test_levels_are_kept_whatever_was_expected(file: Path, outcome: str) -> None:
+    graph = GraphLevels(declared="ALWAYS", measured="NEVER", recorder="emulated")
+    plain = record(outcome)
+    assert isinstance(plain, Passed | Failed)
+    found = expectations(file).apply(plain.model_copy(update={"graph": graph}))
+    assert isinstance(found, XFailed | XPassed)
+    assert found.graph == graph
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        record("failed", case_id="cap"),
+        record("failed", check="lse"),
+        record("failed", backend="Other"),
+        record("errored"),
+        record("unsupported"),
+    ],
+)
+def test_everything_else_stays_what_it_is(file: Path, other: Record) -> None:
+    assert expectations(file).apply(other) is other
+
+
+@pytest.mark.parametrize("outcome", ["errored", "unsupported"])
+def test_an_entry_no_record_bears_out_fails_the_run(file: Path, outcome: str) -> None:
+    expected = expectations(file)
+    expected.apply(record(outcome))
+    (error,) = expected.unmet()
+    assert error.startswith(f"{file}:2: Wrong, smoke/window.*, numerics: failed expected, but no record")
+    assert expected.unmet(stopped_early=True) == [error]
+
+
+def test_of_a_run_that_stopped_early_only_what_it_saw_is_judged(file: Path) -> None:
+    assert expectations(file).unmet(stopped_early=True) == []
+    assert len(expectations(file).unmet()) == 1
+
+
+@pytest.mark.parametrize("pattern", ["smoke/windw.*", "windw*"])
+def test_an_entry_that_matches_no_case_fails_the_run(tmp_path: Path, pattern: str) -> None:
+    path = write(tmp_path / "expect.yaml", ENTRY | {"case": pattern})
+    (error,) = expectations(path).unmet()
+    assert f"{path}:2" in error
+    assert "matches no case of this run's suites" in error
+
+
+@pytest.mark.parametrize(
+    ("entry", "limits"),
+    [
+        ({"case": "alibi/*"}, {}),
+        ({"backend": "Other"}, {}),
+        ({}, {"selected": CASES[2:]}),
+        ({}, {"checks": ["lse"]}),
+    ],
+)
+def test_entries_outside_the_filters_are_not_looked_at(
+    tmp_path: Path, entry: dict[str, str], limits: dict[str, Any]
+) -> None:
+    assert expectations(write(tmp_path / "expect.yaml", ENTRY | entry), **limits).unmet() == []
+
+
+def test_the_id_alone_will_do(tmp_path: Path) -> None:
+    expected = expectations(write(tmp_path / "expect.yaml", ENTRY | {"case": "window.?"}))
+    assert isinstance(expected.apply(record("failed")), XFailed)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "message"),
+    [
+        ("", ":1:1", "empty"),
+        ("backend: Wrong\n", ":1:1", "a list of expectations belongs here, and this is a mapping"),
+        ("- Wrong\n", ":1:3", "mapping"),
+        ("- backend: Wrong\n  case: a\n", ":1:3", "missing"),
+        (None, ":5:", "one of 'failed'"),
+        ("- {backend: W, case: a, check: numeric, outcome: failed, reason: r}\n", ":1:32", "did you mean 'numerics'"),
+        ("- {backend: W, case: a, check: lse, outcome: failed, reason: ''}\n", ":1:62", "needs a reason"),
+        ("- {backend: W, case: a, check: lse, outcome: failed, reason: r, seed: 3}\n", ":1:65", "no key 'seed'"),
+        ("- {backend: [}\n", ":1:", "not YAML"),
+    ],
+)
+def test_a_wrong_file_is_answered_with_the_place(tmp_path: Path, text: str | None, place: str, message: str) -> None:
+    path = tmp_path / "expect.yaml"
+    path.write_text(
+        text if text is not None else "- backend: W\n  case: a\n  check: lse\n\n  outcome: passed\n  reason: r\n"
+    )
+    with pytest.raises(CaseFileError) as caught:
+        load_expectations(path)
+    assert f"{path}{place}" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CaseFileError, match="No such file"):
+        load_expectations(tmp_path / "expect.yaml")
+
+
+FINDING = ENTRY | {"case": "*", "says": "* not a number *", "reason": "the cap overflows"}
+
+
+def told(summary: str, meaning: str | None = None, needs: tuple[str, ...] = (), case_id: str = "cap") -> Record:
+    return record("failed", case_id).model_copy(update={"summary": summary, "meaning": meaning, "needs": needs})
+
+
+def test_a_finding_is_expected_wherever_it_turns_up_and_nothing_else_is(tmp_path: Path) -> None:
+    expected = expectations(write(tmp_path / "e.yaml", FINDING))
+    assert isinstance(expected.apply(told("row 3 is not a number at head 2")), XFailed)
+    assert isinstance(
+        expected.apply(told("7 of 40 rows", "it is not a number by overflow", case_id="window.a")), XFailed
+    )
+    assert isinstance(expected.apply(told("7 of 40 rows", "the cap is ignored")), Failed)
+    assert isinstance(expected.apply(record("passed", "window.b")), Passed)
+    assert expected.unmet() == []
+
+
+def test_a_finding_may_be_narrowed_down_to_what_cases_take(tmp_path: Path) -> None:
+    expected = expectations(write(tmp_path / "e.yaml", FINDING | {"needs": ["logits_soft_cap", "dtype=float16"]}))
+    summary = "row 3 is not a number at head 2"
+    assert isinstance(expected.apply(told(summary, needs=("logits_soft_cap",))), Failed)
+    assert isinstance(expected.apply(told(summary, needs=("logits_soft_cap", "sinks", "dtype=float16"))), XFailed)
+
+
+def test_a_finding_that_does_not_turn_up_is_told_and_fails_no_run(tmp_path: Path) -> None:
+    file = write(tmp_path / "e.yaml", FINDING)
+    asked, elsewhere = expectations(file), expectations(file)
+    asked.apply(record("passed"))
+    elsewhere.apply(record("passed", check="lse"))
+    assert asked.unmet() == elsewhere.unmet() == []
+    (line,) = asked.unseen()
+    assert line.endswith("not seen in this run; remove it if this is mended")
+    assert "e.yaml:2" in line
+    assert elsewhere.unseen() == []  # nothing was examined that it is about
+
+
+@pytest.mark.parametrize(
+    ("need", "told"), [("soft_cap", "logits_soft_cap"), ("dtyp=float16", "dtype"), ("sinks=1", "no such form")]
+)
+def test_a_need_that_no_record_has_is_refused(tmp_path: Path, need: str, told: str) -> None:
+    with pytest.raises(CaseFileError, match=told):
+        load_expectations(write(tmp_path / "e.yaml", ENTRY | {"needs": [need]}))

@@ -1,0 +1,129 @@
+"""Backends in this process: what they say of themselves, and what they must have been started with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.registry import LoadedBackend
+from attncheck.errors import BackendLoadError, QuestionError
+from attncheck.harness.run.backend_loading import Loader, introduce, load_backend, unavailable_reasons, usable_here
+from attncheck.harness.run.evaluation import Missing
+from attncheck.harness.run.introduction import Introduction
+
+TEXT = """\
+import torch
+from attncheck.backends.candidates.torch_mla import TorchMLABackend
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
+
+torch.set_default_dtype(torch.float64)
+
+class Needy(SDPABackend):
+    @classmethod
+    def required_environment(cls, device): return {"ATTNCHECK_TEST_NEED": device}
+
+    @classmethod
+    def default_suite(cls, device): return "interpreted"
+
+class Latent(TorchMLABackend):
+    pass
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def of(ref: str) -> LoadedBackend:
+    backend = load_backend(ref)
+    assert isinstance(backend, LoadedBackend)
+    return backend
+
+
+def introduced(ref: str) -> Introduction:
+    (introduction,) = Loader("cpu").introduce([ref])
+    assert isinstance(introduction, Introduction)
+    return introduction
+
+
+def test_an_introduction_says_what_the_class_declares() -> None:
+    introduction = introduced("torch_sdpa")
+    backend = of("torch_sdpa").backend
+    assert introduction.features == backend.features
+    assert introduction.info.conventions["lse_base"] == backend.conventions.lse_base
+    assert (introduction.name, introduction.is_loaded, introduction.is_mla) == ("torch_sdpa", True, False)
+    assert introduction.unavailable_reasons == ()
+
+
+def test_a_latent_backend_says_so(file: str) -> None:
+    assert introduced(f"{file}:Latent").is_mla
+
+
+def test_what_a_module_sets_for_the_process_is_undone(file: str) -> None:
+    of(f"{file}:Latent")
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_backend_that_requires_an_environment_is_usable_where_it_stands(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = Loader("cpu")
+    (introduction,) = loader.introduce([f"{file}:Needy"])
+    assert isinstance(introduction, Introduction)
+    assert introduction.unavailable_reasons == (
+        "this process must have been started with ATTNCHECK_TEST_NEED=cpu: type it before the command",
+    )
+    assert (introduction.is_loaded, introduction.default_suite) == (False, "interpreted")
+    (missing,) = loader.backends([introduction])
+    assert isinstance(missing, Missing)
+    monkeypatch.setenv("ATTNCHECK_TEST_NEED", "cpu")
+    loaded = introduced(f"{file}:Needy")
+    assert loaded.unavailable_reasons == ()
+    assert loaded.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
+
+
+@pytest.mark.parametrize("answer", [None, {"A": 1}, {"A": "a\0b"}, {"": "1"}, {"A=": "1"}, {"A": "\ud800"}, ["A=1"]])
+def test_an_environment_that_is_none_is_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    backend = of("torch_sdpa")
+    monkeypatch.setattr(backend.backend, "required_environment", classmethod(lambda cls, device: answer))
+    with pytest.raises(BackendLoadError, match="no dict of names to texts"):
+        usable_here(backend, "cpu")
+
+
+def test_declarations_that_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: str) -> Any:
+        raise RuntimeError("no idea")
+
+    backend = of("reference")
+    monkeypatch.setattr(backend.backend, "unavailable_reasons", broken)
+    assert unavailable_reasons(backend, "cpu") == ()  # an outcome of the examination
+    monkeypatch.setattr(backend.backend, "required_environment", broken)
+    with pytest.raises(BackendLoadError, match="required_environment raised RuntimeError: no idea"):
+        introduce(backend, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"), [(lambda: 1 / 0, "raised ZeroDivisionError"), (lambda: "no", "answered 'no', neither True nor")]
+)
+def test_one_that_cannot_say_whether_it_is_latent_is_a_wrong_backend(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, told: str
+) -> None:
+    backend = of("torch_sdpa")
+    monkeypatch.setattr(backend.backend, "is_mla", answer)
+    with pytest.raises(BackendLoadError, match=f"is_mla {told}"):
+        introduce(backend, "cpu")
+
+
+def test_reasons_that_no_file_could_hold_are_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = of("torch_sdpa")
+    monkeypatch.setattr(backend.backend, "unavailable_reasons", lambda device: ["no \ud800 here"])
+    assert introduce(backend, "cpu").unavailable_reasons == (r"no \ud800 here",)
+
+
+def test_what_cannot_be_loaded_is_told_in_place() -> None:
+    found = Loader("cpu").introduce(["torch_sdpa", "torch_spda", "reference"])
+    assert [isinstance(each, QuestionError) for each in found] == [False, True, False]

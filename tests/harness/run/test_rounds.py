@@ -1,0 +1,113 @@
+"""What is asked in which process: timing in rounds and apart from all else; how many rounds may be asked for."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from attncheck.errors import SelectionError
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.cli.preparation import line_up
+from attncheck.harness.run.evaluation import Plan
+from attncheck.harness.run.header import make_header
+from attncheck.harness.run.introduction import Introduction
+from attncheck.harness.run.rounds import Sitting, count_questions, in_turn, timed_sitting, untimed_sitting
+from attncheck.harness.run.selection import DEFAULT_ROUNDS, check_timed, choose_rounds, select_cases
+from attncheck.harness.workers.protocol import Assignment
+from attncheck.harness.workers.worker_pool import Crew
+from attncheck.reference.spec_names import DEFAULT_CHECKS
+from attncheck.reports.run_file.records import BackendInfo
+
+
+def test_times_are_asked_apart_from_all_other_checks(make_case: Any) -> None:
+    plain, named = make_case(name="plain"), replace(make_case(name="named"), checks=("lse", "timing"))
+    by_case = Plan(cases=(plain, named))
+    assert untimed_sitting(by_case, "a") == Sitting(((plain, DEFAULT_CHECKS), (named, ("lse",))))
+    assert timed_sitting(by_case, "a", 4) == Sitting(((named, ("timing",)),), round=4)
+    by_run = Plan(cases=(plain, named), checks=("timing",))
+    assert untimed_sitting(by_run, "a") == Sitting(())
+    assert timed_sitting(by_run, "a") == Sitting(((plain, ("timing",)), (named, ("timing",))))
+    assert timed_sitting(by_run, "a", 1, {plain.key}) == Sitting(((named, ("timing",)),), round=1)
+
+
+def test_a_backend_is_asked_its_own_suite_only(make_case: Any) -> None:
+    mine, other = make_case(), replace(make_case(), suite="other")
+    plan = Plan(cases=(mine, other), checks=("numerics", "timing"), suites={"a": "other"}, rounds=3)
+    assert [case for case, _ in untimed_sitting(plan, "a").questions] == [other]
+    assert [case for case, _ in timed_sitting(plan, "a").questions] == [other]
+    assert count_questions(plan, ["a"]) == 1 + 3
+    assert count_questions(plan, ["a", "b"]) == (1 + 3) + (2 + 6)
+
+
+def test_every_backend_is_the_first_as_often_as_any_other() -> None:
+    orders = [in_turn("abc", number) for number in range(6)]
+    for place in range(3):
+        assert sorted(order[place] for order in orders) == list("aabbcc")
+    assert {tuple(sorted(order)) for order in orders} == {("a", "b", "c")}
+    assert in_turn([], 3) == ()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_timed", "in_process", "rounds"),
+    [
+        (None, True, False, DEFAULT_ROUNDS),
+        (3, True, False, 3),
+        (1, True, False, 1),
+        (None, False, False, 1),
+        (1, False, False, 1),
+        (None, True, True, 1),
+        (1, True, True, 1),
+    ],
+)
+def test_ten_rounds_where_nothing_else_is_said(
+    wanted: int | None, is_timed: bool, in_process: bool, rounds: int
+) -> None:
+    assert choose_rounds(wanted, is_timed=is_timed, in_process=in_process) == rounds
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_timed", "in_process", "told"),
+    [
+        (0, True, False, "0 rounds: give a whole number, 1 or above"),
+        (-1, False, True, "-1 rounds: give a whole number"),
+        (2, False, False, "add --check timing"),
+        (2, True, True, "leave out --in-process or --rounds"),
+    ],
+)
+def test_rounds_that_mean_nothing_are_refused(wanted: int, is_timed: bool, in_process: bool, told: str) -> None:
+    with pytest.raises(SelectionError, match=told):
+        choose_rounds(wanted, is_timed=is_timed, in_process=in_process)
+
+
+class Recruits:
+    """Stands for a crew that is not asked anything yet."""
+
+    def assign(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+
+    def introduce(self, refs: Sequence[str]) -> list[Introduction]:
+        return [Introduction(info=BackendInfo(name=ref, ref=ref)) for ref in refs]
+
+
+def test_what_is_said_of_times_reaches_the_plan_the_processes_and_the_header() -> None:
+    crew, settings = Recruits(), TimingSettings(limit_s=2.0, warm=True)
+    selection = select_cases(["decode"], (), ["timing"])
+    asked: dict[str, Any] = {"device": "cpu", "seed": 0, "dump": None, "timing": settings}
+    apart = line_up(selection, ["reference"], crew=cast(Crew, crew), rounds=4, **asked)
+    assert (apart.plan.rounds, apart.plan.timing, crew.assignment.timing) == (4, settings, settings)
+    assert make_header(selection, apart.plan, [], apart.environment).rounds == 4
+    assert apart.notes == ()
+    here = line_up(selection, ["reference"], **asked)
+    assert (here.plan.rounds, here.plan.timing) == (1, settings)
+    assert [note for note in here.notes if note.startswith("timed in this one process")]
+
+
+def test_a_selection_knows_whether_it_is_timed() -> None:
+    assert not select_cases(["decode"]).is_timed
+    asked = select_cases(["decode"], (), ["timing"])
+    assert asked.is_timed
+    assert asked.cases == select_cases(["decode"]).cases
+    check_timed(asked, "--kernels")
+    with pytest.raises(SelectionError, match="--kernels is about the check timing"):
+        check_timed(select_cases(["decode"], (), ["lse"]), "--kernels")

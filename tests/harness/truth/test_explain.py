@@ -1,0 +1,244 @@
+"""What a wrong answer looks like: faults are named, together with the rows they show in, and nothing else is."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.cases.loader import load_suite
+from attncheck.harness.checks import lse, numerics
+from attncheck.harness.checks.findings import Broken
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.truth.explain import explain
+from attncheck.harness.truth.hypotheses import explanations
+from attncheck.harness.truth.tolerance import share_of_budget
+from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.reference import Precision
+
+CPU = torch.device("cpu")
+BATCH = (1, 130), (33, 200), (1, 61), (20, 20)
+"""Rows 0 and 34 decode, rows 1 to 33 extend, rows 35 to 54 are a whole prompt."""
+
+
+def with_impl(**members: Any) -> Any:
+    impl = type("Impl", (ReferenceImpl,), members)
+    return type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: impl)})
+
+
+def where(rows: Any, heads: Any = slice(None), **changes: Any) -> Any:
+    """A backend that answers another question in some rows and heads, as a kernel chosen by length would."""
+
+    def attend(self: Any, *args: Any) -> None:
+        ReferenceImpl.attend(self, *args)
+        output, output_lse = args[6].clone(), args[7].clone()
+        honest = self.params
+        self.params = lambda metadata: replace(honest(metadata), **changes)
+        ReferenceImpl.attend(self, *args[:6], output, output_lse)
+        del self.params
+        for got, wrong in ((args[6], output), (args[7], output_lse)):
+            chosen = got[rows]
+            chosen[:, heads] = wrong[rows][:, heads]
+            got[rows] = chosen
+
+    return with_impl(attend=attend)
+
+
+def findings(backend: Any, case: Any) -> dict[str, Any]:
+    problem = build_problem(case, 0)
+    truth = truth_of(problem, CPU)
+    seen = Session(backend, problem, CPU).run()
+    assert isinstance(seen, Observation)
+    return {
+        "numerics": numerics.examine(problem, truth, seen),
+        "lse": lse.examine(problem, truth, seen, backend.conventions),
+    }
+
+
+def meaning(backend: Any, case: Any, check: str = "numerics") -> str | None:
+    finding = findings(backend, case)[check]
+    assert isinstance(finding, Broken)
+    return finding.meaning
+
+
+def asked(case: Any) -> tuple[Problem, Truth]:
+    problem = build_problem(case, 0)
+    return problem, truth_of(problem, CPU)
+
+
+def explained(problem: Problem, truth: Truth, output: torch.Tensor) -> str | None:
+    shares = share_of_budget(output - truth.out, truth.budget)
+    assert bool((shares > 1).any())
+    return explain(problem, truth, output, shares)
+
+
+def test_a_question_with_the_right_answer_explains_nothing() -> None:
+    """Wherever a hypothesis equals the truth, an output that is merely imprecise must not be blamed on it."""
+    met = 0
+    for case in load_suite("smoke").cases:
+        problem, truth = asked(case)
+        vacuous = {
+            hypothesis.meaning
+            for hypothesis in explanations(truth.params, truth.rows, problem.cache.block_size)
+            if bool((share_of_budget(hypothesis.ask()[0] - truth.out, truth.budget) < 0.1).all())
+        }
+        if not vacuous:
+            continue
+        met += 1
+        shape = truth.out.shape
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        worst = share_of_budget(noise, truth.budget).nan_to_num(posinf=0.0).amax()
+        said = explained(problem, truth, truth.out + noise * 1.3 / worst)
+        assert said is None or not any(said.startswith(phrase) for phrase in vacuous), (case.id, said)
+    assert met > 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "which"),
+    [
+        (slice(None), slice(None), "all rows"),
+        ([0, 34], slice(None), "the 2 wrong rows, all with query_len 1"),
+        ([0], slice(None), "the one wrong row, of request 0"),
+        (slice(1, 34), slice(None), "the 33 wrong rows, all of request 1"),
+        (slice(None), slice(4, 8), ", only heads 4 to 7 (those of KV head 1)"),
+        (slice(None), slice(3, 4), ", only head 3"),
+    ],
+)
+def test_the_rows_that_fit_are_told(make_case: Any, rows: Any, heads: Any, which: str) -> None:
+    said = meaning(where(rows, heads, logits_soft_cap=None), make_case(*BATCH, logits_soft_cap=5.0))
+    assert said is not None
+    assert said.startswith("the soft cap is ignored: its truth fits ")
+    assert said.endswith(which)
+
+
+def test_rows_without_context_share_just_that(make_case: Any) -> None:
+    batch = (1, 90), (25, 25), (14, 60), (18, 18), (1, 45)
+    said = meaning(where([*range(1, 26), *range(40, 58)], logits_soft_cap=None), make_case(*batch, logits_soft_cap=5.0))
+    assert said is not None
+    assert said.endswith("wrong rows, all without context")
+
+
+def test_a_window_ignored_on_both_sides_is_one_fault(make_case: Any) -> None:
+    case = make_case((40, 40), (30, 30), sliding_window=8, attn_type="encoder_only")
+    assert meaning(where(slice(None), window=(-1, -1)), case) == (
+        "the window is ignored on both sides: its truth fits all rows"
+    )
+
+
+def test_a_common_factor_is_told(make_case: Any) -> None:
+    problem, truth = asked(make_case(*BATCH))
+    output = truth.out.clone()
+    output[1:34] *= 0.9
+    assert explained(problem, truth, output) == (
+        "the output is the right one times 0.9: its truth fits the 33 wrong rows, all of request 1"
+    )
+
+
+def ten_bits(x: torch.Tensor) -> torch.Tensor:
+    """As TF32 rounds."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+FLOAT32 = Precision(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounded", "parts", "coarse", "said"),
+    [
+        ("float32", ten_bits, ("query", "keys"), FLOAT32, "products of query and key in TF32 or float16"),
+        ("float32", ten_bits, ("query", "keys", "values"), FLOAT32, "inputs rounded to TF32 or float16"),
+        ("float32", torch.Tensor.half, ("query", "keys", "values"), FLOAT32, "inputs rounded to TF32 or float16"),
+        (
+            "float16",
+            torch.Tensor.bfloat16,
+            ("query", "keys", "values"),
+            Precision.kernel(torch.bfloat16),
+            "arithmetic in bfloat16",
+        ),
+        ("bfloat16", None, (), Precision(*3 * (torch.bfloat16,)), "scores and sums kept in bfloat16"),
+        ("float16", None, (), Precision(*3 * (torch.float16,)), "scores and sums kept in float16"),
+    ],
+)
+def test_coarse_arithmetic_is_told_by_the_size_of_its_error(
+    make_case: Any, dtype: str, rounded: Any, parts: tuple[str, ...], coarse: Precision, said: str
+) -> None:
+    problem, truth = asked(make_case(*BATCH, dtype=dtype))
+    rows = replace(truth.rows, **{part: rounded(getattr(truth.rows, part)).to(problem.dtype) for part in parts})
+    out, _ = rows.attend(truth.params, coarse)
+    assert explained(problem, truth, out.double()) == f"as inexact as {said}"
+
+
+def test_an_error_of_another_size_is_no_imprecision(make_case: Any) -> None:
+    problem, truth = asked(make_case(*BATCH))
+    noise = torch.randn(truth.out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert explained(problem, truth, truth.out + noise) is None
+
+
+def test_not_a_number_is_told_by_where_it_stands(make_case: Any) -> None:
+    problem, truth = asked(make_case((5, 3), (1, 20)))
+    output = truth.out.clone()
+    output[:2] = float("nan")
+    assert explained(problem, truth, output) == (
+        "NaN or Inf in rows that see nothing, and in no others: 0 divided by 0; they must be 0"
+    )
+    output[3] = float("nan")
+    assert explained(problem, truth, output) == (
+        "NaN or Inf in the output. It could be: what stood in the output before the call (NaN); scores that overflow; "
+        "a tile of keys in which a row sees nothing (-inf minus -inf)"
+    )
+    output = truth.out.clone()
+    output[3] = float("inf")
+    assert explained(problem, truth, output) == "Inf in the output, and no NaN: something overflows"
+    output = truth.out.clone()
+    output[1] = 1.0
+    assert explained(problem, truth, output) == "a row that sees nothing must be 0"
+
+
+def test_padding_rows_are_suspected_only_where_there_are_some(make_case: Any) -> None:
+    problem, truth = asked(make_case((1, 20), padding=(0, 2)))
+    assert "or a padding row of the inputs" in str(explained(problem, truth, truth.out * float("nan")))
+
+
+def without_sinks(*, output: bool) -> Any:
+    """Leaves the sinks out of the LSE, and perhaps out of the output."""
+
+    def attend(self: Any, *args: Any) -> None:
+        ReferenceImpl.attend(self, *args)
+        honest = self.params
+        self.params = lambda metadata: replace(honest(metadata), sinks=None)
+        ReferenceImpl.attend(self, *args[:6], args[6] if output else args[6].clone(), args[7])
+        del self.params
+
+    return with_impl(attend=attend)
+
+
+def test_sinks_missing_in_the_lse_alone_are_told_from_sinks_ignored(make_case: Any) -> None:
+    case = make_case(*BATCH, sinks=True)
+    assert meaning(without_sinks(output=False), case, "lse") == (
+        "the sinks are in the output but not in the LSE: its truth fits all rows"
+    )
+    assert meaning(without_sinks(output=True), case, "lse") == "the sinks are ignored: its truth fits all rows"
+
+
+def test_a_base_of_the_logarithm_may_be_wrong_in_some_rows(make_case: Any) -> None:
+    def attend(self: Any, *args: Any) -> None:
+        ReferenceImpl.attend(self, *args)
+        args[7][[0, 34]] /= torch.tensor(2.0).log()
+
+    assert meaning(with_impl(attend=attend), make_case(*BATCH), "lse") == (
+        "the logarithm is to base 2 (declare lse_base, or multiply by ln 2): its truth fits the 2 wrong rows, "
+        "all with query_len 1"
+    )
+
+
+def test_a_log_sum_exp_of_coarse_scores_is_inexact(make_case: Any) -> None:
+    def attend(self: Any, *args: Any) -> None:
+        ReferenceImpl.attend(self, *args)
+        args[7].copy_(args[7].bfloat16())
+
+    assert meaning(with_impl(attend=attend), make_case(*BATCH), "lse") == (
+        "as inexact as scores and sums kept in bfloat16"
+    )

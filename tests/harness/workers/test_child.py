@@ -1,0 +1,200 @@
+"""The process of a backend, from outside: how it is started, how its end is told, and that nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.workers import worker_process as child
+from attncheck.harness.workers.protocol import Examine
+from attncheck.harness.workers.worker_process import Child, ProcessEndedError
+
+
+def start(monkeypatch: pytest.MonkeyPatch, code: str) -> Child:
+    """A child that runs ``code`` where the worker would be; ``say(text)`` writes a line into its pipe."""
+    say = "import os, sys\nsay = lambda text: os.write(int(sys.argv[2]), text.encode() + b'\\n')\n"
+    monkeypatch.setattr(child, "_START", say + code)
+    return Child("ref", {"ATTNCHECK_TEST": "given"})
+
+
+def descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def ended(process: int) -> bool:
+    """Whether it is gone, or a zombie that its parent has yet to look after."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_for(condition: object, limit: float = 20) -> bool:
+    deadline = time.monotonic() + limit
+    while not (found := condition()) and time.monotonic() < deadline:  # type: ignore[operator]
+        time.sleep(0.02)
+    return bool(found)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("os.abort()", "killed by SIGABRT"),
+        ("os._exit(0)", "left with exit code 0"),
+        ("sys.exit(3)", "left with exit code 3"),
+        ("os.kill(os.getpid(), 35)", "killed by signal 35"),
+        ("say('no message')\nimport time; time.sleep(60)", "stopped, since it wrote into attncheck's own pipe"),
+    ],
+)
+def test_how_a_process_ended(monkeypatch: pytest.MonkeyPatch, code: str, cause: str) -> None:
+    text = f"print('last words', flush=True)\n{code}"
+    with start(monkeypatch, text) as process, pytest.raises(ProcessEndedError) as caught:
+        process.receive()
+    assert (caught.value.cause, caught.value.output) == (cause, "last words\n")
+
+
+def test_one_that_writes_into_the_pipe_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_LONGEST_ANSWER", 300_000)
+    code = "while True: os.write(int(sys.argv[2]), b'x' * 65536)"
+    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="wrote into attncheck's own pipe"):
+        process.receive()
+
+
+def test_what_was_said_before_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "x" * 200_000
+    text = """say('{"kind":"refused","reason":"' + "x" * 200_000 + '"}'); os.abort()"""
+    with start(monkeypatch, text) as process:
+        answer = process.receive()
+        assert answer.kind == "refused"
+        assert answer.reason == reason
+        with pytest.raises(ProcessEndedError, match="SIGABRT"):
+            process.receive()
+
+
+def test_a_copy_that_holds_the_pipe_does_not_hide_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    note = tmp_path / "copy"
+    code = f"""
+import time
+copy = os.fork()
+if copy:
+    open({str(note)!r}, "w").write(str(copy))
+    os._exit(4)
+time.sleep(60)
+open({str(tmp_path / "awake")!r}, "w").close()
+"""
+    with start(monkeypatch, code) as process:
+        with pytest.raises(ProcessEndedError, match="left with exit code 4"):
+            process.receive()
+        assert not (tmp_path / "awake").exists()  # told while the copy still held the pipe
+    assert wait_for(lambda: ended(int(note.read_text())))
+
+
+def test_a_process_that_closes_its_pipe_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_GRACE_S", 0.2)
+    code = "os.closerange(3, 256)\nimport time; time.sleep(60)"
+    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="closed attncheck's own pipe"):
+        process.receive()
+
+
+def test_of_what_was_printed_the_end_is_kept_from_a_lines_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "sys.stdout.buffer.write(b'\\xff{\\n' * 10**6 + b'end'); sys.stdout.flush(); os.abort()"
+    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
+        process.receive()
+    lines = caught.value.output.split("\n")
+    assert lines[-1] == "end"
+    assert set(lines[:-1]) == {"�{"}
+    assert 5_000 < len(lines) < 20_000
+
+
+def test_one_that_prints_without_end_fills_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_LONGEST", 10_000)
+    monkeypatch.setattr(child, "_LOOK_EVERY_MS", 1)
+    code = "import time\nfor _ in range(100): os.write(1, b'x' * 2_000); time.sleep(0.005)\n"
+    code += "time.sleep(0.1); os.write(1, f'{os.fstat(1).st_size} stood there'.encode())"
+    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
+        process.receive()
+    stood = caught.value.output.removesuffix(" stood there").lstrip("x")
+    assert int(stood) <= 10_000
+
+
+def test_what_was_printed_before_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "print('old', flush=True); say('{\"kind\":\"done\"}'); sys.stdin; os.read(int(sys.argv[1]), 1); print('new')"
+    with start(monkeypatch, code) as process:
+        process.receive()
+        process.forget_output()
+        process.dismiss()
+        with pytest.raises(ProcessEndedError) as caught:
+            process.receive()
+    assert caught.value.output == "new\n"
+
+
+def test_the_interpreter_is_this_one_with_its_path_and_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("json.py").write_text("raise RuntimeError('taken from the current directory')")
+    code = (
+        "print(sys.executable, os.environ['ATTNCHECK_TEST'], sys.argv[4].split(chr(10))[0], sys.argv[3])\nimport json"
+    )
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)] + [str(tmp_path)])
+    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="exit code 0") as caught:
+        process.receive()
+    assert caught.value.output.split() == [sys.executable, "given", sys.path[0], "ref"]
+
+
+def test_hundred_processes_leave_no_descriptor_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    for _ in range(100):
+        with start(monkeypatch, "import time; time.sleep(60)") as process:
+            identity = process._process.pid
+        assert ended(identity)
+    assert descriptors() == before
+
+
+def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    monkeypatch.setattr(sys, "executable", "/nothing/of/that/name")
+    with pytest.raises(FileNotFoundError):
+        Child("ref", {})
+    assert descriptors() == before
+
+
+def test_closing_twice_and_sending_to_a_dead_process_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    with start(monkeypatch, "os._exit(1)") as process:
+        with pytest.raises(ProcessEndedError):
+            process.receive()
+        process.send(Examine(case="smoke/decode", checks=("numerics",)))
+        process.dismiss()
+        process.close()
+        process.close()
+
+
+def test_ctrl_c_at_the_terminal_does_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with start(monkeypatch, "import time; time.sleep(60)") as process:
+        assert os.getsid(process._process.pid) == process._process.pid != os.getsid(0)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_when_the_run_is_killed_its_process_ends(tmp_path: Path, *, busy: bool) -> None:
+    (tmp_path / "endless.py").write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(1000)")
+    code = (
+        "import pathlib, sys, time\nfrom attncheck.harness.workers.worker_process import Child\n"
+        f"child = Child({'endless.py:Mine' if busy else 'reference'!r}, {{}})\n"
+        f"while {busy} and not pathlib.Path('began').exists(): time.sleep(0.02)\n"
+        "print(child._process.pid, flush=True)\ntime.sleep(60)"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    try:
+        assert run.stdout is not None
+        process = int(run.stdout.readline())
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        assert wait_for(lambda: ended(process), limit=60)
+    finally:
+        run.kill()
+        run.communicate()

@@ -1,0 +1,231 @@
+"""The processes of a run: what they are started with, and what is told of one that does not come up."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from attncheck.errors import BackendLoadError, QuestionError
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.evaluation import environment_of
+from attncheck.harness.run.introduction import Introduction, unloaded
+from attncheck.harness.workers import worker_pool as crew
+from attncheck.harness.workers.protocol import Answer, Assignment, Fault, Introduced, Refused, Request
+from attncheck.harness.workers.worker_pool import Crew, WorkerError
+from attncheck.harness.workers.worker_process import Child, ProcessEndedError
+from attncheck.reports.run_file.records import BackendInfo
+
+ASSIGNMENT = Assignment(
+    suites=("smoke",),
+    patterns=(),
+    checks=(),
+    digests=(),
+    device="cpu",
+    seed=0,
+    dump=None,
+    environment=environment_of("cpu"),
+    timing=TimingSettings(),
+)
+
+
+def introduced(ref: str, **required: str) -> Introduced:
+    return Introduced(introduction=Introduction(info=BackendInfo(name=ref, ref=ref, required_environment=required)))
+
+
+class Fake:
+    """Stands for a process: answers what ``script`` says of its reference, and of which start it is."""
+
+    script: dict[str, list[Answer | Exception]]
+    started: list["Fake"]
+
+    def __init__(self, ref: str, environment: dict[str, str]) -> None:
+        self.ref, self.environment, self.state = ref, dict(environment), "alive"
+        self._turn = sum(other.ref == ref for other in self.started)
+        self.started.append(self)
+
+    def send(self, request: Request) -> None:
+        assert request is ASSIGNMENT
+
+    def receive(self) -> Answer:
+        answer = self.script[self.ref][self._turn]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def dismiss(self) -> None:
+        self.state = "dismissed"
+
+    def close(self, *, at_once: bool = False) -> None:
+        self.state = "ended at once" if at_once or self.state == "alive" else "ended"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
+    monkeypatch.setattr(crew, "Child", Fake)
+    Fake.started, Fake.script = [], {}
+    yield Fake.started
+    assert all(fake.state.startswith("ended") for fake in Fake.started)
+
+
+def assigned() -> Crew:
+    processes = Crew()
+    processes.assign(ASSIGNMENT)
+    return processes
+
+
+def test_all_are_started_before_the_first_is_listened_to(started: list[Fake]) -> None:
+    Fake.script = {"a": [introduced("a")], "b": [Refused(reason="unknown backend")]}
+    with assigned() as processes:
+        processes.start(["a"])
+        assert len(started) == 1
+        found = processes.introduce(["a", "b"])
+        assert found[0] == introduced("a").introduction
+        assert isinstance(found[1], QuestionError)
+        assert str(found[1]) == "unknown backend"
+        assert len(started) == 2
+
+
+def test_one_that_requires_an_environment_is_started_again_with_it(
+    started: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNCHECK_STANDS", "yes")
+    needy = introduced("needy", ATTNCHECK_NEED="1", ATTNCHECK_STANDS="yes")
+    Fake.script = {"needy": [needy, needy, needy], "content": [introduced("content", ATTNCHECK_STANDS="yes")]}
+    with assigned() as processes:
+        assert processes.introduce(["needy", "content"]) == [
+            needy.introduction,
+            introduced("content", ATTNCHECK_STANDS="yes").introduction,
+        ]
+        assert [(fake.ref, fake.environment) for fake in started] == [
+            ("needy", {}),
+            ("content", {}),
+            ("needy", {"ATTNCHECK_NEED": "1"}),
+        ]
+        processes.renew("needy")
+        assert started[-1].environment == {"ATTNCHECK_NEED": "1"}
+
+
+def test_one_that_is_never_content_is_refused(started: list[Fake]) -> None:
+    Fake.script = {"moody": [introduced("moody", A="1"), introduced("moody", A="2")]}
+    with assigned() as processes:
+        (found,) = processes.introduce(["moody"])
+    assert isinstance(found, BackendLoadError)
+    assert "started with {'A': '1'}, it now requires {'A': '2'}" in str(found)
+
+
+def test_one_that_requires_more_than_a_process_can_be_given_is_refused_alone(started: list[Fake]) -> None:
+    greedy = introduced("greedy", A="x" * 200_000)
+    Fake.script = {"greedy": [greedy], "content": [introduced("content")]}
+    with assigned() as processes:
+        processes.start(["greedy", "content"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(crew, "Child", Child)
+            refused, content = processes.introduce(["greedy", "content"])
+    assert isinstance(refused, BackendLoadError)
+    assert "cannot be started with the environment it requires: Argument list too long" in str(refused)
+    assert content == introduced("content").introduction
+
+
+def test_one_that_dies_as_it_is_loaded_says_how_and_what_it_said_last(started: list[Fake]) -> None:
+    Fake.script = {"dead": [ProcessEndedError("killed by SIGABRT", "loading\nno driver\n")]}
+    with assigned() as processes:
+        (found,) = processes.introduce(["dead"])
+    assert isinstance(found, BackendLoadError)
+    assert str(found) == (
+        "backend 'dead': its process ended (killed by SIGABRT) while it was loaded; it printed last: no driver; "
+        "with --in-process it is loaded under your debugger"
+    )
+
+
+def test_our_own_fault_is_nobody_elses(started: list[Fake]) -> None:
+    Fake.script = {"a": [Fault(error="ValueError: ours", traceback="Traceback, and where")]}
+    with pytest.raises(WorkerError, match=r"ValueError: ours \(in the process of a\)") as caught, assigned() as some:
+        some.introduce(["a"])
+    assert caught.value.__notes__ == ["Traceback, and where"]
+
+
+def test_one_that_does_not_come_up_again(started: list[Fake]) -> None:
+    Fake.script = {
+        "a": [introduced("a"), Refused(reason="the suite has changed")],
+        "b": [introduced("b"), Introduced(introduction=unloaded("b", "b", ("no library", "no GPU")))],
+    }
+    with assigned() as processes:
+        processes.introduce(["a", "b"])
+        with pytest.raises(QuestionError, match="the suite has changed"):
+            processes.renew("a")
+        with pytest.raises(QuestionError, match="no library; no GPU"):
+            processes.renew("b")
+
+
+def test_one_that_comes_up_as_another_is_not_taken_for_the_first(started: list[Fake]) -> None:
+    edited = Introduced(introduction=Introduction(info=BackendInfo(name="a", ref="a", features=("lse",))))
+    Fake.script = {"a": [introduced("a"), introduced("a"), edited]}
+    with assigned() as processes:
+        processes.introduce(["a"])
+        processes.renew("a")
+        with pytest.raises(QuestionError, match="a is not what it was when the run began"):
+            processes.renew("a")
+
+
+def test_those_not_chosen_end_and_those_that_are_done_may_take_a_moment(started: list[Fake]) -> None:
+    Fake.script = {ref: [introduced(ref)] for ref in "abc"}
+    with assigned() as processes:
+        processes.introduce(list("abc"))
+        processes.keep("ab")
+        assert [fake.state for fake in started] == ["alive", "alive", "ended at once"]
+        processes.dismiss("a")
+        assert processes.child("a") is None
+        assert [fake.state for fake in started[:2]] == ["dismissed", "alive"]
+    assert [fake.state for fake in started[:2]] == ["ended", "ended at once"]
+
+
+def test_one_that_is_to_be_alone_is_so_at_once(started: list[Fake]) -> None:
+    Fake.script = {ref: [introduced(ref)] for ref in "abc"}
+    with assigned() as processes:
+        processes.introduce(list("abc"))
+        processes.dismiss("a")
+        processes.isolate("b")
+        assert [fake.state for fake in started] == ["ended", "alive", "ended at once"]
+        processes.isolate("c")
+        assert processes.child("b") is None
+        assert started[1].state == "ended at once"
+
+
+def test_an_interrupted_run_waits_for_nobody(started: list[Fake]) -> None:
+    Fake.script = {"a": [introduced("a")]}
+    processes = assigned()
+    processes.introduce(["a"])
+    processes.dismiss("a")
+    processes.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert started[0].state == "ended at once"
+
+
+def test_processes_are_started_without_torch_here() -> None:
+    code = "import sys, attncheck.harness.workers.worker_pool; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_real_process_is_started_again_with_what_it_requires(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import os\nfrom attncheck.backends.candidates.reference import ReferenceBackend\n"
+        "NEED = os.environ.get('ATTNCHECK_TEST_NEED', 'unset')\n"
+        "class Mine(ReferenceBackend):\n"
+        "    @classmethod\n    def required_environment(cls, device): return {'ATTNCHECK_TEST_NEED': device}\n"
+        "    @classmethod\n    def version(cls): return NEED\n"
+    )
+    real = ASSIGNMENT.model_copy(update={"suites": ("decode",), "digests": (_digest("decode"),)})
+    with Crew() as processes:
+        processes.assign(real)
+        (found,) = processes.introduce([f"{path}:Mine"])
+        assert isinstance(found, Introduction)
+        assert found.version == "cpu"
+        assert isinstance(processes.child(f"{path}:Mine"), Child)
+
+
+def _digest(suite: str) -> str:
+    from attncheck.cases.loader import load_suite
+
+    return load_suite(suite).hash

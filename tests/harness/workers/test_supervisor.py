@@ -1,0 +1,307 @@
+"""Cases of several backends through their processes: what each loses when one of them dies, and what nobody notices."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from attncheck.backends.registry import load
+from attncheck.cases.model import Case
+from attncheck.errors import QuestionError
+from attncheck.harness.cli.preparation import line_up
+from attncheck.harness.run.evaluation import OURSELVES, Examiner, Plan, environment_of
+from attncheck.harness.run.introduction import Introduction, unloaded
+from attncheck.harness.run.selection import select_cases
+from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, Fault
+from attncheck.harness.workers.supervisor import Supervisor
+from attncheck.harness.workers.worker_pool import Crew, WorkerError
+from attncheck.harness.workers.worker_process import ProcessEndedError
+from attncheck.reports.run_file.records import BackendInfo, Crashed, Errored, Passed, Record
+
+ENVIRONMENT = environment_of("cpu")
+CHECKS = ("numerics", "lse")
+Script = list[list[Answer | Exception]]
+
+
+class FakeCrew:
+    """Stands for the processes: each case gets the next script of its backend; ``renewals`` says which starts fail."""
+
+    def __init__(self, renewals: list[Exception | None] | None = None, **scripts: Script) -> None:
+        self._scripts, self._renewals = scripts, renewals or []
+        self.alive = set(scripts)
+        self.gone: set[str] = set()
+        self.dismissed: list[str] = []
+
+    def keep(self, refs: Iterator[str]) -> None:
+        self.alive &= set(refs)
+
+    def child(self, ref: str) -> "FakeChild | None":
+        return FakeChild(self._scripts[ref], has_ended=ref in self.gone) if ref in self.alive else None
+
+    def renew(self, ref: str) -> "FakeChild":
+        if self._renewals and (error := self._renewals.pop(0)) is not None:
+            raise error
+        self.alive.add(ref)
+        self.gone.discard(ref)
+        return FakeChild(self._scripts[ref])
+
+    def discard(self, ref: str) -> None:
+        self.alive.discard(ref)
+
+    def dismiss(self, ref: str) -> None:
+        self.dismissed.append(ref)
+
+
+class FakeChild:
+    def __init__(self, script: Script, *, has_ended: bool = False) -> None:
+        self._script, self.has_ended = script, has_ended
+
+    def forget_output(self) -> None:
+        pass
+
+    def send(self, request: Examine) -> None:
+        self._answers = iter(self._script.pop(0))
+
+    def receive(self) -> Answer:
+        answer = next(self._answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def passed(check: str) -> Passed:
+    who = {"suite": "made", "case_id": "case", "case_hash": "0" * 12, "seed": 0, "backend": "a", "backend_ref": "a"}
+    return Passed.model_validate(
+        who | {"check": check, "backend_version": "", "environment": "e" * 12, "attncheck_version": "0.1.0"}
+    )
+
+
+WELL: list[Answer | Exception] = [Begun(stage="check numerics"), passed("numerics"), passed("lse"), Done()]
+DEATH = ProcessEndedError("killed by SIGSEGV", "the end of it")
+
+
+def supervisor(crew: FakeCrew, *cases: Case, backends: tuple[Introduction, ...] = ()) -> Supervisor:
+    plan = Plan(cases=cases, checks=CHECKS)
+    known = backends or (Introduction(info=BackendInfo(name="a", ref="a", features=("lse",))),)
+    return Supervisor(plan, known, cast(Crew, crew), ENVIRONMENT)
+
+
+def told(records: list[Record]) -> list[tuple[str, ...]]:
+    return [
+        (record.check, record.outcome, *((record.stage, record.cause) if isinstance(record, Crashed) else ()))
+        for record in records
+    ]
+
+
+def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: Any) -> None:
+    dying = [Begun(stage="check numerics"), passed("numerics"), Begun(stage="check lse"), DEATH]
+    crew = FakeCrew(a=[dying, WELL])
+    records = list(supervisor(crew, make_case(), make_case(name="next")).run())
+    assert told(records) == [
+        ("numerics", "passed"),
+        ("lse", "crashed", "check lse", "killed by SIGSEGV"),
+        ("numerics", "passed"),
+        ("lse", "passed"),
+    ]
+    crashed = records[1]
+    assert isinstance(crashed, Crashed)
+    assert (crashed.output, crashed.environment) == ("the end of it", ENVIRONMENT.digest)
+    assert crew.dismissed == ["a"]
+
+
+def test_one_that_dies_before_the_case_began_loses_it(make_case: Any) -> None:
+    records = list(supervisor(FakeCrew(a=[[DEATH]]), make_case()).run())
+    assert told(records) == [(check, "crashed", "the wait for this case", "killed by SIGSEGV") for check in CHECKS]
+
+
+def test_a_check_that_asks_nothing_is_lost_by_no_death(make_case: Any) -> None:
+    crew = FakeCrew(plain=[[Begun(stage="check numerics"), DEATH]])
+    known = (Introduction(info=BackendInfo(name="plain", ref="plain")),)
+    records = list(supervisor(crew, make_case(), backends=known).run())
+    assert [(record.check, record.outcome) for record in records] == [("numerics", "crashed"), ("lse", "unsupported")]
+
+
+def test_one_that_is_gone_before_it_was_asked_anything_loses_nothing(make_case: Any) -> None:
+    crew = FakeCrew(a=[WELL])
+    crew.gone = {"a"}
+    assert told(list(supervisor(crew, make_case()).run())) == [("numerics", "passed"), ("lse", "passed")]
+    assert not crew.gone
+
+
+@pytest.mark.parametrize("error", [QuestionError("the suite has changed"), OSError("no more processes")])
+def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_nothing(
+    make_case: Any, error: Exception
+) -> None:
+    crew = FakeCrew([error], a=[[DEATH]], b=[WELL, WELL, WELL])
+    known = tuple(Introduction(info=BackendInfo(name=name, ref=name, features=("lse",))) for name in "ab")
+    cases = (make_case(), make_case(name="second"), make_case(name="third"))
+    records = list(supervisor(crew, *cases, backends=known).run())
+    cause = f"its process has ended, and no other could be started: {error}"
+    assert told(records[2:6]) == [(check, "crashed", "the start", cause) for check in (*CHECKS, *CHECKS)]
+    assert [record.case_id for record in records[:6]] == ["case", "case", "second", "second", "third", "third"]
+    assert [record.outcome for record in records[6:]] == ["passed"] * 6
+
+
+FAULT = Fault(error="ValueError: ours", traceback="Traceback")
+
+
+def test_a_fault_in_a_spoilt_process_is_mended_by_a_fresh_one(make_case: Any) -> None:
+    crew = FakeCrew(a=[[passed("numerics"), FAULT], WELL, WELL])
+    records = list(supervisor(crew, make_case(), make_case(name="next")).run())
+    assert told(records) == [("numerics", "passed"), ("lse", "passed")] * 2
+
+
+def test_a_fault_of_ours_costs_a_case_and_is_told_as_ours(make_case: Any) -> None:
+    crew = FakeCrew(a=[[passed("numerics"), FAULT], [FAULT], WELL])
+    records = list(supervisor(crew, make_case(), make_case(name="next")).run())
+    assert told(records) == [("numerics", "passed"), ("lse", "errored"), ("numerics", "passed"), ("lse", "passed")]
+    ours = records[1]
+    assert isinstance(ours, Errored)
+    assert (ours.stage, ours.message, ours.traceback) == (OURSELVES, "ValueError: ours", "Traceback")
+
+
+def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(make_case: Any) -> None:
+    crew = FakeCrew([WorkerError("a", FAULT)], a=[[passed("numerics"), DEATH]])
+    found = supervisor(crew, make_case(), make_case(name="next")).run()
+    assert told([next(found), next(found)])[0] == ("numerics", "passed")
+    with pytest.raises(WorkerError, match="ValueError: ours"):
+        next(found)
+
+
+def test_a_case_that_cannot_be_put_is_told_once(make_case: Any) -> None:
+    blind: Script = [[Begun(stage="declarations"), Done(blind="case made/case: blind")], WELL]
+    crew = FakeCrew(a=list(blind), b=list(blind))
+    known = tuple(Introduction(info=BackendInfo(name=name, ref=name)) for name in "ab")
+    both = supervisor(crew, make_case(), make_case(name="next"), backends=known)
+    assert len(list(both.run())) == 4
+    assert list(map(str, both.blind)) == ["case made/case: blind"]
+
+
+def test_one_that_could_not_be_loaded_is_asked_nothing(make_case: Any) -> None:
+    crew = FakeCrew(b=[])
+    records = list(supervisor(crew, make_case(), backends=(unloaded("gone", "gone", ("no library",)),)).run())
+    assert told(records) == [(check, "unavailable") for check in CHECKS]
+    assert not crew.alive
+
+
+class Attentive(FakeChild):
+    """Is asked many cases before it is listened to, and says when it is asked and when it is heard."""
+
+    def __init__(self, ref: str, script: Script, log: list[str]) -> None:
+        super().__init__(script)
+        self._ref, self._log = ref, log
+        self._answers = itertools.chain.from_iterable(script)
+
+    def send(self, request: Examine) -> None:
+        self._log.append(f"{self._ref} is asked {request.case.partition('/')[2]}")
+
+    def receive(self) -> Answer:
+        answer = super().receive()
+        if isinstance(answer, Done):
+            self._log.append(f"{self._ref} is heard")
+        return answer
+
+
+def test_the_next_one_works_while_one_is_heard_and_records_keep_their_order(make_case: Any) -> None:
+    log: list[str] = []
+    children = {ref: Attentive(ref, [WELL, WELL], log) for ref in "abc"}
+    crew = FakeCrew(a=[], b=[], c=[])
+    crew.child = lambda ref: children[ref]  # type: ignore[method-assign]
+    cases = (make_case(name="first"), make_case(name="second"))
+    known = tuple(Introduction(info=BackendInfo(name=ref, ref=ref, features=("lse",))) for ref in "abc")
+    ahead = Supervisor(Plan(cases=cases, checks=CHECKS), known, cast(Crew, crew), ENVIRONMENT, asks_ahead=True)
+    assert told(list(ahead.run())) == [(check, "passed") for _ in "abc" for _ in cases for check in CHECKS]
+    asked = [f"{{}} is asked {case.id}" for case in cases]
+    assert log == [
+        *(line.format("b") for line in asked),
+        *(line for case in asked for line in (case.format("a"), "a is heard")),
+        *(line.format("c") for line in asked),
+        *["b is heard"] * 2,
+        *["c is heard"] * 2,
+    ]
+
+
+def test_a_case_that_takes_much_memory_is_not_asked_ahead(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    children = {ref: Attentive(ref, [WELL, WELL], log) for ref in "ab"}
+    crew = FakeCrew(a=[], b=[])
+    crew.child = lambda ref: children[ref]  # type: ignore[method-assign]
+    cases = (make_case(name="first"), make_case(name="second"))
+    monkeypatch.setattr(
+        "attncheck.harness.workers.supervisor.needed_bytes", lambda case: 2**31 if case.id == cases[1].id else 2**20
+    )
+    known = tuple(Introduction(info=BackendInfo(name=ref, ref=ref, features=("lse",))) for ref in "ab")
+    list(Supervisor(Plan(cases=cases, checks=CHECKS), known, cast(Crew, crew), ENVIRONMENT, asks_ahead=True).run())
+    heard = log.index("a is heard")
+    assert log[:heard].count(f"b is asked {cases[0].id}") == 1
+    assert f"b is asked {cases[1].id}" not in log[:heard]
+    assert log.count(f"b is asked {cases[1].id}") == 1
+
+
+PROCESSES = Path(__file__).parents[2] / "miniatures" / "processes.py"
+
+
+@pytest.fixture
+def deeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each case of the suite ``deeds.yaml``."""
+    rows = list(range(11, 20))
+    text = "suite: deeds\ndefaults:\n  layer: {num_heads: 2, num_kv_heads: 1, head_size: 16, dtype: float32}\ncases:\n"
+    (tmp_path / "deeds.yaml").write_text(text + "".join(f"  - {{id: rows{n}, batch: q{n}}}\n" for n in rows))
+    monkeypatch.chdir(tmp_path)
+    return rows
+
+
+def examine(refs: list[str], patterns: list[str], checks: list[str]) -> list[Record]:
+    """Every record, but for how long each took."""
+    selection = select_cases(["deeds.yaml"], patterns, checks)
+    with Crew() as crew:
+        crew.start(refs)
+        found = line_up(selection, refs, device="cpu", seed=0, dump=None, patterns=patterns, crew=crew)
+        return [record.model_copy(update={"duration_s": 0.0}) for record in found.examination.run()]
+
+
+def in_this_process(ref: str, patterns: list[str], checks: list[str]) -> list[Record]:
+    selection = select_cases(["deeds.yaml"], patterns, checks)
+    examiner = Examiner(Plan(cases=selection.cases, backends=(load(ref),), checks=selection.checks))
+    return [record.model_copy(update={"duration_s": 0.0}) for record in examiner.run()]
+
+
+def test_what_one_does_to_its_process_changes_nothing_for_the_others(deeds: list[int]) -> None:
+    checks = ["numerics", "cache_write", "containment"]
+    records = examine(["torch_sdpa", f"{PROCESSES}:Lively", "reference"], [], checks)
+    for ref in ("torch_sdpa", "reference"):
+        assert [record for record in records if record.backend == ref] == in_this_process(ref, [], checks)
+    lively = [record for record in records if record.backend == "Lively"]
+    assert {record.case_id: record.outcome for record in lively if record.check == "numerics"} == {
+        f"rows{number}": "errored" if number == 18 else "passed" for number in deeds
+    }
+    assert len(lively) == len(deeds) * len(checks)
+
+
+ENDS = {
+    11: ("killed by SIGABRT", "about to abort"),
+    12: ("killed by SIGSEGV", "in segfault"),
+    13: ("left with exit code 0", ""),
+    14: ("killed by SIGKILL", ""),
+    15: ("killed by SIGINT", "KeyboardInterrupt"),
+    16: ("left with exit code 1", "a pipe between attncheck and this process is closed"),
+    17: ("stopped, since it wrote into attncheck's own pipe", ""),
+    18: ("left with exit code 9", ""),
+}
+
+
+@pytest.mark.parametrize("before", [[], ["reference"]])  # which is examined while the other is asked ahead
+@pytest.mark.parametrize("rows", [(11, 12), (13, 14), (15, 16), (17, 18)])
+def test_what_ends_a_process_costs_one_case(deeds: list[int], rows: tuple[int, ...], before: list[str]) -> None:
+    patterns = [f"rows{number}" for number in (*rows, 19)]
+    records = examine([*before, f"{PROCESSES}:Deadly"], patterns, ["numerics", "containment"])
+    assert [record.outcome for record in records[: 6 * len(before)]] == ["passed"] * 6 * len(before)
+    records = records[6 * len(before) :]
+    for record, number in zip(records, (rows[0], rows[0], rows[1], rows[1]), strict=False):
+        assert isinstance(record, Crashed)
+        cause, said = ENDS[number]
+        assert (record.case_id, record.stage, record.cause) == (f"rows{number}", "check numerics", cause)
+        assert said in record.output
+    assert [(record.case_id, record.outcome) for record in records[4:]] == [("rows19", "passed")] * 2

@@ -1,0 +1,212 @@
+"""The process of a backend, from inside: what it answers, and what it does when attncheck itself fails there."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.evaluation import environment_of
+from attncheck.harness.run.selection import select_cases
+from attncheck.harness.workers.protocol import Answer, Assignment, Begun, Done, Examine, Fault, Introduced, Refused
+from attncheck.harness.workers.worker_process import Child, ProcessEndedError
+from attncheck.reports.run_file.records import timing_of
+
+SUITE = """\
+suite: small
+defaults:
+  layer: {num_heads: 2, num_kv_heads: 1, head_size: 16, dtype: float32}
+cases:
+  - {id: decode, batch: q1s9}
+  - {id: blind, batch: q1s9, layer: {sliding_window: 64}}
+"""
+MINE = """\
+import os
+from attncheck.backends.candidates.reference import ReferenceBackend
+
+class Needy(ReferenceBackend):
+    @classmethod
+    def required_environment(cls, device): return {"ATTNCHECK_TEST_NEED": device}
+    @classmethod
+    def unavailable_reasons(cls, device): return ["needs a moon"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "small.yaml").write_text(SUITE)
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def assignment(checks: Sequence[str] = ("lse", "numerics"), patterns: Sequence[str] = ()) -> Assignment:
+    selection = select_cases(["small.yaml"], patterns, checks)
+    return Assignment(
+        suites=selection.refs,
+        patterns=tuple(patterns),
+        checks=tuple(checks),
+        digests=tuple(suite.hash for suite in selection.suites),
+        device="cpu",
+        seed=3,
+        dump=None,
+        environment=environment_of("cpu").model_copy(update={"cpu": "another name"}),
+        timing=TimingSettings(),
+    )
+
+
+def answers(child: Child) -> Iterator[Answer]:
+    """Everything up to the end of a case."""
+    while not isinstance(answer := child.receive(), Done):
+        yield answer
+    yield answer
+
+
+def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
+    asked = assignment()
+    with Child("reference", {}) as child:
+        child.send(asked)
+        introduced = child.receive()
+        assert isinstance(introduced, Introduced)
+        assert introduced.introduction.name == "reference"
+        for case, number in (("small/decode", 2), ("small/blind", 0), ("small/decode", 2)):
+            child.send(Examine(case=case, checks=("numerics", "lse"), round=number))
+            told = list(answers(child))
+            records = [answer for answer in told if answer.kind == "record"]
+            assert [(record.case_id, record.check) for record in records] == [
+                ("decode", "numerics"),
+                ("decode", "lse"),
+            ][:number]
+            assert {record.environment for record in records} <= {asked.environment.digest}
+            assert {record.seed for record in records} <= {3}
+            assert {record.round for record in records} <= {number}
+            stages = [answer.stage for answer in told if isinstance(answer, Begun)]
+            assert stages[:2] == ["declarations", "the preparation of the case"]
+            assert stages[2:] == ["check numerics", "check lse"][:number]
+            assert isinstance(told[-1], Done)
+            assert (told[-1].blind is None) == (number == 2)
+        assert told[-1].blind is None
+        child.send(Examine(case="small/none", checks=("lse",)))
+        fault = child.receive()
+        assert isinstance(fault, Fault)
+        assert fault.error == "KeyError: 'small/none'"
+        assert "in _serve" in fault.traceback
+        with pytest.raises(ProcessEndedError, match="left with exit code 0"):
+            child.receive()
+
+
+def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:
+    (folder / "late.py").write_text(
+        "import sys\n"
+        "from attncheck.backends.candidates.reference import ReferenceBackend\n"
+        "CLOCK = 'attncheck.harness.checks.timing.clock' in sys.modules\n"
+        "class Late(ReferenceBackend):\n"
+        "    @classmethod\n    def version(cls): return f'clock first: {CLOCK}'\n"
+    )
+    with Child("late.py:Late", {}) as child:
+        child.send(assignment())
+        introduced = child.receive()
+    assert isinstance(introduced, Introduced)
+    assert introduced.introduction.version == "clock first: True"
+    code = "from attncheck.harness.run.backend_loading import load_backend; print(load_backend('late.py:Late').version)"
+    here = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert here.stdout == "clock first: True\n"
+
+
+def test_times_are_taken_as_the_run_says(folder: Path) -> None:
+    three = TimingSettings(limit_s=60, min_samples=3, max_samples=3)
+    with Child("reference", {}) as child:
+        child.send(assignment(checks=["timing"]).model_copy(update={"timing": three}))
+        assert isinstance(child.receive(), Introduced)
+        child.send(Examine(case="small/decode", checks=("timing",), round=2))
+        (record,) = (answer for answer in answers(child) if answer.kind == "record")
+    timing = timing_of(record)
+    assert timing is not None
+    assert {len(latency.samples_ns) for latency in timing.latencies} == {3}
+    assert record.round == 2
+
+
+def test_the_cases_are_those_the_run_selected(folder: Path) -> None:
+    asked = assignment(checks=["lse"], patterns=["bl*"])
+    with Child("reference", {}) as child:
+        child.send(asked)
+        assert isinstance(child.receive(), Introduced)
+        child.send(Examine(case="small/blind", checks=("lse",)))
+        *_, done = answers(child)
+        assert isinstance(done, Done)
+        assert "small/blind" in str(done.blind)
+
+
+@pytest.mark.parametrize(
+    ("ref", "reason"),
+    [
+        ("refrence", "did you mean 'reference'?"),
+        ("mine.py", "ask for mine.py:Needy"),
+    ],
+)
+def test_what_is_no_backend_is_refused_in_the_same_words(folder: Path, ref: str, reason: str) -> None:
+    with Child(ref, {}) as child:
+        child.send(assignment())
+        refused = child.receive()
+        assert isinstance(refused, Refused)
+        assert reason in refused.reason
+
+
+def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
+    asked = assignment()
+    (folder / "small.yaml").write_text(SUITE.replace("q1s9", "q1s8"))
+    with Child("reference", {}) as child:
+        child.send(asked)
+        refused = child.receive()
+        assert isinstance(refused, Refused)
+        assert "small.yaml has changed since the run began" in refused.reason
+
+
+def test_a_module_that_exits_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "module_that_leaves.py").write_text("raise SystemExit(0)")
+    monkeypatch.syspath_prepend(str(folder))
+    with Child("module_that_leaves:Mine", {}) as child:
+        child.send(assignment())
+        refused = child.receive()
+        assert isinstance(refused, Refused)
+        assert "importing it raised SystemExit: 0" in refused.reason
+
+
+def test_a_copy_of_a_copy_keeps_the_files_it_was_given() -> None:
+    code = """
+import os
+from attncheck.harness.workers.worker import Wire
+
+def in_a_copy(do):
+    copy = os.fork()
+    if not copy:
+        os._exit(do())
+    return os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
+
+def lost(descriptors):
+    return sum(not os.path.exists(f"/dev/fd/{each}") for each in descriptors)
+
+def reopen():
+    "In place of the pipes."
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in pipes]
+    return 9 if sorted(opened) != sorted(pipes) else in_a_copy(lambda: lost(opened))
+
+pipes = os.pipe()
+wire = Wire(*pipes)
+raise SystemExit(in_a_copy(reopen))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_it_says_what_it_must_be_started_with_and_why_it_cannot_run(folder: Path) -> None:
+    with Child("mine.py:Needy", {}) as child:
+        child.send(assignment())
+        introduced = child.receive()
+        assert isinstance(introduced, Introduced)
+        assert introduced.introduction.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
+        assert introduced.introduction.unavailable_reasons == ("needs a moon",)
+        child.dismiss()
+        with pytest.raises(ProcessEndedError, match="left with exit code 0"):
+            child.receive()
