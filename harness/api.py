@@ -14,10 +14,10 @@ from attncheck.backends.registry import LoadedBackend, load_object
 from attncheck.errors import BackendLoadError, BackendUnavailableError, SelectionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_choice import refuse_unavailable, suite_device
-from attncheck.harness.run.backend_loading import introduce, load_backend, usable_here
-from attncheck.harness.run.evaluation import Examiner, Missing, Plan
-from attncheck.harness.run.header import make_header
-from attncheck.harness.run.introduction import Introduction
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.backend_loading import describe_backend, load_backend, usable_here
+from attncheck.harness.run.evaluation import Examiner, RunPlan, UnavailableBackend
+from attncheck.harness.run.run_header import make_header
 from attncheck.harness.run.selection import check_seed, check_timed, select_cases
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import Summary, Verdict, summarise
@@ -103,7 +103,7 @@ def examine(
     backend, introduction = _load(candidate, chosen, kernel_options)
     if selection.by_default:
         selection = selection.of_suites((introduction.default_suite,))
-    plan = Plan(
+    plan = RunPlan(
         cases=selection.cases,
         backends=(backend,),
         checks=selection.checks,
@@ -129,15 +129,15 @@ def _listed(names: str | Iterable[str]) -> tuple[str, ...]:
 
 def _load(
     candidate: Candidate, device: str, kernel_options: dict[str, Any]
-) -> tuple[LoadedBackend | Missing, Introduction]:
+) -> tuple[LoadedBackend | UnavailableBackend, BackendDescription]:
     """The candidate as a backend that can run on ``device``, and what it says of itself."""
     backend = usable_here(_resolve(candidate, kernel_options), device)
-    introduction = introduce(backend, device)
+    introduction = describe_backend(backend, device)
     refuse_unavailable([introduction])
     return backend, introduction
 
 
-def _resolve(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | Missing:
+def _resolve(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | UnavailableBackend:
     if isinstance(candidate, str | type) and kernel_options:
         raise SelectionError(f"{', '.join(kernel_options)}: options for a function, and this is {candidate!r}")
     if isinstance(candidate, str):
@@ -153,10 +153,10 @@ def _resolve(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBack
         raise BackendLoadError(str(options["name"]), str(error)) from error
 
 
-def _handed_over(backend: type) -> LoadedBackend | Missing:
+def _handed_over(backend: type) -> LoadedBackend | UnavailableBackend:
     """A class from Python; how to repeat its failures must be told in Python, too."""
     try:
         loaded = load_object(backend)
     except BackendUnavailableError as error:
-        return Missing(error.name, python_ref(error.name), error.reasons)
+        return UnavailableBackend(error.name, python_ref(error.name), error.reasons)
     return replace(loaded, ref=python_ref(loaded.name))

@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from attncheck.errors import QuestionError, RunFileError
-from attncheck.harness.run.backend_loading import introduce, load_backend
-from attncheck.harness.run.introduction import Introduction
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.backend_loading import describe_backend, load_backend
 from attncheck.reports.run_file.joining import join_runs
 from attncheck.reports.run_file.store import COMPRESSED, Run, read_run
 
@@ -89,12 +89,12 @@ def examination(
     return Job(ref, command, file, variables or {})
 
 
-def introduced(refs: Iterable[str], device: str) -> dict[str, Introduction | QuestionError]:
+def introduced(refs: Iterable[str], device: str) -> dict[str, BackendDescription | QuestionError]:
     """By reference, what each backend says of itself, to be run on ``device``, or why it names none."""
-    found: dict[str, Introduction | QuestionError] = {}
+    found: dict[str, BackendDescription | QuestionError] = {}
     for ref in refs:
         try:
-            found[ref] = introduce(load_backend(ref), device)
+            found[ref] = describe_backend(load_backend(ref), device)
         except QuestionError as error:
             found[ref] = error
     return found

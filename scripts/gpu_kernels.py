@@ -42,8 +42,8 @@ from attncheck.cases.loader import load_suite, select, suite_names
 from attncheck.cases.model import Suite
 from attncheck.errors import DeviceError, QuestionError
 from attncheck.harness.run.backend_choice import choose_device
+from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.environment import collect_environment
-from attncheck.harness.run.introduction import Introduction
 
 KERNELS = ("triton_unified", "triton_mla", "xformers", "torch_varlen", "flash_attn", "flashinfer")
 """Built-in candidates whose kernels are their own, or a library's."""
@@ -168,7 +168,7 @@ def _suite_parts(
     return parts
 
 
-def _reason(found: Introduction | QuestionError) -> str:
+def _reason(found: BackendDescription | QuestionError) -> str:
     """Why a candidate is not asked; empty: it is."""
     return str(found) if isinstance(found, QuestionError) else "; ".join(found.unavailable_reasons)
 

@@ -27,12 +27,12 @@ from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.driver.construction import construct_builder, construct_impl
-from attncheck.harness.driver.vllm_config import Layer
+from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.page_layout import lay_out
 from attncheck.harness.problem.problem import TORCH_DTYPES, Problem
-from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.run.backend_loading import load_backend, usable_here
-from attncheck.harness.run.evaluation import Missing
+from attncheck.harness.run.evaluation import UnavailableBackend
 from attncheck.reference import AttentionParams, CommonAttentionMetadata, paged_attention
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
@@ -157,7 +157,7 @@ def step_of(name: str, page: int, question: Question) -> tuple[Callable[[], obje
     """A call that makes the step, and the output it writes. Raises RefusalError."""
     device, case = question.device, question.case(page)
     loaded = usable_here(load_backend(name), str(device))
-    if isinstance(loaded, Missing):
+    if isinstance(loaded, UnavailableBackend):
         raise RefusalError(loaded.reasons)
     backend = loaded.backend
     asked = (case.layer, case.cache, case.batch)
@@ -168,10 +168,10 @@ def step_of(name: str, page: int, question: Question) -> tuple[Callable[[], obje
     codec = None if reasons else backend.kv_cache_codec(case.layer, case.cache)
     if codec is None:
         raise RefusalError(reasons or ["it brings no cache codec"])
-    layout = lay_out(case, [question.seq_len] * question.num_requests, Stream("speed", question.seed))()
+    layout = lay_out(case, [question.seq_len] * question.num_requests, RandomStream("speed", question.seed))()
     query = question.query.flatten(0, 1)
     problem = Problem(case, question.seed, (), query, question.keys, question.values, layout)
-    attn_layer = Layer(case.cache, device)
+    attn_layer = LayerStub(case.cache, device)
     impl = attn_layer.impl = construct_impl(backend, problem, device)
     builder = construct_builder(backend, (problem,), device, attn_layer)
     kv_cache = allocate_kv_cache(backend, case.layer, case.cache, layout.num_blocks, device)

@@ -14,9 +14,9 @@ import torch
 
 from attncheck.harness.providers.batches import ALWAYS
 from attncheck.harness.providers.catalogue import SUBJECTS
-from attncheck.harness.providers.examination import Examined, examine_subject
+from attncheck.harness.providers.examination import SubjectResult, examine_subject
 from attncheck.harness.providers.provider import Provider, load_provider
-from attncheck.harness.providers.questions import Setting
+from attncheck.harness.providers.questions import SubjectSetting
 
 HEAD = """\
 # The metadata utilities of vLLM {version}
@@ -64,7 +64,7 @@ def main(words: list[str]) -> int:
 
 def document(provider: Provider) -> str:
     """The whole text."""
-    setting = Setting(ALWAYS, torch.device("cpu"))
+    setting = SubjectSetting(ALWAYS, torch.device("cpu"))
     results = {subject.key: examine_subject(provider, subject, setting) for subject in SUBJECTS}
     rows = [row(key, examined) for key, examined in results.items()]
     known = [line for key, examined in results.items() if examined is not None for line in detail(key, examined)]
@@ -73,14 +73,14 @@ def document(provider: Provider) -> str:
     return HEAD.format(version=provider.version) + "\n".join(rows) + "\n" + body
 
 
-def row(key: str, examined: Examined | None) -> str:
+def row(key: str, examined: SubjectResult | None) -> str:
     """One line of the table."""
     if examined is None:
         return f"| `{key}` | missing | - |"
     return f"| `{key}` | {examined.verdict} | `{examined.place}` |"
 
 
-def detail(key: str, examined: Examined) -> list[str]:
+def detail(key: str, examined: SubjectResult) -> list[str]:
     """What is known of one function, one line each."""
     lines = [f"- `{key}`, {departure.kind}: {departure.what}" for departure in examined.shown]
     lines += [f"- `{key}`: known, and no longer there: {departure.what}" for departure in examined.stale]
@@ -89,7 +89,7 @@ def detail(key: str, examined: Examined) -> list[str]:
     return lines
 
 
-def missing(provider: Provider, results: dict[str, Examined | None]) -> list[str]:
+def missing(provider: Provider, results: dict[str, SubjectResult | None]) -> list[str]:
     """One line a reason, with the names that are gone for it."""
     names: dict[str, list[str]] = {}
     for key in (key for key, examined in results.items() if examined is None):

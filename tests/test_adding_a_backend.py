@@ -11,12 +11,12 @@ import pytest
 import typer.main
 
 from attncheck.harness.cli.app import app
-from attncheck.harness.cli.new import TEMPLATES, Kind, fill_in
+from attncheck.harness.cli.new import TEMPLATES, BackendKind, fill_in
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")
 FUNCTION, CLASSES, VLLM, TEST = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-FILES = {Kind.FUNCTION: FUNCTION, Kind.CLASSES: CLASSES, Kind.VLLM: VLLM}
+FILES = {BackendKind.FUNCTION: FUNCTION, BackendKind.CLASSES: CLASSES, BackendKind.VLLM: VLLM}
 CONSOLE = [
     (command, output)
     for body in re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
@@ -26,7 +26,7 @@ NEW, FUNCTION_RUN, CLASSES_RUN, VLLM_RUN, FAILING_RUN, FIRST_ONLY = CONSOLE
 ((WRONG, RIGHT),) = re.findall(r"`(: seq_len.*?)` for `(.*?)`", TEXT)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(BackendKind))
 def test_a_file_of_the_page_is_the_one_that_is_written(kind):
     written = fill_in(kind, "mine")
     assert FILES[kind] == written["mine.py"]

@@ -15,10 +15,10 @@ from attncheck.backends.caches.packings import FP8_DTYPES, cache_dtype
 from attncheck.backends.contract import AttentionBackend
 from attncheck.harness.checks.findings import Broken, Finding
 from attncheck.harness.checks.function_calls import Function, call
-from attncheck.harness.driver.foreign_code import stage
+from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.kv_pool import flat_bytes
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.reference import copy_blocks, reshape_and_cache, swap_blocks
 
 NAMES = ("reshape_and_cache", "copy_blocks", "swap_blocks")
@@ -46,7 +46,7 @@ class _Question:
 
 def examine(problem: Problem, backend: type[AttentionBackend], device: torch.device, first: Finding) -> Finding:
     """``first``, unless a function that moves pages does something else than asked."""
-    offered = stage("functions", backend.functions)
+    offered = call_backend("functions", backend.functions)
     for question in _questions(problem, offered, device):
         wrong = _judge(question)
         if wrong is not None:
@@ -55,7 +55,7 @@ def examine(problem: Problem, backend: type[AttentionBackend], device: torch.dev
 
 
 def _questions(problem: Problem, offered: Mapping[str, Function], device: torch.device) -> Iterator[_Question]:
-    stream = Stream(problem.seed, problem.case.hash, "block moves")
+    stream = RandomStream(problem.seed, problem.case.hash, "block moves")
     for name in NAMES:
         if name not in offered:
             continue
@@ -72,7 +72,7 @@ def _questions(problem: Problem, offered: Mapping[str, Function], device: torch.
                 yield _swapping(problem, stream, (source, destination), function)
 
 
-def _writing(problem: Problem, stream: Stream, device: torch.device, function: Function) -> _Question:
+def _writing(problem: Problem, stream: RandomStream, device: torch.device, function: Function) -> _Question:
     layer, cache = problem.layer, problem.cache
     count = min(24, _BLOCKS * cache.block_size - 1)
     slots = stream.permutation(_BLOCKS * cache.block_size)[:count]
@@ -92,7 +92,7 @@ def _writing(problem: Problem, stream: Stream, device: torch.device, function: F
     )
 
 
-def _copying(problem: Problem, stream: Stream, device: torch.device, function: Function) -> _Question:
+def _copying(problem: Problem, stream: RandomStream, device: torch.device, function: Function) -> _Question:
     caches = _caches(problem, stream, device)
     mapping = _pairs(stream).to(device)
     return _Question(
@@ -105,7 +105,7 @@ def _copying(problem: Problem, stream: Stream, device: torch.device, function: F
 
 
 def _swapping(
-    problem: Problem, stream: Stream, places: tuple[torch.device, torch.device], function: Function
+    problem: Problem, stream: RandomStream, places: tuple[torch.device, torch.device], function: Function
 ) -> _Question:
     source, destination = (_caches(problem, stream, place)["key_cache"] for place in places)
     # Pairs stand on the host, where whoever moves pages between devices needs them.
@@ -147,13 +147,13 @@ def _meaning(question: _Question, wrong: Sequence[int]) -> str | None:
     return None
 
 
-def _pairs(stream: Stream) -> Tensor:
+def _pairs(stream: RandomStream) -> Tensor:
     """(source, destination): sources more than once, destinations once, nobody both, the first and last page not."""
     pages = stream.permutation(_BLOCKS - 2) + 1
     return torch.stack([pages[torch.arange(_PAIRS) % _SOURCES], pages[_SOURCES : _SOURCES + _PAIRS]], dim=1)
 
 
-def _caches(problem: Problem, stream: Stream, device: torch.device) -> dict[str, Tensor]:
+def _caches(problem: Problem, stream: RandomStream, device: torch.device) -> dict[str, Tensor]:
     """Filled key and value caches ``[NB, BS, Hkv, size]`` in the case's layout."""
     layer, cache = problem.layer, problem.cache
     dtype, spare = cache_dtype(layer, cache), _SPARE if "views" in problem.inputs else 0

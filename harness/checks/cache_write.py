@@ -15,7 +15,7 @@ from torch import Tensor
 from attncheck.harness.checks import block_moves, fp8_write
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.fp8_write import Rows
-from attncheck.harness.driver.kv_pool import Pool
+from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.float8 import alike, numbers_of
@@ -71,7 +71,7 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
     return finding
 
 
-def judge(problem: Problem, pool: Pool, seen: Observation, rows: Rows, honest: Sequence[Rows]) -> Finding:
+def judge(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, honest: Sequence[Rows]) -> Finding:
     """Compare the pool with what it should be after ``rows`` (keys and values of the problem's shapes) were brought.
 
     ``honest``: rows that the codec stores as right writers may store ``rows``, element by element.
@@ -141,7 +141,7 @@ def _extreme(rows: Tensor) -> Tensor:
     return pattern[torch.arange(rows.numel()) % len(pattern)].reshape(rows.shape)
 
 
-def _differing(pool: Pool, expected: Tensor, got: Tensor, slots: Tensor) -> Tensor:
+def _differing(pool: KVPool, expected: Tensor, got: Tensor, slots: Tensor) -> Tensor:
     """The slots whose key or value differs, bit for bit."""
     unequal = torch.zeros(len(slots), dtype=torch.bool, device=slots.device)
     for a, b in zip(pool.read_image(expected, slots), pool.read_image(got, slots), strict=True):
@@ -150,7 +150,7 @@ def _differing(pool: Pool, expected: Tensor, got: Tensor, slots: Tensor) -> Tens
     return slots[unequal]
 
 
-def _complaint(problem: Problem, pool: Pool, images: tuple[Tensor, Tensor], slot: int, mapped: Tensor) -> str:
+def _complaint(problem: Problem, pool: KVPool, images: tuple[Tensor, Tensor], slot: int, mapped: Tensor) -> str:
     """What is wrong with one slot, and whose rows were found there; ``images``: the pool before and after."""
     at = torch.tensor([slot], device=images[1].device)
     before, after = (pool.read_image(image, at) for image in images)

@@ -10,11 +10,11 @@ import torch
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks import cache_write, claims, containment, lse, next_step, numerics
-from attncheck.harness.checks.cudagraph.check import GraphDesk, unexamined_reasons
+from attncheck.harness.checks.cudagraph.check import GraphLevelCheck, unexamined_reasons
 from attncheck.harness.checks.dump import dump_case
 from attncheck.harness.checks.findings import Finding, Holds, NotExamined
 from attncheck.harness.checks.functions.check import FUNCTION_PATHS
-from attncheck.harness.checks.timing.check import TimingDesk, unasked_reasons
+from attncheck.harness.checks.timing.check import TimingCheck, unasked_reasons
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Session
@@ -23,7 +23,7 @@ from attncheck.harness.truth.truth import Truth
 from attncheck.reference.spec import BACKEND_CHECKS
 
 
-def unasked(check: str, case: Case, features: frozenset[str]) -> NotExamined | None:
+def not_applicable(check: str, case: Case, features: frozenset[str]) -> NotExamined | None:
     """Why ``check`` asks a backend of these features nothing, as far as can be told without it; None: it asks."""
     if case.batch.path.name in FUNCTION_PATHS:
         return None
@@ -36,7 +36,7 @@ def unasked(check: str, case: Case, features: frozenset[str]) -> NotExamined | N
     return None
 
 
-class Desk:
+class CaseChecks:
     """One case of one backend: the session and the first observation are shared by the checks that need them."""
 
     def __init__(
@@ -46,8 +46,8 @@ class Desk:
         truth: Truth,
         device: torch.device,
         reasons: tuple[str, ...],
-        graphs: GraphDesk,
-        clocks: TimingDesk,
+        graphs: GraphLevelCheck,
+        clocks: TimingCheck,
     ) -> None:
         self._loaded, self._backend, self._problem, self._truth = backend, backend.backend, problem, truth
         self._device, self._reasons, self._graphs, self._clocks = device, reasons, graphs, clocks
@@ -62,7 +62,7 @@ class Desk:
         """The finding of one check."""
         if self._reasons:
             return self._undeclared(check)
-        if (skipped := unasked(check, self._problem.case, self._backend.features)) is not None:
+        if (skipped := not_applicable(check, self._problem.case, self._backend.features)) is not None:
             return skipped
         if check == "cudagraph":
             return self._graphs.examine(self._backend, self._problem.case)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attncheck.errors import AttncheckError
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.driver.foreign_code import stage
+from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.kv_pool import flat_bytes
 from attncheck.harness.truth.tolerance import Budget, share_of_budget
 
@@ -47,7 +47,7 @@ def call(
                 torch.cuda.synchronize(device)
         return result
 
-    returned = stage(name, enter)
+    returned = call_backend(name, enter)
     return returned, tuple(key for key, tensor in watched.items() if not torch.equal(flat_bytes(tensor), before[key]))
 
 

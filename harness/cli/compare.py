@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from attncheck.errors import QuestionError, shorten
-from attncheck.harness.cli.output import refuse_input, tell, use_color
+from attncheck.harness.cli.output import refuse_input, use_color, write_output
 
 
-class Format(StrEnum):
+class ComparisonFormat(StrEnum):
     """How a comparison is written."""
 
     TERMINAL = "terminal"
@@ -42,11 +42,11 @@ def compare(
         typer.Option(metavar="N", min=0, max=100, help="The least difference that is told, in per cent of the time."),
     ] = 1.0,
     form: Annotated[
-        Format,
+        ComparisonFormat,
         typer.Option(
             "--format", help="Text for a terminal, Markdown, or a GitHub step summary with annotations of what failed."
         ),
-    ] = Format.TERMINAL,
+    ] = ComparisonFormat.TERMINAL,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
 ) -> int:
     """Compare run NEW with run BASE: what is slower, faster or the same, and which outcomes changed.
@@ -66,15 +66,15 @@ def compare(
     terms = Terms(effect=effect, thresholds=parse_thresholds(fail_on or (), least=effect))
     backends = _pairs(match or ())
     compared = compare_runs(read_run(base), read_run(new), backends=backends, terms=terms)
-    if form == Format.TERMINAL:
+    if form == ComparisonFormat.TERMINAL:
         text = terminal.render_comparison(compared, color=output is None and use_color()) + "\n"
-    elif form == Format.MARKDOWN:
+    elif form == ComparisonFormat.MARKDOWN:
         text = markdown.render_comparison(compared)
     else:
         text = github.render_summary(compared)
     refuse_input(output, (base, new))
-    tell(text, output, is_summary=form == Format.GITHUB)
-    if form == Format.GITHUB:
+    write_output(text, output, is_summary=form == ComparisonFormat.GITHUB)
+    if form == ComparisonFormat.GITHUB:
         typer.echo("".join(f"{line}\n" for line in github.annotations(compared)), nl=False)
     return 1 if compared.is_regression else 0
 

@@ -95,8 +95,8 @@ def _backend(name: str, devices: list[str]) -> None:
     from attncheck.backends import registry
     from attncheck.errors import AttncheckError
     from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+    from attncheck.harness.run.backend_description import lacking
     from attncheck.harness.run.backend_loading import required_environment
-    from attncheck.harness.run.introduction import lacking
 
     try:
         found = registry.load(name)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 
 
-class What(StrEnum):
+class Listable(StrEnum):
     """What can be listed."""
 
     BACKENDS = "backends"
@@ -23,7 +23,7 @@ class What(StrEnum):
 
 
 def list_names(
-    what: Annotated[What | None, typer.Argument(help="Default: backends, suites and checks.")] = None,
+    what: Annotated[Listable | None, typer.Argument(help="Default: backends, suites and checks.")] = None,
     suite: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME|FILE", help="The suites whose cases are listed. Default: smoke."),
@@ -35,9 +35,9 @@ def list_names(
     Whether a backend can run on this machine is what `attncheck doctor` says.
     """
     if what is None and (suite or case):
-        what = What.CASES
-    tables = {What.BACKENDS: _backends, What.SUITES: _suites, What.CHECKS: _checks}
-    if what == What.CASES:
+        what = Listable.CASES
+    tables = {Listable.BACKENDS: _backends, Listable.SUITES: _suites, Listable.CHECKS: _checks}
+    if what == Listable.CASES:
         _cases(suite or [], case or [])
     elif what is not None:
         tables[what]()

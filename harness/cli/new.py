@@ -18,7 +18,7 @@ import typer
 from attncheck.errors import QuestionError
 
 
-class Kind(StrEnum):
+class BackendKind(StrEnum):
     """How the backend is brought."""
 
     FUNCTION = "function"
@@ -26,15 +26,15 @@ class Kind(StrEnum):
     VLLM = "vllm"
 
 
-TEMPLATES = {Kind.FUNCTION: "function.py", Kind.CLASSES: "classes.py", Kind.VLLM: "vllm_class.py"}
+TEMPLATES = {BackendKind.FUNCTION: "function.py", BackendKind.CLASSES: "classes.py", BackendKind.VLLM: "vllm_class.py"}
 
 
 def backend(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the module is called.")],
     kind: Annotated[
-        Kind,
+        BackendKind,
         typer.Option(help="A bare function, classes of attncheck's contract, or a class of the installed vLLM."),
-    ] = Kind.FUNCTION,
+    ] = BackendKind.FUNCTION,
     output: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write into.")] = Path(),
 ) -> int:
     """Write a small right backend and its test.
@@ -58,21 +58,21 @@ def backend(
     return 0
 
 
-def reference(kind: Kind, name: str, folder: Path) -> str:
+def reference(kind: BackendKind, name: str, folder: Path) -> str:
     """What to type after ``--backend`` for a backend written into ``folder``."""
     place = folder / f"{name}.py"
     typed = place if place.parent.name else f"./{place}"
-    return f"{'vllm:' if kind == Kind.VLLM else ''}{typed}:{_class_name(name)}"
+    return f"{'vllm:' if kind == BackendKind.VLLM else ''}{typed}:{_class_name(name)}"
 
 
-def fill_in(kind: Kind, name: str) -> dict[str, str]:
+def fill_in(kind: BackendKind, name: str) -> dict[str, str]:
     """The two files by name: the backend of ``kind`` called ``name``, and its test.
 
     Raises:
         QuestionError: ``name`` can be no module's, is taken, or hides something.
     """
     template, test = (_template(file) for file in (TEMPLATES[kind], "examined.py"))
-    if kind == Kind.VLLM:
+    if kind == BackendKind.VLLM:
         test = test.replace('f"{', 'f"vllm:{')
     if reason := _name_reason(name, template):
         raise QuestionError(f"a backend cannot be called {name!r}: {reason}")

@@ -11,7 +11,7 @@ from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.run_file.records import Record, RunHeader
 
 
-def refuse_the_unexamined(records: Sequence[Record], header: RunHeader, *, by_name: bool) -> None:
+def refuse_empty_run(records: Sequence[Record], header: RunHeader, *, by_name: bool) -> None:
     """A backend asked for by name of which not one case was examined was a wrong question; so is a run of nothing.
 
     That a case was refused as declared (``claims``) is no examination of the case, unless nothing else was asked.

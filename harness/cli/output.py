@@ -24,7 +24,7 @@ def refuse_input(output: Path | None, runs: Iterable[Path]) -> None:
         raise QuestionError(f"--output {output} is one of the runs that are read; name another file")
 
 
-def tell(text: str, output: Path | None, *, is_summary: bool = False) -> None:
+def write_output(text: str, output: Path | None, *, is_summary: bool = False) -> None:
     """To the file ``--output`` asks for, written anew; else to stdout.
 
     ``is_summary``: for GitHub, which without ``--output`` gets it behind what the step's summary holds already.

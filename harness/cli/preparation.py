@@ -12,19 +12,19 @@ from typing import Protocol
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_choice import choose_backends, refuse_unavailable, suite_device
+from attncheck.harness.run.backend_description import BackendDescription, Introduce
 from attncheck.harness.run.backend_loading import Loader
-from attncheck.harness.run.evaluation import Examiner, Plan, environment_of
-from attncheck.harness.run.introduction import Introduce, Introduction
+from attncheck.harness.run.evaluation import Examiner, RunPlan, environment_of
 from attncheck.harness.run.selection import DEFAULT_SUITES, Selection
 from attncheck.harness.workers.protocol import Assignment
 from attncheck.harness.workers.supervisor import Supervisor
-from attncheck.harness.workers.worker_pool import Crew
+from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.records import Environment, Record
 
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
 
 
-class Examination(Protocol):
+class RunResult(Protocol):
     """What comes of a plan, wherever it is examined."""
 
     @property
@@ -36,21 +36,21 @@ class Examination(Protocol):
 
 
 @dataclass(frozen=True)
-class Lineup:
+class PreparedRun:
     """The plan of a run, its circumstances, its backends, and what to tell about how these were chosen.
 
     selection: what is left of the question, once it is known which suites suit the backends.
     """
 
     selection: Selection
-    plan: Plan
+    plan: RunPlan
     environment: Environment
-    backends: tuple[Introduction, ...]
+    backends: tuple[BackendDescription, ...]
     notes: tuple[str, ...]
-    examination: Examination
+    examination: RunResult
 
 
-def line_up(
+def prepare_run(
     selection: Selection,
     refs: Sequence[str] | None,
     *,
@@ -58,21 +58,21 @@ def line_up(
     seed: int,
     dump: Path | None,
     patterns: Sequence[str] = (),
-    crew: Crew | None = None,
+    workers: WorkerPool | None = None,
     timing: TimingSettings | None = None,
     rounds: int = 1,
-) -> Lineup:
-    """The backends of ``refs`` (empty: the default ones; None: nobody), in processes of ``crew``; without one, here.
+) -> PreparedRun:
+    """The backends of ``refs`` (empty: the default ones; None: nobody), in processes of ``workers``; without one, here.
 
     There the cases are selected once more, by the ``patterns`` that have led to ``selection``. ``rounds``: in how many
-    processes of each backend it is timed; 1 without a crew.
+    processes of each backend it is timed; 1 without a workers.
 
     Raises:
         QuestionError: the device is not there, a backend cannot be loaded, or one asked for cannot run here.
         WorkerError: attncheck itself failed in one of the processes.
     """
     chosen, notes = suite_device(selection.suites, device)
-    plan = Plan(
+    plan = RunPlan(
         cases=selection.cases,
         checks=selection.checks,
         device=chosen,
@@ -83,12 +83,12 @@ def line_up(
     )
     environment = environment_of(chosen)
     if refs is None:
-        return Lineup(selection, plan, environment, (), notes, Examiner(plan, environment))
+        return PreparedRun(selection, plan, environment, (), notes, Examiner(plan, environment))
     loader = Loader(chosen)
     introduce: Introduce = loader.introduce
-    if crew is not None:
-        crew.assign(_assignment(selection, plan, environment, patterns))
-        introduce = crew.introduce
+    if workers is not None:
+        workers.assign(_assignment(selection, plan, environment, patterns))
+        introduce = workers.introduce
     backends, more = choose_backends(refs, selection.suites, selection.cases, introduce)
     if refs:
         refuse_unavailable(backends)
@@ -96,30 +96,30 @@ def line_up(
         suites = default_suites(selection, backends)
         selection = selection.of_suites(suites.values())
         plan = replace(plan, cases=selection.cases, suites=suites)
-        notes = (*notes, *told_suites(suites, {case.suite for case in selection.cases}))
-    examination: Examination
-    if crew is None:
+        notes = (*notes, *suite_notes(suites, {case.suite for case in selection.cases}))
+    examination: RunResult
+    if workers is None:
         if selection.is_timed:
             notes = (*notes, _ONE_PROCESS)
         examination = Examiner(replace(plan, backends=loader.backends(backends)), environment)
     else:
         # On a GPU two processes would share its memory, and one core is busy with one.
         asks_ahead = chosen == "cpu" and _usable_cores() > 1
-        examination = Supervisor(plan, backends, crew, environment, asks_ahead=asks_ahead)
-    return Lineup(selection, plan, environment, backends, (*notes, *more), examination)
+        examination = Supervisor(plan, backends, workers, environment, asks_ahead=asks_ahead)
+    return PreparedRun(selection, plan, environment, backends, (*notes, *more), examination)
 
 
 def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def default_suites(selection: Selection, backends: Sequence[Introduction]) -> dict[str, str]:
+def default_suites(selection: Selection, backends: Sequence[BackendDescription]) -> dict[str, str]:
     """By the references of ``backends``, the name of the suite each is asked of ``selection``, which was by default."""
     names = dict(zip(DEFAULT_SUITES, (suite.name for suite in selection.suites), strict=True))
     return {each.ref: names[each.default_suite] for each in backends}
 
 
-def told_suites(suites: Mapping[str, str], selected: Collection[str]) -> tuple[str, ...]:
+def suite_notes(suites: Mapping[str, str], selected: Collection[str]) -> tuple[str, ...]:
     """What to tell where backends are asked different suites; ``selected``: those of which a case is left."""
     if len(set(suites.values())) < 2:
         return ()
@@ -131,7 +131,7 @@ def told_suites(suites: Mapping[str, str], selected: Collection[str]) -> tuple[s
     return ("; ".join(told),)
 
 
-def _assignment(selection: Selection, plan: Plan, environment: Environment, patterns: Sequence[str]) -> Assignment:
+def _assignment(selection: Selection, plan: RunPlan, environment: Environment, patterns: Sequence[str]) -> Assignment:
     return Assignment(
         suites=selection.refs,
         patterns=tuple(patterns),

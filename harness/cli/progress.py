@@ -22,14 +22,14 @@ TOLD_AT_ONCE = 10
 """So many records that fell short are told as they come; the report tells the rest."""
 
 
-class Watcher(Protocol):
+class RunProgress(Protocol):
     """Is shown every record as it arrives."""
 
     def see(self, record: Record) -> None:
         """One more record."""
 
 
-class Silent:
+class NoProgress:
     """Shows nothing: for a run inside a debugger."""
 
     def see(self, record: Record) -> None:
@@ -59,7 +59,7 @@ class _Tally:
         self.short += record.outcome in FALLEN_SHORT
 
 
-class Lines:
+class ProgressLines:
     """Plain lines: the first records that fall short, and every ten seconds how far the run is."""
 
     def __init__(self, cases: int, rounds: int) -> None:
@@ -78,7 +78,7 @@ class Lines:
             typer.echo(f"case {self._tally.done} of {self._tally.cases}, {self._tally.short} fell short", err=True)
 
 
-class Bar:
+class ProgressBar:
     """A progress bar over the cases of every backend, drawn anew with each record at least."""
 
     def __init__(self, progress: Progress, cases: int, rounds: int) -> None:
@@ -97,16 +97,16 @@ class Bar:
 
 
 @contextmanager
-def watching(cases: int, *, rounds: int = 1, silent: bool = False, is_timed: bool = False) -> Iterator[Watcher]:
+def progress_for(cases: int, *, rounds: int = 1, silent: bool = False, is_timed: bool = False) -> Iterator[RunProgress]:
     """The watcher that suits where stderr goes; ``cases`` is how many the run has, counted anew for each backend.
 
     ``rounds``: of the check ``timing``, whose cases are counted in every one. ``is_timed``: it is made, and nothing is
     drawn while a time is taken.
     """
     if silent:
-        yield Silent()
+        yield NoProgress()
     elif not sys.stderr.isatty():
-        yield Lines(cases, rounds)
+        yield ProgressLines(cases, rounds)
     else:
         columns = (
             BarColumn(20),
@@ -116,4 +116,4 @@ def watching(cases: int, *, rounds: int = 1, silent: bool = False, is_timed: boo
         )
         screen = Console(stderr=True)
         with Progress(*columns, console=screen, transient=True, auto_refresh=not is_timed) as progress:
-            yield Bar(progress, cases, rounds)
+            yield ProgressBar(progress, cases, rounds)

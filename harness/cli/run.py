@@ -16,8 +16,8 @@ from attncheck.errors import QuestionError, SelectionError
 from attncheck.harness.cli.output import use_color
 
 if TYPE_CHECKING:
-    from attncheck.harness.cli.preparation import Examination
-    from attncheck.harness.cli.progress import Watcher
+    from attncheck.harness.cli.preparation import RunResult
+    from attncheck.harness.cli.progress import RunProgress
     from attncheck.harness.providers.plan import ProviderPlan
     from attncheck.harness.run.expectations import Expectations
     from attncheck.harness.run.selection import Selection
@@ -130,7 +130,7 @@ def run(
     from attncheck.harness.providers.request import ProviderRequest
     from attncheck.harness.run.backend_choice import asked_first
     from attncheck.harness.run.selection import choose_rounds, choose_timing, select_cases
-    from attncheck.harness.workers.worker_pool import Crew
+    from attncheck.harness.workers.worker_pool import WorkerPool
 
     began = time.monotonic()
     request = ProviderRequest(tuple(provider or ()), tuple(function or ()), tuple(check or ()), bool(backend))
@@ -140,39 +140,41 @@ def run(
     is_timed = refs is not None and selection.is_timed
     rounds = choose_rounds(rounds, is_timed=is_timed, in_process=in_process)
     _make_folder(dump)
-    with Crew() as crew:
+    with WorkerPool() as workers:
         if refs is not None and not in_process:
-            crew.start(asked_first(refs, selection.suites))  # they import torch while this process does
+            workers.start(asked_first(refs, selection.suites))  # they import torch while this process does
 
-        from attncheck.harness.cli.nothing_examined import refuse_the_unexamined
-        from attncheck.harness.cli.preparation import line_up
-        from attncheck.harness.cli.progress import watching
+        from attncheck.harness.cli.nothing_examined import refuse_empty_run
+        from attncheck.harness.cli.preparation import prepare_run
+        from attncheck.harness.cli.progress import progress_for
         from attncheck.harness.providers.plan import plan_providers
         from attncheck.harness.providers.records import announced, examine_providers
         from attncheck.harness.run.evaluation import OURSELVES
-        from attncheck.harness.run.header import make_header
         from attncheck.harness.run.outcomes import Circumstances
-        from attncheck.harness.run.rounds import count_questions
+        from attncheck.harness.run.run_header import make_header
+        from attncheck.harness.run.timing_rounds import count_questions
         from attncheck.reports.run_file.records import FALLEN_SHORT
         from attncheck.reports.terminal import run as terminal
 
-        lineup = line_up(
+        prepared = prepare_run(
             selection,
             refs,
             device=device,
             seed=seed,
             dump=dump,
             patterns=case or (),
-            crew=None if in_process else crew,
+            workers=None if in_process else workers,
             timing=timing,
             rounds=rounds,
         )
-        selection, plan, examination = lineup.selection, lineup.plan, lineup.examination
+        selection, plan, examination = prepared.selection, prepared.plan, prepared.examination
         functions = plan_providers(request.refs, request.patterns, plan.cases, plan.device, seed)
-        infos = [each.info for each in lineup.backends]
-        header = make_header(selection, plan, infos, lineup.environment, command=context.obj or (), notes=lineup.notes)
+        infos = [each.info for each in prepared.backends]
+        header = make_header(
+            selection, plan, infos, prepared.environment, command=context.obj or (), notes=prepared.notes
+        )
         header = announced(header, functions)
-        circumstances = Circumstances(seed, lineup.environment.digest, lineup.environment.attncheck)
+        circumstances = Circumstances(seed, prepared.environment.digest, prepared.environment.attncheck)
         found = itertools.chain(examination.run(), examine_providers(functions, circumstances))
         expectations = _expectations(expect, selection, functions, header)
         path = output or _free_path()
@@ -180,7 +182,7 @@ def run(
         with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
             faulthandler.enable()  # a kernel that kills the process says at least where
         try:
-            with watching(
+            with progress_for(
                 count_questions(plan, [info.ref for info in infos]) + functions.count,
                 rounds=plan.rounds,
                 silent=in_process,
@@ -208,7 +210,7 @@ def run(
         return 1
     if examination.blind:
         raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
-    refuse_the_unexamined(records, header, by_name=bool(backend or provider))
+    refuse_empty_run(records, header, by_name=bool(backend or provider))
     return 0
 
 
@@ -248,11 +250,11 @@ def _free_path() -> Path:
 
 def _examine(
     found: "Iterator[Record]",
-    examination: "Examination",
+    examination: "RunResult",
     header: "RunHeader",
     path: Path,
     expectations: "Expectations | None",
-    watcher: "Watcher",
+    watcher: "RunProgress",
     *,
     exitfirst: bool,
 ) -> "tuple[list[Record], list[str], bool]":

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attncheck.harness.driver.forward_calls import Call
+from attncheck.harness.driver.forward_calls import ForwardCall
 from attncheck.reference import CommonAttentionMetadata
 
 
-def changes(pristine: Call, call: Call) -> Iterator[str]:
+def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[str]:
     """Names of inputs and metadata fields that no longer hold what was handed over; of inputs, real rows only."""
     real = {"query": pristine.num_rows, "key": pristine.num_key_rows, "value": pristine.num_key_rows}
     for name, count in real.items():

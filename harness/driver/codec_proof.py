@@ -14,7 +14,7 @@ from attncheck.errors import AttncheckError
 from attncheck.harness.problem.float8 import alike
 from attncheck.harness.problem.latent import stored_sizes
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.storage import Storage, key_storage, value_storage
 
 _BLOCKS = 3
@@ -29,7 +29,7 @@ def prove_codec(codec: KVCacheCodec, backend: type[AttentionBackend], problem: P
     layer, cache = problem.layer, problem.cache
     kv_cache = allocate_kv_cache(backend, layer, cache, _BLOCKS, "cpu")
     slots = torch.arange(_BLOCKS * cache.block_size)
-    stream = Stream("codec proof")
+    stream = RandomStream("codec proof")
     storages = key_storage(layer, cache), value_storage(layer, cache)
     key, value = (
         _rows(storage, stream.int8(len(slots), layer.num_kv_heads, size))

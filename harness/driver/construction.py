@@ -14,7 +14,7 @@ from attncheck.backends.contract import AttentionBackend, GroupShape, KVCacheSpe
 from attncheck.backends.current_config import set_current_vllm_config
 from attncheck.backends.declarations import is_chunked
 from attncheck.harness.driver.latent_views import LatentImplView, latent_keywords
-from attncheck.harness.driver.vllm_config import Layer, vllm_config
+from attncheck.harness.driver.vllm_config import LayerStub, vllm_config
 from attncheck.harness.problem.output_quantisation import output_codes
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference import create_fast_prefill_custom_backend
@@ -77,7 +77,7 @@ def construct_builder(
     backend: type[AttentionBackend],
     problems: Sequence[Problem],
     device: torch.device,
-    attn_layer: Layer | None = None,
+    attn_layer: LayerStub | None = None,
     *,
     fills: int = 0,
     capture_sizes: tuple[int, ...] = (),
@@ -103,7 +103,7 @@ def builder_arguments(
     *,
     fills: int = 0,
     capture_sizes: tuple[int, ...] = (),
-    layers: Mapping[str, Layer] = MappingProxyType({}),
+    layers: Mapping[str, LayerStub] = MappingProxyType({}),
 ) -> tuple[KVCacheSpec, Any]:
     """``kv_cache_spec`` and ``vllm_config`` of such a builder."""
     problem = problems[0]

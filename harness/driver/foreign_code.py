@@ -25,7 +25,7 @@ class StageError(AttncheckError):
         super().__init__(raised.stage)
 
 
-def stage(name: str, call: Callable[[], T]) -> T:
+def call_backend(name: str, call: Callable[[], T]) -> T:
     """The result of ``call``; what it raises comes back as a StageError that names the stage.
 
     A backend's ``sys.exit()`` is its failure, not the end of the run; only the user's Ctrl-C passes through.
@@ -48,7 +48,7 @@ def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:
             raise TypeError(f"the declaration returned {reasons!r}, which is no list of reasons in words")
         return tuple(map(printable, reasons))
 
-    return stage("declaration", ask)
+    return call_backend("declaration", ask)
 
 
 @contextmanager

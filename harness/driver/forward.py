@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
-from attncheck.harness.driver.forward_calls import Call
+from attncheck.harness.driver.forward_calls import ForwardCall
 from attncheck.harness.driver.output_buffers import GuardedBuffer, read_result
-from attncheck.harness.driver.results import Result
-from attncheck.harness.driver.vllm_config import Layer
+from attncheck.harness.driver.results import CallResult
+from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.output_quantisation import output_codes
 from attncheck.harness.problem.problem import Problem
 
@@ -41,8 +41,8 @@ def output_scale_of(problem: Problem, device: torch.device) -> Tensor | None:
 def bound_forward(
     backend: type[AttentionBackend],
     impl: Any,
-    attn_layer: Layer,
-    call: Call,
+    attn_layer: LayerStub,
+    call: ForwardCall,
     kv_cache: Tensor,
     metadata: Any,
     out: GuardedBuffer,
@@ -75,8 +75,8 @@ def bound_forward(
 def enter_forward(
     backend: type[AttentionBackend],
     impl: Any,
-    attn_layer: Layer,
-    call: Call,
+    attn_layer: LayerStub,
+    call: ForwardCall,
     kv_cache: Tensor,
     metadata: Any,
     out: GuardedBuffer,
@@ -90,12 +90,12 @@ def enter_forward(
 
 
 def result_of(
-    backend: type[AttentionBackend], call: Call, returned: object, out: GuardedBuffer, lse: GuardedBuffer | None
-) -> Result:
+    backend: type[AttentionBackend], call: ForwardCall, returned: object, out: GuardedBuffer, lse: GuardedBuffer | None
+) -> CallResult:
     """What the call answered, which ``forward`` left in its buffers, or ``returned`` where it may."""
     rows, protocol = read_result(returned, out, must_be_buffer=backend.accept_output_buffer)
     is_buffer = rows is out.rows
-    return Result(
+    return CallResult(
         call=call,
         output=rows,
         lse=None if lse is None else lse.rows,

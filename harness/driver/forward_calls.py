@@ -33,7 +33,7 @@ from attncheck.reference.spec import MicroBatchOptions
 
 
 @dataclass(frozen=True)
-class Call:
+class ForwardCall:
     """What one ``build`` and one ``forward`` are handed.
 
     rows: int64 ``[num_rows]``, on the host: the step's row that stands at each real row of the query; padding stands
@@ -66,7 +66,7 @@ def num_builders(step: Step) -> int:
     return 1 + len(options.cuts) if isinstance(options, MicroBatchOptions) else 1
 
 
-def calls_of(step: Step, features: frozenset[str], threshold: int | None = None) -> tuple[Call, ...]:
+def forward_calls_of(step: Step, features: frozenset[str], threshold: int | None = None) -> tuple[ForwardCall, ...]:
     """The calls for a backend that declares ``features``, in order; metadata are fresh copies.
 
     ``threshold``: the builder's ``reorder_batch_threshold``, by which the requests of the step are ordered. A call
@@ -92,11 +92,11 @@ def calls_of(step: Step, features: frozenset[str], threshold: int | None = None)
 
 def _whole(
     step: Step, common: CommonAttentionMetadata, *, common_prefix_len: int = 0, carries_sinks: bool = True
-) -> Call:
+) -> ForwardCall:
     requests = [step.problem.requests[i] for i in step.order]
     nth = torch.cat([torch.arange(request.rows) for request in requests])
     first = torch.tensor([request.first_position for request in requests])
-    return Call(
+    return ForwardCall(
         common=common,
         query=step.query,
         key=step.key,
@@ -110,7 +110,7 @@ def _whole(
     )
 
 
-def _micro_batches(step: Step, cuts: tuple[int, ...]) -> tuple[Call, ...]:
+def _micro_batches(step: Step, cuts: tuple[int, ...]) -> tuple[ForwardCall, ...]:
     """One call for the rows between two cuts; the last takes the padding, too."""
     common = step.common_metadata()
     starts, num_tokens = common.query_start_loc_cpu.tolist(), len(step.query)
@@ -130,7 +130,7 @@ def _micro_batches(step: Step, cuts: tuple[int, ...]) -> tuple[Call, ...]:
         real = max(0, min(tokens.stop, step.num_rows) - tokens.start)
         nth, position = _places(metadata)
         calls.append(
-            Call(
+            ForwardCall(
                 common=step.loosened(metadata),
                 query=step.query[tokens],
                 key=None if step.key is None else step.key[tokens],
@@ -153,7 +153,7 @@ def _places(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
     return nth, nth + computed.repeat_interleave(query_lens)
 
 
-def _ordered(call: Call, threshold: int | None) -> Call:
+def _ordered(call: ForwardCall, threshold: int | None) -> ForwardCall:
     """The call with its requests of at most ``threshold`` rows in front, padding requests behind all others."""
     if threshold is None:
         return call

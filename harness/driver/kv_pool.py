@@ -17,11 +17,11 @@ from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.backends.caches.placed_codec import PlacedCodec
 from attncheck.backends.contract import AttentionBackend
 from attncheck.harness.driver.codec_proof import prove_codec
-from attncheck.harness.driver.foreign_code import stage
+from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.latent_views import LatentCodecView
 from attncheck.harness.problem.latent import stored_sizes
 from attncheck.harness.problem.problem import Problem, Request
-from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.storage import key_storage
 
 SMALL_POOL = 1 << 22
@@ -36,7 +36,7 @@ _STALE_ROWS = 64
 _E5M2_INFINITY = 0x7C
 
 
-class Pool:
+class KVPool:
     """A backend's KV cache for one problem.
 
     ``codec`` is None where there is none, and ``no_codec`` says why. ``note``: what a reader of findings about the
@@ -64,7 +64,7 @@ class Pool:
         self.kv_cache = allocate_kv_cache(backend, problem.layer, problem.cache, problem.num_blocks, device)
         self._take_up(problem)
 
-    def beside(self, problem: Problem) -> "Pool":
+    def beside(self, problem: Problem) -> "KVPool":
         """The same memory for another problem of as many blocks: it is another step's from :meth:`filled` on."""
         if problem.num_blocks != self._problem.num_blocks:
             raise ValueError(f"a pool of {self._problem.num_blocks} blocks for a problem of {problem.num_blocks}")
@@ -111,18 +111,18 @@ class Pool:
         keep = (slots >= 0).nonzero().squeeze(1).to(self._device)
         rows = slots.to(self._device)[keep]
         key, value = key.to(self._device)[keep], value.to(self._device)[keep]
-        stage("cache", lambda: self._writer(self.kv_cache, rows, key, value))
+        call_backend("cache", lambda: self._writer(self.kv_cache, rows, key, value))
 
     def write_image(self, image: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store rows in a copy of :meth:`bytes` through the codec."""
         codec = self._codec_in_hand()
         slots, key, value = (tensor.to(self._device) for tensor in (slots, key, value))
-        stage("codec", lambda: codec.write(self._view(image), slots, key, value))
+        call_backend("codec", lambda: codec.write(self._view(image), slots, key, value))
 
     def read_image(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of a copy of :meth:`bytes`, read through the codec."""
         codec = self._codec_in_hand()
-        return stage("codec", lambda: codec.read(self._view(image), slots))
+        return call_backend("codec", lambda: codec.read(self._view(image), slots))
 
     def _codec_in_hand(self) -> KVCacheCodec:
         if self.codec is None:
@@ -140,7 +140,7 @@ class Pool:
         problem = self._problem
         stale_keys, stale_values = self._empty_rows(_STALE_ROWS)
         for rows in (stale_keys, stale_values):
-            rows.copy_(Stream("stale rows").int8(*rows.shape).to(rows) / 64)
+            rows.copy_(RandomStream("stale rows").int8(*rows.shape).to(rows) / 64)
         stale = (*self.regions.values(), problem.key_slots[problem.new_keys[problem.new_keys >= 0]])
         index = torch.cat([torch.arange(len(slots)) for slots in stale]) % _STALE_ROWS
         self.write(torch.cat(stale), stale_keys[index], stale_values[index])

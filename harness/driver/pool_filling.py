@@ -15,8 +15,8 @@ from attncheck.backends.caches.learned_codec import NoCodec, learn_codec
 from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheCodec
 from attncheck.harness.driver.construction import construct_builder, construct_impl
-from attncheck.harness.driver.kv_pool import Pool
-from attncheck.harness.driver.vllm_config import Layer
+from attncheck.harness.driver.kv_pool import KVPool
+from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference.spec import CacheSpec
 
@@ -24,14 +24,14 @@ _LONGEST = 1024
 """Tokens of a prompt: a pool has many times as many slots, and attention over all of them would take too long."""
 
 
-class Filler:
+class PoolFiller:
     """Stores rows in a problem's cache, as the layer would that fills it; ``cache`` has the scales that it is told."""
 
     def __init__(
         self, backend: type[AttentionBackend], problem: Problem, device: torch.device, cache: CacheSpec
     ) -> None:
         self._backend, self._problem, self._device = backend, problem, device
-        self._attn_layer = Layer(cache, device)
+        self._attn_layer = LayerStub(cache, device)
         self._capacity = min(_LONGEST, problem.num_blocks * problem.cache.block_size)
 
     @cached_property
@@ -62,19 +62,19 @@ class Filler:
                 )
 
 
-def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.device, impl: Any) -> Pool:
+def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.device, impl: Any) -> KVPool:
     """The problem's pool. Raises TypeError where there is neither a codec nor a writer to fill it with."""
     codec = backend.kv_cache_codec(problem.layer, problem.cache)
     if codec is None and not impl.brings_writer:
         raise TypeError(f"{backend.get_name()} brings neither a writer nor a cache codec: who fills its cache?")
-    writer = Filler(backend, problem, device, problem.cache).write
-    return Pool(backend, problem, device, _learned(backend, problem, device) if codec is None else codec, writer)
+    writer = PoolFiller(backend, problem, device, problem.cache).write
+    return KVPool(backend, problem, device, _learned(backend, problem, device) if codec is None else codec, writer)
 
 
 def _learned(backend: type[AttentionBackend], problem: Problem, device: torch.device) -> KVCacheCodec | NoCodec:
     """What the backend's own writer tells of its cache."""
     layer, cache = problem.layer, problem.cache
-    filler = Filler(backend, problem, device, replace(cache, k_scale=1.0, v_scale=1.0))
+    filler = PoolFiller(backend, problem, device, replace(cache, k_scale=1.0, v_scale=1.0))
 
     def write_latent(kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         filler.write(kv_cache, slots, key[:, None], value[:, None])

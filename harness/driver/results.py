@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
-from attncheck.harness.driver.forward_calls import Call
+from attncheck.harness.driver.forward_calls import ForwardCall
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.step import Step
 from attncheck.reference import merge_many
 
 
 @dataclass(frozen=True)
-class Result:
+class CallResult:
     """One call's answer; rows as they were handed over, padding behind.
 
     output ``[rows, H, Dv]``, lse ``[rows, H]`` or None; unwritten, lse_unwritten: bool ``[rows]``, rows that hold what
     stood there before.
     """
 
-    call: Call
+    call: ForwardCall
     output: Tensor
     lse: Tensor | None
     unwritten: Tensor
@@ -43,7 +43,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Answer:
+class StepAnswer:
     """The step's answer: real rows in the order of the step, the padding of every call behind them."""
 
     output: Tensor
@@ -52,11 +52,11 @@ class Answer:
     """bool, of the real rows; so is ``lse_unwritten``"""
     lse_unwritten: Tensor | None
     nth: Tensor
-    """int64, of the real rows, as in :class:`Call`; so is ``position``"""
+    """int64, of the real rows, as in :class:`ForwardCall`; so is ``position``"""
     position: Tensor
 
 
-def placed(results: Sequence[Result]) -> Answer:
+def placed(results: Sequence[CallResult]) -> StepAnswer:
     """Results for different rows, each where the step has it."""
     calls = [result.call for result in results]
     place = torch.cat([call.rows for call in calls])
@@ -66,7 +66,7 @@ def placed(results: Sequence[Result]) -> Answer:
         pairs = list(zip(results, lses, strict=True))
         lse = torch.cat([_at(place, [r.real(own) for r, own in pairs]), *(r.padding(own) for r, own in pairs)])
     output = [_at(place, [r.real(r.output) for r in results]), *(r.padding(r.output) for r in results)]
-    return Answer(
+    return StepAnswer(
         output=torch.cat(output),
         lse=lse,
         unwritten=_at(place, [r.real(r.unwritten) for r in results]),
@@ -76,7 +76,7 @@ def placed(results: Sequence[Result]) -> Answer:
     )
 
 
-def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
+def merged(results: Sequence[CallResult], conventions: Conventions) -> StepAnswer:
     """Results of the same rows over different keys: float64, the LSE to the base the backend has.
 
     NaN or Inf in a part makes the row NaN, even where the part saw nothing.
@@ -94,7 +94,7 @@ def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
     output = output + torch.stack([torch.where(torch.isfinite(out), 0.0, torch.nan) for out in outs]).sum(0)
     unwritten = torch.stack([r.real(r.unwritten) for r in results]).any(0)
     lse_unwritten = torch.stack(_lse_flags(results)).any(0)
-    return Answer(
+    return StepAnswer(
         output=torch.cat([output, *(out for out, _ in pads)]),
         lse=torch.cat([lse / unit, *(own for _, own in pads)]),
         unwritten=unwritten,
@@ -105,9 +105,9 @@ def merged(results: Sequence[Result], conventions: Conventions) -> Answer:
 
 
 def observed(
-    whole: Answer,
+    whole: StepAnswer,
     step: Step,
-    results: Sequence[Result],
+    results: Sequence[CallResult],
     *,
     pool_before: Tensor | None,
     pool_after: Tensor | None,
@@ -144,7 +144,7 @@ def _at(place: Tensor, pieces: Sequence[Tensor]) -> Tensor:
     return placed
 
 
-def _lse_flags(results: Sequence[Result]) -> list[Tensor]:
+def _lse_flags(results: Sequence[CallResult]) -> list[Tensor]:
     return [r.real(r.lse_unwritten) for r in results if r.lse_unwritten is not None]
 
 

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import is_merged
-from attncheck.harness.driver.changed_inputs import changes
+from attncheck.harness.driver.changed_inputs import changed_inputs
 from attncheck.harness.driver.construction import construct_builder, construct_impl
-from attncheck.harness.driver.foreign_code import StageError, stage
+from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.forward import enter_forward, output_buffers, output_scale_of, result_of
-from attncheck.harness.driver.forward_calls import Call, calls_of, num_builders
-from attncheck.harness.driver.kv_pool import Pool
+from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of, num_builders
+from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.output_buffers import GuardedBuffer, read_result
 from attncheck.harness.driver.pool_filling import new_pool
-from attncheck.harness.driver.results import Result, merged, observed, placed
+from attncheck.harness.driver.results import CallResult, merged, observed, placed
 from attncheck.harness.driver.step import Step, make_step, request_order
-from attncheck.harness.driver.vllm_config import Layer
+from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.problem import Problem
 
 
@@ -63,11 +63,11 @@ class Session:
         """
         self.backend, self.problem, self.device = backend, problem, device
         self._asked, self._capture_sizes = (problem, *later), capture_sizes
-        self.attn_layer = Layer(problem.cache, device)
-        self.impl = self.attn_layer.impl = stage("construct", lambda: construct_impl(backend, problem, device))
+        self.attn_layer = LayerStub(problem.cache, device)
+        self.impl = self.attn_layer.impl = call_backend("construct", lambda: construct_impl(backend, problem, device))
         self._builders: list[Any] = []
         self._add_builder()
-        self.pool: Pool | None = None
+        self.pool: KVPool | None = None
         self._prepare()
 
     def beside(self, problem: Problem) -> "Session":
@@ -94,7 +94,7 @@ class Session:
 
     def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:
         """One step over a freshly filled cache, of whose memory ``images`` before and after are kept."""
-        results: list[Result] = []
+        results: list[CallResult] = []
         before = None
         try:
             step = self._step(fill)
@@ -121,7 +121,7 @@ class Session:
             results,
             pool_before=before,
             pool_after=self._image() if images else None,
-            changed=(name for was, now in zip(pristine, calls, strict=True) for name in changes(was, now)),
+            changed=(name for was, now in zip(pristine, calls, strict=True) for name in changed_inputs(was, now)),
         )
 
     def run_without_metadata(self) -> Tensor | Raised:
@@ -130,7 +130,7 @@ class Session:
         call = self._calls(step)[0]
         out, lse = self._buffers(call)
         try:
-            returned = stage(
+            returned = call_backend(
                 "forward without metadata", lambda: self._forward(call, self._empty_cache(), None, out, lse)
             )
         except StageError as failure:
@@ -139,48 +139,48 @@ class Session:
 
     def _prepare(self) -> None:
         """Everything that depends on the problem."""
-        self.order = stage("builder", lambda: request_order(self.problem, self.threshold))
+        self.order = call_backend("builder", lambda: request_order(self.problem, self.threshold))
         step = self._step(Fill())
         for _ in range(len(self._builders), num_builders(step)):
             self._add_builder()
         self._bare_impl = self.impl
         if self.problem.layer.sink_logits is not None and self._is_merged:
-            self._bare_impl = stage(
+            self._bare_impl = call_backend(
                 "construct", lambda: construct_impl(self.backend, self.problem, self.device, with_sinks=False)
             )
         self.pool = None
         if self.problem.has_pool:
-            self.pool = stage("cache", lambda: new_pool(self.backend, self.problem, self.device, self.impl))
+            self.pool = call_backend("cache", lambda: new_pool(self.backend, self.problem, self.device, self.impl))
 
     def _add_builder(self) -> None:
         sizes = self._capture_sizes
         self._builders.append(
-            stage(
+            call_backend(
                 "builder",
                 lambda: construct_builder(self.backend, self._asked, self.device, self.attn_layer, capture_sizes=sizes),
             )
         )
 
-    def _calls(self, step: Step) -> tuple[Call, ...]:
-        return calls_of(step, self.backend.features, self.threshold)
+    def _calls(self, step: Step) -> tuple[ForwardCall, ...]:
+        return forward_calls_of(step, self.backend.features, self.threshold)
 
-    def _build(self, call: Call) -> Any:
+    def _build(self, call: ForwardCall) -> Any:
         builder = self._builders[call.builder]
-        return stage(
+        return call_backend(
             "build",
             lambda: builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common),
         )
 
-    def _call(self, call: Call, kv_cache: Tensor, metadata: Any, before: Tensor | None) -> Result:
+    def _call(self, call: ForwardCall, kv_cache: Tensor, metadata: Any, before: Tensor | None) -> CallResult:
         out, lse = self._buffers(call)
         try:
-            returned = stage("forward", lambda: self._forward(call, kv_cache, metadata, out, lse))
+            returned = call_backend("forward", lambda: self._forward(call, kv_cache, metadata, out, lse))
         except StageError as failure:
             touched = self._touched(out, before)
             raise StageError(replace(failure.raised, touched=touched)) from failure
         return result_of(self.backend, call, returned, out, lse)
 
-    def _buffers(self, call: Call) -> tuple[GuardedBuffer, GuardedBuffer | None]:
+    def _buffers(self, call: ForwardCall) -> tuple[GuardedBuffer, GuardedBuffer | None]:
         return output_buffers(self.backend, self.problem, len(call.query), call.num_rows, self.device)
 
     def _image(self) -> Tensor | None:
@@ -212,7 +212,7 @@ class Session:
         )
 
     def _forward(
-        self, call: Call, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
+        self, call: ForwardCall, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
     ) -> object:
         impl = self.impl if call.carries_sinks else self._bare_impl
         scale = output_scale_of(self.problem, self.device)

@@ -40,7 +40,7 @@ def vllm_config(
     max_tokens: int,
     path: PathSpec = PathSpec(),  # noqa: B008 (frozen)
     capture_sizes: tuple[int, ...] = (),
-    layers: Mapping[str, "Layer"] = MappingProxyType({}),
+    layers: Mapping[str, "LayerStub"] = MappingProxyType({}),
 ) -> ConfigNode:
     """What a builder's ``vllm_config`` offers for one layer and cache, asked by ``path``.
 
@@ -94,7 +94,7 @@ def _speculative_config(path: PathSpec) -> ConfigNode | None:
     return ConfigNode("vllm_config.speculative_config", num_speculative_tokens=drafts, speculative_token_tree=tree)
 
 
-class Layer:
+class LayerStub:
     """The ``AttentionLayer`` handed to ``forward``: scales as float32 tensors, and their host copies."""
 
     impl: Any

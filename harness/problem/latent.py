@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.reference.spec import LayerSpec
 
 _STEP = 2.0**-16
@@ -53,7 +53,7 @@ def make_up_projections(layer: LayerSpec, dtype: torch.dtype) -> UpProjections |
         return None
     rank, heads = layer.mla.kv_lora_rank, layer.num_heads
     sizes = (layer.mla.qk_nope_head_dim, layer.mla.v_head_dim)
-    stream = Stream("up-projections", rank, heads, *sizes)
+    stream = RandomStream("up-projections", rank, heads, *sizes)
     # Uniform over -most .. most the variance is a third of most squared, and a sum of ``rank`` products keeps it.
     most = round((3 / rank) ** 0.5 / _STEP)
     w_uk, w_uv = (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
-from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.reference.spec import DCPOptions, RequestSpec, SplitKVOptions
 
 _SLACK = 2
@@ -21,7 +21,7 @@ _SLACK = 2
 
 
 @dataclass(frozen=True)
-class Part:
+class KeyPart:
     """Some keys of every request, attended in a call of their own. ``is_aligned``: its keys end with the rows' own."""
 
     table: Tensor
@@ -31,7 +31,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PageLayout:
     """A batch laid out. ``N`` keys of all requests behind one another."""
 
     pages: tuple[tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class Layout:
     key_slots: Tensor
     """int64 ``[N]``: where each key lies in the pool, -1 where there is no pool."""
     num_blocks: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[KeyPart, ...] = ()
     """The parts to merge; none where one call sees all keys."""
     part_of_key: Tensor | None = None
     """int64 ``[N]``: index into ``parts``."""
@@ -55,13 +55,13 @@ class _Drawn:
     num_blocks: int
 
 
-def no_pool(num_requests: int, num_keys: int) -> Layout:
+def no_pool(num_requests: int, num_keys: int) -> PageLayout:
     """The layout of a layer without a cache."""
     table, slots = torch.zeros(num_requests, 1).int(), torch.full((num_keys,), -1)
-    return Layout(((),) * num_requests, table, slots, 0)
+    return PageLayout(((),) * num_requests, table, slots, 0)
 
 
-def lay_out(case: Case, lengths: Sequence[int], stream: Stream) -> Callable[[], Layout]:
+def lay_out(case: Case, lengths: Sequence[int], stream: RandomStream) -> Callable[[], PageLayout]:
     """Draws the pages of requests with ``lengths`` keys; call the result for the layout, when foreign ids may be drawn.
 
     Raises SpecError where the pool cannot hold the batch.
@@ -74,16 +74,16 @@ def lay_out(case: Case, lengths: Sequence[int], stream: Stream) -> Callable[[], 
     shared = [spec.shared_prefix // size for spec in specs]
     drawn = _draw_pages(case, [-(-n // size) for n in lengths], shared, stream)
 
-    def finish() -> Layout:
+    def finish() -> PageLayout:
         table = _block_table(drawn, stream)
         slots = torch.cat([_slots(pages, torch.arange(n), size) for pages, n in zip(drawn.pages, lengths, strict=True)])
         parts, part_of_key = _page_parts(case, specs, lengths, table)
-        return Layout(drawn.pages, table, slots, drawn.num_blocks, parts, part_of_key)
+        return PageLayout(drawn.pages, table, slots, drawn.num_blocks, parts, part_of_key)
 
     return finish
 
 
-def _draw_pages(case: Case, counts: Sequence[int], shared: Sequence[int], stream: Stream) -> _Drawn:
+def _draw_pages(case: Case, counts: Sequence[int], shared: Sequence[int], stream: RandomStream) -> _Drawn:
     """``counts`` pages for each request, of which the first ``shared`` are the same for all who share."""
     prefix = max(shared)
     needed = prefix + sum(c - s for c, s in zip(counts, shared, strict=True))
@@ -108,7 +108,7 @@ def _draw_pages(case: Case, counts: Sequence[int], shared: Sequence[int], stream
     return _Drawn(tuple(pages), num_blocks)
 
 
-def _block_table(drawn: _Drawn, stream: Stream) -> Tensor:
+def _block_table(drawn: _Drawn, stream: RandomStream) -> Tensor:
     width = max(map(len, drawn.pages)) + _SLACK
     foreign = stream.integers(len(drawn.pages) * width, drawn.num_blocks).reshape(len(drawn.pages), width)
     for row, pages in enumerate(drawn.pages):
@@ -127,7 +127,7 @@ def _slots(pages: Sequence[int], positions: Tensor, size: int) -> Tensor:
 
 def _page_parts(
     case: Case, specs: Sequence[RequestSpec], lengths: Sequence[int], table: Tensor
-) -> tuple[tuple[Part, ...], Tensor | None]:
+) -> tuple[tuple[KeyPart, ...], Tensor | None]:
     """Parts that are runs of whole pages, all but the last within the context of their request."""
     size, path = case.cache.block_size, case.batch.path
     if path.name == "cascade":
@@ -146,7 +146,7 @@ def _page_parts(
         ends = [-(-n // size) if is_last else edge[part + 1] for edge, n in zip(edges, lengths, strict=True)]
         starts = [edge[part] for edge in edges]
         counts = tuple(min(n, end * size) - start * size for n, start, end in zip(lengths, starts, ends, strict=True))
-        parts.append(Part(_columns(table, starts, ends), counts, is_last))
+        parts.append(KeyPart(_columns(table, starts, ends), counts, is_last))
     part_of_key = [torch.full((n,), part) for part, n in _by_request([part.lengths for part in parts])]
     return tuple(parts), torch.cat(part_of_key)
 
@@ -167,7 +167,9 @@ def _columns(table: Tensor, starts: Sequence[int], ends: Sequence[int]) -> Tenso
     return part
 
 
-def _lay_out_ranks(case: Case, options: DCPOptions, lengths: Sequence[int], stream: Stream) -> Callable[[], Layout]:
+def _lay_out_ranks(
+    case: Case, options: DCPOptions, lengths: Sequence[int], stream: RandomStream
+) -> Callable[[], PageLayout]:
     """Context parallelism: rank ``(p // interleave) % size`` holds position ``p``; the ranks' pools stand in a row.
 
     A decode's own key lies with the rest. Where a request has more rows, only its context is spread; the new keys lie
@@ -182,7 +184,7 @@ def _lay_out_ranks(case: Case, options: DCPOptions, lengths: Sequence[int], stre
     counts = [own + -(-n // size) for own, n in zip(shards, new, strict=True)]
     drawn = _draw_pages(case, counts, [0] * len(specs), stream)
 
-    def finish() -> Layout:
+    def finish() -> PageLayout:
         table, area = _block_table(drawn, stream), drawn.num_blocks
         slots, owners, pages = [], [], []
         for own, count, n, added in zip(drawn.pages, shards, spread, new, strict=True):
@@ -194,13 +196,13 @@ def _lay_out_ranks(case: Case, options: DCPOptions, lengths: Sequence[int], stre
             pages[-1] += tuple(ranks * area + page for page in own[count:])
         part_of_key = torch.cat(owners)
         parts = [
-            Part(_columns(table, [0] * len(specs), shards) + r * area, _held(part_of_key, lengths, r), is_decode)
+            KeyPart(_columns(table, [0] * len(specs), shards) + r * area, _held(part_of_key, lengths, r), is_decode)
             for r in range(ranks)
         ]
         if not is_decode:
             ends = [len(own) for own in drawn.pages]
-            parts.append(Part(_columns(table, shards, ends) + ranks * area, tuple(new), is_aligned=True))
-        return Layout(tuple(pages), parts[0].table, torch.cat(slots), len(parts) * area, tuple(parts), part_of_key)
+            parts.append(KeyPart(_columns(table, shards, ends) + ranks * area, tuple(new), is_aligned=True))
+        return PageLayout(tuple(pages), parts[0].table, torch.cat(slots), len(parts) * area, tuple(parts), part_of_key)
 
     return finish
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from attncheck.cases.model import Case
 from attncheck.harness.problem.draft_trees import ancestors
 from attncheck.harness.problem.latent import UpProjections, make_up_projections, naive_layer, stored_sizes
-from attncheck.harness.problem.page_layout import Layout, Part, lay_out, no_pool
+from attncheck.harness.problem.page_layout import KeyPart, PageLayout, lay_out, no_pool
 from attncheck.harness.problem.queries import RequestGeometry, biting_queries
-from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.signatures import CHANNELS, sign
 from attncheck.harness.problem.storage import Storage, key_storage, value_storage
 from attncheck.reference.spec import (
@@ -68,7 +68,7 @@ class Problem:
     """``[N, Hkv, D]``: request r's keys stand at ``base .. base + num_keys - 1``; of a latent cache ``[N, 1, L]``."""
     values: Tensor
     """``[N, Hkv, Dv]``; of a latent cache ``[N, 1, E]``, the rotated parts"""
-    layout: Layout
+    layout: PageLayout
     up_projections: UpProjections | None = None
     """What makes keys and values of latent rows; None for every other layer."""
 
@@ -88,7 +88,7 @@ class Problem:
         return self.layout.num_blocks
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[KeyPart, ...]:
         """The parts whose results are merged; none where one call sees all keys."""
         return self.layout.parts
 
@@ -187,7 +187,7 @@ class Problem:
 
 def build_problem(case: Case, seed: int) -> Problem:
     """The tensors of ``case`` under ``seed``. Raises SpecError where the pool cannot hold the batch."""
-    stream = Stream(seed, case.hash)
+    stream = RandomStream(seed, case.hash)
     layer = case.layer
     specs = list(case.batch)
     lengths = [_num_keys(spec, layer) for spec in specs]
@@ -252,7 +252,7 @@ def _num_keys(spec: RequestSpec, layer: LayerSpec) -> int:
 
 
 def _draw(
-    stream: Stream,
+    stream: RandomStream,
     kind: str,
     requests: tuple[Request, ...],
     shape: tuple[int, int, int],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Stream:
+class RandomStream:
     """A stream of random integers determined by ``parts`` (a run's seed, a case's hash, ...)."""
 
     def __init__(self, *parts: object) -> None:

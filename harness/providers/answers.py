@@ -62,7 +62,7 @@ class NumpyInt(int):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProviderAnswer:
     """``returned``: the result in plain values, or a :class:`Refusal`; ``arguments``: what they were afterwards."""
 
     returned: Any
@@ -75,7 +75,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Difference:
+class AnswerDifference:
     """One place where two answers differ. ``tolerated``: worth telling, yet no wrong answer, such as an upper bound."""
 
     place: str
@@ -87,14 +87,14 @@ class Difference:
         return f"{self.place}: expected {self.expected}; got {self.seen}"
 
 
-def answer_of(call: Callable[..., Any], arguments: Mapping[str, Any]) -> Answer:
+def answer_of(call: Callable[..., Any], arguments: Mapping[str, Any]) -> ProviderAnswer:
     """Calls ``call`` with these keywords. Whatever it raises, short of an interrupt, is a refusal."""
     returned: Any
     try:
         returned = plain(call(**arguments))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code)
         returned = Refusal(type(error).__name__, str(error))
-    return Answer(returned, plain(dict(arguments)))
+    return ProviderAnswer(returned, plain(dict(arguments)))
 
 
 def plain(value: Any) -> Any:
@@ -131,18 +131,18 @@ def plain(value: Any) -> Any:
     return f"a {type(value).__name__}"
 
 
-def differences(expected: Answer, seen: Answer) -> list[Difference]:
+def differences(expected: ProviderAnswer, seen: ProviderAnswer) -> list[AnswerDifference]:
     """Where ``seen`` differs from ``expected``: nowhere if both refuse, unless an argument was changed."""
     if expected.refused and seen.refused:
-        found: list[Difference] = []
+        found: list[AnswerDifference] = []
     elif expected.refused or seen.refused:
-        found = [Difference(REFUSAL, _told(expected.returned), _told(seen.returned))]
+        found = [AnswerDifference(REFUSAL, _told(expected.returned), _told(seen.returned))]
     else:
         found = list(_differences("returned", expected.returned, seen.returned))
     return found + list(_differences("arguments", expected.arguments, seen.arguments))
 
 
-def _differences(place: str, expected: Any, seen: Any) -> Iterator[Difference]:
+def _differences(place: str, expected: Any, seen: Any) -> Iterator[AnswerDifference]:
     match expected, seen:
         case Values(), Values():
             yield from _in_values(place, expected, seen)
@@ -150,14 +150,14 @@ def _differences(place: str, expected: Any, seen: Any) -> Iterator[Difference]:
             for key, value in expected.items():
                 yield from _differences(f"{place}.{key}", value, seen.get(key, ABSENT))
         case int(), NumpyInt() if type(expected) is int and expected == seen:
-            yield Difference(f"{place}.type", "int", "an integer of numpy's", tolerated=True)
+            yield AnswerDifference(f"{place}.type", "int", "an integer of numpy's", tolerated=True)
         case list(), list() if len(expected) == len(seen):
             for index, (ours, theirs) in enumerate(zip(expected, seen, strict=True)):
                 yield from _differences(f"{place}[{index}]", ours, theirs)
         case _:
             if type(expected) is not type(seen) or expected != seen:
                 bound = is_bound(place) and isinstance(expected, int) and isinstance(seen, int) and seen > expected
-                yield Difference(place, _told(expected), _told(seen), tolerated=bound)
+                yield AnswerDifference(place, _told(expected), _told(seen), tolerated=bound)
 
 
 def is_bound(place: str) -> bool:
@@ -165,17 +165,17 @@ def is_bound(place: str) -> bool:
     return place.rpartition(".")[2] in UPPER_BOUNDS
 
 
-def _in_values(place: str, expected: Values, seen: Values) -> Iterator[Difference]:
+def _in_values(place: str, expected: Values, seen: Values) -> Iterator[AnswerDifference]:
     if expected.values.shape != seen.values.shape:
-        yield Difference(place, _with_shape(expected), _with_shape(seen))
+        yield AnswerDifference(place, _with_shape(expected), _with_shape(seen))
         return
     if expected.dtype != seen.dtype:
-        yield Difference(f"{place}.dtype", expected.dtype, seen.dtype)
+        yield AnswerDifference(f"{place}.dtype", expected.dtype, seen.dtype)
     index = expected.first_difference(seen)
     if index is not None:
         where = "".join(f"[{axis}]" for axis in index)
         ours, theirs = expected.values[index].item(), seen.values[index].item()
-        yield Difference(f"{place}{where}", f"{ours} of {expected}", f"{theirs} of {seen}")
+        yield AnswerDifference(f"{place}{where}", f"{ours} of {expected}", f"{theirs} of {seen}")
 
 
 def _cut(text: str, limit: int = 160) -> str:

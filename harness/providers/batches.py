@@ -17,7 +17,7 @@ MAX_REQUESTS = 512
 
 
 @dataclass(frozen=True)
-class Batch:
+class ProviderBatch:
     """One step. Per request: new tokens and tokens in all; ``padding_tokens`` follow the last request's.
 
     Padding requests are the trailing ones of 0 and 0. ``index_dtype`` is that of every index tensor but the slots.
@@ -97,28 +97,28 @@ class Batch:
 
 
 ALWAYS = (
-    Batch("one decode", (1,), (9,), block_size=4),
-    Batch("one prompt", (9,), (9,), block_size=4),
-    Batch("mixed", (3, 4, 5), (8, 4, 15), block_size=4),
-    Batch("decodes before prompts", (1, 1, 5, 7), (30, 5, 9, 7), block_size=4),
-    Batch("drafts", (2, 2, 2), (12, 7, 40), block_size=4),
-    Batch("drafts and a prompt", (2, 2, 1, 9), (12, 7, 4, 20), block_size=4),
-    Batch("not causal", (3, 4, 5), (8, 4, 15), block_size=4, causal=False),
-    Batch("padded", (2, 3, 0, 0), (5, 9, 0, 0), block_size=4, padding_tokens=3),
-    Batch("padded drafts", (2, 2, 0, 0), (12, 7, 0, 0), block_size=4, padding_tokens=4),
-    Batch("padded decodes", (1, 1, 0), (12, 7, 0), block_size=4, padding_tokens=1),
-    Batch("padding requests alone", (3, 1, 0), (5, 9, 0), block_size=4),
-    Batch("padding tokens alone", (2, 3), (5, 9), block_size=4, padding_tokens=3),
-    Batch("pages of one token", (1, 1, 3), (1, 4, 5), block_size=1),
-    Batch("long cut request", (2, 8, 2), (4, 10, 2), block_size=4),
-    Batch("wide indices", (1, 5, 2), (7, 9, 2), block_size=4, index_dtype=torch.int64),
+    ProviderBatch("one decode", (1,), (9,), block_size=4),
+    ProviderBatch("one prompt", (9,), (9,), block_size=4),
+    ProviderBatch("mixed", (3, 4, 5), (8, 4, 15), block_size=4),
+    ProviderBatch("decodes before prompts", (1, 1, 5, 7), (30, 5, 9, 7), block_size=4),
+    ProviderBatch("drafts", (2, 2, 2), (12, 7, 40), block_size=4),
+    ProviderBatch("drafts and a prompt", (2, 2, 1, 9), (12, 7, 4, 20), block_size=4),
+    ProviderBatch("not causal", (3, 4, 5), (8, 4, 15), block_size=4, causal=False),
+    ProviderBatch("padded", (2, 3, 0, 0), (5, 9, 0, 0), block_size=4, padding_tokens=3),
+    ProviderBatch("padded drafts", (2, 2, 0, 0), (12, 7, 0, 0), block_size=4, padding_tokens=4),
+    ProviderBatch("padded decodes", (1, 1, 0), (12, 7, 0), block_size=4, padding_tokens=1),
+    ProviderBatch("padding requests alone", (3, 1, 0), (5, 9, 0), block_size=4),
+    ProviderBatch("padding tokens alone", (2, 3), (5, 9), block_size=4, padding_tokens=3),
+    ProviderBatch("pages of one token", (1, 1, 3), (1, 4, 5), block_size=1),
+    ProviderBatch("long cut request", (2, 8, 2), (4, 10, 2), block_size=4),
+    ProviderBatch("wide indices", (1, 5, 2), (7, 9, 2), block_size=4, index_dtype=torch.int64),
 )
 """Asked of every provider, whatever the suites: every known departure shows in one of them."""
 
 
-def batches_of(cases: Iterable[Case]) -> list[Batch]:
+def batches_of(cases: Iterable[Case]) -> list[ProviderBatch]:
     """The distinct batches of cases whose requests have no more new tokens than tokens, the small ones first."""
-    found: dict[tuple[object, ...], Batch] = {}
+    found: dict[tuple[object, ...], ProviderBatch] = {}
     for case in cases:
         asked = case.batch
         spare = asked.padding.requests
@@ -126,7 +126,9 @@ def batches_of(cases: Iterable[Case]) -> list[Batch]:
             continue
         queries = tuple(request.query_len for request in asked) + (0,) * spare
         lens = tuple(request.total_len for request in asked) + (0,) * spare
-        batch = Batch(case.key, queries, lens, case.cache.block_size, asked.padding.tokens, case.layer.is_causal)
+        batch = ProviderBatch(
+            case.key, queries, lens, case.cache.block_size, asked.padding.tokens, case.layer.is_causal
+        )
         found.setdefault((queries, lens, batch.block_size, batch.padding_tokens, batch.causal), batch)
     return sorted(found.values(), key=lambda batch: batch.size)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from attncheck.harness.providers.answers import Difference
-from attncheck.harness.providers.questions import Question
+from attncheck.harness.providers.answers import AnswerDifference
+from attncheck.harness.providers.questions import SubjectCall
 from attncheck.harness.providers.signatures import PARAMETERS
 
 
@@ -37,7 +37,7 @@ class Departure:
         """Whether it is a matter of how the function is called, and no answer shows it."""
         return not any(place for place in self.places if not place.startswith(PARAMETERS))
 
-    def explains(self, question: Question | None, difference: Difference) -> bool:
+    def explains(self, question: SubjectCall | None, difference: AnswerDifference) -> bool:
         """Whether this difference is this departure. The parameters of a function belong to no question."""
         if self.tags and not (question is not None and self.tags & question.tags):
             return False

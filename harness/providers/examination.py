@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import attncheck.reference
 import attncheck.reference.v0
-from attncheck.harness.providers.answers import Answer, Difference, answer_of, differences, is_bound
+from attncheck.harness.providers.answers import AnswerDifference, ProviderAnswer, answer_of, differences, is_bound
 from attncheck.harness.providers.departures import Departure
 from attncheck.harness.providers.provider import Provider
-from attncheck.harness.providers.questions import Generation, Question, Setting, Subject
+from attncheck.harness.providers.questions import Generation, Subject, SubjectCall, SubjectSetting
 from attncheck.harness.providers.signatures import signature_differences
 
 Word = Literal["equal", "drifted", "judged", "differs"]
@@ -30,11 +30,11 @@ class Disagreement:
     """One question that no known departure explains: where the answers differ."""
 
     question: str
-    differences: tuple[Difference, ...]
+    differences: tuple[AnswerDifference, ...]
 
 
 @dataclass
-class Examined:
+class SubjectResult:
     """What came of one subject. ``place``: the module it was found in; ``shown``: how often each departure showed.
 
     Questions are counted by how they were answered. The comparison of parameters is no question; ``first`` may be it.
@@ -65,7 +65,7 @@ def reference_targets(subject: Subject) -> list[Any]:
     return [getattr(home, name) for name in (subject.name, *subject.helpers)]
 
 
-def examine_subject(provider: Provider, subject: Subject, setting: Setting) -> Examined | None:
+def examine_subject(provider: Provider, subject: Subject, setting: SubjectSetting) -> SubjectResult | None:
     """Every question about ``subject``, put to the reference and the provider; None where the provider lacks it.
 
     Raises:
@@ -80,7 +80,7 @@ def examine_subject(provider: Provider, subject: Subject, setting: Setting) -> E
     ours = reference_targets(subject)
     theirs = [provider.adapted(subject.key, raw), *(each.target for each in found[1:])]
     known = provider.departures.of(subject.key)
-    examined = Examined(found[0].place)
+    examined = SubjectResult(found[0].place)
     if subject.is_function:
         _judge(examined, None, signature_differences(ours[0], raw), known)
     for question in subject.questions(setting):
@@ -97,7 +97,7 @@ def examine_subject(provider: Provider, subject: Subject, setting: Setting) -> E
     return examined
 
 
-def _expected(subject: Subject, question: Question, targets: list[Any]) -> Answer:
+def _expected(subject: Subject, question: SubjectCall, targets: list[Any]) -> ProviderAnswer:
     expected = answer_of(partial(subject.ask, *targets), question.copies())
     if expected.refused != question.refused:
         what = f"answered {question.text}, which it should refuse" if question.refused else "refused"
@@ -106,14 +106,17 @@ def _expected(subject: Subject, question: Question, targets: list[Any]) -> Answe
     return expected
 
 
-def _seen(subject: Subject, question: Question, targets: list[Any]) -> Answer:
+def _seen(subject: Subject, question: SubjectCall, targets: list[Any]) -> ProviderAnswer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a provider computes from malformed input may divide by zero
         return answer_of(partial(subject.ask, *targets), question.copies())
 
 
 def _judge(
-    examined: Examined, question: Question | None, found: Iterable[Difference], known: tuple[Departure, ...]
+    examined: SubjectResult,
+    question: SubjectCall | None,
+    found: Iterable[AnswerDifference],
+    known: tuple[Departure, ...],
 ) -> Word:
     """Enters the differences of one question, and says how it was answered."""
     showing: set[Departure] = set()

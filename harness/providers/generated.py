@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from attncheck.harness.providers.batches import Batch
+from attncheck.harness.providers.batches import ProviderBatch
 
 COUNT = 150
 """How many batches are drawn; some come twice."""
@@ -21,7 +21,7 @@ def has_hypothesis() -> bool:
     return importlib.util.find_spec("hypothesis") is not None
 
 
-def drawn_batches(seed: int, count: int = COUNT) -> list[Batch]:
+def drawn_batches(seed: int, count: int = COUNT) -> list[ProviderBatch]:
     """``count`` distinct batches at most, the small ones first.
 
     Lengths lie near multiples of the block size, where edges are; some batches are sorted decodes first, some padded,
@@ -38,7 +38,7 @@ def drawn_batches(seed: int, count: int = COUNT) -> list[Batch]:
         return bits.map(lambda drawn: values[sum(bit << place for place, bit in enumerate(drawn)) % len(values)])
 
     @st.composite
-    def batches(draw: st.DrawFn) -> Batch:
+    def batches(draw: st.DrawFn) -> ProviderBatch:
         block_size = draw(one_of((1, 2, 4, 16)))
         near_edges = [max(1, pages * block_size + step) for pages in range(1, 7) for step in (-1, 0, 1)]
         lengths = one_of([*near_edges, *(1, 2, 3) * 6])
@@ -47,7 +47,7 @@ def drawn_batches(seed: int, count: int = COUNT) -> list[Batch]:
         if draw(st.booleans()):
             requests.sort()
         spare = draw(one_of((0, 0, 1, 3)))
-        return Batch(
+        return ProviderBatch(
             "",
             tuple(new for new, _ in requests) + (0,) * spare,
             tuple(new + context for new, context in requests) + (0,) * spare,
@@ -57,7 +57,7 @@ def drawn_batches(seed: int, count: int = COUNT) -> list[Batch]:
             index_dtype=draw(one_of((torch.int32, torch.int32, torch.int32, torch.int64))),
         )
 
-    drawn: list[Batch] = []
+    drawn: list[ProviderBatch] = []
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
@@ -68,7 +68,7 @@ def drawn_batches(seed: int, count: int = COUNT) -> list[Batch]:
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(batches())
-    def collect(batch: Batch) -> None:
+    def collect(batch: ProviderBatch) -> None:
         drawn.append(batch)
 
     collect()

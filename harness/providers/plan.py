@@ -14,7 +14,7 @@ from attncheck.harness.providers.batches import ALWAYS, batches_of
 from attncheck.harness.providers.catalogue import SUBJECTS
 from attncheck.harness.providers.generated import drawn_batches, has_hypothesis
 from attncheck.harness.providers.provider import Provider, load_provider
-from attncheck.harness.providers.questions import Setting, Subject
+from attncheck.harness.providers.questions import Subject, SubjectSetting
 from attncheck.reports.analysis.phrases import plural
 
 
@@ -24,7 +24,7 @@ class ProviderPlan:
 
     providers: tuple[Provider, ...] = ()
     subjects: tuple[Subject, ...] = ()
-    setting: Setting = field(default_factory=lambda: Setting((), torch.device("cpu")))
+    setting: SubjectSetting = field(default_factory=lambda: SubjectSetting((), torch.device("cpu")))
     notes: tuple[str, ...] = ()
 
     @property
@@ -52,7 +52,7 @@ def plan_providers(
             raise SelectionError(f"two of the providers are called {name!r}; examine them in two runs")
     written = batches_of(cases)
     drawn = drawn_batches(seed) if has_hypothesis() else []
-    setting = Setting((*ALWAYS, *written, *drawn), torch.device(device))
+    setting = SubjectSetting((*ALWAYS, *written, *drawn), torch.device(device))
     sources = [f"{len(ALWAYS)} always asked", f"{len(written)} of the suites"]
     if drawn:
         sources.append(f"{len(drawn)} drawn by hypothesis {importlib.metadata.version('hypothesis')}")

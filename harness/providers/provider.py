@@ -26,7 +26,7 @@ BUILTIN: Mapping[str, str] = {"vllm": "attncheck.harness.providers.vllm:load_vll
 
 
 @dataclass(frozen=True)
-class Offered:
+class ProviderObject:
     """An object of a provider, and the module it was found in."""
 
     target: Any
@@ -55,14 +55,14 @@ class Provider:
         """None: functions are offered, and no attention."""
         return frozenset()
 
-    def find(self, name: str, generation: str = "v1") -> Offered | None:
+    def find(self, name: str, generation: str = "v1") -> ProviderObject | None:
         """The object called ``name``, or None. A name both generations have is looked for in its own modules only."""
         modules = [*self.modules] if generation == "v1" else [*self.v0]
         if generation == "v0" and not hasattr(attncheck.reference, name):
             modules += self.modules
         for module in modules:
             if hasattr(module, name):
-                return Offered(getattr(module, name), module.__name__)
+                return ProviderObject(getattr(module, name), module.__name__)
         return None
 
     def adapted(self, key: str, target: Any) -> Any:

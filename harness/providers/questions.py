@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attncheck.harness.providers.batches import Batch
+from attncheck.harness.providers.batches import ProviderBatch
 
 Generation = Literal["v1", "v0"]
 
 
 @dataclass(frozen=True)
-class Question:
+class SubjectCall:
     """One call, its arguments by keyword in the reference's objects.
 
     ``tags`` say what is special about it, for departures to refer to. ``refused``: the reference must refuse this one.
@@ -34,10 +34,10 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SubjectSetting:
     """What questions are made from: the batches of the run, and the device of their tensors."""
 
-    batches: Sequence[Batch]
+    batches: Sequence[ProviderBatch]
     device: torch.device
 
 
@@ -55,7 +55,7 @@ class Subject:
     """
 
     name: str
-    questions: Callable[[Setting], Iterable[Question]]
+    questions: Callable[[SubjectSetting], Iterable[SubjectCall]]
     ask: Callable[..., Any] = call
     generation: Generation = "v1"
     helpers: tuple[str, ...] = ()
@@ -72,6 +72,6 @@ def are_apart(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
-def question(text: str, *tags: str, refused: bool = False, **arguments: Any) -> Question:
+def question(text: str, *tags: str, refused: bool = False, **arguments: Any) -> SubjectCall:
     """A question, its arguments as keywords."""
-    return Question(text, arguments, frozenset(tags), refused)
+    return SubjectCall(text, arguments, frozenset(tags), refused)

@@ -13,7 +13,7 @@ from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamine
 from attncheck.harness.driver.observation import capture
 from attncheck.harness.providers.catalogue import SUBJECTS
 from attncheck.harness.providers.departures import Departure
-from attncheck.harness.providers.examination import Examined, examine_subject
+from attncheck.harness.providers.examination import SubjectResult, examine_subject
 from attncheck.harness.providers.plan import ProviderPlan
 from attncheck.harness.providers.provider import Provider
 from attncheck.harness.providers.questions import Subject
@@ -26,7 +26,7 @@ SHOWN_DIFFERENCES = 5
 
 
 @dataclass(frozen=True)
-class Asked:
+class SubjectIdentity:
     """A subject as records name it; its hash covers the name alone, since its questions come from many places."""
 
     id: str
@@ -38,14 +38,14 @@ class Asked:
         return sha256(self.id.encode()).hexdigest()[:12]
 
 
-def asked_names(plan: ProviderPlan) -> tuple[Asked, ...]:
+def asked_names(plan: ProviderPlan) -> tuple[SubjectIdentity, ...]:
     """The subjects of a plan as records name them."""
-    return tuple(Asked(subject.key) for subject in plan.subjects)
+    return tuple(SubjectIdentity(subject.key) for subject in plan.subjects)
 
 
-def every_name(plan: ProviderPlan) -> tuple[Asked, ...]:
+def every_name(plan: ProviderPlan) -> tuple[SubjectIdentity, ...]:
     """Every subject there is, whether or not the plan chose it; none where no provider is examined."""
-    return tuple(Asked(subject.key) for subject in SUBJECTS) if plan.providers else ()
+    return tuple(SubjectIdentity(subject.key) for subject in SUBJECTS) if plan.providers else ()
 
 
 def announced(header: RunHeader, plan: ProviderPlan) -> RunHeader:
@@ -84,14 +84,16 @@ def examine_providers(plan: ProviderPlan, circumstances: Circumstances) -> Itera
 
 def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstances: Circumstances) -> Record:
     began = perf_counter()
-    examined: Examined | None = None
+    examined: SubjectResult | None = None
     finding: Finding
     try:
         examined = examine_subject(provider, subject, plan.setting)
         finding = _finding(provider, subject, examined)
     except Exception as error:  # noqa: BLE001 (ours: one function is lost and told, the rest of the run is not)
         finding = capture(OURSELVES, error)
-    record = record_of(circumstances, Asked(subject.key), provider, UTILITIES, finding, perf_counter() - began)
+    record = record_of(
+        circumstances, SubjectIdentity(subject.key), provider, UTILITIES, finding, perf_counter() - began
+    )
     if examined is not None and isinstance(record, Passed) and _is_stale(provider, examined):
         who = record.key._asdict() | {"backend_ref": record.backend_ref, "duration_s": record.duration_s}
         told = "; ".join(departure.what for departure in examined.stale)
@@ -99,12 +101,12 @@ def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstan
     return record
 
 
-def _is_stale(provider: Provider, examined: Examined) -> bool:
+def _is_stale(provider: Provider, examined: SubjectResult) -> bool:
     """Whether the table is wrong about the very version it was made from; of others it is told in a note."""
     return bool(examined.stale) and provider.version == provider.departures.version
 
 
-def _finding(provider: Provider, subject: Subject, examined: Examined | None) -> Finding:
+def _finding(provider: Provider, subject: Subject, examined: SubjectResult | None) -> Finding:
     if examined is None:
         why = provider.departures.why_gone(subject.key)
         return NotExamined((f"offers nothing of that name{f': {why}' if why else ''}",))
@@ -127,7 +129,7 @@ def _finding(provider: Provider, subject: Subject, examined: Examined | None) ->
     )
 
 
-def _notes(provider: Provider, examined: Examined) -> tuple[str, ...]:
+def _notes(provider: Provider, examined: SubjectResult) -> tuple[str, ...]:
     """Every departure that showed, with how often; the upper bounds; what no longer shows."""
     notes = [
         f"{departure.kind}: {departure.what}{_how_often(departure, count, examined)}"
@@ -142,7 +144,7 @@ def _notes(provider: Provider, examined: Examined) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _how_often(departure: Departure, count: int, examined: Examined) -> str:
+def _how_often(departure: Departure, count: int, examined: SubjectResult) -> str:
     if departure.is_form:
         return ""
     return f" ({count} of {plural(examined.questions, 'question')})"

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from attncheck.harness.providers.answers import ABSENT, Difference
+from attncheck.harness.providers.answers import ABSENT, AnswerDifference
 
 PARAMETERS = "parameters"
 """What the places of these differences begin with."""
@@ -15,7 +15,7 @@ PARAMETERS = "parameters"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def signature_differences(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[Difference]:
+def signature_differences(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[AnswerDifference]:
     """Parameters of ``ours`` that ``theirs`` lacks, has elsewhere or with another default; and further required ones.
 
     A further optional parameter is tolerated. A function that takes anything (``*args, **kwargs``), or whose parameters
@@ -30,19 +30,19 @@ def signature_differences(ours: Callable[..., Any], theirs: Callable[..., Any]) 
     return [*_changed(known, seen), *_further(known, seen)]
 
 
-def _changed(known: Any, seen: Any) -> list[Difference]:
+def _changed(known: Any, seen: Any) -> list[AnswerDifference]:
     found = []
     for place, (name, parameter) in enumerate(known.items()):
         told = _told(place, parameter)
         other = _told(list(seen).index(name), seen[name]) if name in seen else ABSENT
         if told != other:
-            found.append(Difference(f"{PARAMETERS}.{name}", told, other))
+            found.append(AnswerDifference(f"{PARAMETERS}.{name}", told, other))
     return found
 
 
-def _further(known: Any, seen: Any) -> list[Difference]:
+def _further(known: Any, seen: Any) -> list[AnswerDifference]:
     return [
-        Difference(
+        AnswerDifference(
             f"{PARAMETERS}.{name}",
             ABSENT,
             _told(place, parameter),

@@ -15,13 +15,13 @@ import torch
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import QuestionError
-from attncheck.harness.checks.timing.check import TimingDesk
+from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.cli.preparation import default_suites
 from attncheck.harness.run.backend_choice import choose_backends, suite_device
+from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.backend_loading import Loader
-from attncheck.harness.run.evaluation import Examiner, Missing, Plan
-from attncheck.harness.run.header import make_header
-from attncheck.harness.run.introduction import Introduction
+from attncheck.harness.run.evaluation import Examiner, RunPlan, UnavailableBackend
+from attncheck.harness.run.run_header import make_header
 from attncheck.harness.run.selection import Selection, check_seed, select_cases
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.analysis import phrases
@@ -32,7 +32,7 @@ from attncheck.reports.terminal import run as terminal
 if TYPE_CHECKING:
     from attncheck.harness.pytest_plugin.benchmark import Benchmarks
 
-Candidate = LoadedBackend | Missing
+Candidate = LoadedBackend | UnavailableBackend
 
 
 class Collection:
@@ -40,7 +40,7 @@ class Collection:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.introductions: tuple[Introduction, ...] = ()
+        self.introductions: tuple[BackendDescription, ...] = ()
         self._examined: tuple[Examiner, RunHeader] | None = None
         self._latest: tuple[tuple[str, str], list[Record]] | None = None
 
@@ -97,7 +97,7 @@ class Collection:
                 self.selection = self.selection.of_suites(suites.values())
         except QuestionError as error:
             raise pytest.UsageError(f"attncheck: {error}") from error
-        self.plan = Plan(
+        self.plan = RunPlan(
             cases=self.selection.cases,
             backends=loader.backends(self.introductions),
             checks=self.selection.checks,
@@ -156,7 +156,7 @@ class Collection:
         """The examiner of this process, for the checks whose items are selected, and the header that goes with it."""
         if self._examined is None:
             wanted = {item.check for item in session.items if isinstance(item, CheckItem)}
-            plan = Plan(
+            plan = RunPlan(
                 cases=self.plan.cases,
                 backends=self.plan.backends,
                 checks=tuple(check for check in BACKEND_CHECKS if check in wanted),
@@ -165,7 +165,7 @@ class Collection:
             )
             clocks = None
             if TIMING in wanted:
-                clocks = TimingDesk(torch.device(plan.device), plan.timing, self.benchmarks.sample)
+                clocks = TimingCheck(torch.device(plan.device), plan.timing, self.benchmarks.sample)
             examiner = Examiner(plan, clocks=clocks)
             infos = [introduction.info for introduction in self.introductions]
             self._examined = (examiner, make_header(self.selection, plan, infos, examiner.environment))

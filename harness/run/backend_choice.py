@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from attncheck.backends import registry
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
-from attncheck.harness.run.introduction import Introduce, Introduction, unloaded
+from attncheck.harness.run.backend_description import BackendDescription, Introduce, unloadable
 
 
 def choose_device(wanted: str | None) -> str:
@@ -64,7 +64,7 @@ def asked_first(refs: Sequence[str], suites: Sequence[Suite]) -> tuple[str, ...]
 
 def choose_backends(
     refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case], introduce: Introduce
-) -> tuple[tuple[Introduction, ...], tuple[str, ...]]:
+) -> tuple[tuple[BackendDescription, ...], tuple[str, ...]]:
     """The backends of a run, and what to tell about the choice.
 
     Those of ``refs``. Without any, those the suites wish for, if one of them can run here; else the built-in ones
@@ -98,14 +98,16 @@ def choose_backends(
     return tuple(introductions), tuple(notes)
 
 
-def refuse_unavailable(introductions: Sequence[Introduction]) -> None:
+def refuse_unavailable(introductions: Sequence[BackendDescription]) -> None:
     """Raises SelectionError for the first backend that cannot run here, with its reasons."""
     for each in introductions:
         if each.unavailable_reasons:
             raise SelectionError(str(BackendUnavailableError(each.name, each.unavailable_reasons)))
 
 
-def _serving(introductions: Sequence[Introduction], cases: Sequence[Case]) -> tuple[list[Introduction], list[str]]:
+def _serving(
+    introductions: Sequence[BackendDescription], cases: Sequence[Case]
+) -> tuple[list[BackendDescription], list[str]]:
     """The backends that serve the kind of layers ``cases`` have, and what to tell about the others."""
     kinds = {case.layer.mla is not None for case in cases} or {True, False}
     notes = []
@@ -117,6 +119,6 @@ def _serving(introductions: Sequence[Introduction], cases: Sequence[Case]) -> tu
     return [each for each in introductions if each.is_mla in kinds], notes
 
 
-def _or_unloaded(ref: str, found: Introduction | QuestionError) -> Introduction:
+def _or_unloaded(ref: str, found: BackendDescription | QuestionError) -> BackendDescription:
     """What nobody asked for by name is no wrong question: a foreign file may name what attncheck has no adapter for."""
-    return unloaded(ref, ref, (str(found),)) if isinstance(found, QuestionError) else found
+    return unloadable(ref, ref, (str(found),)) if isinstance(found, QuestionError) else found

@@ -11,16 +11,16 @@ from dataclasses import asdict
 from attncheck.backends import registry
 from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BackendLoadError, BackendUnavailableError, QuestionError
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons, settings_kept, stage
+from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons, settings_kept
 from attncheck.harness.driver.observation import printable
-from attncheck.harness.run.evaluation import Missing
-from attncheck.harness.run.introduction import Introduction, lacking, unloaded
+from attncheck.harness.run.backend_description import BackendDescription, lacking, unloadable
+from attncheck.harness.run.evaluation import UnavailableBackend
 from attncheck.harness.run.selection import DEFAULT_SUITES
 from attncheck.reports.run_file.records import BackendInfo
 
 
-def load_backend(ref: str) -> LoadedBackend | Missing:
-    """The backend ``ref`` names; one that cannot be loaded here is :class:`Missing`, with its reasons.
+def load_backend(ref: str) -> LoadedBackend | UnavailableBackend:
+    """The backend ``ref`` names; one that cannot be loaded here is :class:`UnavailableBackend`, with its reasons.
 
     What its module does to process-wide settings is undone.
 
@@ -31,18 +31,18 @@ def load_backend(ref: str) -> LoadedBackend | Missing:
         with settings_kept():
             return registry.load(ref)
     except BackendUnavailableError as error:
-        return Missing(error.name, ref, error.reasons)
+        return UnavailableBackend(error.name, ref, error.reasons)
 
 
-def introduce(backend: LoadedBackend | Missing, device: str) -> Introduction:
+def describe_backend(backend: LoadedBackend | UnavailableBackend, device: str) -> BackendDescription:
     """What ``backend`` says of itself, to be run on ``device``.
 
     Raises:
         BackendLoadError: what it says of its environment is no mapping of names to texts, whether it is of latent
             attention (``is_mla``) is no bool, or its default suite is none of those.
     """
-    if isinstance(backend, Missing):
-        return unloaded(backend.name, backend.ref, backend.reasons, backend.version)
+    if isinstance(backend, UnavailableBackend):
+        return unloadable(backend.name, backend.ref, backend.reasons, backend.version)
     declared = backend.backend
     info = BackendInfo(
         name=backend.name,
@@ -52,7 +52,7 @@ def introduce(backend: LoadedBackend | Missing, device: str) -> Introduction:
         features=tuple(sorted(declared.features)),
         required_environment=required_environment(backend, device),
     )
-    return Introduction(
+    return BackendDescription(
         info=info,
         is_mla=is_mla(backend),
         default_suite=default_suite(backend, device),
@@ -78,7 +78,7 @@ def is_mla(backend: LoadedBackend) -> bool:
         BackendLoadError: asking it raises, or the answer is something else.
     """
     try:
-        answer: object = stage("is_mla", backend.backend.is_mla)
+        answer: object = call_backend("is_mla", backend.backend.is_mla)
     except StageError as failure:
         raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
     if not isinstance(answer, bool):
@@ -93,7 +93,7 @@ def default_suite(backend: LoadedBackend, device: str) -> str:
         BackendLoadError: asking it raises, or the answer is something else.
     """
     try:
-        answer: object = stage("default_suite", lambda: backend.backend.default_suite(device))
+        answer: object = call_backend("default_suite", lambda: backend.backend.default_suite(device))
     except StageError as failure:
         raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
     if not isinstance(answer, str) or answer not in DEFAULT_SUITES:
@@ -108,7 +108,7 @@ def required_environment(backend: LoadedBackend, device: str) -> dict[str, str]:
         BackendLoadError: asking it raises, or the answer is something else.
     """
     try:
-        required: object = stage("required_environment", lambda: backend.backend.required_environment(device))
+        required: object = call_backend("required_environment", lambda: backend.backend.required_environment(device))
     except StageError as failure:
         raise BackendLoadError(backend.ref, failure.raised.in_words) from failure
     if not isinstance(required, dict) or not all(map(_is_variable, required.items())):
@@ -124,16 +124,16 @@ def _is_variable(pair: tuple[object, object]) -> bool:
     return name != "" and "=" not in name and "\0" not in name + value and printable(name + value) == name + value
 
 
-def usable_here(backend: LoadedBackend | Missing, device: str) -> LoadedBackend | Missing:
+def usable_here(backend: LoadedBackend | UnavailableBackend, device: str) -> LoadedBackend | UnavailableBackend:
     """The backend, if this process was started with what it requires; else a missing one, and what to type."""
-    if isinstance(backend, Missing):
+    if isinstance(backend, UnavailableBackend):
         return backend
     needs = lacking(required_environment(backend, device), os.environ)
     if not needs:
         return backend
     words = " ".join(f"{name}={shlex.quote(value)}" for name, value in needs.items())
     reason = f"this process must have been started with {words}: type it before the command"
-    return Missing(backend.name, backend.ref, (reason,), backend.version)
+    return UnavailableBackend(backend.name, backend.ref, (reason,), backend.version)
 
 
 class Loader:
@@ -141,26 +141,28 @@ class Loader:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._found: dict[str, LoadedBackend | Missing] = {}
+        self._found: dict[str, LoadedBackend | UnavailableBackend] = {}
 
-    def introduce(self, refs: Sequence[str]) -> list[Introduction | QuestionError]:
+    def introduce(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         """What each of ``refs`` names, or why it names nothing."""
         return [self._introduction(ref) for ref in refs]
 
-    def backends(self, introductions: Sequence[Introduction]) -> tuple[LoadedBackend | Missing, ...]:
+    def backends(self, introductions: Sequence[BackendDescription]) -> tuple[LoadedBackend | UnavailableBackend, ...]:
         """The backends that were introduced so."""
         return tuple(
-            self._found.get(each.ref) or Missing(each.name, each.ref, each.unavailable_reasons)
+            self._found.get(each.ref) or UnavailableBackend(each.name, each.ref, each.unavailable_reasons)
             for each in introductions
         )
 
-    def _introduction(self, ref: str) -> Introduction | QuestionError:
+    def _introduction(self, ref: str) -> BackendDescription | QuestionError:
         try:
             loaded = load_backend(ref)
             found = self._found[ref] = usable_here(loaded, self._device)
-            introduction = introduce(loaded, self._device)
+            introduction = describe_backend(loaded, self._device)
         except QuestionError as error:
             return error
-        if isinstance(found, Missing):  # what it says of itself holds, although it cannot be examined in this process
+        if isinstance(
+            found, UnavailableBackend
+        ):  # what it says of itself holds, although it cannot be examined in this process
             return introduction.model_copy(update={"is_loaded": False, "unavailable_reasons": found.reasons})
         return introduction

@@ -17,11 +17,11 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.checks.case_checks import Desk
-from attncheck.harness.checks.cudagraph.check import GraphDesk
+from attncheck.harness.checks.case_checks import CaseChecks
+from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
-from attncheck.harness.checks.functions.check import FUNCTION_PATHS, FunctionDesk
-from attncheck.harness.checks.timing.check import TimingDesk
+from attncheck.harness.checks.functions.check import FUNCTION_PATHS, FunctionChecks
+from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.observation import capture
@@ -39,7 +39,7 @@ OURSELVES = "attncheck itself"
 
 
 @dataclass(frozen=True)
-class Missing:
+class UnavailableBackend:
     """A backend that cannot be loaded on this machine, and why: each of its cases is ``unavailable``."""
 
     name: str
@@ -54,7 +54,7 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What is to be examined. ``checks`` of None: those each case asks for, or all.
 
     ``backends``: those that are examined in this process. ``suites``: by reference, the one suite a backend is asked;
@@ -63,7 +63,7 @@ class Plan:
     """
 
     cases: tuple[Case, ...]
-    backends: tuple[LoadedBackend | Missing, ...] = ()
+    backends: tuple[LoadedBackend | UnavailableBackend, ...] = ()
     checks: tuple[str, ...] | None = None
     device: str = "cpu"
     seed: int = 0
@@ -102,15 +102,17 @@ class Examiner:
     whose digest the records carry; None: this process's. clocks: what times; None: as the plan has it.
     """
 
-    def __init__(self, plan: Plan, environment: Environment | None = None, clocks: TimingDesk | None = None) -> None:
+    def __init__(
+        self, plan: RunPlan, environment: Environment | None = None, clocks: TimingCheck | None = None
+    ) -> None:
         self.plan = plan
         self.blind: list[QuestionError] = []
         self.device = torch.device(plan.device)
         self.environment = environment or environment_of(plan.device)
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
-        self._graphs = GraphDesk(plan.seed, self.device)
-        self._clocks = clocks or TimingDesk(self.device, plan.timing)
+        self._graphs = GraphLevelCheck(plan.seed, self.device)
+        self._clocks = clocks or TimingCheck(self.device, plan.timing)
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
     def run(self) -> Iterator[Record]:
@@ -120,14 +122,14 @@ class Examiner:
                 if self.plan.asks(backend.ref, case):
                     yield from self.examine(case, backend)
 
-    def examine(self, case: Case, backend: LoadedBackend | Missing) -> list[Record]:
+    def examine(self, case: Case, backend: LoadedBackend | UnavailableBackend) -> list[Record]:
         """The records of one pair; empty where the case itself is at fault (see ``blind``)."""
         return list(self.records(case, backend))
 
     def records(
         self,
         case: Case,
-        backend: LoadedBackend | Missing,
+        backend: LoadedBackend | UnavailableBackend,
         begin: Callable[[str], None] = _ignore,
         *,
         checks: tuple[str, ...] | None = None,
@@ -139,7 +141,7 @@ class Examiner:
         """
         checks = self.plan.checks_of(case) if checks is None else checks
         self._circumstances = replace(self._circumstances, round=round_number)
-        if isinstance(backend, Missing):
+        if isinstance(backend, UnavailableBackend):
             for check in checks:
                 yield unavailable(self._circumstances, case, backend, check, backend.reasons)
             return
@@ -184,7 +186,7 @@ class Examiner:
                 yield from gone((lacking,))
                 return
         try:
-            desk = self._desk(case, backend, reasons)
+            case_checks = self._case_checks(case, backend, reasons)
         except StageError as failure:
             yield from same_for_all(failure.raised)
             return
@@ -200,14 +202,14 @@ class Examiner:
             begin(f"check {check}")
             began = perf_counter()
             try:
-                finding = desk.examine(check)
+                finding = case_checks.examine(check)
             except StageError as failure:  # a check enters the backend's code, its codec, as well
                 finding = failure.raised
             except Exception as error:  # noqa: BLE001 (ours: one case is lost and told, the rest of the run is not)
                 finding = capture(OURSELVES, error)
             record = record_of(self._circumstances, case, backend, check, finding, perf_counter() - began)
             if isinstance(finding, Broken) and self.plan.dump is not None:
-                desk.dump(self.plan.dump, backend.name)  # whoever stops at this record will not come back
+                case_checks.dump(self.plan.dump, backend.name)  # whoever stops at this record will not come back
             yield record
 
     def _unavailable(self, backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
@@ -215,10 +217,10 @@ class Examiner:
         everywhere = declared_reasons(lambda: backend.unavailable_reasons(device))
         return (*everywhere, *declared_reasons(lambda: backend.unavailable_case_reasons(device, *asked)))
 
-    def _desk(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> Desk | FunctionDesk:
+    def _case_checks(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> CaseChecks | FunctionChecks:
         if case.batch.path.name in FUNCTION_PATHS:
-            return FunctionDesk(backend.backend, case, self.plan.seed, self.device, reasons)
-        return Desk(backend, *self._problem_and_truth(case), self.device, reasons, self._graphs, self._clocks)
+            return FunctionChecks(backend.backend, case, self.plan.seed, self.device, reasons)
+        return CaseChecks(backend, *self._problem_and_truth(case), self.device, reasons, self._graphs, self._clocks)
 
     def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:
         if self._latest is None or self._latest[0] != case:

@@ -98,7 +98,7 @@ class Expectation:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LocatedExpectation:
     """An expectation and where it is written."""
 
     expectation: Expectation
@@ -110,7 +110,7 @@ class Entry:
         return f"{where}: {wanted.backend}, {wanted.case}, {wanted.check}: {wanted.outcome} expected"
 
 
-def load_expectations(path: Path) -> tuple[Entry, ...]:
+def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
     """Read an expectation file.
 
     Raises:
@@ -142,7 +142,7 @@ def load_expectations(path: Path) -> tuple[Entry, ...]:
         if not expectation.reason.strip():
             place = item.entries["reason"].place if isinstance(item, Table) else item.place
             raise place.fault("an expected failure needs a reason", allowed="say why it is known")
-        entries.append(Entry(expectation, item.place))
+        entries.append(LocatedExpectation(expectation, item.place))
     return tuple(entries)
 
 
@@ -165,7 +165,7 @@ class Expectations:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[LocatedExpectation],
         *,
         cases: Sequence[HasNames],
         selected: Sequence[HasNames],
@@ -187,8 +187,8 @@ class Expectations:
                 and any(wanted.fits_case(case.suite, case.id) for case in selected)
             ):
                 self._live.append(entry)
-        self._met: set[Entry] = set()
-        self._seen: set[Entry] = set()
+        self._met: set[LocatedExpectation] = set()
+        self._seen: set[LocatedExpectation] = set()
 
     def apply(self, record: Record) -> Record:
         """The record as it stands in the light of the expectations: itself, or an ``xfailed`` or ``xpassed`` one."""

@@ -23,7 +23,7 @@ class Circumstances:
     round: int = 0
 
 
-class Named(Protocol):
+class BackendIdentity(Protocol):
     """How a backend is called in records, whether or not it could be loaded."""
 
     @property
@@ -43,7 +43,7 @@ class Named(Protocol):
         """The features it declares, empty where unknown."""
 
 
-class Asked(Protocol):
+class RecordedQuestion(Protocol):
     """What was asked, as records name it: a case, or a function of a provider."""
 
     @property
@@ -60,7 +60,12 @@ class Asked(Protocol):
 
 
 def record_of(
-    circumstances: Circumstances, case: Asked, backend: Named, check: str, finding: Finding, duration_s: float
+    circumstances: Circumstances,
+    case: RecordedQuestion,
+    backend: BackendIdentity,
+    check: str,
+    finding: Finding,
+    duration_s: float,
 ) -> Record:
     """The record of one finding. A backend that raised has ``errored``, whatever it raised: it declared the case."""
     common = _identity(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
@@ -90,21 +95,29 @@ def record_of(
 
 
 def unavailable(
-    circumstances: Circumstances, case: Asked, backend: Named, check: str, reasons: tuple[str, ...]
+    circumstances: Circumstances, case: RecordedQuestion, backend: BackendIdentity, check: str, reasons: tuple[str, ...]
 ) -> Record:
     """The record of a case that cannot run on this machine."""
     return Unavailable(**_identity(circumstances, case, backend, check), reasons=reasons)
 
 
 def crashed(
-    circumstances: Circumstances, case: Asked, backend: Named, check: str, stage: str, cause: str, output: str
+    circumstances: Circumstances,
+    case: RecordedQuestion,
+    backend: BackendIdentity,
+    check: str,
+    stage: str,
+    cause: str,
+    output: str,
 ) -> Record:
     """The record of a check that was not made, since the backend's process ended during ``stage``, or before."""
     who = _identity(circumstances, case, backend, check)
     return Crashed(**who, stage=stage, cause=cause, output=output)
 
 
-def _identity(circumstances: Circumstances, case: Asked, backend: Named, check: str) -> dict[str, Any]:
+def _identity(
+    circumstances: Circumstances, case: RecordedQuestion, backend: BackendIdentity, check: str
+) -> dict[str, Any]:
     return {
         "suite": case.suite,
         "case_id": case.id,

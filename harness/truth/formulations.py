@@ -23,7 +23,7 @@ from attncheck.harness.truth.latent_forms import (
     naive_rows,
 )
 from attncheck.harness.truth.tolerance import ROUNDINGS
-from attncheck.harness.truth.unpaged import Rows
+from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams, Precision, layer_params, merge_many, mla_params
 
 Answer = tuple[Tensor, Tensor]
@@ -35,12 +35,12 @@ def params_of(problem: Problem) -> AttentionParams:
     return layer_params(naive_layer(problem.layer))
 
 
-def rows_of(problem: Problem, device: torch.device) -> Rows:
+def rows_of(problem: Problem, device: torch.device) -> UnpagedAttention:
     """The question in exact numbers."""
     if problem.up_projections is not None:
         return naive_rows(problem, problem.up_projections, cache_rows(problem, device))
     layer, cache = problem.layer, problem.cache
-    return Rows(
+    return UnpagedAttention(
         problem.query.to(device),
         key_storage(layer, cache).exact(problem.keys).to(device),
         value_storage(layer, cache).exact(problem.values).to(device),
@@ -50,7 +50,7 @@ def rows_of(problem: Problem, device: torch.device) -> Rows:
     )
 
 
-def other_forms(problem: Problem, rows: Rows) -> tuple[tuple[Rows, AttentionParams], ...]:
+def other_forms(problem: Problem, rows: UnpagedAttention) -> tuple[tuple[UnpagedAttention, AttentionParams], ...]:
     """The question as kernels may put it to themselves besides :func:`rows_of`: the scores are the same.
 
     What float32 may lose of a score of products ``a_i b_i`` is bounded by roundings of ``sum |a_i b_i| <= |a| |b|``. A
@@ -68,11 +68,11 @@ def roundings_of(problem: Problem) -> int:
     return ROUNDINGS if problem.up_projections is None else LATENT_ROUNDINGS
 
 
-def honest_answers(problem: Problem, rows: Rows, params: AttentionParams) -> Iterator[Answer]:
+def honest_answers(problem: Problem, rows: UnpagedAttention, params: AttentionParams) -> Iterator[Answer]:
     """What low-precision runs answer, one for each way in which a good kernel may go about it."""
     precision = Precision.kernel(problem.dtype)
 
-    def attend(asked: Rows, how: AttentionParams) -> Answer:
+    def attend(asked: UnpagedAttention, how: AttentionParams) -> Answer:
         if problem.layout.part_of_key is None:
             return asked.attend(how, precision)
         return _merged(problem, asked, how, precision)
@@ -89,7 +89,7 @@ def honest_answers(problem: Problem, rows: Rows, params: AttentionParams) -> Ite
             yield from latent_answers(problem, weights, cached, read, params, attend)
 
 
-def _readings(problem: Problem, rows: Rows) -> Iterator[Rows]:
+def _readings(problem: Problem, rows: UnpagedAttention) -> Iterator[UnpagedAttention]:
     """The rows as kernels may take them out of the cache: exactly, or where codes are held, rounded to the dtype."""
     yield rows
     if key_storage(problem.layer, problem.cache).is_fp8:
@@ -97,7 +97,7 @@ def _readings(problem: Problem, rows: Rows) -> Iterator[Rows]:
         yield replace(rows, keys=problem.keys.to(device), values=problem.values.to(device))
 
 
-def _merged(problem: Problem, rows: Rows, params: AttentionParams, precision: Precision) -> Answer:
+def _merged(problem: Problem, rows: UnpagedAttention, params: AttentionParams, precision: Precision) -> Answer:
     """Each part attended on its own, its output rounded to the dtype, and the results merged without further loss."""
     part_of_key = problem.layout.part_of_key
     if part_of_key is None:

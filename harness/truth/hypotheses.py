@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attncheck.harness.truth.unpaged import HiddenKeys, Rows
+from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, Precision
 
 
@@ -38,7 +38,7 @@ class Toggle:
     mostly: bool
 
 
-def toggles(params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
+def toggles(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]:
     """The changes a case with these parameters must notice."""
     seen = keys_seen(rows, params)
     if params.logits_soft_cap:
@@ -58,14 +58,14 @@ def toggles(params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
         yield Toggle("tree", ignored, keys_seen(flat, params) > seen, mostly=True)
 
 
-def causal_toggle(params: AttentionParams, rows: Rows) -> Toggle:
+def causal_toggle(params: AttentionParams, rows: UnpagedAttention) -> Toggle:
     """What a decoder layer without a causal mask must notice: the mask that kernels for decoders have."""
     causal = replace(params, causal=True)
     fewer = keys_seen(rows, causal) < keys_seen(rows, params)
     return Toggle("causal", _altered("a causal mask is applied", rows, causal), fewer, mostly=True)
 
 
-def _chunk_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterator[Toggle]:
+def _chunk_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tensor) -> Iterator[Toggle]:
     chunk = params.attn_chunk_size
     if chunk is None:
         return
@@ -83,7 +83,7 @@ def _chunk_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterato
     yield Toggle("attn_chunk_size, not a window", slid, keys_seen(rows, window) > seen, mostly=False)
 
 
-def _window_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterator[Toggle]:
+def _window_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tensor) -> Iterator[Toggle]:
     left, right = params.window
     for bound, side, value in (("left", 0, left), ("right", 1, right)):
         if value < 0 or (side == 1 and params.causal):
@@ -104,7 +104,7 @@ def _window_toggles(params: AttentionParams, rows: Rows, seen: Tensor) -> Iterat
             yield Toggle(f"{name} - 1", _altered(shorter, rows, moved(value - 1)), acts, False)
 
 
-def explanations(params: AttentionParams, rows: Rows, block_size: int) -> Iterator[Hypothesis]:
+def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
     """Common faults in the order in which they are tried on a wrong output; some equal the truth of some batches."""
     yield Hypothesis("the output is all zeros", lambda: _zeros(rows))
     for toggle in toggles(params, rows):
@@ -137,7 +137,7 @@ def explanations(params: AttentionParams, rows: Rows, block_size: int) -> Iterat
     yield _altered("all visible keys weigh the same: the scores are lost", rows, replace(params, scale=0.0))
 
 
-def imprecisions(params: AttentionParams, rows: Rows, dtype: torch.dtype) -> Iterator[Hypothesis]:
+def imprecisions(params: AttentionParams, rows: UnpagedAttention, dtype: torch.dtype) -> Iterator[Hypothesis]:
     """The right question in coarser arithmetic than a good kernel of ``dtype`` uses: what matters is how far it is off.
 
     TF32 and float16 keep as many bits, and cannot be told apart by their errors.
@@ -155,7 +155,7 @@ def imprecisions(params: AttentionParams, rows: Rows, dtype: torch.dtype) -> Ite
             yield _coarse(f"scores and sums kept in {name}", rows, params, Precision(coarse, coarse, coarse))
 
 
-def _coarse(meaning: str, rows: Rows, params: AttentionParams, precision: Precision) -> Hypothesis:
+def _coarse(meaning: str, rows: UnpagedAttention, params: AttentionParams, precision: Precision) -> Hypothesis:
     return Hypothesis(meaning, lambda: rows.attend(params, precision))
 
 
@@ -166,11 +166,11 @@ def _rounded(x: Tensor, coarse: torch.dtype) -> Tensor:
     return torch.ldexp(torch.round(fraction * grid) / grid, exponent).to(x.dtype)
 
 
-def _altered(meaning: str, rows: Rows, params: AttentionParams) -> Hypothesis:
+def _altered(meaning: str, rows: UnpagedAttention, params: AttentionParams) -> Hypothesis:
     return Hypothesis(meaning, lambda: rows.attend(params))
 
 
-def _lost_keys(rows: Rows, block_size: int) -> Iterator[tuple[str, HiddenKeys]]:
+def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, HiddenKeys]]:
     """Keys that faulty kernels lose: (meaning, predicate of request, row and key positions that hides a key)."""
     query_lens = (rows.cu_seqlens_q[1:] - rows.cu_seqlens_q[:-1]).tolist()
     key_lens = (rows.cu_seqlens_k[1:] - rows.cu_seqlens_k[:-1]).tolist()
@@ -183,17 +183,17 @@ def _lost_keys(rows: Rows, block_size: int) -> Iterator[tuple[str, HiddenKeys]]:
     yield "the last, partly filled page is missing", lambda r, _q, k: k >= key_lens[r] // block_size * block_size
 
 
-def _masked(meaning: str, rows: Rows, params: AttentionParams, hidden: HiddenKeys) -> Hypothesis:
+def _masked(meaning: str, rows: UnpagedAttention, params: AttentionParams, hidden: HiddenKeys) -> Hypothesis:
     return Hypothesis(meaning, lambda: rows.attend(params, hidden=hidden))
 
 
-def _zeros(rows: Rows) -> tuple[Tensor, Tensor]:
+def _zeros(rows: UnpagedAttention) -> tuple[Tensor, Tensor]:
     shape = (*rows.query.shape[:2], rows.values.shape[-1])
     empty = torch.zeros(shape, dtype=torch.float64, device=rows.query.device)
     return empty, torch.full(shape[:2], float("-inf"), dtype=torch.float64, device=rows.query.device)
 
 
-def keys_seen(rows: Rows, params: AttentionParams) -> Tensor:
+def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
     """int64 ``[T]``: how many keys each row sees."""
     counts = []
     device = rows.query.device

@@ -16,7 +16,7 @@ from attncheck.harness.problem.latent import UpProjections
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage, value_storage
 from attncheck.harness.truth.hypotheses import Hypothesis
-from attncheck.harness.truth.unpaged import Rows
+from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams, Precision, merge_attn_states, mla_params
 
 LATENT_ROUNDINGS = 4
@@ -26,7 +26,7 @@ _OTHER_GRID = 1.3
 """Rounded to the dtype's numbers divided by this, just as dense, a kernel is as good, and its errors are others."""
 
 Answer = tuple[Tensor, Tensor]
-Attend = Callable[[Rows, AttentionParams], Answer]
+Attend = Callable[[UnpagedAttention, AttentionParams], Answer]
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ def cache_rows(problem: Problem, device: torch.device) -> CacheRows:
     return CacheRows(latent.double(), value_storage(layer, cache).exact(problem.values.to(device)).double())
 
 
-def naive_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> Rows:
+def naive_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> UnpagedAttention:
     """The question as ordinary attention over float64 keys and values: exact."""
     device = cached.latent.device
     weights = weights.to(device)
-    return Rows(
+    return UnpagedAttention(
         problem.query.double().to(device),
         weights.keys(cached.latent, cached.rotary),
         weights.values(cached.latent),
@@ -58,7 +58,7 @@ def naive_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> R
     )
 
 
-def absorbed_rows(weights: UpProjections, cached: CacheRows, rows: Rows) -> Rows:
+def absorbed_rows(weights: UpProjections, cached: CacheRows, rows: UnpagedAttention) -> UnpagedAttention:
     """The same over cache rows: float64 queries ``[T, H, L + E]``, one KV head whose values are the latent part."""
     w_uk = weights.w_uk.to(rows.query)
     nope, rope = rows.query.split([w_uk.shape[2], cached.rotary.shape[2]], dim=-1)
@@ -67,7 +67,12 @@ def absorbed_rows(weights: UpProjections, cached: CacheRows, rows: Rows) -> Rows
 
 
 def latent_answers(
-    problem: Problem, weights: UpProjections, cached: CacheRows, rows: Rows, params: AttentionParams, attend: Attend
+    problem: Problem,
+    weights: UpProjections,
+    cached: CacheRows,
+    rows: UnpagedAttention,
+    params: AttentionParams,
+    attend: Attend,
 ) -> Iterator[Answer]:
     """What low-precision runs of both forms answer; all that a kernel keeps is rounded to the dtype.
 
@@ -88,13 +93,13 @@ def latent_answers(
     yield _through(torch.einsum("thl,lhv->thv", latent_out, w_uv), dtype), lse
 
 
-def _kept(rows: Rows, nope: int, dtype: torch.dtype, grid: float = 1.0) -> Rows:
+def _kept(rows: UnpagedAttention, nope: int, dtype: torch.dtype, grid: float = 1.0) -> UnpagedAttention:
     """What a kernel keeps of up-projected keys (their first ``nope`` channels) and values."""
     keys = torch.cat([_through(rows.keys[..., :nope], dtype, grid), rows.keys[..., nope:]], dim=-1)
     return replace(rows, keys=keys, values=_through(rows.values, dtype, grid))
 
 
-def _in_pieces(rows: Rows, params: AttentionParams, workspace: int | None, precision: Precision) -> Answer:
+def _in_pieces(rows: UnpagedAttention, params: AttentionParams, workspace: int | None, precision: Precision) -> Answer:
     """New keys first, then the context in pieces that every row sees; each result and each merge is rounded."""
     length, starts = rows.num_keys, rows.cu_seqlens_k[:-1]
     context = (length - rows.num_rows).clamp(min=0)
@@ -120,7 +125,7 @@ def _with_zero(ends: Tensor) -> Tensor:
     return torch.cat([ends.new_zeros(1), ends])
 
 
-def latent_guesses(problem: Problem, params: AttentionParams, rows: Rows) -> Iterator[Hypothesis]:
+def latent_guesses(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
     """Wrong questions that only layers with a latent cache know; ``params`` and ``rows``: those of the naive form."""
     mla, weights = problem.layer.mla, problem.up_projections
     if mla is None or weights is None:

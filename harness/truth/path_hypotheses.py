@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.hypotheses import Hypothesis
-from attncheck.harness.truth.unpaged import Rows
+from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams, merge_many, visible
 from attncheck.reference.spec import FastPrefillOptions, MicroBatchOptions
 
@@ -22,7 +22,7 @@ Places = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(request, row positions, key positions) -> the positions that a mask is told in their stead."""
 
 
-def path_guesses(problem: Problem, params: AttentionParams, rows: Rows) -> Iterator[Hypothesis]:
+def path_guesses(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
     """The guesses that the problem's path suggests; ``params`` and ``rows``: what the truth was made of."""
     if problem.layout.part_of_key is not None and len(problem.parts) > 1:
         yield from _part_guesses(problem.layout.part_of_key, params, rows)
@@ -43,7 +43,7 @@ def path_guesses(problem: Problem, params: AttentionParams, rows: Rows) -> Itera
             pass
 
 
-def _part_guesses(part_of_key: Tensor, params: AttentionParams, rows: Rows) -> Iterator[Hypothesis]:
+def _part_guesses(part_of_key: Tensor, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
     by_request = part_of_key.to(rows.keys.device).split(rows.num_keys.tolist())
     number = int(part_of_key.max()) + 1
     bare = replace(params, sinks=None)
@@ -86,7 +86,9 @@ def _merged(
     return merge_many([out for out, _ in states], [lse if wrong is None else wrong(lse) for _, lse in states])
 
 
-def _pieces_before(problem: Problem, cuts: tuple[int, ...], params: AttentionParams, rows: Rows) -> Hypothesis:
+def _pieces_before(
+    problem: Problem, cuts: tuple[int, ...], params: AttentionParams, rows: UnpagedAttention
+) -> Hypothesis:
     """Of rows that were cut where requests stand in the order of the case."""
     total, device = len(problem.query), rows.query.device
     edges = torch.tensor([0, *cuts, total], device=device)
@@ -100,7 +102,7 @@ def _pieces_before(problem: Problem, cuts: tuple[int, ...], params: AttentionPar
     return Hypothesis("the keys of the pieces before are missing", lambda: rows.attend(params, hidden=before))
 
 
-def _placed(meaning: str, rows: Rows, params: AttentionParams, places: Places) -> Hypothesis:
+def _placed(meaning: str, rows: UnpagedAttention, params: AttentionParams, places: Places) -> Hypothesis:
     """The mask of other positions, over the same keys."""
     every = replace(params, causal=False, window=(-1, -1), attn_chunk_size=None)
     return Hypothesis(meaning, lambda: rows.attend(every, hidden=lambda r, q, k: ~visible(params, *places(r, q, k))))

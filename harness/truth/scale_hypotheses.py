@@ -13,11 +13,11 @@ from torch import Tensor
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage, value_storage
 from attncheck.harness.truth.hypotheses import Hypothesis, Toggle, keys_seen
-from attncheck.harness.truth.unpaged import Rows
+from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
 
 
-def scale_toggles(problem: Problem, params: AttentionParams, rows: Rows) -> Iterator[Toggle]:
+def scale_toggles(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]:
     """What a case with an FP8 cache must notice: each scale left out, and that heads have scales of their own."""
     key, value = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
     if not key.is_fp8:
@@ -37,7 +37,7 @@ def scale_toggles(problem: Problem, params: AttentionParams, rows: Rows) -> Iter
             yield Toggle(f"{name} per head", _of_first_head(params, rows, name, scale), acts, False)
 
 
-def scale_guesses(problem: Problem, params: AttentionParams, rows: Rows) -> Iterator[Hypothesis]:
+def scale_guesses(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
     """Faults of scales, for explaining a wrong output."""
     storages = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
     key, value = (storage.scale.double() for storage in storages)
@@ -63,7 +63,7 @@ def scale_guesses(problem: Problem, params: AttentionParams, rows: Rows) -> Iter
     yield _scaled("q_scale multiplies a query that is no codes", params, rows, "q_scale", factor)
 
 
-def _scaled(meaning: str, params: AttentionParams, rows: Rows, name: str, factor: Tensor) -> Hypothesis:
+def _scaled(meaning: str, params: AttentionParams, rows: UnpagedAttention, name: str, factor: Tensor) -> Hypothesis:
     """One of key, value and query times ``factor`` (``[1 or Hkv, 1]``)."""
     part = {"k_scale": "keys", "v_scale": "values", "q_scale": "query"}[name]
     per_head = factor.repeat_interleave(params.group_size, 0) if name == "q_scale" and len(factor) > 1 else factor
@@ -75,7 +75,7 @@ def _scaled(meaning: str, params: AttentionParams, rows: Rows, name: str, factor
     return Hypothesis(meaning, ask)
 
 
-def _both(meaning: str, params: AttentionParams, rows: Rows, key: Tensor, value: Tensor) -> Hypothesis:
+def _both(meaning: str, params: AttentionParams, rows: UnpagedAttention, key: Tensor, value: Tensor) -> Hypothesis:
     """Keys and values times a factor each."""
 
     def ask() -> tuple[Tensor, Tensor]:
@@ -86,5 +86,5 @@ def _both(meaning: str, params: AttentionParams, rows: Rows, key: Tensor, value:
     return Hypothesis(meaning, ask)
 
 
-def _of_first_head(params: AttentionParams, rows: Rows, name: str, scale: Tensor) -> Hypothesis:
+def _of_first_head(params: AttentionParams, rows: UnpagedAttention, name: str, scale: Tensor) -> Hypothesis:
     return _scaled(f"the {name} of KV head 0 is used for all heads", params, rows, name, scale[:1] / scale)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.harness.truth.unpaged import Rows
+from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams, Precision
 
 K = 3.0
@@ -57,14 +57,14 @@ class Budget:
 
 
 def budget_of(
-    rows: Rows,
+    rows: UnpagedAttention,
     params: AttentionParams,
     dtype: torch.dtype,
     out: Tensor,
     lse: Tensor,
     weighted: Tensor,
     honest: Iterable[tuple[Tensor, Tensor]] = (),
-    forms: Iterable[tuple[Rows, AttentionParams]] = (),
+    forms: Iterable[tuple[UnpagedAttention, AttentionParams]] = (),
     roundings: int = ROUNDINGS,
 ) -> Budget:
     """The budget of a kernel in ``dtype`` around a truth: ``out``, ``lse``, ``weighted`` of ``Rows.attend_weighted``.
@@ -121,7 +121,7 @@ def share_of_budget(error: Tensor, budget: Budget) -> Tensor:
     return torch.maximum(*shares)
 
 
-def score_bound(rows: Rows, params: AttentionParams) -> Tensor:
+def score_bound(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
     """``S`` of the module's formula, float64 ``[T, H]``: how large a score each row and head can meet."""
     scale, heads = params.softmax_scale, params.num_kv_heads
     key_norm = _norm(rows.keys.double()).t().contiguous()
@@ -147,7 +147,7 @@ def score_bound(rows: Rows, params: AttentionParams) -> Tensor:
     return bound
 
 
-def _sum_rounding(rows: Rows, lse: Tensor) -> Tensor:
+def _sum_rounding(rows: UnpagedAttention, lse: Tensor) -> Tensor:
     """What summing n exponentials in float32, in any sensible order, and rounding the logarithm may cost."""
     growth = torch.sqrt(torch.ceil(rows.lengths().double() / 16)).clamp(min=1)[:, None]
     return 2 * K * _FLOAT32 * growth * lse.abs().nan_to_num(posinf=1.0).clamp(min=1)

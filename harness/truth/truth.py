@@ -17,7 +17,7 @@ from attncheck.harness.truth.formulations import honest_answers, other_forms, pa
 from attncheck.harness.truth.hypotheses import causal_toggle, toggles
 from attncheck.harness.truth.scale_hypotheses import scale_toggles
 from attncheck.harness.truth.tolerance import Budget, budget_of, share_of_budget
-from attncheck.harness.truth.unpaged import Rows
+from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
 from attncheck.reference.spec import AttentionType
 
@@ -30,7 +30,7 @@ class Truth:
     """The right answer: ``out`` float64 ``[T, H, Dv]``, ``lse`` float64 ``[T, H]``, and the budget around them."""
 
     params: AttentionParams
-    rows: Rows
+    rows: UnpagedAttention
     out: Tensor
     lse: Tensor
     budget: Budget

@@ -17,7 +17,7 @@ HiddenKeys = Callable[[int, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Rows:
+class UnpagedAttention:
     """The arguments of one unpaged attention: ``query [T, H, D]``, ``keys [N, Hkv, D]``, ``values [N, Hkv, Dv]``.
 
     ``tree``: bool ``[Q, Q]``, row ``i`` of a request may see its new key ``m`` only where ``tree[i, m]``; None: no

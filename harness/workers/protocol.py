@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.introduction import Introduction
+from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.reports.run_file.records import Environment, Record
 
 
@@ -58,11 +58,11 @@ class Examine(_Message):
     round: int = 0
 
 
-class Introduced(_Message):
+class Described(_Message):
     """The backend was loaded, or is unavailable."""
 
     kind: Literal["introduced"] = "introduced"
-    introduction: Introduction
+    introduction: BackendDescription
 
 
 class Refused(_Message):
@@ -86,7 +86,7 @@ class Done(_Message):
     blind: str | None = None
 
 
-class Fault(_Message):
+class HarnessFailure(_Message):
     """attncheck itself failed: ``error`` in a line, and the traceback."""
 
     kind: Literal["fault"] = "fault"
@@ -95,7 +95,7 @@ class Fault(_Message):
 
 
 Request = Assignment | Examine
-Answer = Introduced | Refused | Begun | Record | Done | Fault
+Answer = Described | Refused | Begun | Record | Done | HarnessFailure
 
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="kind")])

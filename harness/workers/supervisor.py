@@ -14,16 +14,16 @@ from dataclasses import replace
 import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.checks.case_checks import unasked
+from attncheck.harness.checks.case_checks import not_applicable
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.problem.memory_estimate import needed_bytes
-from attncheck.harness.run.evaluation import OURSELVES, Plan
-from attncheck.harness.run.introduction import Introduction
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.evaluation import OURSELVES, RunPlan
 from attncheck.harness.run.outcomes import Circumstances, crashed, record_of, unavailable
-from attncheck.harness.run.rounds import Sitting, in_turn, timed_sitting, untimed_sitting
-from attncheck.harness.workers.protocol import Begun, Done, Examine, Fault, Introduced, Refused, format_message
-from attncheck.harness.workers.worker_pool import Crew, WorkerError
-from attncheck.harness.workers.worker_process import Child, ProcessEndedError
+from attncheck.harness.run.timing_rounds import RoundQuestions, in_turn, timed_questions, untimed_questions
+from attncheck.harness.workers.protocol import Begun, Described, Done, Examine, HarnessFailure, Refused, format_message
+from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
+from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.records import EXAMINED, Environment, Record
 
 _ROOM_FOR_REQUESTS = 2**15
@@ -34,16 +34,16 @@ _SMALL = 2**30
 
 
 class Supervisor:
-    """Examines a plan's cases through the processes of ``crew``, whose backends are ``introductions``.
+    """Examines a plan's cases through the processes of ``workers``, whose backends are ``introductions``.
 
     blind: cases that could not be put at all, each told once.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        introductions: tuple[Introduction, ...],
-        crew: Crew,
+        plan: RunPlan,
+        introductions: tuple[BackendDescription, ...],
+        workers: WorkerPool,
         environment: Environment,
         *,
         asks_ahead: bool = False,
@@ -53,12 +53,12 @@ class Supervisor:
         Of the check ``timing``, nothing is asked ahead.
         """
         self.blind: list[QuestionError] = []
-        self._plan, self._introductions, self._crew = plan, introductions, crew
+        self._plan, self._introductions, self._workers = plan, introductions, workers
         self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
         self._faulty: set[str] = set()
         self._unexamined: dict[str, set[str]] = {}
         self._asks_ahead = asks_ahead
-        self._asked: dict[Child, set[str]] = {}
+        self._asked: dict[WorkerProcess, set[str]] = {}
 
     def run(self) -> Iterator[Record]:
         """Every record, grouped by round, by backend, then by case; those without times come before the first round.
@@ -66,69 +66,69 @@ class Supervisor:
         Raises:
             WorkerError: attncheck itself failed in a process that was to take the place of another.
         """
-        self._crew.keep(backend.ref for backend in self._introductions)
+        self._workers.keep(backend.ref for backend in self._introductions)
         yield from self._run_untimed()
         for number in range(self._plan.rounds):
             yield from self._run_round(number)
 
     def _run_untimed(self) -> Iterator[Record]:
-        sittings = {backend.ref: untimed_sitting(self._plan, backend.ref) for backend in self._introductions}
-        if not any(sitting.questions for sitting in sittings.values()):
+        by_backend = {backend.ref: untimed_questions(self._plan, backend.ref) for backend in self._introductions}
+        if not any(part.questions for part in by_backend.values()):
             return  # and the processes are still fresh
         for index, backend in enumerate(self._introductions):
             if self._asks_ahead:
                 self._ask_ahead(next((each for each in self._introductions[index + 1 :] if each.is_loaded), None))
-            yield from self._sit(backend, sittings[backend.ref])
-            self._crew.dismiss(backend.ref)
+            yield from self._examine_round(backend, by_backend[backend.ref])
+            self._workers.dismiss(backend.ref)
 
     def _run_round(self, number: int) -> Iterator[Record]:
         """What the first round did not examine, or could not even ask, is not asked again: it would be no news."""
-        asked: list[tuple[Introduction, Sitting]] = []
+        asked: list[tuple[BackendDescription, RoundQuestions]] = []
         for backend in self._introductions:
             left_out = self._unexamined.get(backend.ref, set()) | self._faulty
-            sitting = timed_sitting(self._plan, backend.ref, number, left_out)
-            if sitting.questions:
-                asked.append((backend, sitting))
-        for backend, sitting in in_turn(asked, number):
+            part = timed_questions(self._plan, backend.ref, number, left_out)
+            if part.questions:
+                asked.append((backend, part))
+        for backend, part in in_turn(asked, number):
             if backend.is_loaded:
-                self._crew.isolate(backend.ref)
-            for record in self._sit(backend, sitting):
+                self._workers.isolate(backend.ref)
+            for record in self._examine_round(backend, part):
                 if number == 0 and record.outcome not in EXAMINED:
                     self._unexamined.setdefault(backend.ref, set()).add(record.case)
                 yield record
-            self._crew.dismiss(backend.ref)
+            self._workers.dismiss(backend.ref)
 
-    def _sit(self, backend: Introduction, sitting: Sitting) -> Iterator[Record]:
-        self._circumstances = replace(self._circumstances, round=sitting.round)
-        return self._examine_all(backend, sitting) if backend.is_loaded else self._miss_all(backend, sitting)
+    def _examine_round(self, backend: BackendDescription, part: RoundQuestions) -> Iterator[Record]:
+        self._circumstances = replace(self._circumstances, round=part.round)
+        return self._examine_all(backend, part) if backend.is_loaded else self._miss_all(backend, part)
 
-    def _ask_ahead(self, backend: Introduction | None) -> None:
+    def _ask_ahead(self, backend: BackendDescription | None) -> None:
         """Let the process of ``backend`` begin; its answers wait in its pipe, and it waits where that is full."""
-        child = None if backend is None else self._crew.child(backend.ref)
-        if backend is None or child is None or child in self._asked:
+        process = None if backend is None else self._workers.process(backend.ref)
+        if backend is None or process is None or process in self._asked:
             return
-        room, asked = _ROOM_FOR_REQUESTS, self._asked.setdefault(child, set())
-        for case, checks in untimed_sitting(self._plan, backend.ref).questions:
+        room, asked = _ROOM_FOR_REQUESTS, self._asked.setdefault(process, set())
+        for case, checks in untimed_questions(self._plan, backend.ref).questions:
             request = Examine(case=case.key, checks=checks)
             room -= len(format_message(request))
             if room < 0 or needed_bytes(case) > _SMALL:
                 return
-            child.send(request)
+            process.send(request)
             asked.add(case.key)
 
-    def _miss_all(self, backend: Introduction, sitting: Sitting) -> Iterator[Record]:
-        for case, checks in sitting.questions:
+    def _miss_all(self, backend: BackendDescription, part: RoundQuestions) -> Iterator[Record]:
+        for case, checks in part.questions:
             for check in checks:
                 yield unavailable(self._circumstances, case, backend, check, backend.unavailable_reasons)
 
-    def _examine_all(self, backend: Introduction, sitting: Sitting) -> Iterator[Record]:
-        waiting = self._crew.child(backend.ref)
+    def _examine_all(self, backend: BackendDescription, part: RoundQuestions) -> Iterator[Record]:
+        waiting = self._workers.process(backend.ref)
         # While others were examined. What it was asked before, it may have answered before it ended.
         if waiting is not None and waiting.has_ended and waiting not in self._asked:
-            self._crew.discard(backend.ref)
-        for index, (case, checks) in enumerate(sitting.questions):
+            self._workers.discard(backend.ref)
+        for index, (case, checks) in enumerate(part.questions):
             due = list(checks)
-            request = Examine(case=case.key, checks=checks, round=sitting.round)
+            request = Examine(case=case.key, checks=checks, round=part.round)
             try:
                 # A backend may spoil its process so that attncheck fails there: a fresh one tells whose fault it is.
                 if (fault := (yield from self._examine(backend, case, due, request))) is not None:
@@ -136,7 +136,7 @@ class Supervisor:
             except (QuestionError, OSError) as error:
                 cause = f"its process has ended, and no other could be started: {error}"
                 yield from self._crashed(backend, case, due, "the start", cause)
-                for left, lost in sitting.questions[index + 1 :]:
+                for left, lost in part.questions[index + 1 :]:
                     yield from self._crashed(backend, left, lost, "the start", cause)
                 return
             if fault is not None:  # of a case all of whose checks have a record, nothing is missing
@@ -145,34 +145,34 @@ class Supervisor:
                     yield record_of(self._circumstances, case, backend, check, raised, 0.0)
 
     def _examine(
-        self, backend: Introduction, case: Case, due: list[str], request: Examine
-    ) -> Generator[Record, None, Fault | None]:
+        self, backend: BackendDescription, case: Case, due: list[str], request: Examine
+    ) -> Generator[Record, None, HarnessFailure | None]:
         """The records of the checks that are ``due``, which those are no longer that have one; what of ours failed.
 
         Raises:
             QuestionError, OSError: a fresh process was needed, and could not be had.
         """
-        child = self._crew.child(backend.ref) or self._crew.renew(backend.ref)
+        process = self._workers.process(backend.ref) or self._workers.renew(backend.ref)
         stage = "the wait for this case"
-        if case.key not in self._asked.get(child, ()):
-            child.forget_output()
-            child.send(request)
+        if case.key not in self._asked.get(process, ()):
+            process.forget_output()
+            process.send(request)
         try:
-            while not isinstance(answer := child.receive(), Done):
+            while not isinstance(answer := process.receive(), Done):
                 match answer:
                     case Begun():
                         stage = answer.stage
-                    case Fault():
-                        self._crew.discard(backend.ref)
+                    case HarnessFailure():
+                        self._workers.discard(backend.ref)
                         return answer
-                    case Introduced() | Refused():
+                    case Described() | Refused():
                         raise RuntimeError(f"the process of {backend.ref} answered a case by {answer.kind!r}")
                     case record:
                         if record.check in due:  # and was not made before a fault
                             due.remove(record.check)
                             yield record
         except ProcessEndedError as ended:
-            self._crew.discard(backend.ref)
+            self._workers.discard(backend.ref)
             yield from self._crashed(backend, case, due, stage, ended.cause, ended.output)
             return None
         if answer.blind is not None and case.key not in self._faulty:
@@ -181,10 +181,10 @@ class Supervisor:
         return None
 
     def _crashed(
-        self, backend: Introduction, case: Case, checks: Sequence[str], stage: str, cause: str, output: str = ""
+        self, backend: BackendDescription, case: Case, checks: Sequence[str], stage: str, cause: str, output: str = ""
     ) -> Iterator[Record]:
         for check in checks:
-            if (skipped := unasked(check, case, backend.features)) is not None:
+            if (skipped := not_applicable(check, case, backend.features)) is not None:
                 yield record_of(self._circumstances, case, backend, check, skipped, 0.0)
             else:
                 yield crashed(self._circumstances, case, backend, check, stage, cause, output)

@@ -19,10 +19,10 @@ from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
     Begun,
+    Described,
     Done,
     Examine,
-    Fault,
-    Introduced,
+    HarnessFailure,
     Refused,
     Request,
     format_message,
@@ -32,7 +32,7 @@ from attncheck.harness.workers.protocol import (
 if TYPE_CHECKING:
     from attncheck.backends.registry import LoadedBackend
     from attncheck.cases.model import Case
-    from attncheck.harness.run.evaluation import Examiner, Missing
+    from attncheck.harness.run.evaluation import Examiner, UnavailableBackend
 
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -106,13 +106,13 @@ def main(words: list[str]) -> None:
         sys.exit("a pipe between attncheck and this process is closed")
     except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's where nothing of it is expected)
         line = traceback.format_exception_only(error)[-1].strip()
-        wire.send(Fault(error=line, traceback="".join(traceback.format_exception(error))))
+        wire.send(HarnessFailure(error=line, traceback="".join(traceback.format_exception(error))))
 
 
 def _serve(wire: Wire, ref: str) -> None:
-    from attncheck.harness.run.backend_loading import introduce, load_backend
+    from attncheck.harness.run.backend_loading import describe_backend, load_backend
 
-    backend: LoadedBackend | Missing | QuestionError
+    backend: LoadedBackend | UnavailableBackend | QuestionError
     try:
         backend = load_backend(ref)
     except QuestionError as error:
@@ -123,12 +123,12 @@ def _serve(wire: Wire, ref: str) -> None:
     try:
         if isinstance(backend, QuestionError):
             raise backend
-        introduction = introduce(backend, assignment.device)
+        introduction = describe_backend(backend, assignment.device)
         examiner = _examiner(assignment)
     except QuestionError as error:
         wire.send(Refused(reason=str(error)))
         return
-    wire.send(Introduced(introduction=introduction))
+    wire.send(Described(introduction=introduction))
     cases = {case.key: case for case in examiner.plan.cases}
     while isinstance(request := wire.receive(), Examine):
         _examine(wire, examiner, backend, cases[request.case], request)
@@ -138,14 +138,14 @@ def _examiner(assignment: Assignment) -> "Examiner":
     """Raises QuestionError where the assignment means something else here than where it comes from."""
     from pathlib import Path
 
-    from attncheck.harness.run.evaluation import Examiner, Plan
+    from attncheck.harness.run.evaluation import Examiner, RunPlan
     from attncheck.harness.run.selection import select_cases
 
     selection = select_cases(assignment.suites, assignment.patterns, assignment.checks)
     for suite, digest in zip(selection.suites, assignment.digests, strict=True):
         if suite.hash != digest:
             raise QuestionError(f"{suite.path} has changed since the run began")
-    plan = Plan(
+    plan = RunPlan(
         cases=selection.cases,
         checks=selection.checks,
         device=assignment.device,
@@ -157,7 +157,7 @@ def _examiner(assignment: Assignment) -> "Examiner":
 
 
 def _examine(
-    wire: Wire, examiner: "Examiner", backend: "LoadedBackend | Missing", case: "Case", request: Examine
+    wire: Wire, examiner: "Examiner", backend: "LoadedBackend | UnavailableBackend", case: "Case", request: Examine
 ) -> None:
     def begin(stage: str) -> None:
         wire.send(Begun(stage=stage))

@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Self
 
 from attncheck.errors import BackendLoadError, QuestionError
-from attncheck.harness.run.introduction import Introduction, lacking
-from attncheck.harness.workers.protocol import Assignment, Fault, Introduced, Refused
-from attncheck.harness.workers.worker_process import Child, ProcessEndedError
+from attncheck.harness.run.backend_description import BackendDescription, lacking
+from attncheck.harness.workers.protocol import Assignment, Described, HarnessFailure, Refused
+from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.analysis.crashes import last_words
 from attncheck.reports.run_file.records import BackendInfo
 
@@ -19,19 +19,19 @@ from attncheck.reports.run_file.records import BackendInfo
 class WorkerError(Exception):
     """attncheck itself failed in the process of a backend: exit code 3, as if it had failed here."""
 
-    def __init__(self, ref: str, fault: Fault) -> None:
+    def __init__(self, ref: str, fault: HarnessFailure) -> None:
         super().__init__(f"{fault.error} (in the process of {ref})")
         self.add_note(fault.traceback)
 
 
-class Crew:
+class WorkerPool:
     """The processes by their backends' references; a context manager, on leaving which all have ended."""
 
     def __init__(self) -> None:
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, WorkerProcess] = {}
         self._environments: dict[str, dict[str, str]] = {}
         self._said: dict[str, BackendInfo] = {}
-        self._dismissed: list[Child] = []
+        self._dismissed: list[WorkerProcess] = []
         self._assignment: Assignment | None = None
 
     def __enter__(self) -> Self:
@@ -40,20 +40,20 @@ class Crew:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for child in (*self._children.values(), *self._dismissed):
-            child.close(at_once=kind is not None)
+        for process in (*self._children.values(), *self._dismissed):
+            process.close(at_once=kind is not None)
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the processes of ``refs`` that are not there yet; they load their backends by themselves."""
         for ref in refs:
             if ref not in self._children:
-                self._children[ref] = Child(ref, self._environments.get(ref, {}))
+                self._children[ref] = WorkerProcess(ref, self._environments.get(ref, {}))
 
     def assign(self, assignment: Assignment) -> None:
         """What the run is about; comes before :meth:`introduce`."""
         self._assignment = assignment
 
-    def introduce(self, refs: Sequence[str]) -> list[Introduction | QuestionError]:
+    def introduce(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         """What each backend says of itself, or why it cannot be loaded.
 
         One that requires an environment its process does not have is started again with it.
@@ -76,14 +76,14 @@ class Crew:
         for ref, given in again.items():
             if needs := self._lacking(ref, found[ref]):
                 found[ref] = BackendLoadError(ref, f"started with {given}, it now requires {needs}")
-        self._said |= {ref: each.info for ref, each in found.items() if isinstance(each, Introduction)}
+        self._said |= {ref: each.info for ref, each in found.items() if isinstance(each, BackendDescription)}
         return list(found.values())
 
-    def child(self, ref: str) -> Child | None:
+    def process(self, ref: str) -> WorkerProcess | None:
         """The process of a backend; None where it has ended."""
         return self._children.get(ref)
 
-    def renew(self, ref: str) -> Child:
+    def renew(self, ref: str) -> WorkerProcess:
         """A fresh process in place of the one of ``ref``.
 
         Raises:
@@ -102,16 +102,16 @@ class Crew:
 
     def discard(self, ref: str) -> None:
         """End the process of ``ref`` at once."""
-        if (child := self._children.pop(ref, None)) is not None:
-            child.close()
+        if (process := self._children.pop(ref, None)) is not None:
+            process.close()
 
     def dismiss(self, ref: str) -> None:
         """Let the process of ``ref`` end by itself; those dismissed before have had their time."""
         while self._dismissed:
             self._dismissed.pop().close()
-        if (child := self._children.pop(ref, None)) is not None:
-            child.dismiss()
-            self._dismissed.append(child)
+        if (process := self._children.pop(ref, None)) is not None:
+            process.dismiss()
+            self._dismissed.append(process)
 
     def isolate(self, ref: str) -> None:
         """End all processes but that of ``ref``; on return nothing else of the run is at work, or ending."""
@@ -124,7 +124,7 @@ class Crew:
         for ref in set(self._children) - set(refs):
             self.discard(ref)
 
-    def _introduced(self, refs: Sequence[str]) -> list[Introduction | QuestionError]:
+    def _introduced(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         if self._assignment is None:
             raise RuntimeError("assign() comes before the first introduction")
         self.start(refs)
@@ -132,25 +132,25 @@ class Crew:
             self._children[ref].send(self._assignment)
         return [self._introduction(self._children[ref]) for ref in refs]
 
-    def _introduction(self, child: Child) -> Introduction | QuestionError:
+    def _introduction(self, process: WorkerProcess) -> BackendDescription | QuestionError:
         try:
-            answer = child.receive()
+            answer = process.receive()
         except ProcessEndedError as ended:
             words = last_words(ended.output)
             said = f"; it printed last: {words[-1]}" if words else ""
             reason = f"its process ended ({ended.cause}) while it was loaded{said}"
-            return BackendLoadError(child.ref, reason, allowed="with --in-process it is loaded under your debugger")
+            return BackendLoadError(process.ref, reason, allowed="with --in-process it is loaded under your debugger")
         match answer:
-            case Introduced():
+            case Described():
                 return answer.introduction
             case Refused():
                 return QuestionError(answer.reason)
-            case Fault():
-                raise WorkerError(child.ref, answer)
+            case HarnessFailure():
+                raise WorkerError(process.ref, answer)
             case _:
-                raise RuntimeError(f"the process of {child.ref} introduced itself by {answer.kind!r}")
+                raise RuntimeError(f"the process of {process.ref} introduced itself by {answer.kind!r}")
 
-    def _lacking(self, ref: str, found: Introduction | QuestionError) -> dict[str, str]:
+    def _lacking(self, ref: str, found: BackendDescription | QuestionError) -> dict[str, str]:
         if isinstance(found, QuestionError):
             return {}
         return lacking(found.info.required_environment, {**os.environ, **self._environments.get(ref, {})})

@@ -52,7 +52,7 @@ class ProcessEndedError(AttncheckError):
         super().__init__(cause)
 
 
-class Child:
+class WorkerProcess:
     """The process of the backend ``ref``, started with ``environment`` on top of this process's.
 
     To be closed, whatever happens; a context manager closes it by itself.

@@ -9,7 +9,7 @@ import pytest
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 
 FILE = Path(__file__).resolve().parent / "functions.py"
 
@@ -66,7 +66,7 @@ def records(suite):
     names = ("Miniature", *(name for name, expected in CAUGHT_BY.items() if expected[0] == suite))
     cases = tuple(case for case in load_suite(suite).cases if case.id in CASES[suite])
     assert len(cases) == len(CASES[suite])
-    examiner = Examiner(Plan(cases=cases, backends=tuple(load(f"{FILE}:{name}") for name in names)))
+    examiner = Examiner(RunPlan(cases=cases, backends=tuple(load(f"{FILE}:{name}") for name in names)))
     found = defaultdict(list)
     for record in examiner.run():
         found[record.backend].append(record)

@@ -12,7 +12,7 @@ import pytest
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.cudagraph.measurement import OVER_NUMBERS
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 
 HERE = Path(__file__).resolve().parent
 NEVER, SINGLE, UNIFORM, ALWAYS = "NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"
@@ -161,7 +161,7 @@ def level_records(file, names):
     """The record of each miniature's level, by name; together, because they share problems and truths."""
     case = load_suite(str(HERE / "graphs.yaml")).cases[0]
     backends = tuple(load(f"{HERE / file}:{name}") for name in names)
-    examiner = Examiner(Plan(cases=(case,), backends=backends, checks=("cudagraph",)))
+    examiner = Examiner(RunPlan(cases=(case,), backends=backends, checks=("cudagraph",)))
     records = {record.backend: record for record in examiner.run()}
     assert not examiner.blind
     return records
@@ -210,7 +210,7 @@ def test_a_backend_that_lets_nan_through_fails_containment_and_nothing_else():
     cases = load_suite(str(HERE / "graphs.yaml")).cases
     backends = tuple(load(f"{HERE / 'graphs_leaking.py'}:{name}") for name in LEAKING)
     checks = ("numerics", "lse", "cache_write", "containment", "claims")
-    records = list(Examiner(Plan(cases=cases, backends=backends, checks=checks)).run())
+    records = list(Examiner(RunPlan(cases=cases, backends=backends, checks=checks)).run())
     assert [record.outcome for record in records if record.check == "containment"] == ["failed"] * len(LEAKING)
     assert {record.outcome for record in records if record.check != "containment"} == {"passed"}
     assert all("only NaN and Inf leak" in record.meaning for record in records if record.check == "containment")
@@ -230,7 +230,7 @@ def test_honest_backends_pass_every_check_on_a_small_case(file):
     cases = load_suite(str(HERE / "graphs.yaml")).cases
     backends = tuple(load(f"{HERE / file}:{name}") for name in HONEST[file])
     checks = ("numerics", "lse", "cache_write", "containment", "claims")
-    records = list(Examiner(Plan(cases=cases, backends=backends, checks=checks)).run())
+    records = list(Examiner(RunPlan(cases=cases, backends=backends, checks=checks)).run())
     assert len(records) == len(cases) * len(backends) * len(checks)
     assert {record.outcome for record in records} == {"passed"}, [r for r in records if r.outcome != "passed"]
 

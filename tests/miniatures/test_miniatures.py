@@ -12,7 +12,7 @@ import pytest
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite, suite_names
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference.spec import DEFAULT_CHECKS
 
 HERE = Path(__file__).resolve().parent
@@ -133,9 +133,9 @@ def smoke_records(file, *names):
     """Records of some miniatures over smoke, by name; together, because problem and truth are made once a case."""
     backends = tuple(load(f"{HERE / file}:{name}") for name in names)
     cases = tuple(case for case in load_suite("smoke").cases if concerns(file, case))
-    examiner = Examiner(Plan(cases=cases, backends=backends, checks=tuple(EVERY - {"cudagraph"})))
+    examiner = Examiner(RunPlan(cases=cases, backends=backends, checks=tuple(EVERY - {"cudagraph"})))
     # Of one layer only: these faults are none of a graph, and to look for one takes longer than all other checks.
-    of_graphs = Examiner(Plan(cases=cases[:1], backends=backends, checks=("cudagraph",)))
+    of_graphs = Examiner(RunPlan(cases=cases[:1], backends=backends, checks=("cudagraph",)))
     found = defaultdict(list)
     for record in chain(examiner.run(), of_graphs.run()):
         found[record.backend].append(record)
@@ -169,7 +169,7 @@ def test_the_honest_base_passes_everything(file):
     base = load(f"{HERE / file}:Miniature")
     cases = tuple(case for case in load_suite("smoke").cases if concerns(file, case))
     few = cases[:: 1 + len(cases) // 5]
-    records = list(Examiner(Plan(cases=few, backends=(base,))).run())
+    records = list(Examiner(RunPlan(cases=few, backends=(base,))).run())
     assert {r.outcome for r in records} <= {"passed", "unsupported"}
     assert {r.check for r in records if r.outcome == "passed"} == EVERY
 
@@ -191,7 +191,7 @@ def test_answers_that_ignore_the_scores_fail_every_case(suite):
     if suite == "mla":
         blind = ["mla.py:LatentZeros", "mla.py:LatentConstant", "mla.py:LatentMean"]
     backends = tuple(load(f"{HERE / name}") for name in blind)
-    plan = Plan(cases=load_suite(suite).cases, backends=backends, checks=("numerics",))
+    plan = RunPlan(cases=load_suite(suite).cases, backends=backends, checks=("numerics",))
     examined = [r for r in Examiner(plan).run() if r.outcome != "unsupported"]
     assert examined
     passed = {(r.backend, f"{r.suite}/{r.case_id}") for r in examined if r.outcome != "failed"}

@@ -9,7 +9,7 @@ import pytest
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite, select
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference.spec import DEFAULT_CHECKS
 
 MINIATURES = Path(__file__).resolve().parent / "mla.py"
@@ -46,7 +46,7 @@ def records():
     cases = tuple(case for case in load_suite("smoke").cases if case.layer.mla is not None)
     cases += select(load_suite("mla").cases, ["codes.fp8_e4m3"])
     backends = tuple(load(f"{MINIATURES}:{name}") for name in (*BASES, *CAUGHT_BY))
-    examiner = Examiner(Plan(cases=cases, backends=backends))
+    examiner = Examiner(RunPlan(cases=cases, backends=backends))
     found = defaultdict(list)
     for record in examiner.run():
         found[record.backend].append(record)

@@ -7,7 +7,7 @@ import pytest
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 
 HERE = Path(__file__).resolve().parent
 ANSWERS = {"numerics", "lse"}
@@ -38,7 +38,7 @@ CAUGHT_BY = {
 def outcomes(name, suite, pattern):
     """The checks that complain about the first case whose id begins with ``pattern``."""
     case = next(case for case in load_suite(suite).cases if case.id.startswith(pattern))
-    examiner = Examiner(Plan(cases=(case,), backends=(load(f"{HERE / 'paths.py'}:{name}"),)))
+    examiner = Examiner(RunPlan(cases=(case,), backends=(load(f"{HERE / 'paths.py'}:{name}"),)))
     records = list(examiner.run())
     assert not examiner.blind
     assert records

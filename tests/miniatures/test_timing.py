@@ -20,7 +20,7 @@ from attncheck.harness.checks.timing import measurement
 from attncheck.harness.checks.timing.clock import EventClock
 from attncheck.harness.checks.timing.device_api import DeviceApi
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reports.run_file.timings import Ceilings
 
 HERE = Path(__file__).resolve().parent
@@ -126,7 +126,7 @@ def case_of(suite, case_id):
 
 
 def examined(backend, case, *checks):
-    plan = Plan(cases=(case,), backends=(backend,), checks=checks, timing=SETTINGS)
+    plan = RunPlan(cases=(case,), backends=(backend,), checks=checks, timing=SETTINGS)
     examiner = Examiner(plan)
     records = {record.check: record for record in examiner.run()}
     assert not examiner.blind
@@ -184,7 +184,7 @@ def test_work_on_another_stream_is_caught(monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_work_on_another_stream_is_caught_on_a_gpu():
-    plan = Plan(
+    plan = RunPlan(
         cases=(case_of("decode", CASE),),
         backends=(load(f"{HERE / 'timing.py'}:LeavesWorkToAStream"),),
         checks=("timing",),

@@ -12,7 +12,7 @@ from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.timing import check as timing
 from attncheck.harness.checks.timing import measurement
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference import paged_attention
 from attncheck.reports.run_file.timings import Ceilings
 
@@ -75,7 +75,7 @@ def examined(backend, key):
     case = case_of(key)
     if backend.backend.unsupported_reasons(case.layer, case.cache, case.batch):
         return None
-    examiner = Examiner(Plan(cases=(case,), backends=(backend,), checks=("timing",), timing=SETTINGS))
+    examiner = Examiner(RunPlan(cases=(case,), backends=(backend,), checks=("timing",), timing=SETTINGS))
     (record,) = examiner.run()
     assert not examiner.blind
     return record

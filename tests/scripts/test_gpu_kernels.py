@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from attncheck.cases.loader import load_suite, suite_names
+from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.environment import collect_environment
-from attncheck.harness.run.introduction import Introduction
 from attncheck.reports.run_file.records import BackendInfo, Passed, RunHeader, SuiteInfo
 from attncheck.reports.run_file.store import RunWriter, read_run
 
@@ -65,7 +65,7 @@ def planned(script, monkeypatch, tmp_path):
     def planned(lacking, *words):
         def introduced(refs, device):
             return {
-                ref: Introduction(
+                ref: BackendDescription(
                     info=BackendInfo(name=ref, ref=ref),
                     is_mla=ref == "triton_mla",
                     unavailable_reasons=("not installed",) if ref in lacking else (),

@@ -8,7 +8,7 @@ from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder
 from attncheck.harness.checks.cudagraph.emulation.operators import passes_unseen
 from attncheck.harness.checks.cudagraph.measurement import OVER_NUMBERS
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -59,7 +59,7 @@ def test_a_kernel_that_no_mode_sees_is_replayed_and_its_memory_known(ops):
 
 
 def test_the_plan_of_the_cpu_s_attention_moves_with_every_build(ops):
-    plan = Plan(cases=(CASE,), backends=(load("vllm:CPU_ATTN"),), checks=("cudagraph",))
+    plan = RunPlan(cases=(CASE,), backends=(load("vllm:CPU_ATTN"),), checks=("cudagraph",))
     (record,) = Examiner(plan).run()
     assert (record.outcome, record.graph.declared, record.graph.measured) == ("passed", "NEVER", "NEVER")
     reason = record.graph.probes[0].reason

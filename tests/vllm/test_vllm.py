@@ -13,7 +13,7 @@ from attncheck.harness.providers.catalogue import SUBJECTS
 from attncheck.harness.providers.examination import examine_subject
 from attncheck.harness.providers.generated import drawn_batches
 from attncheck.harness.providers.provider import load_provider
-from attncheck.harness.providers.questions import Setting
+from attncheck.harness.providers.questions import SubjectSetting
 from attncheck.harness.providers.vllm_departures import DEPARTURES
 from attncheck.reports.run_file.store import read_run
 
@@ -30,7 +30,7 @@ def vllm():
 
 @pytest.fixture(scope="session")
 def setting():
-    return Setting((*ALWAYS, *drawn_batches(1)), torch.device("cpu"))
+    return SubjectSetting((*ALWAYS, *drawn_batches(1)), torch.device("cpu"))
 
 
 def test_it_is_the_version_the_table_was_made_from(vllm):

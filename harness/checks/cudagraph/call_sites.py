@@ -20,7 +20,7 @@ _OURS = ("attncheck.harness.", "attncheck.backends.candidates.vllm.")
 
 
 @dataclass(frozen=True)
-class Line:
+class SourceLine:
     """A line of Python code; the words are made only when somebody asks for them."""
 
     code: CodeType
@@ -34,25 +34,25 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """Where something was done: the backend's line (None: no frame of a backend was found).
 
     ``interpreted``: Triton's interpreter did it, which stands for a kernel's work.
     """
 
-    line: Line | None
+    line: SourceLine | None
     interpreted: bool
 
     def __str__(self) -> str:
         return "" if self.line is None else str(self.line)
 
 
-def find_place(boundary: CodeType | None = None) -> Place:
+def find_call_site(boundary: CodeType | None = None) -> CallSite:
     """Where the caller of this is, on the way from here up to the frame that runs ``boundary``."""
     return _innermost_own(_stack(sys._getframe(1), boundary))
 
 
-def place_of(error: BaseException) -> Place:
+def call_site_of(error: BaseException) -> CallSite:
     """Where ``error`` was raised, on the way to where it was caught."""
     return _innermost_own(reversed(list(walk_tb(error.__traceback__))))
 
@@ -63,14 +63,14 @@ def _stack(frame: FrameType | None, boundary: CodeType | None) -> Iterator[tuple
         frame = frame.f_back
 
 
-def _innermost_own(frames: Iterable[tuple[FrameType, int]]) -> Place:
+def _innermost_own(frames: Iterable[tuple[FrameType, int]]) -> CallSite:
     """The first of ``frames``, innermost first and each with its line, that is the backend's own.
 
     torch and what only drives a backend never are. Code of other installed libraries is only where no frame further
     out is: a backend that calls a library is to blame for what the library does, and a backend may be an installed
     library.
     """
-    library: Place | None = None
+    library: CallSite | None = None
     interpreted = False
     for frame, line in frames:
         module = str(frame.f_globals.get("__name__", ""))
@@ -78,11 +78,11 @@ def _innermost_own(frames: Iterable[tuple[FrameType, int]]) -> Place:
         if root == "triton":
             interpreted = True
         elif root not in {"torch", "numpy"} and not f"{module}.".startswith(_OURS):
-            place = Place(Line(frame.f_code, line), interpreted)
+            place = CallSite(SourceLine(frame.f_code, line), interpreted)
             if not _is_library(frame.f_code.co_filename):
                 return place
             library = library or place
-    return library or Place(None, interpreted)
+    return library or CallSite(None, interpreted)
 
 
 def _is_library(filename: str) -> bool:

@@ -12,20 +12,20 @@ import torch
 from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.checks.cudagraph.measurement import Measurement, Unseen, measure
-from attncheck.harness.checks.cudagraph.questions import Questions
+from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement, UnmeasuredProbe, measure_level
+from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, RequestSpec
 
 
-class GraphDesk:
+class GraphLevelCheck:
     """Findings by layer and cache: the measurements of one run, each made once a backend."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
         self._findings: dict[tuple[type[AttentionBackend], Case], Finding] = {}
-        self._questions: tuple[Case, Questions] | None = None
+        self._questions: tuple[Case, ProbeProblems] | None = None
 
     def examine(self, backend: type[AttentionBackend], case: Case) -> Finding:
         """The finding for the layer and cache of ``case``; what the backend raised, where it could not be measured."""
@@ -35,9 +35,9 @@ class GraphDesk:
         asked = _layer_and_cache(case)
         if (backend, asked) not in self._findings:
             if self._questions is None or self._questions[0] != asked:
-                self._questions = (asked, Questions(asked, self._seed, self._device))
+                self._questions = (asked, ProbeProblems(asked, self._seed, self._device))
             try:
-                self._findings[backend, asked] = judge(measure(backend, self._questions[1], self._device))
+                self._findings[backend, asked] = judge(measure_level(backend, self._questions[1], self._device))
             except QuestionError as error:
                 self._findings[backend, asked] = NotExamined((str(error),), "attncheck")
             except StageError as failure:
@@ -54,13 +54,13 @@ def unexamined_reasons(case: Case) -> tuple[str, ...]:
     return ()
 
 
-def judge(measurement: Measurement) -> Finding:
+def judge(measurement: LevelMeasurement) -> Finding:
     """A measurement held against what is declared."""
     declared, reached, broke = measurement.declared, measurement.reached, measurement.broke
     graph = measurement.levels
     passed = sum(probe.outcome == "passed" for probe in graph.probes)
     figures = {"declared_level": declared.value, "measured_level": reached.value, "probes_passed": passed}
-    is_unseen = broke is not None and isinstance(broke[1], Unseen)
+    is_unseen = broke is not None and isinstance(broke[1], UnmeasuredProbe)
     holds = declared.value <= reached.value
     # Of NEVER nothing is promised: to confirm it takes a probe that was seen to break, or to hold.
     if broke is None or (holds and not (is_unseen and reached is AttentionCGSupport.NEVER)):
@@ -71,7 +71,7 @@ def judge(measurement: Measurement) -> Finding:
             notes.append(f"above {reached.name} nothing is known: probe {broke[0].name!r} {broke[1]}")
         return Holds(figures, tuple(notes), graph)
     probe, reason = broke
-    if isinstance(reason, Unseen):
+    if isinstance(reason, UnmeasuredProbe):
         return NotExamined((f"level {declared.name}, probe {probe.name!r}: {reason}",), "attncheck", graph)
     return Broken(
         f"declared {declared.name}, measured {reached.name}: probe {probe.name!r} broke: {reason.what}",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from attncheck.errors import AttncheckError
-from attncheck.harness.checks.cudagraph.call_sites import Line, place_of
-from attncheck.harness.checks.cudagraph.held_memory import Block, HeldMemory, tensors_within
+from attncheck.harness.checks.cudagraph.call_sites import SourceLine, call_site_of
+from attncheck.harness.checks.cudagraph.held_memory import HeldMemory, MemoryBlock, tensors_within
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, RecorderName, Released, Violation
 
 WARM_UPS = 1
@@ -33,7 +33,7 @@ class ReleasedMemoryError(AttncheckError):
 class CudaRecording:
     """A captured graph, and the ``blocks`` of memory from before the capture that it may use."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, blocks: tuple[Block, ...]) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, blocks: tuple[MemoryBlock, ...]) -> None:
         self._graph = graph
         self._blocks = blocks
 
@@ -187,10 +187,10 @@ def violation_of(error: BaseException) -> Violation:
     """What ``error`` says about ``forward``, and which line of the backend it comes from."""
     waited = next((each for each in _chain(error) if SYNCHRONISED in str(each)), None)
     if waited is not None:
-        place = place_of(waited)
+        place = call_site_of(waited)
         return Violation("host read", _expression(waited, place.line) or SYNCHRONISED, str(place))
     first, *_ = str(error).strip().splitlines() or [""]
-    return Violation("error", f"{type(error).__name__}: {first}", str(place_of(error)))
+    return Violation("error", f"{type(error).__name__}: {first}", str(call_site_of(error)))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -200,10 +200,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _expression(error: BaseException, line: Line | None) -> str:
+def _expression(error: BaseException, line: SourceLine | None) -> str:
     """The source of the call on ``line`` that raised ``error``; the whole line, where the call has more than one."""
     for (frame, number), summary in zip(walk_tb(error.__traceback__), extract_tb(error.__traceback__), strict=False):
-        if line == Line(frame.f_code, number):
+        if line == SourceLine(frame.f_code, number):
             source = linecache.getline(summary.filename, number)
             if summary.colno is None or summary.end_lineno != number:
                 return source.strip()

@@ -8,23 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from attncheck.backends.conventions import Conventions
-from attncheck.harness.checks.cudagraph.faults import step_fault
-from attncheck.harness.checks.cudagraph.probes import Probe, Turn
-from attncheck.harness.checks.cudagraph.questions import Questions
-from attncheck.harness.checks.cudagraph.session import Capture, GraphSession
-from attncheck.harness.checks.cudagraph.traces import Trace
+from attncheck.harness.checks.cudagraph.metadata_trace import MetadataTrace
+from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
+from attncheck.harness.checks.cudagraph.probes import Probe, ProbeStep
+from attncheck.harness.checks.cudagraph.session import CapturedBucket, GraphSession
+from attncheck.harness.checks.cudagraph.step_faults import step_fault
 from attncheck.harness.driver.foreign_code import StageError
 
 _NAMED = 3
 
 
 @dataclass(frozen=True)
-class Scene:
+class DiagnosedStep:
     """One step: ``turn`` of ``probe`` in a session. ``make`` makes sessions of the probe, of either kind of pool."""
 
     probe: Probe
-    turn: Turn
-    questions: Questions
+    turn: ProbeStep
+    questions: ProbeProblems
     session: GraphSession
     make: Callable[..., GraphSession]
 
@@ -49,7 +49,7 @@ class Scene:
         return next((fault for fault in faults if fault is not None), None)
 
 
-def lets_nan_through(scene: Scene) -> bool:
+def lets_nan_through(scene: DiagnosedStep) -> bool:
     """Whether the step is wrong only for NaN in slots that nobody owns: graphs have no part in that.
 
     It is made without a graph, by a new impl and builder, and without padding, of which rows of NaN are no such fault.
@@ -67,7 +67,7 @@ def lets_nan_through(scene: Scene) -> bool:
         return False
 
 
-def why_wrong(scene: Scene, capture: Capture, made_of: Trace, index: int) -> str:
+def why_wrong(scene: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTrace, index: int) -> str:
     """The cause in words. ``made_of``: of the metadata of the step, by the builder whose graph is ``index``."""
     without_graph = scene.fault_without_graph(scene.session)
     if without_graph is not None:
@@ -94,7 +94,7 @@ def why_wrong(scene: Scene, capture: Capture, made_of: Trace, index: int) -> str
     return f"the same step is right without a graph: {'; and '.join(causes)}"
 
 
-def _why_wrong_anyway(scene: Scene, fault: str) -> str:
+def _why_wrong_anyway(scene: DiagnosedStep, fault: str) -> str:
     """Of a step that is wrong without a graph, too."""
     try:
         anew = scene.fault_without_graph(scene.afresh(is_pool_finite=scene.session.is_pool_finite))

@@ -20,7 +20,7 @@ _NAN = 0xFF
 
 
 @dataclass(eq=False)
-class Block:
+class MemoryBlock:
     """All memory that a tensor is part of, as bytes; ``value`` is the byte that it is spoilt with."""
 
     memory: Tensor
@@ -42,15 +42,15 @@ class HeldMemory:
     """Blocks by their address. Graphs that use the same memory share its block, and it lives as long as one of them."""
 
     def __init__(self) -> None:
-        self._blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
+        self._blocks: WeakValueDictionary[int, MemoryBlock] = WeakValueDictionary()
 
-    def of(self, tensors: Iterable[Tensor]) -> tuple[Block, ...]:
+    def of(self, tensors: Iterable[Tensor]) -> tuple[MemoryBlock, ...]:
         """The memory of ``tensors``, each block once; the tensors themselves are not held."""
-        found: dict[int, Block] = {}
+        found: dict[int, MemoryBlock] = {}
         for tensor in tensors:
             if tensor.layout == torch.strided and tensor.data_ptr():
                 memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-                block = Block(memory, _NAN if tensor.is_floating_point() else 0)
+                block = MemoryBlock(memory, _NAN if tensor.is_floating_point() else 0)
                 found.setdefault(memory.data_ptr(), self._blocks.setdefault(memory.data_ptr(), block))
         return tuple(found.values())
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from attncheck.backends.contract import AttentionBackend
-from attncheck.harness.checks.cudagraph.diagnosis import Scene, lets_nan_through, why_wrong
-from attncheck.harness.checks.cudagraph.faults import capture_fault, step_fault
-from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, Turn
-from attncheck.harness.checks.cudagraph.questions import Questions
+from attncheck.harness.checks.cudagraph.diagnosis import DiagnosedStep, lets_nan_through, why_wrong
+from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
+from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, Released, UnseenError, recorder_for
-from attncheck.harness.checks.cudagraph.session import Capture, Graph, GraphSession
+from attncheck.harness.checks.cudagraph.session import CapturedBucket, CapturedGraph, GraphSession
+from attncheck.harness.checks.cudagraph.step_faults import capture_fault, step_fault
 from attncheck.harness.driver.construction import builder_arguments
-from attncheck.harness.driver.foreign_code import StageError, declared_reasons, stage
+from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference.spec import AttentionCGSupport
 from attncheck.reports.run_file.records import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
@@ -34,7 +34,7 @@ OVER_NUMBERS = (
 
 
 @dataclass(frozen=True)
-class Fault:
+class ProbeFault:
     """A probe came out wrong. ``what``: where and how much; ``why``: what it looks like, if that is known.
 
     ``is_leak``: it is wrong for NaN in slots that nobody owns, with a graph or without.
@@ -49,7 +49,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Unseen:
+class UnmeasuredProbe:
     """A probe that nothing can be said about here, and why."""
 
     reason: str
@@ -59,7 +59,7 @@ class Unseen:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class LevelMeasurement:
     """All that is known of one backend on one layer and cache. ``broke``: the first probe that did not come out right.
 
     ``reached``: the highest level all of whose probes came out right.
@@ -68,10 +68,10 @@ class Measurement:
     declared: AttentionCGSupport
     reached: AttentionCGSupport
     levels: GraphLevels
-    broke: tuple[Probe, Fault | Unseen] | None
+    broke: tuple[Probe, ProbeFault | UnmeasuredProbe] | None
 
 
-def measure(backend: type[AttentionBackend], questions: Questions, device: torch.device) -> Measurement:
+def measure_level(backend: type[AttentionBackend], questions: ProbeProblems, device: torch.device) -> LevelMeasurement:
     """Plays the probes until one breaks; a level is looked at only if the ones below hold.
 
     NaN stands in slots that nobody owns, until it is seen to reach the output without a graph, too: that one probe, and
@@ -83,7 +83,7 @@ def measure(backend: type[AttentionBackend], questions: Questions, device: torch
     recorder = recorder_for(device)
     told: list[GraphProbe] = []
     notes: tuple[str, ...] = ()
-    broke: tuple[Probe, Fault | Unseen] | None = None
+    broke: tuple[Probe, ProbeFault | UnmeasuredProbe] | None = None
     for probe in questions.probes:
         entry = partial(GraphProbe, name=probe.name, level=_name(probe.level))
         if broke is not None:
@@ -91,29 +91,29 @@ def measure(backend: type[AttentionBackend], questions: Questions, device: torch
             continue
         try:
             outcome = _play(backend, probe, questions, device, recorder, is_pool_finite=bool(notes))
-            if isinstance(outcome, Fault) and outcome.is_leak:
+            if isinstance(outcome, ProbeFault) and outcome.is_leak:
                 notes = (OVER_NUMBERS,)
                 outcome = _play(backend, probe, questions, device, recorder, is_pool_finite=True)
         except StageError as failure:
             # A decode, and what is declared, a backend has to be able to do; of batches above nothing is promised.
             if probe.level.value <= max(declared.value, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value):
                 raise
-            outcome = Fault(f"{failure.raised.in_words}, without a graph, too")
+            outcome = ProbeFault(f"{failure.raised.in_words}, without a graph, too")
         if outcome is None:
             told.append(entry(outcome="passed"))
             continue
         broke = (probe, outcome)
-        told.append(entry(outcome="failed" if isinstance(outcome, Fault) else "not examined", reason=str(outcome)))
+        told.append(entry(outcome="failed" if isinstance(outcome, ProbeFault) else "not examined", reason=str(outcome)))
     reached = AttentionCGSupport.ALWAYS if broke is None else AttentionCGSupport(broke[0].level.value - 1)
-    is_known = broke is None or isinstance(broke[1], Fault)
+    is_known = broke is None or isinstance(broke[1], ProbeFault)
     measured = _name(reached) if is_known else None
     levels = GraphLevels(
         declared=_name(declared), measured=measured, recorder=recorder.name, probes=tuple(told), notes=notes
     )
-    return Measurement(declared, reached, levels, broke)
+    return LevelMeasurement(declared, reached, levels, broke)
 
 
-def declared_level(backend: type[AttentionBackend], questions: Questions) -> AttentionCGSupport:
+def declared_level(backend: type[AttentionBackend], questions: ProbeProblems) -> AttentionCGSupport:
     """What the builder class declares for this layer and cache: by vLLM's class method, else by the attribute.
 
     Another library's enum of the same names counts. Raises StageError where the declaration raises, or is no level.
@@ -137,7 +137,7 @@ def level_for(backend: type[AttentionBackend], problem: Problem) -> AttentionCGS
             raise TypeError(f"{source} is {level!r}: must be one of AttentionCGSupport's {allowed}")
         return AttentionCGSupport[level.name]
 
-    return stage("declaration", ask)
+    return call_backend("declaration", ask)
 
 
 def _name(level: AttentionCGSupport) -> GraphLevel:
@@ -147,12 +147,12 @@ def _name(level: AttentionCGSupport) -> GraphLevel:
 def _play(
     backend: type[AttentionBackend],
     probe: Probe,
-    questions: Questions,
+    questions: ProbeProblems,
     device: torch.device,
     recorder: Recorder,
     *,
     is_pool_finite: bool,
-) -> Fault | Unseen | None:
+) -> ProbeFault | UnmeasuredProbe | None:
     """One probe from capture to its last step; None: all came out right.
 
     Raises StageError where the backend cannot be set up, or makes no step even without a graph.
@@ -163,39 +163,43 @@ def _play(
     problems = [questions.problem(questions.case(probe, turn)) for turn in turns]
     make = partial(GraphSession, backend, probe, problems, device, recorder)
     session = make(is_pool_finite=is_pool_finite)
-    captures: list[Capture] = []
+    captures: list[CapturedBucket] = []
     for bucket in probe.buckets:
         capture = _captured(session, bucket, turns[0], problems[0])
-        if not isinstance(capture, Capture):
+        if not isinstance(capture, CapturedBucket):
             return capture
         captures.append(capture)
     for turn, problem in zip(turns, problems, strict=True):
-        scene = Scene(probe, turn, questions, session, make)
+        scene = DiagnosedStep(probe, turn, questions, session, make)
         try:
             wrong = _take(scene, problem, None if turn.bucket is None else captures[turn.bucket])
         except StageError as failure:
-            wrong = Fault(f"{_told(scene)}: {failure.raised.in_words}")
+            wrong = ProbeFault(f"{_told(scene)}: {failure.raised.in_words}")
         if wrong is not None:
-            return replace(wrong, is_leak=lets_nan_through(scene)) if isinstance(wrong, Fault) else wrong
+            return replace(wrong, is_leak=lets_nan_through(scene)) if isinstance(wrong, ProbeFault) else wrong
     return None
 
 
-def _captured(session: GraphSession, bucket: Bucket, turn: Turn, problem: Problem) -> Capture | Fault | Unseen:
+def _captured(
+    session: GraphSession, bucket: Bucket, turn: ProbeStep, problem: Problem
+) -> CapturedBucket | ProbeFault | UnmeasuredProbe:
     """The graphs of a bucket. Raises StageError where the backend cannot even make a step without one."""
     try:
         capture = session.capture(bucket)
     except StageError as failure:
         session.step(turn, problem, None)
-        return Fault(f"{failure.raised.in_words} ({bucket})")
+        return ProbeFault(f"{failure.raised.in_words} ({bucket})")
     if isinstance(capture, CaptureError):
-        return Fault(f"forward cannot be captured ({bucket}): {capture}")
+        return ProbeFault(f"forward cannot be captured ({bucket}): {capture}")
     if isinstance(capture, UnseenError):
-        return Unseen(str(capture))
+        return UnmeasuredProbe(str(capture))
     fault = capture_fault(problem, capture)
-    return capture if fault is None else Fault(f"{fault} ({bucket})")
+    return capture if fault is None else ProbeFault(f"{fault} ({bucket})")
 
 
-def _askable(backend: type[AttentionBackend], probe: Probe, questions: Questions) -> tuple[list[Turn], Fault | None]:
+def _askable(
+    backend: type[AttentionBackend], probe: Probe, questions: ProbeProblems
+) -> tuple[list[ProbeStep], ProbeFault | None]:
     """The turns the backend does not decline, or what it means that it declines a graph's: then no graph serves it."""
     turns = []
     for turn in probe.turns:
@@ -204,11 +208,13 @@ def _askable(backend: type[AttentionBackend], probe: Probe, questions: Questions
         if not reasons:
             turns.append(turn)
         elif turn.bucket is not None:
-            return [], Fault(f"the backend declares that it does not serve such batches: {'; '.join(reasons)}")
+            return [], ProbeFault(f"the backend declares that it does not serve such batches: {'; '.join(reasons)}")
     return turns, None
 
 
-def _take(scene: Scene, problem: Problem, capture: Capture | None) -> Fault | Unseen | None:
+def _take(
+    scene: DiagnosedStep, problem: Problem, capture: CapturedBucket | None
+) -> ProbeFault | UnmeasuredProbe | None:
     """One step of a probe: what is wrong with it, and why."""
     if capture is not None:
         for graph in capture.graphs:
@@ -221,23 +227,25 @@ def _take(scene: Scene, problem: Problem, capture: Capture | None) -> Fault | Un
         if fault is None:
             continue
         if capture is None:
-            return Fault(f"{_told(scene)}: {fault}", "this step was made without a graph, between replays")
+            return ProbeFault(f"{_told(scene)}: {fault}", "this step was made without a graph, between replays")
         if scene.session.recorder.name == "emulated" and (hidden := _hidden(scene, problem)):
-            return Unseen(hidden)
-        return Fault(f"{_told(scene)}: {fault}", why_wrong(scene, capture, one.trace, index))
+            return UnmeasuredProbe(hidden)
+        return ProbeFault(f"{_told(scene)}: {fault}", why_wrong(scene, capture, one.trace, index))
     return None
 
 
-def _let_go(graph: Graph, memory: Released) -> Fault:
+def _let_go(graph: CapturedGraph, memory: Released) -> ProbeFault:
     """Memory that only the graph holds is anybody's as soon as the allocator is asked for some."""
     what = "the graph uses memory that has been let go since capture"
     path = graph.trace.path_of(memory.start, memory.end)
     if path is None:
-        return Fault(f"{what}: {memory}", "a workspace or constant was replaced, or belonged to one run alone")
-    return Fault(f"{what}: {path} ({memory})", f"build puts {path} into new memory; the graph reads that of capture")
+        return ProbeFault(f"{what}: {memory}", "a workspace or constant was replaced, or belonged to one run alone")
+    return ProbeFault(
+        f"{what}: {path} ({memory})", f"build puts {path} into new memory; the graph reads that of capture"
+    )
 
 
-def _hidden(scene: Scene, problem: Problem) -> str | None:
+def _hidden(scene: DiagnosedStep, problem: Problem) -> str | None:
     """Whether work of forward is hidden from the emulation: then its replays say nothing about a graph's.
 
     It is where the step is right without a graph, and wrong even by a graph captured at this very step. What hidden
@@ -267,7 +275,7 @@ def _hidden(scene: Scene, problem: Problem) -> str | None:
     )
 
 
-def _told(scene: Scene) -> str:
+def _told(scene: DiagnosedStep) -> str:
     """The step in words."""
     requests = scene.turn.requests
     lengths = ", ".join(f"{query_len} of {seq_len}" for query_len, seq_len in requests[:_TOLD])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.checks.cudagraph.probes import Bucket
-from attncheck.harness.driver.forward_calls import Call
+from attncheck.harness.driver.forward_calls import ForwardCall
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference import CommonAttentionMetadata
 
@@ -41,7 +41,7 @@ class PersistentInputs:
         """What lies on the host by the contract."""
         return self._starts_cpu, self._lens_cpu, self._computed_cpu
 
-    def load(self, call: Call) -> Call:
+    def load(self, call: ForwardCall) -> ForwardCall:
         """The call of a step, its contents in these buffers."""
         common = call.common
         own = self._metadata(common, len(common.seq_lens), len(call.query))
@@ -58,7 +58,7 @@ class PersistentInputs:
             value.copy_(call.value)
         return replace(call, common=own, query=query, key=key, value=value)
 
-    def load_dummies(self, bucket: Bucket, *, longest: bool) -> Call:
+    def load_dummies(self, bucket: Bucket, *, longest: bool) -> ForwardCall:
         """The call a graph is captured with: NaN rows, slots of -1, the null page in every entry of the table.
 
         ``longest``: the lengths are as long as the table has room for.
@@ -84,7 +84,7 @@ class PersistentInputs:
         query, key, value = self._front(bucket.num_tokens)
         index = torch.arange(bucket.num_tokens)
         return self.load(
-            Call(
+            ForwardCall(
                 common=dummy,
                 query=torch.full_like(query, nan),
                 key=None if key is None else torch.full_like(key, nan),
@@ -129,7 +129,7 @@ def _twins(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.zeros(length, dtype=torch.int32, device=device), torch.zeros(length, dtype=torch.int32)
 
 
-def a_step_earlier(call: Call) -> Call:
+def a_step_earlier(call: ForwardCall) -> ForwardCall:
     """The same requests in the same pages, a token shorter; nothing is written."""
     common = call.common
     return replace(
@@ -144,7 +144,7 @@ def a_step_earlier(call: Call) -> Call:
     )
 
 
-def each_of(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
+def each_of(call: ForwardCall, change: Callable[[Tensor], Tensor]) -> ForwardCall:
     """The call with other tensors: copies, to see later what became of those that were lent, or aliases to lend."""
     common: dict[str, Any] = {
         field.name: change(value)

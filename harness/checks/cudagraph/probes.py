@@ -53,7 +53,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ProbeStep:
     """One step: by the graph of ``bucket`` (an index; None: without a graph).
 
     ``draft_index``: metadata come from ``build_for_drafting`` with this index; None: from ``build``.
@@ -77,7 +77,7 @@ class Probe:
     level: AttentionCGSupport
     establishes: str
     buckets: tuple[Bucket, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[ProbeStep, ...]
     dummy_lens: Literal["shortest", "longest"] = "shortest"
     drafts: int = 0
     num_builders: int = 1
@@ -102,14 +102,14 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
         SINGLE,
         "replays follow lengths that grow, cross a page and shrink, in other pages",
         (eight,),
-        (Turn(full), Turn(_decodes(*(n + 1 for n in lens))), Turn(_decodes(1, 2, 3, 1, 5, 2, 4, 1))),
+        (ProbeStep(full), ProbeStep(_decodes(*(n + 1 for n in lens))), ProbeStep(_decodes(1, 2, 3, 1, 5, 2, 4, 1))),
     )
     yield Probe(
         "padded decode",
         SINGLE,
         "a graph serves fewer requests than it was captured for",
         (eight,),
-        (Turn(full[:5]), Turn(full[6:7]), Turn(full[1:])),
+        (ProbeStep(full[:5]), ProbeStep(full[6:7]), ProbeStep(full[1:])),
     )
     yield Probe(
         "buckets",
@@ -117,14 +117,14 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
         "graphs of several sizes, captured largest first, and steps without a graph do not disturb each other",
         (eight, four, one),
         (
-            Turn(full),
-            Turn(full[2:6], 1),
-            Turn(full[6:7], 2),
-            Turn(other, None),
-            Turn(_decodes(*lens, 3, edge + 2, 12), None),
-            Turn(full[2:], 0),
-            Turn(full[:3], 1),
-            Turn(full[1:2], 2),
+            ProbeStep(full),
+            ProbeStep(full[2:6], 1),
+            ProbeStep(full[6:7], 2),
+            ProbeStep(other, None),
+            ProbeStep(_decodes(*lens, 3, edge + 2, 12), None),
+            ProbeStep(full[2:], 0),
+            ProbeStep(full[:3], 1),
+            ProbeStep(full[1:2], 2),
         ),
     )
     yield Probe(
@@ -132,21 +132,21 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
         SINGLE,
         "a graph captured with the shortest lengths serves contexts of hundreds of keys",
         (Bucket(3, 3, 1),),
-        (Turn(_decodes(_LONG + 3, 3, _LONG // 2)),),
+        (ProbeStep(_decodes(_LONG + 3, 3, _LONG // 2)),),
     )
     yield Probe(
         "many requests",
         SINGLE,
         "a graph serves more than a few requests",
         (Bucket(_MANY, _MANY, 1),),
-        (Turn(_decodes(*(1 + 5 * n % edge for n in range(_MANY - 1)))),),
+        (ProbeStep(_decodes(*(1 + 5 * n % edge for n in range(_MANY - 1)))),),
     )
     yield Probe(
         "longest dummies",
         SINGLE,
         "a graph captured with the longest lengths serves short ones",
         (four,),
-        (Turn(_decodes(1, 2, 5, 3)), Turn(full[3:7])),
+        (ProbeStep(_decodes(1, 2, 5, 3)), ProbeStep(full[3:7])),
         dummy_lens="longest",
     )
     yield Probe(
@@ -154,7 +154,7 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
         SINGLE,
         "builders of two groups of layers can be fed from one metadata",
         (four,),
-        (Turn(full[5:]),),
+        (ProbeStep(full[5:]),),
         num_builders=2,
     )
     yield Probe(
@@ -163,10 +163,10 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
         "metadata of draft steps, each a token longer, reach the graph",
         (four,),
         (
-            Turn(_decodes(edge - 1, 5, reach + 3)),
-            Turn(_decodes(edge, 6, reach + 4), draft_index=0),
-            Turn(_decodes(edge + 1, 7, reach + 5), draft_index=1),
-            Turn(full[4:]),
+            ProbeStep(_decodes(edge - 1, 5, reach + 3)),
+            ProbeStep(_decodes(edge, 6, reach + 4), draft_index=0),
+            ProbeStep(_decodes(edge + 1, 7, reach + 5), draft_index=1),
+            ProbeStep(full[4:]),
         ),
         drafts=3,
     )
@@ -180,7 +180,7 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
             UNIFORM,
             f"a graph of {q} rows a request serves contexts of any length, a fresh prompt, and fewer requests",
             (Bucket(4, 4 * q, q),),
-            (Turn(((q, edge + q // 2), (q, q), (q, reach + 2 * edge + 1 + q))),),
+            (ProbeStep(((q, edge + q // 2), (q, q), (q, reach + 2 * edge + 1 + q))),),
             drafts=q - 1,
         )
     four, two = Bucket(4, 16, 4), Bucket(2, 8, 4)
@@ -190,12 +190,12 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
         "graphs of several sizes and steps without a graph do not disturb each other while drafts are verified",
         (four, two),
         (
-            Turn(((4, edge + 2), (4, 4), (4, 2 * edge + 3), (4, 9))),
-            Turn(((4, reach + 6), (4, 4)), 1),
-            Turn(((1, 9), (1, edge + 1), (edge + 5, edge + 5), (30, 41)), None),
-            Turn(tuple((4, 4 + 5 * n) for n in range(6)), None),
-            Turn(((4, 5), (4, edge + 4)), 0),
-            Turn(((4, 2 * edge),), 1),
+            ProbeStep(((4, edge + 2), (4, 4), (4, 2 * edge + 3), (4, 9))),
+            ProbeStep(((4, reach + 6), (4, 4)), 1),
+            ProbeStep(((1, 9), (1, edge + 1), (edge + 5, edge + 5), (30, 41)), None),
+            ProbeStep(tuple((4, 4 + 5 * n) for n in range(6)), None),
+            ProbeStep(((4, 5), (4, edge + 4)), 0),
+            ProbeStep(((4, 2 * edge),), 1),
         ),
         drafts=3,
     )
@@ -205,11 +205,11 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
         "graphs of verification and of draft steps, for as many requests, do not disturb each other",
         (four, Bucket(4, 4, 1)),
         (
-            Turn(((4, edge + 2), (4, 4), (4, 9))),
-            Turn(_decodes(edge + 3, 5, 10), 1, draft_index=0),
-            Turn(_decodes(edge + 4, 6, 11), 1, draft_index=1),
-            Turn(((3, 7), (3, 3), (3, edge + 5), (3, reach + 9)), None),
-            Turn(((4, _LONG + 6), (4, 4)), 0),
+            ProbeStep(((4, edge + 2), (4, 4), (4, 9))),
+            ProbeStep(_decodes(edge + 3, 5, 10), 1, draft_index=0),
+            ProbeStep(_decodes(edge + 4, 6, 11), 1, draft_index=1),
+            ProbeStep(((3, 7), (3, 3), (3, edge + 5), (3, reach + 9)), None),
+            ProbeStep(((4, _LONG + 6), (4, 4)), 0),
         ),
         drafts=3,
     )
@@ -218,7 +218,7 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
         UNIFORM,
         "a graph serves more than a few requests while drafts are verified",
         (Bucket(_MANY, 2 * _MANY, 2),),
-        (Turn(tuple((2, 2 + 5 * n % edge) for n in range(_MANY - 1))),),
+        (ProbeStep(tuple((2, 2 + 5 * n % edge) for n in range(_MANY - 1))),),
         drafts=1,
     )
     yield Probe(
@@ -226,7 +226,7 @@ def _uniform(edge: int, reach: int) -> Iterator[Probe]:
         UNIFORM,
         "a graph captured with the longest lengths serves short ones",
         (four,),
-        (Turn(((4, 4), (4, 6), (4, edge + 1), (4, 5))),),
+        (ProbeStep(((4, 4), (4, 6), (4, edge + 1), (4, 5))),),
         dummy_lens="longest",
         drafts=3,
     )
@@ -241,10 +241,10 @@ def _mixed(edge: int, reach: int) -> Iterator[Probe]:
         "one graph serves decodes, extends and prompts in any proportion",
         (big,),
         (
-            Turn(((1, edge + 1), (1, 9), (9, 9))),
-            Turn(((17, 17), (1, 2), (5, edge + 2), (1, 2 * edge + 3))),
-            Turn(_decodes(edge, 1, reach + edge + 1, 7)),
-            Turn(((7, 7), (11, reach + 14))),
+            ProbeStep(((1, edge + 1), (1, 9), (9, 9))),
+            ProbeStep(((17, 17), (1, 2), (5, edge + 2), (1, 2 * edge + 3))),
+            ProbeStep(_decodes(edge, 1, reach + edge + 1, 7)),
+            ProbeStep(((7, 7), (11, reach + 14))),
         ),
     )
     yield Probe(
@@ -253,9 +253,9 @@ def _mixed(edge: int, reach: int) -> Iterator[Probe]:
         "a prompt longer than any that was captured is served",
         (big,),
         (
-            Turn(((24, 24),)),
-            Turn(((1, 5), (20, reach + _LONG + 20))),
-            Turn(((23, 2 * edge + 23),)),
+            ProbeStep(((24, 24),)),
+            ProbeStep(((1, 5), (20, reach + _LONG + 20))),
+            ProbeStep(((23, 2 * edge + 23),)),
         ),
     )
     yield Probe(
@@ -263,7 +263,10 @@ def _mixed(edge: int, reach: int) -> Iterator[Probe]:
         ALWAYS,
         "a long prompt beside a decode is served where the dummies filled fewer tiles of rows",
         (Bucket(2, _TWO_TILES, None),),
-        (Turn(((1, 9), (_TWO_TILES - 1, _TWO_TILES - 1))), Turn(((_TWO_TILES - 60, _TWO_TILES), (1, edge + 1)))),
+        (
+            ProbeStep(((1, 9), (_TWO_TILES - 1, _TWO_TILES - 1))),
+            ProbeStep(((_TWO_TILES - 60, _TWO_TILES), (1, edge + 1))),
+        ),
     )
     yield Probe(
         "mixed buckets",
@@ -271,11 +274,11 @@ def _mixed(edge: int, reach: int) -> Iterator[Probe]:
         "graphs of several sizes and steps without a graph do not disturb each other",
         (big, small),
         (
-            Turn(((1, 3), (4, edge + 3), (12, 12))),
-            Turn(((1, edge + 2), (5, 5)), 1),
-            Turn(((1, 9), (edge + 25, edge + 25), (20, 40)), None),
-            Turn(((1, 1), (1, reach + 2), (15, edge + 15)), 0),
-            Turn(((8, reach + 8),), 1),
+            ProbeStep(((1, 3), (4, edge + 3), (12, 12))),
+            ProbeStep(((1, edge + 2), (5, 5)), 1),
+            ProbeStep(((1, 9), (edge + 25, edge + 25), (20, 40)), None),
+            ProbeStep(((1, 1), (1, reach + 2), (15, edge + 15)), 0),
+            ProbeStep(((8, reach + 8),), 1),
         ),
     )
     yield Probe(
@@ -283,7 +286,7 @@ def _mixed(edge: int, reach: int) -> Iterator[Probe]:
         ALWAYS,
         "a graph captured with the longest lengths serves short ones",
         (big,),
-        (Turn(((1, 2), (3, 5), (6, 6))),),
+        (ProbeStep(((1, 2), (3, 5), (6, 6))),),
         dummy_lens="longest",
     )
 

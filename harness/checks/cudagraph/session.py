@@ -15,29 +15,29 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
 from attncheck.cases.model import Case
+from attncheck.harness.checks.cudagraph.metadata_trace import MetadataTrace, tensors_in, trace
 from attncheck.harness.checks.cudagraph.persistent_inputs import PersistentInputs, a_step_earlier, each_of
-from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, Turn
+from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recorder, Recording, UnseenError
-from attncheck.harness.checks.cudagraph.traces import Trace, tensors_in, trace
-from attncheck.harness.driver.changed_inputs import changes
+from attncheck.harness.driver.changed_inputs import changed_inputs
 from attncheck.harness.driver.construction import construct_builder, construct_impl
-from attncheck.harness.driver.foreign_code import stage
+from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.forward import enter_forward, output_buffers, output_scale_of, result_of
-from attncheck.harness.driver.forward_calls import Call, calls_of
-from attncheck.harness.driver.kv_pool import Pool
+from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of
+from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.output_buffers import GuardedBuffer
 from attncheck.harness.driver.pool_filling import new_pool
-from attncheck.harness.driver.results import Result, observed, placed
+from attncheck.harness.driver.results import CallResult, observed, placed
 from attncheck.harness.driver.step import Step, make_step, request_order
-from attncheck.harness.driver.vllm_config import Layer
+from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.problem import Problem
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Graph:
+class CapturedGraph:
     """One captured graph of one builder, and what its metadata were made of.
 
     ``returned``: what ``forward`` returned at capture; its contents are every replay's own. ``read``: paths the graph
@@ -48,7 +48,7 @@ class Graph:
     out: GuardedBuffer
     lse: GuardedBuffer | None
     returned: object
-    trace: Trace
+    trace: MetadataTrace
     read: frozenset[str]
 
     def replay(self) -> object:
@@ -58,22 +58,22 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Capture:
+class CapturedBucket:
     """The graphs of one bucket, one a builder, and the cache's memory before and after (None: it has no image)."""
 
-    graphs: tuple[Graph, ...]
-    pool: Pool
+    graphs: tuple[CapturedGraph, ...]
+    pool: KVPool
     before: Tensor
     after: Tensor
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepResult:
     """One step of one builder: what was seen, over which pool, and the trace of the metadata it was made with."""
 
     seen: Observation
-    pool: Pool
-    trace: Trace
+    pool: KVPool
+    trace: MetadataTrace
 
 
 class GraphSession:
@@ -96,7 +96,7 @@ class GraphSession:
         self.is_pool_finite = is_pool_finite or backend.conventions.needs_finite_pool
         self._probe, self._problems = probe, problems
         first = problems[0]
-        self._attn_layer = Layer(first.cache, device)
+        self._attn_layer = LayerStub(first.cache, device)
         self.impl = self._attn_layer.impl = self._enter("construct", lambda: construct_impl(backend, first, device))
         self._builders = [self._enter("builder", self._new_builder) for _ in range(probe.num_builders)]
         sizes = [(problem.case.batch.num_requests + problem.case.batch.padding.requests) for problem in problems]
@@ -107,16 +107,16 @@ class GraphSession:
         self._inputs = PersistentInputs(problems, num_reqs, num_tokens, width, device)
         recorder.mark_host(*self._inputs.host_twins)
         self._output_scale = output_scale_of(first, device)
-        self._pool = stage("cache", lambda: new_pool(backend, first, device, self.impl))
-        self._pools: dict[Case, Pool] = {first.case: self._pool}
+        self._pool = call_backend("cache", lambda: new_pool(backend, first, device, self.impl))
+        self._pools: dict[Case, KVPool] = {first.case: self._pool}
 
-    def capture(self, bucket: Bucket) -> Capture | CaptureError | UnseenError:
+    def capture(self, bucket: Bucket) -> CapturedBucket | CaptureError | UnseenError:
         """The bucket's graphs. Raises StageError where building or warming up breaks."""
         self._pool.filled()
         call = self._inputs.load_dummies(bucket, longest=self._probe.dummy_lens == "longest")
         return self._captured(call, self._pool, lambda builder, common: builder.build_for_cudagraph_capture(common))
 
-    def step(self, turn: Turn, problem: Problem, capture: Capture | None) -> list[Taken]:
+    def step(self, turn: ProbeStep, problem: Problem, capture: CapturedBucket | None) -> list[StepResult]:
         """One step by the graphs of ``capture``, or without any; one result a builder. Raises StageError."""
         step, pool, call = self._begin(turn, problem)
         lent = each_of(call, Tensor.clone)
@@ -138,12 +138,12 @@ class GraphSession:
             if lse is not None:
                 lse.refill(step.num_rows)
             before = pool.bytes().clone()
-            returned = stage("forward" if capture is None else "replay", run)
+            returned = call_backend("forward" if capture is None else "replay", run)
             result = result_of(self.backend, call, returned, out, lse)
-            taken.append(Taken(self._observe(step, lent, result, pool, before), pool, made_of))
+            taken.append(StepResult(self._observe(step, lent, result, pool, before), pool, made_of))
         return taken
 
-    def capture_step(self, turn: Turn, problem: Problem) -> Capture | CaptureError | UnseenError:
+    def capture_step(self, turn: ProbeStep, problem: Problem) -> CapturedBucket | CaptureError | UnseenError:
         """Graphs captured at this very step, in place of dummies. Raises StageError as :meth:`capture` does."""
         step, pool, call = self._begin(turn, problem)
         self._fill(pool, step)
@@ -155,16 +155,16 @@ class GraphSession:
 
     def _enter(self, name: str, call: Callable[[], T]) -> T:
         with self.recorder.watching():
-            return stage(name, call)
+            return call_backend(name, call)
 
-    def _begin(self, turn: Turn, problem: Problem) -> tuple[Step, Pool, Call]:
+    def _begin(self, turn: ProbeStep, problem: Problem) -> tuple[Step, KVPool, ForwardCall]:
         """The step's tensors in the persistent buffers, and a cache for it, to be filled.
 
         A further draft follows one in the same pages, for which metadata were built.
         """
-        order, threshold = stage("builder", partial(self._request_order, problem))
+        order, threshold = call_backend("builder", partial(self._request_order, problem))
         step = make_step(problem, self.device, order, pad_seq_len=self.backend.conventions.pad_seq_len)
-        (fresh,) = calls_of(step, self.backend.features, threshold)
+        (fresh,) = forward_calls_of(step, self.backend.features, threshold)
         if problem.case not in self._pools:
             self._pools[problem.case] = self._pool.beside(problem)
         if turn.draft_index:
@@ -179,41 +179,41 @@ class GraphSession:
         threshold: int | None = getattr(self._builders[0], "reorder_batch_threshold", None)
         return request_order(problem, threshold), threshold
 
-    def _fill(self, pool: Pool, step: Step) -> None:
+    def _fill(self, pool: KVPool, step: Step) -> None:
         """The cache before a step: poison where nobody owns it, and new rows that no writer brings."""
         huge = float(torch.finfo(step.problem.dtype).max) / 4
         pool.filled(huge if self.is_pool_finite else math.nan)
         if not self.impl.brings_writer and step.key is not None and step.value is not None:
             pool.write(step.slot_mapping, step.key, step.value)
 
-    def _build(self, builder: Any, turn: Turn, common: CommonAttentionMetadata) -> Any:
+    def _build(self, builder: Any, turn: ProbeStep, common: CommonAttentionMetadata) -> Any:
         if turn.draft_index is not None:
             return builder.build_for_drafting(common_attn_metadata=common, draft_index=turn.draft_index)
         return builder.build(common_prefix_len=0, common_attn_metadata=common)
 
     def _captured(
-        self, call: Call, pool: Pool, build: Callable[[Any, CommonAttentionMetadata], Any]
-    ) -> Capture | CaptureError | UnseenError:
+        self, call: ForwardCall, pool: KVPool, build: Callable[[Any, CommonAttentionMetadata], Any]
+    ) -> CapturedBucket | CaptureError | UnseenError:
         before = pool.bytes().clone()
         graphs = []
         for builder in self._builders:
             graph = self._record(call, pool.kv_cache, partial(build, builder))
-            if not isinstance(graph, Graph):
+            if not isinstance(graph, CapturedGraph):
                 return graph
             graphs.append(graph)
-        return Capture(tuple(graphs), pool, before, pool.bytes().clone())
+        return CapturedBucket(tuple(graphs), pool, before, pool.bytes().clone())
 
     def _record(
-        self, call: Call, kv_cache: Tensor, build: Callable[[CommonAttentionMetadata], Any]
-    ) -> Graph | CaptureError | UnseenError:
+        self, call: ForwardCall, kv_cache: Tensor, build: Callable[[CommonAttentionMetadata], Any]
+    ) -> CapturedGraph | CaptureError | UnseenError:
         out, lse = output_buffers(self.backend, self._problems[0], len(call.query), call.num_rows, self.device)
         latest: dict[str, Tensor] = {}
-        traces: list[Trace] = []
+        traces: list[MetadataTrace] = []
         returned: list[object] = []
 
         def prepare() -> Forward:
             lent = each_of(call, Tensor.detach)  # a run that resizes what it was lent must not spoil the next
-            metadata = stage("build for capture", partial(build, lent.common))
+            metadata = call_backend("build for capture", partial(build, lent.common))
             latest.clear()
             latest.update(tensors_in(metadata))
             traces.append(trace(metadata))
@@ -227,21 +227,23 @@ class GraphSession:
             except (CaptureError, UnseenError) as refusal:
                 return refusal
 
-        recording = stage("warm-up for capture", attempt)
+        recording = call_backend("warm-up for capture", attempt)
         if isinstance(recording, CaptureError | UnseenError):
             return recording
         read = frozenset(path for path, tensor in latest.items() if recording.reads(tensor) is not False)
         latest.clear()
-        return Graph(recording, out, lse, returned[-1], traces[-1], read)
+        return CapturedGraph(recording, out, lse, returned[-1], traces[-1], read)
 
     def _forward(
-        self, call: Call, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
+        self, call: ForwardCall, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
     ) -> Forward:
         return lambda: enter_forward(
             self.backend, self.impl, self._attn_layer, call, kv_cache, metadata, out, lse, self._output_scale
         )
 
-    def _eager(self, call: Call, pool: Pool, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None) -> Forward:
+    def _eager(
+        self, call: ForwardCall, pool: KVPool, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
+    ) -> Forward:
         forward = self._forward(call, pool.kv_cache, metadata, out, lse)
 
         def run() -> object:
@@ -253,12 +255,12 @@ class GraphSession:
 
         return run
 
-    def _observe(self, step: Step, lent: Call, result: Result, pool: Pool, before: Tensor) -> Observation:
+    def _observe(self, step: Step, lent: ForwardCall, result: CallResult, pool: KVPool, before: Tensor) -> Observation:
         return observed(
             placed([result]),
             step,
             [result],
             pool_before=before,
             pool_after=pool.bytes().clone(),
-            changed=changes(lent, result.call),
+            changed=changed_inputs(lent, result.call),
         )

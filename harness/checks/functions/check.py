@@ -18,10 +18,10 @@ from attncheck.harness.checks.dump import dump_tensors
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.function_calls import FormError, Function
 from attncheck.harness.checks.functions import convolution, merging
-from attncheck.harness.driver.foreign_code import StageError, stage
+from attncheck.harness.driver.foreign_code import StageError, call_backend
 
 
-class Examination(Protocol):
+class FunctionUnderTest(Protocol):
     """One function on one problem; most methods are checks.
 
     They may raise StageError where the function raises, FormError where its answer has no right form.
@@ -46,7 +46,7 @@ class Examination(Protocol):
         """Whether what is nobody's reaches nothing."""
 
 
-Examiner = Callable[[type[AttentionBackend], Function, Case, int, torch.device], Examination]
+Examiner = Callable[[type[AttentionBackend], Function, Case, int, torch.device], FunctionUnderTest]
 """(backend, its function, case, seed, device): the examination."""
 
 FUNCTION_PATHS: Mapping[str, tuple[str, Examiner]] = {
@@ -56,7 +56,7 @@ FUNCTION_PATHS: Mapping[str, tuple[str, Examiner]] = {
 """Path -> the function it examines, by its name in ``functions()``, and how."""
 
 
-class FunctionDesk:
+class FunctionChecks:
     """One case of one backend on a path that examines a function. ``reasons``: why the backend leaves the case out."""
 
     def __init__(
@@ -64,7 +64,7 @@ class FunctionDesk:
     ) -> None:
         self._case, self._seed = case, seed
         self._name, examination = FUNCTION_PATHS[case.batch.path.name]
-        function = stage("functions", lambda: backend.functions().get(self._name))
+        function = call_backend("functions", lambda: backend.functions().get(self._name))
         absent = () if function is not None else (f"functions() offers no {self._name}",)
         self._reasons = (*absent, *reasons)
         self._examination = self._later = None
@@ -88,7 +88,7 @@ class FunctionDesk:
         if self._examination is not None:
             dump_tensors(folder, self._case, self._seed, backend, self._examination.tensors())
 
-    def _checked(self, examination: Examination, check: str) -> Finding:
+    def _checked(self, examination: FunctionUnderTest, check: str) -> Finding:
         match check:
             case "numerics":
                 return self._twice(examination.numerics())
@@ -115,7 +115,7 @@ class FunctionDesk:
             second.details,
         )
 
-    def _claims(self, examination: Examination) -> Finding:
+    def _claims(self, examination: FunctionUnderTest) -> Finding:
         """What is offered can be called as documented; whether its answer is one is the business of other checks."""
         try:
             examination.run()

@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 from attncheck.cases.model import Case
 from attncheck.harness.problem.problem import DEFAULT_INPUTS, TORCH_DTYPES
-from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.truth.tolerance import Budget, allowed_errors, float32_bracket
 from attncheck.reference import Precision, causal_conv1d
 from attncheck.reference.spec import CausalConv1dOptions
@@ -131,7 +131,7 @@ def conv_options(case: Case) -> CausalConv1dOptions:
 
 def build_conv(case: Case, seed: int) -> ConvProblem:
     """The tensors of ``case`` under ``seed``: the same bits on every machine."""
-    stream = Stream(seed, case.hash, "causal_conv1d")
+    stream = RandomStream(seed, case.hash, "causal_conv1d")
     options, dtype, specs = conv_options(case), TORCH_DTYPES[case.layer.dtype], list(case.batch)
     padding = case.batch.padding
     positions = tuple((r, max(spec.context_len, 0) + i) for r, spec in enumerate(specs) for i in range(spec.query_len))

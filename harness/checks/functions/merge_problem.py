@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attncheck.cases.model import Case
 from attncheck.harness.problem.problem import DEFAULT_INPUTS, TORCH_DTYPES
-from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.truth.tolerance import Budget, K, allowed_errors, float32_bracket
 from attncheck.reference import Precision, merge_attn_states
 
@@ -104,7 +104,7 @@ class MergeTruth:
 
 def build_merge(case: Case, seed: int) -> MergeProblem:
     """The states of ``case`` under ``seed``: the same bits on every machine."""
-    stream = Stream(seed, case.hash, "merge")
+    stream = RandomStream(seed, case.hash, "merge")
     layer, rows = case.layer, [(r, i) for r, spec in enumerate(case.batch) for i in range(spec.query_len)]
     contexts = [spec.context_len for spec in case.batch]
     shape = (len(rows), layer.num_heads)

@@ -8,8 +8,8 @@ import torch
 
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
-from attncheck.harness.checks.timing.judgement import FoundOutError
-from attncheck.harness.driver.kv_pool import Pool
+from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
+from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.problem.problem import Problem
 
 LOOKED_AT = 64
@@ -19,8 +19,8 @@ _NEAR = 0.1
 """Relative error up to which a row is the one that was handed over: codes are coarser than rows."""
 
 
-def require_stored(name: str, pool: Pool, problem: Problem, contents: FreshContents) -> None:
-    """Raises FoundOutError where new rows of ``problem`` are not in the cache. Without a codec nothing is known."""
+def require_stored(name: str, pool: KVPool, problem: Problem, contents: FreshContents) -> None:
+    """Raise UntrustworthyTimeError if new rows of ``problem`` are not in the cache. Do nothing without a codec."""
     if pool.codec is None:
         return
     new = problem.new_keys[problem.new_keys >= 0]
@@ -35,7 +35,7 @@ def require_stored(name: str, pool: Pool, problem: Problem, contents: FreshConte
         missing |= ~(error <= _NEAR * wanted.norm(dim=1)).cpu()
     if bool(missing.any()):
         slot = int(slots[missing][0])
-        raise FoundOutError(
+        raise UntrustworthyTimeError(
             Broken(
                 f"{name}: {int(missing.sum())} of {len(new)} new rows looked at are not in the cache, first: "
                 f"{problem.slot_name(slot)}",

@@ -25,11 +25,11 @@ from attncheck.harness.checks.timing.ceilings import measure_ceilings
 from attncheck.harness.checks.timing.clock import clock_for, tampered
 from attncheck.harness.checks.timing.device_state import state_under_load
 from attncheck.harness.checks.timing.hooks import active_modes
-from attncheck.harness.checks.timing.judgement import FoundOutError
-from attncheck.harness.checks.timing.measurement import Bench, Measurement, Sampler
+from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
+from attncheck.harness.checks.timing.measurement import Sampler, TimingConditions, TimingMeasurement
 from attncheck.harness.checks.timing.sampling import Samples, sample
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.driver.foreign_code import stage
+from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
 from attncheck.reports.run_file.timings import Ceilings, Part, Timing
@@ -42,7 +42,7 @@ def take_samples(_part: Part, take: Callable[[], int], settings: TimingSettings)
     return sample(take, settings)
 
 
-class TimingDesk:
+class TimingCheck:
     """Times backends on one device; what the device can do is measured once a dtype."""
 
     def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = take_samples) -> None:
@@ -51,9 +51,9 @@ class TimingDesk:
         self._ceilings: dict[str, Ceilings] = {}
 
     @cached_property
-    def _bench(self) -> Bench:
+    def _bench(self) -> TimingConditions:
         """Made when it is needed: what it flushes a cache with takes memory of the device."""
-        return Bench(self._device, self._settings, self._sampler, Flush(self._device), self._modes)
+        return TimingConditions(self._device, self._settings, self._sampler, Flush(self._device), self._modes)
 
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
         """The finding for one case. Raises StageError for what the backend raised."""
@@ -62,7 +62,7 @@ class TimingDesk:
             return NotExamined(reasons, "attncheck")
         try:
             return self._measure(backend, problem, truth)
-        except FoundOutError as found:
+        except UntrustworthyTimeError as found:
             return found.finding
         except (MemoryError, torch.OutOfMemoryError) as error:
             return NotExamined((f"out of memory for the contents of several problems: {error}",), "attncheck")
@@ -70,7 +70,7 @@ class TimingDesk:
     def _measure(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
         bench = self._bench
         ceilings = self._ceilings_of(problem.layer.dtype)
-        measurement = Measurement(bench, backend.backend, problem, truth)
+        measurement = TimingMeasurement(bench, backend.backend, problem, truth)
         latencies = measurement.latencies()
         state = state_under_load(bench.device, measurement.call_once_more)
         measurement.look_at_neighbours()
@@ -104,8 +104,8 @@ class TimingDesk:
 def examine(
     backend: LoadedBackend, problem: Problem, truth: Truth, device: torch.device, settings: TimingSettings
 ) -> Finding:
-    """The finding for one case, by a desk of its own. Raises StageError for what the backend raised."""
-    return TimingDesk(device, settings).examine(backend, problem, truth)
+    """Time one case. Raises StageError for what the backend raised."""
+    return TimingCheck(device, settings).examine(backend, problem, truth)
 
 
 def unasked_reasons(case: Case, features: frozenset[str]) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def unasked_reasons(case: Case, features: frozenset[str]) -> tuple[str, ...]:
 
 
 def _interpreted_reasons(backend: LoadedBackend, device: torch.device) -> tuple[str, ...]:
-    required: Mapping[str, str] = stage(
+    required: Mapping[str, str] = call_backend(
         "required_environment", lambda: backend.backend.required_environment(str(device))
     )
     if ENVIRONMENT.keys() <= required.keys() or (is_interpreted() and MARK in backend.version):

@@ -56,7 +56,7 @@ class SignedOrder:
 
 
 @dataclass(frozen=True)
-class Twist:
+class ContentsTransform:
     """What is done to a problem. ``key``, ``value``, ``output``: None where the channels stay.
 
     key_order: int64 ``[N]``. request_sign: ``[R]``, +1 or -1, of latent rows, None for other layers.
@@ -71,7 +71,7 @@ class Twist:
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseProblem:
     """A problem, its tensors on the device, and its truth."""
 
     problem: Problem
@@ -105,8 +105,8 @@ class Base:
 class Contents:
     """One question of many: ``base`` twisted."""
 
-    base: Base
-    twist: Twist
+    base: BaseProblem
+    twist: ContentsTransform
 
     def problem(self) -> Problem:
         """The question, its tensors on the device."""
@@ -150,7 +150,7 @@ class FreshContents:
         began = perf_counter()
         if truth is None:
             truth = truth_of(problem, device, refuse_blindness=False)
-        self.bases = [Base(_moved(problem, device), truth)]
+        self.bases = [BaseProblem(_moved(problem, device), truth)]
         while len(self.bases) < MOST_BASES:
             if len(self.bases) >= at_least and perf_counter() - began > _PATIENCE_S:
                 break
@@ -182,11 +182,11 @@ class FreshContents:
         chosen = torch.randperm(count, generator=self._random)[:limit]
         return chosen.sort().values.to(self._device)
 
-    def _other_base(self) -> Base:
+    def _other_base(self) -> BaseProblem:
         other = build_problem(self.bases[0].problem.case, self._below(2**31))
-        return Base(_moved(other, self._device), truth_of(other, self._device, refuse_blindness=False))
+        return BaseProblem(_moved(other, self._device), truth_of(other, self._device, refuse_blindness=False))
 
-    def _twist(self, base: Base) -> Twist:
+    def _twist(self, base: BaseProblem) -> ContentsTransform:
         problem = base.problem
         order = torch.arange(len(problem.keys))
         for keys in base.movable:
@@ -195,11 +195,11 @@ class FreshContents:
         values = self._signed_order(problem.values)
         if problem.layer.mla is None:
             keys_too = self._signed_order(problem.keys)
-            return Twist(keys_too, keys_too, values, values, order, None)
+            return ContentsTransform(keys_too, keys_too, values, values, order, None)
         shares = any(spec.shared_prefix for spec in problem.case.batch)
         signs = self._signs(1 if shares else len(problem.requests)).expand(len(problem.requests))
         query = values.behind(problem.layer.mla.qk_nope_head_dim)
-        return Twist(query, None, values, None, order, signs.to(self._device))
+        return ContentsTransform(query, None, values, None, order, signs.to(self._device))
 
     def _signed_order(self, rows: Tensor) -> SignedOrder:
         """Of the channels of ``rows [n, G, size]``."""

@@ -44,7 +44,7 @@ AFTERWARDS = "what is called next, while no clock runs, can do work of the call,
 _clone = torch._C.TensorBase.clone
 
 
-class FoundOutError(AttncheckError):
+class UntrustworthyTimeError(AttncheckError):
     """Ends a measurement: ``finding`` says what was wrong with it."""
 
     def __init__(self, finding: Broken) -> None:
@@ -53,7 +53,7 @@ class FoundOutError(AttncheckError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """What a call answered at the moment the clock stopped: copies, and the memory they were taken of.
 
     ``output [n, H, Dv]`` and ``lse [n, H]`` of the real rows. ``fault``: in which way the answer breaks the contract.
@@ -70,7 +70,7 @@ class Answer:
         return not torch.equal(_bits(self.live), _bits(self.output))
 
 
-def answer_of(
+def copy_answer(
     returned: object,
     out: GuardedBuffer,
     lse: GuardedBuffer | None,
@@ -79,7 +79,7 @@ def answer_of(
     *,
     must_be_buffer: bool,
     modes: tuple[int, int],
-) -> Answer:
+) -> TimedAnswer:
     """The answer in ``returned``, or in the buffers, copied.
 
     ``spans``: the memory that was lent for reading. ``modes``: those that were active before the call.
@@ -113,26 +113,26 @@ def answer_of(
                     meaning = "an input is handed back as output"
     copied = own if rows is out.rows else other.reshape(rows.shape)
     held = None if whole_lse is None else whole_lse[:num_rows]
-    return Answer(copied[:num_rows], held, rows[:num_rows], fault, meaning)
+    return TimedAnswer(copied[:num_rows], held, rows[:num_rows], fault, meaning)
 
 
-class Judge:
+class AnswerJudge:
     """Judges the answers of one batch, one after another. ``name``: what the batch is called where it is wrong."""
 
     def __init__(self, name: str, contents: FreshContents, conventions: Conventions) -> None:
         self.name, self._source, self._conventions = name, contents, conventions
         self._earlier: deque[Contents] = deque(maxlen=_REMEMBERED)
-        self._latest: tuple[Contents, Tensor, Answer] | None = None
+        self._latest: tuple[Contents, Tensor, TimedAnswer] | None = None
         self.num_judged = 0
         self.notes: tuple[str, ...] = ()
         self.worst = 0.0
         """The largest error so far, in budgets."""
 
-    def judge(self, asked: Contents, rows: Tensor, answer: Answer) -> None:
-        """Raises FoundOutError for an answer that is none; ``rows``: the problem's row at each row of it (int64)."""
+    def judge(self, asked: Contents, rows: Tensor, answer: TimedAnswer) -> None:
+        """Raise UntrustworthyTimeError for a wrong answer; ``rows``: the problem's row at each row of it (int64)."""
         self.num_judged += 1
         if answer.fault is not None:
-            raise FoundOutError(Broken(answer.fault, {"calls": self.num_judged}, answer.meaning))
+            raise UntrustworthyTimeError(Broken(answer.fault, {"calls": self.num_judged}, answer.meaning))
         layer = asked.base.problem.layer
         limit = max(1, JUDGED_ELEMENTS // answer.output[0].numel()) if len(rows) else 0
         self.notes = () if limit >= len(rows) else (_sampled(self.name, limit, len(rows)),)
@@ -141,7 +141,7 @@ class Judge:
         share = float(_shares(asked, rows[which], answer.output[which]).max()) if len(which) else 0.0
         self.worst = max(self.worst, share)
         if share > 1:
-            raise FoundOutError(self._wrong(asked, rows, answer))
+            raise UntrustworthyTimeError(self._wrong(asked, rows, answer))
         if answer.lse is not None and not _shifts_lse(layer.alibi_slopes is not None, self._conventions):
             self._judge_lse(asked, rows[which], answer.lse[which])
         self._earlier.append(asked)
@@ -149,7 +149,7 @@ class Judge:
     def look_again(self) -> None:
         """At the latest answer: raises FoundOutError where it has changed since."""
         if self._latest is not None and self._latest[2].has_changed():
-            raise FoundOutError(
+            raise UntrustworthyTimeError(
                 Broken(
                     f"{self.name}: the output changed after the clock had stopped",
                     {"calls": self.num_judged},
@@ -162,9 +162,9 @@ class Judge:
         if self._latest is not None:
             asked, rows, answer = self._latest
             if len(rows) and float(_shares(asked, rows, answer.output).max()) > 1:
-                raise FoundOutError(self._wrong(asked, rows, answer))
+                raise UntrustworthyTimeError(self._wrong(asked, rows, answer))
 
-    def _wrong(self, asked: Contents, rows: Tensor, answer: Answer) -> Broken:
+    def _wrong(self, asked: Contents, rows: Tensor, answer: TimedAnswer) -> Broken:
         problem = asked.base.problem
         shares = torch.zeros(len(asked.base.truth.out), answer.output.shape[1], dtype=torch.float64)
         shares[rows.cpu()] = _shares(asked, rows, answer.output).cpu()
@@ -177,7 +177,7 @@ class Judge:
         told = f"inputs of seed {problem.seed}, channels permuted and signs turned, as at every timed call"
         return Broken(what, figures, self._meaning(asked, rows, answer), (told,))
 
-    def _meaning(self, asked: Contents, rows: Tensor, answer: Answer) -> str | None:
+    def _meaning(self, asked: Contents, rows: Tensor, answer: TimedAnswer) -> str | None:
         for _ in range(20):
             if answer.has_changed():
                 return "the output was written after the clock had stopped: work is left to a thread, or another stream"
@@ -200,7 +200,9 @@ class Judge:
         shares = lse_shares(lse.double() * unit, asked.lse(rows), asked.right(rows)[1].lse)
         if bool((shares > 1).any()):
             summary = f"{self.name}: call {self.num_judged} left a wrong LSE: {int((shares > 1).any(dim=1).sum())} rows"
-            raise FoundOutError(Broken(summary, {"calls": self.num_judged, "budget_share": float(shares.max())}))
+            raise UntrustworthyTimeError(
+                Broken(summary, {"calls": self.num_judged, "budget_share": float(shares.max())})
+            )
 
 
 def _shares(asked: Contents, rows: Tensor, output: Tensor) -> Tensor:

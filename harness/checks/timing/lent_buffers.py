@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attncheck.harness.driver.forward_calls import Call
+from attncheck.harness.driver.forward_calls import ForwardCall
 from attncheck.reference import CommonAttentionMetadata
 
 _ROWS = ("query", "key", "value")
@@ -18,10 +18,10 @@ _ROWS = ("query", "key", "value")
 class LentBuffers:
     """The tensors of ``call``, for calls that are no larger: a smaller one gets the front of each."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ForwardCall) -> None:
         self._own = call
 
-    def with_metadata_of(self, fresh: Call) -> Call:
+    def with_metadata_of(self, fresh: ForwardCall) -> ForwardCall:
         """``fresh`` over these buffers, its metadata in them; query, key and value hold what they held."""
         common: dict[str, Any] = {}
         for field in fields(CommonAttentionMetadata):
@@ -31,7 +31,7 @@ class LentBuffers:
         rows: dict[str, Any] = {name: _front_of(getattr(self._own, name), getattr(fresh, name)) for name in _ROWS}
         return replace(fresh, common=replace(fresh.common, **common), **rows)
 
-    def load_rows(self, fresh: Call) -> None:
+    def load_rows(self, fresh: ForwardCall) -> None:
         """Query, key and value of ``fresh``, put where :meth:`with_metadata_of` said they lie."""
         for name in _ROWS:
             own, new = getattr(self._own, name), getattr(fresh, name)

@@ -18,7 +18,7 @@ from attncheck.harness.checks.timing.cache_flush import Flush
 from attncheck.harness.checks.timing.clock import clock_for
 from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
 from attncheck.harness.checks.timing.hooks import active_modes
-from attncheck.harness.checks.timing.judgement import AFTERWARDS, FoundOutError
+from attncheck.harness.checks.timing.judgement import AFTERWARDS, UntrustworthyTimeError
 from attncheck.harness.checks.timing.neighbours import GLANCE, Neighbour, compare
 from attncheck.harness.checks.timing.parts import DISTANCES, neighbour_of, parts_of
 from attncheck.harness.checks.timing.profiler import kernels_of
@@ -44,7 +44,7 @@ Sampler = Callable[[Part, Callable[[], int], TimingSettings], Samples]
 
 
 @dataclass(frozen=True)
-class Bench:
+class TimingConditions:
     """Where and how is timed."""
 
     device: torch.device
@@ -60,16 +60,20 @@ class Bench:
         return not self.settings.warm and self.flush.num_bytes > 0
 
 
-class Measurement:
+class TimingMeasurement:
     """One backend on one problem. Raises StageError for what the backend raised, FoundOutError where it cheats."""
 
-    def __init__(self, bench: Bench, backend: type[AttentionBackend], problem: Problem, truth: Truth) -> None:
+    def __init__(
+        self, bench: TimingConditions, backend: type[AttentionBackend], problem: Problem, truth: Truth
+    ) -> None:
         self._bench, self._backend, self._problem = bench, backend, problem
         self._parts = parts_of(problem)
         self._session = Session(backend, problem, bench.device, capture_sizes=self._capture_sizes())
         self._latest = Latest()
         if active_modes() != bench.modes:
-            raise FoundOutError(Broken("a mode of torch was left active before any call was timed", meaning=AFTERWARDS))
+            raise UntrustworthyTimeError(
+                Broken("a mode of torch was left active before any call was timed", meaning=AFTERWARDS)
+            )
         self._fresh = FreshContents(problem, truth, bench.device)
         self._own = self._step("forward", self._fresh)
         self._notes: list[str] = []
@@ -125,7 +129,7 @@ class Measurement:
                 break
         if seen and all(neighbour.is_suspect for neighbour in seen):
             nearest = min(seen, key=lambda neighbour: neighbour.least)
-            raise FoundOutError(
+            raise UntrustworthyTimeError(
                 Broken(
                     _slower(nearest),
                     {"neighbour_ratio": nearest.ratio},
@@ -152,7 +156,7 @@ class Measurement:
         except QuestionError:
             return
         if seen.is_suspect:
-            raise FoundOutError(
+            raise UntrustworthyTimeError(
                 Broken(
                     f"forward takes {seen.ratio:.3g} times as long on a problem of which no call has seen anything",
                     {"newcomer_ratio": seen.ratio},

@@ -15,8 +15,8 @@ from attncheck.harness.checks.cudagraph.check import unexamined_reasons
 from attncheck.harness.checks.cudagraph.measurement import level_for
 from attncheck.harness.checks.cudagraph.persistent_inputs import each_of
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recorder, Recording, UnseenError
-from attncheck.harness.driver.foreign_code import stage
-from attncheck.harness.driver.forward_calls import Call
+from attncheck.harness.driver.foreign_code import call_backend
+from attncheck.harness.driver.forward_calls import ForwardCall
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference.spec import AttentionCGSupport, BatchSpec
 
@@ -50,7 +50,7 @@ def level_of(batch: BatchSpec) -> AttentionCGSupport:
 
 
 def capture(
-    recorder: Recorder, builder: Any, call: Call, bind: Callable[[Call, object], Forward]
+    recorder: Recorder, builder: Any, call: ForwardCall, bind: Callable[[ForwardCall, object], Forward]
 ) -> Replay | CaptureError | UnseenError:
     """The graph of ``call``, whose memory its replays read; ``bind`` makes a ``forward`` of a call and its metadata.
 
@@ -60,7 +60,7 @@ def capture(
 
     def prepare() -> Forward:
         lent = each_of(call, Tensor.detach)  # a run that resizes what it was lent must not spoil the next
-        metadata = stage("build for capture", lambda: builder.build_for_cudagraph_capture(lent.common))
+        metadata = call_backend("build for capture", lambda: builder.build_for_cudagraph_capture(lent.common))
         forward = bind(lent, metadata)
         returned.clear()  # what a warm-up returned is not the graph's
 
@@ -76,7 +76,7 @@ def capture(
         except (CaptureError, UnseenError) as refusal:
             return refusal
 
-    recording = stage("warm-up for capture", attempt)
+    recording = call_backend("warm-up for capture", attempt)
     if isinstance(recording, CaptureError | UnseenError):
         return recording
     return Replay(recording, returned[-1])

@@ -19,13 +19,19 @@ from attncheck.harness.checks.timing.cache_written import require_stored
 from attncheck.harness.checks.timing.clock import Clock, EventClock, HostClock, nothing
 from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
 from attncheck.harness.checks.timing.hooks import active_modes, added_kernels, replaced, tracers
-from attncheck.harness.checks.timing.judgement import AFTERWARDS, Answer, FoundOutError, Judge, answer_of
+from attncheck.harness.checks.timing.judgement import (
+    AFTERWARDS,
+    AnswerJudge,
+    TimedAnswer,
+    UntrustworthyTimeError,
+    copy_answer,
+)
 from attncheck.harness.checks.timing.lent_buffers import LentBuffers, span
 from attncheck.harness.checks.timing.replay import Replay, capture
-from attncheck.harness.driver.changed_inputs import changes
-from attncheck.harness.driver.foreign_code import stage
+from attncheck.harness.driver.changed_inputs import changed_inputs
+from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.forward import bound_forward, output_buffers, output_scale_of
-from attncheck.harness.driver.forward_calls import Call, calls_of
+from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of
 from attncheck.harness.driver.output_buffers import GuardedBuffer
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import Step, make_step, request_order
@@ -39,7 +45,7 @@ _EMPTY_CALLS = 15
 
 
 @dataclass(frozen=True)
-class Memory:
+class LentMemory:
     """What a backend is lent in every call, and what it writes to."""
 
     lent: LentBuffers
@@ -51,10 +57,10 @@ class Memory:
 class Latest:
     """Who judged the latest answer of a session: it has to stay as it is until the next call, of whatever batch."""
 
-    judge: Judge | None = None
+    judge: AnswerJudge | None = None
 
-    def give_way(self, judge: Judge | None) -> None:
-        """To a call that ``judge`` will judge. Raises FoundOutError where the latest answer has changed."""
+    def give_way(self, judge: AnswerJudge | None) -> None:
+        """To a call that ``judge`` will judge. Raises UntrustworthyTimeError where the latest answer has changed."""
         if self.judge is not None:
             self.judge.look_again()
         self.judge = judge
@@ -71,7 +77,7 @@ class TimedStep:
         clock: Clock,
         flush: Flusher,
         latest: Latest,
-        memory: Memory | None = None,
+        memory: LentMemory | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         """``latest``: of all steps of the session. ``memory``: of one of at least the same sizes, to be used as well.
@@ -81,8 +87,8 @@ class TimedStep:
         self._session, self._contents, self._clock, self._flush = session, contents, clock, flush
         self._backend, self._device, self._latest = session.backend, session.device, latest
         problem = contents.bases[0].problem
-        self._order = stage("builder", lambda: request_order(problem, session.threshold))
-        self._judge = Judge(name, contents, self._backend.conventions)
+        self._order = call_backend("builder", lambda: request_order(problem, session.threshold))
+        self._judge = AnswerJudge(name, contents, self._backend.conventions)
         self._host = HostClock(clock.wait)
         self._modes = active_modes()
         self._must_be_buffer = self._backend.accept_output_buffer  # once: a property could do the work of a call
@@ -118,9 +124,11 @@ class TimedStep:
         metadata = self._build(lent)
         answer, forward_ns = self._forward(lent, fresh, metadata)
         self._judge.judge(asked, step.row_order[fresh.rows].to(self._device), answer)
-        changed = ", ".join(changes(pristine, lent))
+        changed = ", ".join(changed_inputs(pristine, lent))
         if changed:
-            raise FoundOutError(Broken(f"{self._judge.name}: the call changed what it was lent to read: {changed}"))
+            raise UntrustworthyTimeError(
+                Broken(f"{self._judge.name}: the call changed what it was lent to read: {changed}")
+            )
         if self._session.impl.brings_writer and step.key is not None and self._session.pool is not None:
             require_stored(self._judge.name, self._session.pool, problem, self._contents)
         return forward_ns
@@ -147,7 +155,7 @@ class TimedStep:
 
         def call() -> object:
             with torch.no_grad():
-                return stage("forward", forward)
+                return call_backend("forward", forward)
 
         return call
 
@@ -172,13 +180,13 @@ class TimedStep:
                 "device when the stream was done; it counts"
             )
 
-    def _new_memory(self, problem: Problem, call: Call) -> Memory:
+    def _new_memory(self, problem: Problem, call: ForwardCall) -> LentMemory:
         out, lse = output_buffers(self._backend, problem, len(call.query), call.num_rows, self._device)
-        return Memory(LentBuffers(call), out, lse)
+        return LentMemory(LentBuffers(call), out, lse)
 
-    def _fresh(self, problem: Problem) -> tuple[Step, Call]:
+    def _fresh(self, problem: Problem) -> tuple[Step, ForwardCall]:
         step = make_step(problem, self._device, self._order, pad_seq_len=self._backend.conventions.pad_seq_len)
-        (call,) = calls_of(step, self._backend.features, self._session.threshold)
+        (call,) = forward_calls_of(step, self._backend.features, self._session.threshold)
         return step, call
 
     def _fill(self, problem: Problem, step: Step) -> None:
@@ -191,7 +199,7 @@ class TimedStep:
         if not self._session.impl.brings_writer and step.key is not None and step.value is not None:
             pool.write(step.slot_mapping, step.key, step.value)
 
-    def _capture(self, recorder: Recorder, call: Call, fresh: Call) -> None:
+    def _capture(self, recorder: Recorder, call: ForwardCall, fresh: ForwardCall) -> None:
         common = call.common
         recorder.mark_host(common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu)
         self.memory.lent.load_rows(fresh)
@@ -202,7 +210,7 @@ class TimedStep:
             self._recorder = None
             self._notes = (f"{self._judge.name} is not replayed from a graph, though one is declared: {captured}",)
 
-    def _build(self, call: Call) -> object:
+    def _build(self, call: ForwardCall) -> object:
         made: list[object] = []
 
         def build() -> None:
@@ -210,10 +218,10 @@ class TimedStep:
                 self._session.builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common)
             )
 
-        self.build_ns.append(stage("build", lambda: self._host.time(build)))
+        self.build_ns.append(call_backend("build", lambda: self._host.time(build)))
         return made[0]
 
-    def _forward(self, call: Call, fresh: Call, metadata: object) -> tuple[Answer, int]:
+    def _forward(self, call: ForwardCall, fresh: ForwardCall, metadata: object) -> tuple[TimedAnswer, int]:
         memory, session, num_rows = self.memory, self._session, call.num_rows
         spans = memory.lent.spans()
         if session.pool is not None:
@@ -221,7 +229,7 @@ class TimedStep:
         forward = self._bound(call, metadata) if self._replay is None else self._replay.forward
         due: list[Callable[[], object]] = [forward]
         returned: list[object] = []
-        answers: list[Answer] = []
+        answers: list[TimedAnswer] = []
         found: list[tuple[object, object]] = []
         was_traced_by = tracers()
         _require_untouched("build")
@@ -246,7 +254,7 @@ class TimedStep:
 
         def after() -> None:
             answers.append(
-                answer_of(
+                copy_answer(
                     returned[0],
                     memory.out,
                     memory.lse,
@@ -258,7 +266,7 @@ class TimedStep:
             )
 
         with torch.no_grad():
-            taken = stage(
+            taken = call_backend(
                 "forward",
                 lambda: self._clock.time(timed, before=before, after=after),
             )
@@ -268,7 +276,7 @@ class TimedStep:
         empty = median(self._empty_ns) if self._empty_ns else 0
         return answers[0], max(1, taken - int(empty))  # a time of nothing is less than a clock can tell
 
-    def _bound(self, call: Call, metadata: object) -> Callable[[], object]:
+    def _bound(self, call: ForwardCall, metadata: object) -> Callable[[], object]:
         memory, session = self.memory, self._session
         kv_cache = torch.empty(0, dtype=call.query.dtype, device=self._device)
         if session.pool is not None:
@@ -291,10 +299,10 @@ def _require_untouched(stage_name: str) -> None:
         raise _left(f"after {stage_name} these are not torch's own: {', '.join(names[:5])}")
 
 
-def _left(what: str) -> FoundOutError:
-    return FoundOutError(Broken(what, meaning=AFTERWARDS))
+def _left(what: str) -> UntrustworthyTimeError:
+    return UntrustworthyTimeError(Broken(what, meaning=AFTERWARDS))
 
 
-def _copied(call: Call) -> Call:
+def _copied(call: ForwardCall) -> ForwardCall:
     """Copies of the metadata; without the rows, which are not there yet."""
     return each_of(replace(call, query=call.query[:0], key=None, value=None), torch.Tensor.clone)

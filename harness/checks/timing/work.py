@@ -40,7 +40,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Sight:
+class VisibleKeys:
     """What the ``rows`` of one request see of its keys, the first ``cached`` of which stand in the cache.
 
     ``pairs`` of a row and a key it sees; ``first .. end - 1``: the keys any row sees, without a gap.
@@ -63,7 +63,7 @@ def work_of(case: Case) -> Work:
             value=case.batch.path.name,
             allowed="give a path of attention",
         )
-    seen = [(request, sight_of(case, request)) for request in case.batch.requests]
+    seen = [(request, visible_keys_of(case, request)) for request in case.batch.requests]
     layer = case.layer
     given = ITEMSIZES[layer.dtype]
     held = given if case.cache.kv_cache_dtype == "auto" else ITEMSIZES[case.cache.kv_cache_dtype]
@@ -79,7 +79,7 @@ def work_of(case: Case) -> Work:
     return Work(moved + _context_rows(seen) * row * held, flops)
 
 
-def sight_of(case: Case, request: RequestSpec) -> Sight:
+def visible_keys_of(case: Case, request: RequestSpec) -> VisibleKeys:
     """What one of the requests sees."""
     layer, options = case.layer, case.batch.path.options
     is_cross, skips = layer.attn_type == AttentionType.ENCODER_DECODER, isinstance(options, FastPrefillOptions)
@@ -98,7 +98,7 @@ def sight_of(case: Case, request: RequestSpec) -> Sight:
         pairs -= _hidden_pairs(options.parents, position, low, high)
     sees = high > low
     first, end = (int(low[sees].min()), int(high[sees].max())) if sees.any() else (0, 0)
-    return Sight(rows, num_keys, cached, pairs, first, end)
+    return VisibleKeys(rows, num_keys, cached, pairs, first, end)
 
 
 def _spans(layer: LayerSpec, position: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
@@ -141,25 +141,25 @@ def _weights(layer: LayerSpec) -> Iterator[int]:
         yield layer.num_heads * layer.mla.v_head_dim * layer.mla.kv_lora_rank
 
 
-def _flops(layer: LayerSpec, sight: Sight) -> int:
+def _flops(layer: LayerSpec, sight: VisibleKeys) -> int:
     if layer.mla is not None:
         return 2 * layer.num_heads * min(_absorbed(layer.mla, sight), _naive(layer.mla, sight))
     return 2 * layer.num_heads * sight.pairs * (layer.head_size + layer.value_head_size)
 
 
-def _absorbed(mla: MLASpec, sight: Sight) -> int:
+def _absorbed(mla: MLASpec, sight: VisibleKeys) -> int:
     """Products of one head with numbers that are added up."""
     projected = sight.rows * mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
     return projected + sight.pairs * (2 * mla.kv_lora_rank + mla.qk_rope_head_dim)
 
 
-def _naive(mla: MLASpec, sight: Sight) -> int:
+def _naive(mla: MLASpec, sight: VisibleKeys) -> int:
     """The same, where every key that is seen gets its heads."""
     projected = (sight.end - sight.first) * mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
     return projected + sight.pairs * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
 
 
-def _context_rows(seen: list[tuple[RequestSpec, Sight]]) -> int:
+def _context_rows(seen: list[tuple[RequestSpec, VisibleKeys]]) -> int:
     """Rows of the cache, not written in this step, that some row sees; those of a shared prefix once."""
     total, shared = 0, list[tuple[int, int]]()
     for request, sight in seen:

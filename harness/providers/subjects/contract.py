@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from attncheck.harness.providers.questions import Question, Setting, Subject, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
 
 
 def _value(target: Any) -> Any:
@@ -19,7 +19,7 @@ def _value(target: Any) -> Any:
 
 
 def _just(text: str) -> Any:
-    def questions(_: Setting) -> Iterator[Question]:
+    def questions(_: SubjectSetting) -> Iterator[SubjectCall]:
         yield question(text)
 
     return questions
@@ -68,7 +68,7 @@ FIRST_FIELDS = (
 )
 
 
-def _metadata(_: Setting) -> Iterator[Question]:
+def _metadata(_: SubjectSetting) -> Iterator[SubjectCall]:
     yield question("its fields")
     yield question(
         "made by position, causal included",
@@ -88,7 +88,7 @@ def _is_fast_prefill(target: Any, *, attributes: list[str], derived: bool) -> An
     return isinstance(SimpleNamespace(**dict.fromkeys(attributes)), target)
 
 
-def _protocol(_: Setting) -> Iterator[Question]:
+def _protocol(_: SubjectSetting) -> Iterator[SubjectCall]:
     for attributes in (PROTOCOL, PROTOCOL[:1], PROTOCOL[1:], ()):
         yield question(
             f"an object with {' and '.join(attributes) or 'neither attribute'}",
@@ -168,7 +168,7 @@ def _config(speculative: int | None, *, ranks: int = 1, parallel_drafting: bool 
     )
 
 
-def _builders(_: Setting) -> Iterator[Question]:
+def _builders(_: SubjectSetting) -> Iterator[SubjectCall]:
     yield question("its methods and attributes", what="facts")
     yield question("cudagraph_support", "cudagraph_support", what="support")
     yield question("use_cascade_attention", "use_cascade_attention", what="cascade")

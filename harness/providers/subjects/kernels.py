@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.harness.providers.questions import Question, Setting, Subject, are_apart, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, are_apart, question
 
 
 def _programs(target: Any, *, query_start_loc_p: Tensor) -> dict[str, Any]:
@@ -27,11 +27,11 @@ def _programs(target: Any, *, query_start_loc_p: Tensor) -> dict[str, Any]:
     }
 
 
-def _conv1d(setting: Setting) -> Iterator[Question]:
+def _conv1d(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
         yield question(str(batch), query_start_loc_p=batch.offsets().to(setting.device))
 
-    def ask(*starts: int, tags: tuple[str, ...] = ()) -> Question:
+    def ask(*starts: int, tags: tuple[str, ...] = ()) -> SubjectCall:
         given = torch.tensor(starts, dtype=torch.int32, device=setting.device)
         text = f"start locations {' '.join(map(str, starts)) or 'none'}"
         return question(text, *tags, refused=bool(tags), query_start_loc_p=given)
@@ -59,8 +59,8 @@ IMPOSSIBLE = ((5, 0, None, 1), (5, 4, 4, 1), (5, 4, -1, 1), (5, 4, 0, 0), (-5, 4
 """A length, size of the world, rank, interleave: one of them means nothing."""
 
 
-def _local_lens(setting: Setting) -> Iterator[Question]:
-    def ask(lens: Tensor, text: str, size: int, rank: Any, stripe: int, *tags: str) -> Question:
+def _local_lens(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(lens: Tensor, text: str, size: int, rank: Any, stripe: int, *tags: str) -> SubjectCall:
         return question(
             f"{text}: rank {'all' if rank is None else rank} of {size}, interleave {stripe}",
             *tags,
@@ -100,8 +100,8 @@ def _viewed(target: Any, **arguments: Any) -> dict[str, Any]:
     }
 
 
-def _queries(setting: Setting) -> Iterator[Question]:
-    def ask(query: Tensor, size: int, *, text: str = "", refused: bool = False) -> Question:
+def _queries(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(query: Tensor, size: int, *, text: str = "", refused: bool = False) -> SubjectCall:
         told = f"{list(query.shape)}{text}, batch size {size}"
         return question(told, refused=refused, query=query.to(setting.device), batch_size=size)
 
@@ -113,8 +113,8 @@ def _queries(setting: Setting) -> Iterator[Question]:
     yield ask(_numbered(7, 2, 8), 0, refused=True)
 
 
-def _outputs(setting: Setting) -> Iterator[Question]:
-    def ask(output: Tensor, *, text: str = "", refused: bool = False) -> Question:
+def _outputs(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(output: Tensor, *, text: str = "", refused: bool = False) -> SubjectCall:
         return question(f"{list(output.shape)}{text}", refused=refused, attn_output=output.to(setting.device))
 
     yield ask(_numbered(3, 2, 2, 8))

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from attncheck.harness.providers.questions import Question, Setting, Subject, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
 from attncheck.reference import PerLayerParameters
 
 Layer = tuple[Any, ...]
@@ -21,7 +21,7 @@ def _ask_parameters(target: Any, *, arguments: Layer) -> dict[str, Any]:
     return {"fields": one, "equals": {name: one == target(*other) for name, other in others.items()}}
 
 
-def _parameters(_: Setting) -> Iterator[Question]:
+def _parameters(_: SubjectSetting) -> Iterator[SubjectCall]:
     for arguments in [(1, None, 0.5), (1, None, 0.5, False, True, True), (1, 0.0, 0.5), (-1, 30.0, 0.125, True)]:
         yield question(f"made from {arguments}", arguments=arguments)
 
@@ -52,8 +52,8 @@ IMPLS: dict[str, Any] = {
 }
 
 
-def _layers(_: Setting) -> Iterator[Question]:
-    def ask(*names: str, tag: str = "", refused: bool = False) -> Question:
+def _layers(_: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(*names: str, tag: str = "", refused: bool = False) -> SubjectCall:
         layers = {name: SimpleNamespace(impl=impl) for name, impl in IMPLS.items()}
         context = {**layers, "no attention": SimpleNamespace()}
         return question(
@@ -74,8 +74,8 @@ def _layers(_: Setting) -> Iterator[Question]:
     yield ask("with a window that is no pair", refused=True)
 
 
-def _groups(_: Setting) -> Iterator[Question]:
-    def ask(*layers: Layer, refused: bool = False) -> Question:
+def _groups(_: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(*layers: Layer, refused: bool = False) -> SubjectCall:
         entries = {f"layer {number}": PerLayerParameters(*layer) for number, layer in enumerate(layers)}
         return question(" and ".join(map(str, layers)) or "no layer", refused=refused, per_layer_params=entries)
 
@@ -87,7 +87,7 @@ def _groups(_: Setting) -> Iterator[Question]:
     yield ask(refused=True)
 
 
-class Backend:
+class DerivableBackend:
     """A backend to derive from."""
 
     kept = "inherited"
@@ -99,7 +99,7 @@ class Backend:
 
 
 def _ask_backend(
-    target: Any, *, name_prefix: str, attention_backend_cls: type[Backend], builder_cls: type
+    target: Any, *, name_prefix: str, attention_backend_cls: type[DerivableBackend], builder_cls: type
 ) -> dict[str, Any]:
     one, other = (target(name_prefix, attention_backend_cls, builder_cls) for _ in range(2))
     again = target("Again", one, float)
@@ -119,9 +119,11 @@ def _ask_backend(
     }
 
 
-def _backends(_: Setting) -> Iterator[Question]:
+def _backends(_: SubjectSetting) -> Iterator[SubjectCall]:
     for prefix in ("Local", ""):
-        yield question(f"prefix {prefix!r}", name_prefix=prefix, attention_backend_cls=Backend, builder_cls=str)
+        yield question(
+            f"prefix {prefix!r}", name_prefix=prefix, attention_backend_cls=DerivableBackend, builder_cls=str
+        )
 
 
 FAST: list[tuple[str, Any, Any]] = [("logits_indices_padded", Any, None), ("num_logits_indices", int, 0)]
@@ -146,13 +148,13 @@ def _fields_of(kind: Any) -> list[str]:
     return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
-def _metadata(_: Setting) -> Iterator[Question]:
+def _metadata(_: SubjectSetting) -> Iterator[SubjectCall]:
     two = make_dataclass("Meta", [("a", int), ("b", int, 3)])
     one = make_dataclass("Meta", [("a", int, 1)])
 
     def ask(
         prefix: str, base: type, added: list[tuple[str, Any, Any]], values: tuple[Any, ...], *, refused: bool = False
-    ) -> Question:
+    ) -> SubjectCall:
         further = ", ".join(name for name, _, _ in added) or "nothing"
         return question(
             f"{prefix!r} before {base.__name__}({', '.join(_fields_of(base))}), adding {further}",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from attncheck.harness.providers.questions import Question, Setting, Subject, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
 
 VARIABLE = "VLLM_KV_CACHE_LAYOUT"
 
@@ -53,7 +53,7 @@ def _put(put: Any, get: Any, *, steps: list[Step]) -> list[Any]:
     return _walk(get, put, steps=steps)
 
 
-def _ask(*steps: Step) -> Question:
+def _ask(*steps: Step) -> SubjectCall:
     told = ", ".join(action if value is None and action != "set" else f"{action} {value!r}" for action, value in steps)
     return question(told, steps=list(steps))
 
@@ -61,7 +61,7 @@ def _ask(*steps: Step) -> Question:
 GET, CLEAR = ("get", None), ("clear", None)
 
 
-def _resolutions(_: Setting) -> Iterator[Question]:
+def _resolutions(_: SubjectSetting) -> Iterator[SubjectCall]:
     yield _ask(GET)
     yield _ask(("environment", "HND"), GET, ("set", "NHD"), GET, CLEAR, GET)
     yield _ask(("set", "NHD"), ("environment", "nhd"), GET)
@@ -69,13 +69,13 @@ def _resolutions(_: Setting) -> Iterator[Question]:
     yield _ask(("environment", ""), GET)
 
 
-def _overrides(_: Setting) -> Iterator[Question]:
+def _overrides(_: SubjectSetting) -> Iterator[SubjectCall]:
     yield _ask(("set", "HND"), GET)
     yield _ask(("set", "HND"), ("set", None), GET)
     yield _ask(("set", "LBNHC"), GET)
 
 
-def _values(_: Setting) -> Iterator[Question]:
+def _values(_: SubjectSetting) -> Iterator[SubjectCall]:
     for value in ("NHD", "HND", "nhd", "", "LBNHC", " NHD"):
         yield question(repr(value), value=value)
 

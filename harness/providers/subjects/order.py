@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attncheck.harness.providers.batches import Batch
-from attncheck.harness.providers.questions import Question, Setting, Subject, question
+from attncheck.harness.providers.batches import ProviderBatch
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
 
 THRESHOLDS = (1, 2, 4)
 
 Numbers = tuple[int, ...]
 
 
-def _boundaries(setting: Setting) -> Iterator[Question]:
+def _boundaries(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(
-        batch: Batch, threshold: int, *tags: str, uniform: bool = False, spare: int = 0, refused: bool = False
-    ) -> Question:
+        batch: ProviderBatch, threshold: int, *tags: str, uniform: bool = False, spare: int = 0, refused: bool = False
+    ) -> SubjectCall:
         metadata = batch.metadata(setting.device)
         uniformly = ", uniform" if uniform else ""
         bound = f", max_query_len {spare} above the truth" if spare else ""
@@ -72,8 +72,8 @@ def _reorder(target: Any, *, input_batch: InputBatch, scheduler_output: Any, **t
     return {"moved": moved, "front": sorted(input_batch.req_ids[:short]), "behind": sorted(input_batch.req_ids[short:])}
 
 
-def _orders(setting: Setting) -> Iterator[Question]:
-    def ask(text: str, counts: Numbers, computed: Numbers, prompts: Numbers, *tags: str) -> Iterator[Question]:
+def _orders(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(text: str, counts: Numbers, computed: Numbers, prompts: Numbers, *tags: str) -> Iterator[SubjectCall]:
         names = [f"r{number}" for number in range(len(counts))]
         scheduled = dict(zip(names, counts, strict=True)) | {"another": 7}
         asked: dict[str, Any] = {

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from attncheck.harness.providers.batches import ALWAYS, Batch
-from attncheck.harness.providers.questions import Question, Setting, Subject, are_apart, question
+from attncheck.harness.providers.batches import ALWAYS, ProviderBatch
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, are_apart, question
 from attncheck.reference import CommonAttentionMetadata
 
-TWO = Batch("two prompts", (6, 4), (6, 9), block_size=4)
+TWO = ProviderBatch("two prompts", (6, 4), (6, 9), block_size=4)
 HOST = torch.device("cpu")
-DECODES = Batch("two decodes", (1, 1), (6, 9), block_size=4)
+DECODES = ProviderBatch("two decodes", (1, 1), (6, 9), block_size=4)
 
 
-def _chunks(setting: Setting) -> Iterator[Question]:
-    def ask(batch: Batch, chunk: int, block_size: int, *tags: str, refused: bool = False) -> Question:
+def _chunks(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(batch: ProviderBatch, chunk: int, block_size: int, *tags: str, refused: bool = False) -> SubjectCall:
         tags = (*tags, "padding requests") if batch.has_padding_requests else tags
         return question(
             f"{batch}: chunks of {chunk}, pages of {block_size}",
@@ -80,12 +80,14 @@ def _twins_are_apart(metadata: CommonAttentionMetadata) -> dict[str, bool]:
 
 
 def _shortened(device: torch.device) -> CommonAttentionMetadata:
-    metadata = Batch("", (5,), (5,), block_size=2).metadata(device)
+    metadata = ProviderBatch("", (5,), (5,), block_size=2).metadata(device)
     lens = torch.tensor([3], dtype=torch.int32)
     return replace(metadata, seq_lens=lens.to(device, copy=True), seq_lens_cpu=lens, max_seq_len=3)
 
 
-def _armed(batch: Batch, device: torch.device, indices: list[int] | None, spare: int) -> CommonAttentionMetadata:
+def _armed(
+    batch: ProviderBatch, device: torch.device, indices: list[int] | None, spare: int
+) -> CommonAttentionMetadata:
     """The batch with these logits indices and ``spare`` padding entries; None: not armed."""
     metadata = batch.metadata(device)
     if indices is None:
@@ -94,7 +96,7 @@ def _armed(batch: Batch, device: torch.device, indices: list[int] | None, spare:
     return replace(metadata, logits_indices_padded=padded, num_logits_indices=len(indices))
 
 
-def _last_tokens(batch: Batch, count: int) -> list[int]:
+def _last_tokens(batch: ProviderBatch, count: int) -> list[int]:
     """The last ``count`` tokens of every request that has so many, else all of its tokens."""
     spans = zip(batch.starts, batch.starts[1:], strict=False)
     return [token for start, stop in spans for token in range(max(start, stop - count), stop)]
@@ -107,8 +109,8 @@ def _reduce(target: Any, *, common_attn_metadata: CommonAttentionMetadata, stora
     return {"the same object": reduced is common_attn_metadata, "metadata": reduced}
 
 
-def _reductions(setting: Setting) -> Iterator[Question]:
-    def ask(batch: Batch, what: str, indices: list[int] | None, *tags: str, **options: Any) -> Question:
+def _reductions(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(batch: ProviderBatch, what: str, indices: list[int] | None, *tags: str, **options: Any) -> SubjectCall:
         spare = options.pop("spare", 0)
         metadata = _armed(batch, setting.device, indices, spare)
         return question(f"{batch}: {what}", *tags, common_attn_metadata=metadata, **options)
@@ -132,7 +134,7 @@ def _reductions(setting: Setting) -> Iterator[Question]:
 
 
 @dataclass
-class Built:
+class UnderlyingMetadata:
     """What the underlying builder of these questions builds."""
 
     query_start_loc: torch.Tensor
@@ -141,26 +143,26 @@ class Built:
     fast_build: bool
 
 
-class Builder:
+class UnderlyingBuilder:
     """An underlying builder, as small as one can be."""
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Built:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> UnderlyingMetadata:
         """Start locations and token count of what it is given, and the other arguments."""
         starts, tokens = common_attn_metadata.query_start_loc, common_attn_metadata.num_actual_tokens
-        return Built(starts, tokens, common_prefix_len, fast_build)
+        return UnderlyingMetadata(starts, tokens, common_prefix_len, fast_build)
 
 
-class Backend:
+class UnderlyingBackend:
     """An underlying backend, as small as one can be."""
 
     @staticmethod
-    def get_builder_cls() -> type[Builder]:
+    def get_builder_cls() -> type[UnderlyingBuilder]:
         """The builder above."""
-        return Builder
+        return UnderlyingBuilder
 
 
 def _build(
-    target: Any, *, prefix: str, underlying_attn_backend: type[Backend], metadata: CommonAttentionMetadata
+    target: Any, *, prefix: str, underlying_attn_backend: type[UnderlyingBackend], metadata: CommonAttentionMetadata
 ) -> dict[str, Any]:
     backend = target(prefix, underlying_attn_backend)
     builder = backend.get_builder_cls()()
@@ -168,10 +170,10 @@ def _build(
     return {
         "name": backend.__name__,
         "derives from the backend": issubclass(backend, underlying_attn_backend),
-        "builder derives from the builder": issubclass(backend.get_builder_cls(), Builder),
+        "builder derives from the builder": issubclass(backend.get_builder_cls(), UnderlyingBuilder),
         "builder of the underlying backend": underlying_attn_backend.get_builder_cls(),
-        "derives from the metadata": isinstance(built, Built),
-        "fields": {field.name: getattr(built, field.name) for field in fields(Built)},
+        "derives from the metadata": isinstance(built, UnderlyingMetadata),
+        "fields": {field.name: getattr(built, field.name) for field in fields(UnderlyingMetadata)},
         "other arguments": [fast.common_prefix_len, fast.fast_build],
         "logits_indices_padded": built.logits_indices_padded,
         "indices are the same tensor": built.logits_indices_padded is metadata.logits_indices_padded,
@@ -179,14 +181,16 @@ def _build(
     }
 
 
-def _backends(setting: Setting) -> Iterator[Question]:
-    def ask(batch: Batch, what: str, indices: list[int] | None, *tags: str, refused: bool = False) -> Question:
+def _backends(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(
+        batch: ProviderBatch, what: str, indices: list[int] | None, *tags: str, refused: bool = False
+    ) -> SubjectCall:
         return question(
             f"{batch}: {what}",
             *tags,
             refused=refused,
             prefix="FastPrefill",
-            underlying_attn_backend=Backend,
+            underlying_attn_backend=UnderlyingBackend,
             metadata=_armed(batch, setting.device, indices, 1),
         )
 

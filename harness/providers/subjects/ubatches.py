@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from attncheck.harness.providers.batches import ALWAYS, Batch
-from attncheck.harness.providers.questions import Question, Setting, Subject, are_apart, question
+from attncheck.harness.providers.batches import ALWAYS, ProviderBatch
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, are_apart, question
 from attncheck.reference import CommonAttentionMetadata, UBatchSlice
 
 MIXED = next(batch for batch in ALWAYS if batch.name == "mixed")
@@ -26,8 +26,8 @@ def _slice(target: Any, *, query_start_loc: torch.Tensor, request_slice: slice) 
     return {"start locations": made, "are new": are_apart(made, query_start_loc)}
 
 
-def _slices(setting: Setting) -> Iterator[Question]:
-    def ask(starts: torch.Tensor, text: str, first: int, stop: int, *tags: str, refused: bool = False) -> Question:
+def _slices(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(starts: torch.Tensor, text: str, first: int, stop: int, *tags: str, refused: bool = False) -> SubjectCall:
         return question(
             f"{text}: requests {first}:{stop}",
             *tags,
@@ -58,21 +58,21 @@ def _ask_slice(target: Any, *, request_slice: slice, token_slice: slice) -> dict
     }
 
 
-def _slice_questions(_: Setting) -> Iterator[Question]:
+def _slice_questions(_: SubjectSetting) -> Iterator[SubjectCall]:
     for cut in ((0, 2, 0, 5), (1, 1, 0, 5), (0, 2, 4, 4), (0, 2, 3, 8)):
         yield question(_told(cut), request_slice=slice(*cut[:2]), token_slice=slice(*cut[2:]))
 
 
-def _cut_at(batch: Batch, first: int, stop: int) -> Cut:
+def _cut_at(batch: ProviderBatch, first: int, stop: int) -> Cut:
     """The cut of these tokens; requests without tokens behind the last one are left out."""
     return (bisect_right(batch.starts, first) - 1, bisect_right(batch.starts, stop - 1), first, stop)
 
 
-def _whole(batch: Batch) -> Cut:
+def _whole(batch: ProviderBatch) -> Cut:
     return (0, batch.num_reqs, 0, batch.num_tokens + batch.padding_tokens)
 
 
-def _pieces(batch: Batch, count: int) -> list[Cut]:
+def _pieces(batch: ProviderBatch, count: int) -> list[Cut]:
     """The batch in ``count`` pieces of about equal length, the padding in the last one."""
     edges = [batch.num_tokens * piece // count for piece in range(count + 1)]
     pieces = [_cut_at(batch, first, stop) for first, stop in pairwise(edges)]
@@ -88,7 +88,7 @@ def _told(cut: Cut) -> str:
     return f"requests {cut[0]}:{cut[1]}, tokens {cut[2]}:{cut[3]}"
 
 
-def _tags(batch: Batch) -> list[str]:
+def _tags(batch: ProviderBatch) -> list[str]:
     return [] if batch.causal else ["not causal"]
 
 
@@ -111,7 +111,7 @@ def _is_new(name: str, made: CommonAttentionMetadata, given: CommonAttentionMeta
     return are_apart(getattr(made, name), getattr(given, name))
 
 
-def _one_piece(setting: Setting) -> Iterator[Question]:
+def _one_piece(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
         metadata = batch.metadata(setting.device)
         third, half, end = batch.num_tokens // 3, batch.num_tokens // 2, batch.num_tokens
@@ -134,8 +134,8 @@ def _one_piece(setting: Setting) -> Iterator[Question]:
     yield question(text, refused=True, ubatch_slice=_ubatch(cut), attn_metadata=dummy)
 
 
-def _many_pieces(setting: Setting) -> Iterator[Question]:
-    def ask(batch: Batch, cuts: list[Cut], *tags: str, refused: bool = False) -> Question:
+def _many_pieces(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(batch: ProviderBatch, cuts: list[Cut], *tags: str, refused: bool = False) -> SubjectCall:
         return question(
             f"{batch}: {'; '.join(map(_told, cuts)) or 'no piece'}",
             *tags,

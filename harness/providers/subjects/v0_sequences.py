@@ -8,19 +8,19 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from attncheck.harness.providers.questions import Question, Setting, Subject, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
 
 SEQUENCES = 4
 """So many sequences of each batch are asked about, each by itself."""
 
 
-def _empty_tables(_: Setting) -> Iterator[Question]:
+def _empty_tables(_: SubjectSetting) -> Iterator[SubjectCall]:
     given: list[Any] = [None, {}, {3: None}, {3: None, 4: None}, {3: [0]}, {3: []}, {3: None, 4: [1]}, [], "tables"]
     for tables in given:
         yield question(repr(tables), block_tables=tables)
 
 
-def _starts(_: Setting) -> Iterator[Question]:
+def _starts(_: SubjectSetting) -> Iterator[SubjectCall]:
     for is_prompt, new, context in [(True, 10, 0), (False, 10, 0), (True, 10, 32), (False, 1, 40)]:
         for window in (None, 1, 8, 10, 64):
             yield question(
@@ -32,8 +32,8 @@ def _starts(_: Setting) -> Iterator[Question]:
             )
 
 
-def _slots(setting: Setting) -> Iterator[Question]:
-    def ask(text: str, lens: tuple[int, int, int], block_size: int, tables: Any, **options: Any) -> Question:
+def _slots(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(text: str, lens: tuple[int, int, int], block_size: int, tables: Any, **options: Any) -> SubjectCall:
         seq_len, context_len, start_idx = lens
         return question(
             f"{text}: {seq_len} tokens, context {context_len}, from {start_idx}, blocks of {block_size}",
@@ -66,7 +66,7 @@ def _slots(setting: Setting) -> Iterator[Question]:
         yield ask(what, (10, 0, 0), 4, given, refused=True)
 
 
-def _spans(_: Setting) -> Iterator[Question]:
+def _spans(_: SubjectSetting) -> Iterator[SubjectCall]:
     for start, end, size in [(0, 10, 4), (6, 10, 4), (9, 10, 4), (5, 5, 4), (0, 320, 16), (3, 7, 1)]:
         yield question(
             f"positions {start} to {end}, blocks of {size}",
@@ -94,7 +94,7 @@ def _extend(target: Any, *, others: list[Any]) -> dict[str, Any]:
     return {**state, "index map": made.index_map()}
 
 
-def _maps(_: Setting) -> Iterator[Question]:
+def _maps(_: SubjectSetting) -> Iterator[SubjectCall]:
     yield question("an empty map", others=[])
     yield question("one map", others=[ONE])
     yield question("two maps", others=[ONE, OTHER])
@@ -124,7 +124,7 @@ def _metadata(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**METADATA, **changes})
 
 
-def _token_counts(_: Setting) -> Iterator[Question]:
+def _token_counts(_: SubjectSetting) -> Iterator[SubjectCall]:
     for kind in TYPES:
         yield question(kind, attn_metadata=_metadata(), attn_type=kind)
     yield question("decoder, no encoder", attn_metadata=_metadata(num_encoder_tokens=None), attn_type="decoder")
@@ -133,7 +133,7 @@ def _token_counts(_: Setting) -> Iterator[Question]:
         yield question(told, refused=True, attn_metadata=_metadata(num_encoder_tokens=None), attn_type=kind)
 
 
-def _lengths_and_tables(_: Setting) -> Iterator[Question]:
+def _lengths_and_tables(_: SubjectSetting) -> Iterator[SubjectCall]:
     for kind in ("decoder", "encoder", "encoder_decoder", "encoder_only"):
         for is_prompt in (True, False):
             yield question(
@@ -145,7 +145,7 @@ def _lengths_and_tables(_: Setting) -> Iterator[Question]:
             )
 
 
-def _presence(_: Setting, names: tuple[str, ...]) -> Iterator[Question]:
+def _presence(_: SubjectSetting, names: tuple[str, ...]) -> Iterator[SubjectCall]:
     yield question("all there", attn_metadata=_metadata())
     for name in names:
         missing = False if name.startswith("is_") else None
@@ -158,7 +158,7 @@ CROSS = ("is_all_encoder_attn_metadata_set", "cross_slot_mapping", "cross_block_
 SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 96}
 
 
-def _mla_configs(_: Setting) -> Iterator[Question]:
+def _mla_configs(_: SubjectSetting) -> Iterator[SubjectCall]:
     for rank in ({}, {"q_lora_rank": None}, {"q_lora_rank": 1536}):
         config = SimpleNamespace(hf_text_config=SimpleNamespace(**SIZES, **rank), hf_config=SimpleNamespace())
         yield question(f"{rank or 'no q_lora_rank'}", model_config=config)
@@ -170,7 +170,7 @@ def _dims(target: Any, *, sizes: tuple[int | None, ...]) -> dict[str, Any]:
     return {"fields": target(*sizes), "equal to its twin": target(*sizes) == target(*sizes)}
 
 
-def _mla_dims(_: Setting) -> Iterator[Question]:
+def _mla_dims(_: SubjectSetting) -> Iterator[SubjectCall]:
     for rank in (None, 1536):
         yield question(f"by position, q_lora_rank {rank}", sizes=(rank, 512, 128, 64, 96))
 

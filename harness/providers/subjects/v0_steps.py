@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attncheck.harness.providers.questions import Question, Setting, Subject, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
 
 Row = tuple[int, int, int, Sequence[int]]
 """A sequence: id, length, length of its context, block table."""
@@ -54,10 +54,10 @@ def _build(target: Any, *, input_builder: SimpleNamespace, arguments: tuple[Any,
     return metadata
 
 
-def _builds(setting: Setting) -> Iterator[Question]:
+def _builds(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(
         text: str, groups: Sequence[Any], arguments: tuple[Any, ...], *, chunked: bool = False, **options: Any
-    ) -> Question:
+    ) -> SubjectCall:
         runner = SimpleNamespace(
             device=setting.device,
             pin_memory=False,
@@ -88,7 +88,7 @@ def _builds(setting: Setting) -> Iterator[Question]:
     yield ask("a decode of two tokens", [_group((20, 9, 7, [2, 0, 5]))], ([9], [2], -1, 1), refused=True)
 
 
-class Backend:
+class GraphStateBackend:
     """A backend as the graph state sees it: metadata of decodes only is its own decode part."""
 
     def __init__(self, name: str) -> None:
@@ -141,13 +141,13 @@ def _step(size: int, device: torch.device) -> SimpleNamespace:
     return step
 
 
-def _captures(setting: Setting) -> Iterator[Question]:
-    def ask(name: str, sizes: list[int], *, encoder: bool = False, refused: bool = False) -> Question:
+def _captures(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(name: str, sizes: list[int], *, encoder: bool = False, refused: bool = False) -> SubjectCall:
         runner = SimpleNamespace(
             device=setting.device,
             graph_block_tables=np.arange(90, 110, dtype=np.int32).reshape(4, 5),
             max_seq_len_to_capture=2048,
-            attn_backend=Backend(name),
+            attn_backend=GraphStateBackend(name),
             get_max_block_per_batch=_three,
         )
         return question(

@@ -10,7 +10,7 @@ from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.memory_estimate import needed_bytes
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference.spec import DCPOptions, MLASpec, OutputQuantSpec, PathSpec, RequestSpec, SplitKVOptions
 
 CHECKS = ("numerics", "lse", "cache_write", "claims")
@@ -18,7 +18,7 @@ CHECKS = ("numerics", "lse", "cache_write", "claims")
 
 def outcomes(case: Case, backend: str = "reference") -> dict[str, str]:
     """Outcome by check; raises what the case itself is at fault for."""
-    examiner = Examiner(Plan(cases=(case,), backends=(load(backend),), checks=CHECKS))
+    examiner = Examiner(RunPlan(cases=(case,), backends=(load(backend),), checks=CHECKS))
     records = list(examiner.run())
     if examiner.blind:
         raise examiner.blind[0]

@@ -19,7 +19,7 @@ from attncheck.harness.problem.float8 import nearest_code, numbers_of, truncated
 from attncheck.harness.problem.output_quantisation import OutputCodes, output_codes
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.problem.storage import key_storage
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import CacheSpec, LayerSpec, OutputQuantSpec
 
@@ -181,7 +181,7 @@ def test_an_impl_that_says_no_refuses(make_case: Any, features: frozenset[str], 
     members = {"get_impl_cls": staticmethod(lambda: SaysNo), "features": features}
     candidate = LoadedBackend("no", "no", type("No", (ReferenceBackend,), members), "", "test")
     case = make_case(output_quant=OutputQuantSpec(scale=0.1))
-    records = {record.check: record for record in Examiner(Plan(cases=(case,), backends=(candidate,))).run()}
+    records = {record.check: record for record in Examiner(RunPlan(cases=(case,), backends=(candidate,))).run()}
     assert records["claims"].outcome == claims
     assert "construct" in str(records["claims"])
 

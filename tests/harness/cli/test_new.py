@@ -14,7 +14,7 @@ import attncheck
 from attncheck.backends.registry import load
 from attncheck.errors import QuestionError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.new import Kind, fill_in, reference
+from attncheck.harness.cli.new import BackendKind, fill_in, reference
 
 SUITE = """\
 suite: small
@@ -46,8 +46,10 @@ def test_what_is_written_is_right_under_its_own_name(
     assert [record.outcome for record in found.records if record.case_id == "window"] == ["unsupported", "passed"]
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_the_test_examines_the_file_beside_it(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", list(BackendKind))
+def test_the_test_examines_the_file_beside_it(
+    kind: BackendKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, str]] = []
 
     class Fallen:
@@ -70,9 +72,9 @@ def test_the_test_examines_the_file_beside_it(kind: Kind, tmp_path: Path, monkey
     assert asked == [(reference(kind, "my_kernel", tmp_path), "smoke")]
 
 
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(BackendKind))
 @pytest.mark.parametrize("name", ["a", "my_kernel", "Flash3", "attend"])
-def test_no_trace_of_the_template_is_left(kind: Kind, name: str) -> None:
+def test_no_trace_of_the_template_is_left(kind: BackendKind, name: str) -> None:
     for file, text in fill_in(kind, name).items():
         ast.parse(text)
         assert text.startswith(f"# {file}\n")
@@ -80,10 +82,10 @@ def test_no_trace_of_the_template_is_left(kind: Kind, name: str) -> None:
 
 
 def test_a_reference_can_be_typed_from_where_it_was_written() -> None:
-    assert reference(Kind.FUNCTION, "fast", Path()) == "./fast.py:Fast"
-    assert reference(Kind.CLASSES, "my_fast_one", Path("kernels")) == "kernels/my_fast_one.py:MyFastOne"
-    assert reference(Kind.VLLM, "fast", Path("../up")) == "vllm:../up/fast.py:Fast"
-    assert reference(Kind.VLLM, "fast", Path("/abs")) == "vllm:/abs/fast.py:Fast"
+    assert reference(BackendKind.FUNCTION, "fast", Path()) == "./fast.py:Fast"
+    assert reference(BackendKind.CLASSES, "my_fast_one", Path("kernels")) == "kernels/my_fast_one.py:MyFastOne"
+    assert reference(BackendKind.VLLM, "fast", Path("../up")) == "vllm:../up/fast.py:Fast"
+    assert reference(BackendKind.VLLM, "fast", Path("/abs")) == "vllm:/abs/fast.py:Fast"
 
 
 @pytest.mark.parametrize(
@@ -142,10 +144,10 @@ def test_a_folder_that_cannot_be_written_is_a_wrong_question(
     assert "cannot be written: Not a directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_only_the_template_itself_is_called_as_the_template(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(BackendKind))
+def test_only_the_template_itself_is_called_as_the_template(kind: BackendKind) -> None:
     assert re.search(r"^(class )?Mine\b", fill_in(kind, "mine")["mine.py"], re.MULTILINE)
-    if kind != Kind.FUNCTION:
+    if kind != BackendKind.FUNCTION:
         with pytest.raises(QuestionError, match="its class would be called Impl"):
             fill_in(kind, "impl")
 

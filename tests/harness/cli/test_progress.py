@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from attncheck.harness.cli import progress
-from attncheck.harness.cli.progress import Bar, Lines, Silent, watching
+from attncheck.harness.cli.progress import NoProgress, ProgressBar, ProgressLines, progress_for
 from attncheck.reports.run_file.records import Failed, Passed, Unsupported
 
 
@@ -32,8 +32,8 @@ def record(
 
 
 def test_lines_tell_the_first_failures_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with watching(30) as watcher:
-        assert isinstance(watcher, Lines)
+    with progress_for(30) as watcher:
+        assert isinstance(watcher, ProgressLines)
         for number in range(30):
             watcher.see(record(number, failed=number % 2 == 0))
     printed = capsys.readouterr()
@@ -48,7 +48,7 @@ def test_lines_say_now_and_then_how_far_it_is(
 ) -> None:
     clock = itertools.count(step=6.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with watching(3) as watcher:
+    with progress_for(3) as watcher:
         for number in range(3):
             watcher.see(record(number))
     assert "case 2 of 3, 0 fell short" in capsys.readouterr().err.splitlines()
@@ -57,7 +57,7 @@ def test_lines_say_now_and_then_how_far_it_is(
 def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(step=11.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with watching(4) as watcher:
+    with progress_for(4) as watcher:
         for backend in ("a", "a", "b"):
             watcher.see(record(0, backend=backend))
     assert capsys.readouterr().err.splitlines()[-1] == "case 2 of 4, 0 fell short"
@@ -68,7 +68,7 @@ def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
 ) -> None:
     clock = itertools.count(step=11.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with watching(2 * (1 + 3), rounds=3) as watcher:
+    with progress_for(2 * (1 + 3), rounds=3) as watcher:
         for check in ("numerics", "lse"):
             watcher.see(record(0, check=check))
         watcher.see(record(1))
@@ -93,7 +93,7 @@ def test_nothing_is_drawn_while_a_time_is_taken(is_timed: bool, monkeypatch: pyt
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     threads = threading.active_count()
-    with watching(2, is_timed=is_timed) as watcher:
+    with progress_for(2, is_timed=is_timed) as watcher:
         assert (threading.active_count() == threads) == is_timed  # a thread draws now and then
         watcher.see(record(0))
         if is_timed:
@@ -103,14 +103,14 @@ def test_nothing_is_drawn_while_a_time_is_taken(is_timed: bool, monkeypatch: pyt
 def test_a_terminal_gets_a_bar_that_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with watching(2) as watcher:
-        assert isinstance(watcher, Bar)
+    with progress_for(2) as watcher:
+        assert isinstance(watcher, ProgressBar)
         watcher.see(record(0, failed=True))
     assert "b[1]  s/case0, 1 fell short" in terminal.getvalue()
 
 
 def test_a_debugger_sees_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with watching(2, silent=True) as watcher:
-        assert isinstance(watcher, Silent)
+    with progress_for(2, silent=True) as watcher:
+        assert isinstance(watcher, NoProgress)
         watcher.see(record(0, failed=True))
     assert capsys.readouterr() == ("", "")

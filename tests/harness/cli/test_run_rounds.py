@@ -13,9 +13,9 @@ from attncheck.errors import SelectionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import run as command
-from attncheck.harness.cli.progress import Lines
+from attncheck.harness.cli.progress import ProgressLines
 from attncheck.harness.run.selection import DEFAULT_ROUNDS
-from attncheck.harness.workers.worker_pool import Crew
+from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.records import Crashed, Record, timing_of
 from attncheck.reports.run_file.store import read_run
 
@@ -154,14 +154,14 @@ def test_other_checks_are_made_before_in_a_process_of_their_own(run: Attncheck) 
 def test_an_interrupted_run_keeps_its_rounds_and_leaves_nobody(
     run: Attncheck, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    see = Lines.see
+    see = ProgressLines.see
 
-    def interrupt(self: Lines, record: Record) -> None:
+    def interrupt(self: ProgressLines, record: Record) -> None:
         see(self, record)
         if record.round == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Lines, "see", interrupt)
+    monkeypatch.setattr(ProgressLines, "see", interrupt)
     assert run("--backend", "mine.py:Plain", "--rounds", "4", "--case", "decode") == 130
     assert "what was found so far is in out.jsonl" in capfd.readouterr().err
     found = read_run("out.jsonl")
@@ -221,8 +221,8 @@ def test_options_reach_the_plan(
         asked.update(keywords)
         raise SelectionError("enough")
 
-    monkeypatch.setattr("attncheck.harness.cli.preparation.line_up", line_up)
-    monkeypatch.setattr(Crew, "start", lambda self, refs: None)
+    monkeypatch.setattr("attncheck.harness.cli.preparation.prepare_run", line_up)
+    monkeypatch.setattr(WorkerPool, "start", lambda self, refs: None)
     assert cli.main(["run", "--suite", "small.yaml", "--device", "cpu", "--check", "timing", *words]) == 2
     assert (asked["timing"], asked["rounds"]) == (settings, rounds)
 

@@ -10,7 +10,7 @@ from attncheck.backends.current_config import get_current_vllm_config
 from attncheck.harness.checks import next_step, numerics
 from attncheck.harness.checks.findings import Holds
 from attncheck.harness.driver.construction import construct_builder, construct_impl
-from attncheck.harness.driver.forward_calls import calls_of, num_builders
+from attncheck.harness.driver.forward_calls import forward_calls_of, num_builders
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem
@@ -141,7 +141,7 @@ def test_one_part_carries_the_sinks(make_case: Any) -> None:
     requests = [RequestSpec(query_len=1, seq_len=60, shared_prefix=32)] * 2
     problem = build_problem(make_case(*requests, sinks=True, path="cascade"), 0)
     step = make_step(problem, CPU)
-    assert [call.carries_sinks for call in calls_of(step, frozenset())] == [True, False]
+    assert [call.carries_sinks for call in forward_calls_of(step, frozenset())] == [True, False]
     assert num_builders(step) == 1
     assert construct_impl(ReferenceBackend, problem, CPU).sinks is not None
     assert construct_impl(ReferenceBackend, problem, CPU, with_sinks=False).sinks is None

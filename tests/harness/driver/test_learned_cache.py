@@ -13,7 +13,7 @@ from attncheck.harness.checks import cache_write
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
-from attncheck.harness.driver.vllm_config import Layer
+from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import CacheSpec, MLASpec
 
@@ -84,7 +84,7 @@ def test_padding_written_to_the_last_slot_is_seen(make_case: Callable[..., Case]
 def test_a_scale_left_out_is_seen_although_it_was_learned_without(make_case: Callable[..., Case]) -> None:
     class Unscaled(Apart):
         def do_kv_cache_update(self, layer: Any, *args: Any) -> None:
-            super().do_kv_cache_update(Layer(CacheSpec(), CPU), *args)
+            super().do_kv_cache_update(LayerStub(CacheSpec(), CPU), *args)
 
     finding = judged(untold(Unscaled), make_case(cache=SCALED))
     assert isinstance(finding, Broken)

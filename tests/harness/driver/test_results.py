@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
-from attncheck.harness.driver.forward_calls import Call
-from attncheck.harness.driver.results import Result, merged, placed
+from attncheck.harness.driver.forward_calls import ForwardCall
+from attncheck.harness.driver.results import CallResult, merged, placed
 
 PADDING = 7.0
 
 
-def result(rows: list[int], output: list[float], lse: list[float] | None, unwritten: tuple[int, ...] = ()) -> Result:
+def result(
+    rows: list[int], output: list[float], lse: list[float] | None, unwritten: tuple[int, ...] = ()
+) -> CallResult:
     """One head of size 1; what stands behind ``rows`` is padding."""
     index = torch.tensor(rows)
-    call: Any = Call(
+    call: Any = ForwardCall(
         common=None,  # type: ignore[arg-type]  # not looked at
         query=torch.zeros(len(output), 1, 1),
         key=None,
@@ -28,7 +30,7 @@ def result(rows: list[int], output: list[float], lse: list[float] | None, unwrit
         num_key_rows=0,
     )
     missing = torch.tensor([i in unwritten for i in range(len(output))])
-    return Result(
+    return CallResult(
         call=call,
         output=torch.tensor(output)[:, None, None],
         lse=None if lse is None else torch.tensor(lse)[:, None],

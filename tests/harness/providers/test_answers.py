@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck.harness.providers.answers import Answer, Refusal, answer_of, differences, plain
+from attncheck.harness.providers.answers import ProviderAnswer, Refusal, answer_of, differences, plain
 
 
 def returned(value):
-    return Answer(plain(value), {})
+    return ProviderAnswer(plain(value), {})
 
 
 def places(expected, seen):
@@ -84,13 +84,13 @@ def test_an_integer_of_numpys_is_told_and_no_wrong_answer():
 
 
 def test_both_refusing_is_equal_whatever_they_raise():
-    ours, theirs = Answer(Refusal("ValueError", "no"), {}), Answer(Refusal("AssertionError", ""), {})
+    ours, theirs = ProviderAnswer(Refusal("ValueError", "no"), {}), ProviderAnswer(Refusal("AssertionError", ""), {})
     assert differences(ours, theirs) == []
 
 
 @pytest.mark.parametrize("provider_refuses", [True, False])
 def test_one_refusing_alone_is_a_difference(provider_refuses):
-    refusal, answer = Answer(Refusal("ValueError", "q = 9: must be less\nmore"), {}), returned([1])
+    refusal, answer = ProviderAnswer(Refusal("ValueError", "q = 9: must be less\nmore"), {}), returned([1])
     (found,) = differences(*((answer, refusal) if provider_refuses else (refusal, answer)))
     assert found.place == "refusal"
     told = found.seen if provider_refuses else found.expected

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attncheck.cases.loader import load_suite
-from attncheck.harness.providers.batches import ALWAYS, MAX_REQUESTS, Batch, batches_of
+from attncheck.harness.providers.batches import ALWAYS, MAX_REQUESTS, ProviderBatch, batches_of
 from attncheck.harness.providers.generated import drawn_batches
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_batches_with_more_new_tokens_than_tokens_and_huge_ones_are_left_out(mak
 
 
 def test_a_batch_tells_how_to_ask_again():
-    batch = Batch("mine", (2, 0), (5, 0), padding_tokens=3, causal=False, index_dtype=torch.int64)
+    batch = ProviderBatch("mine", (2, 0), (5, 0), padding_tokens=3, causal=False, index_dtype=torch.int64)
     assert str(batch) == "mine (q 2 0 / s 5 0, 3 padding tokens, not causal, int64)"
-    many = Batch("many", (1,) * 20, (2,) * 20)
+    many = ProviderBatch("many", (1,) * 20, (2,) * 20)
     assert "20 in all" in str(many)

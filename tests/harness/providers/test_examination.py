@@ -12,11 +12,11 @@ from attncheck.harness.providers.catalogue import SUBJECTS
 from attncheck.harness.providers.departures import Departure, Departures
 from attncheck.harness.providers.examination import UnfitQuestionError, examine_subject
 from attncheck.harness.providers.provider import Provider
-from attncheck.harness.providers.questions import Setting, Subject, question
+from attncheck.harness.providers.questions import Subject, SubjectSetting, question
 from attncheck.harness.providers.vllm_departures import DEPARTURES
 from attncheck.reference import split_attn_metadata, split_decodes_and_prefills, v0
 
-SETTING = Setting(ALWAYS, torch.device("cpu"))
+SETTING = SubjectSetting(ALWAYS, torch.device("cpu"))
 BY_KEY = {subject.key: subject for subject in SUBJECTS}
 SPLIT = BY_KEY["split_decodes_and_prefills"]
 

@@ -9,7 +9,7 @@ from attncheck.errors import SelectionError
 from attncheck.harness.providers.departures import Departure, Departures
 from attncheck.harness.providers.plan import ProviderPlan
 from attncheck.harness.providers.provider import Provider
-from attncheck.harness.providers.questions import Setting, Subject, question
+from attncheck.harness.providers.questions import Subject, SubjectSetting, question
 from attncheck.harness.providers.records import announced, examine_providers
 from attncheck.harness.run.outcomes import Circumstances
 from attncheck.reports.analysis.utilities import function_rows
@@ -25,7 +25,7 @@ def record(value=None, departures=None, subject=PAD, version="2.0"):
     if value is not None:
         module.PAD_SLOT_ID = value
     fake = Provider("fake", "fake.py", version, [module], departures=departures or Departures())
-    plan = ProviderPlan((fake,), (subject,), Setting((), torch.device("cpu")))
+    plan = ProviderPlan((fake,), (subject,), SubjectSetting((), torch.device("cpu")))
     (made,) = examine_providers(plan, Circumstances(0, "0" * 12, "0.1.0"))
     return made
 
@@ -98,7 +98,7 @@ def header():
 
 def plan():
     fake = Provider("fake", "fake.py", "2.0", [])
-    return ProviderPlan((fake,), (PAD,), Setting((), torch.device("cpu")), ("a note",))
+    return ProviderPlan((fake,), (PAD,), SubjectSetting((), torch.device("cpu")), ("a note",))
 
 
 def test_the_header_announces_providers_and_their_check(header):

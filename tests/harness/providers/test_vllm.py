@@ -19,9 +19,9 @@ from attncheck.harness.providers.catalogue import SUBJECTS
 from attncheck.harness.providers.departures import Departures
 from attncheck.harness.providers.examination import examine_subject
 from attncheck.harness.providers.provider import load_provider
-from attncheck.harness.providers.questions import Setting
+from attncheck.harness.providers.questions import SubjectSetting
 
-SETTING = Setting(ALWAYS, torch.device("cpu"))
+SETTING = SubjectSetting(ALWAYS, torch.device("cpu"))
 BY_KEY = {subject.key: subject for subject in SUBJECTS}
 GONE = {"seq_lens_cpu", "num_computed_tokens_cpu"}
 

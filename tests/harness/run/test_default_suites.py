@@ -6,7 +6,7 @@ import pytest
 
 import attncheck
 from attncheck.errors import BackendLoadError, SelectionError
-from attncheck.harness.cli.preparation import line_up
+from attncheck.harness.cli.preparation import prepare_run
 from attncheck.harness.run.selection import DEFAULT_SUITES, select_cases
 from attncheck.reports.run_file.records import Record
 
@@ -44,39 +44,39 @@ def asked(records: list[Record]) -> dict[str, set[str]]:
 
 def test_each_backend_is_asked_its_own_suite(slow: str) -> None:
     selection = select_cases([], CASES, ["numerics"])
-    lineup = line_up(selection, ["reference", slow], device="cpu", seed=0, dump=None)
-    assert asked(list(lineup.examination.run())) == {
+    prepared = prepare_run(selection, ["reference", slow], device="cpu", seed=0, dump=None)
+    assert asked(list(prepared.examination.run())) == {
         "reference": {"smoke/decode.float16", "smoke/shared-cache"},
         "Slow": {"interpreted/decode", "interpreted/shared-cache"},
     }
-    assert [suite.name for suite in lineup.selection.suites] == ["smoke", "interpreted"]
-    assert lineup.notes == (f"reference: suite smoke; {slow}: suite interpreted",)
+    assert [suite.name for suite in prepared.selection.suites] == ["smoke", "interpreted"]
+    assert prepared.notes == (f"reference: suite smoke; {slow}: suite interpreted",)
 
 
 def test_a_suite_that_nobody_is_asked_is_not_part_of_the_run(slow: str) -> None:
     for ref, suite in ((slow, "interpreted"), ("reference", "smoke")):
-        lineup = line_up(select_cases([], (), ["numerics"]), [ref], device="cpu", seed=0, dump=None)
-        assert lineup.selection.refs == (suite,)
-        assert {case.suite for case in lineup.plan.cases} == {suite}
-        assert lineup.notes == ()
+        prepared = prepare_run(select_cases([], (), ["numerics"]), [ref], device="cpu", seed=0, dump=None)
+        assert prepared.selection.refs == (suite,)
+        assert {case.suite for case in prepared.plan.cases} == {suite}
+        assert prepared.notes == ()
 
 
 def test_a_suite_that_is_named_is_asked_of_all(slow: str) -> None:
     selection = select_cases(["smoke"], ["decode.float16"], ["numerics"])
-    lineup = line_up(selection, ["reference", slow], device="cpu", seed=0, dump=None)
-    assert asked(list(lineup.examination.run())) == {name: {"smoke/decode.float16"} for name in ("reference", "Slow")}
+    prepared = prepare_run(selection, ["reference", slow], device="cpu", seed=0, dump=None)
+    assert asked(list(prepared.examination.run())) == {name: {"smoke/decode.float16"} for name in ("reference", "Slow")}
 
 
 @pytest.mark.parametrize("names", [["Slow"], ["Slow", "Slower"]])
 def test_cases_of_another_suite_are_refused_by_its_name(slow: str, names: list[str]) -> None:
     refs = [slow.replace("Slow", name) for name in names]
     with pytest.raises(SelectionError, match="no such case in interpreted, the suite asked by default; give --suite"):
-        line_up(select_cases([], ["decode.float16"]), refs, device="cpu", seed=0, dump=None)
+        prepare_run(select_cases([], ["decode.float16"]), refs, device="cpu", seed=0, dump=None)
 
 
 def test_whom_the_filters_leave_no_case_is_told(slow: str) -> None:
-    lineup = line_up(select_cases([], ["decode.float16"]), ["reference", slow], device="cpu", seed=0, dump=None)
-    assert lineup.notes == (f"reference: suite smoke; {slow}: suite interpreted, of which no case is selected",)
+    prepared = prepare_run(select_cases([], ["decode.float16"]), ["reference", slow], device="cpu", seed=0, dump=None)
+    assert prepared.notes == (f"reference: suite smoke; {slow}: suite interpreted, of which no case is selected",)
 
 
 def test_from_python_too(slow: str) -> None:

@@ -14,7 +14,7 @@ from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.truth.formulations import params_of, rows_of
 from attncheck.harness.truth.tolerance import budget_of, score_bound, share_of_budget
 from attncheck.harness.truth.truth import Truth, truth_of
-from attncheck.harness.truth.unpaged import Rows
+from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
@@ -104,7 +104,7 @@ def test_the_budget_is_the_formula(second_key: float, ruled_by: str) -> None:
     """One row, one head, two keys, equal columns: by hand; values that cancel make the loss the larger part."""
     query, keys = torch.tensor([[[2.0]]]), torch.tensor([[[1.0]], [[second_key]]])
     values = torch.tensor([[[1.0]], [[-1.0]]]).expand(2, 1, 8)
-    rows = Rows(query, keys, values, torch.tensor([0, 1]), torch.tensor([0, 2]))
+    rows = UnpagedAttention(query, keys, values, torch.tensor([0, 1]), torch.tensor([0, 2]))
     params = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, head_size_v=8, scale=0.5)
     out, lse, weighted = rows.attend_weighted(params)
     budget = budget_of(rows, params, torch.bfloat16, out, lse, weighted)
@@ -123,7 +123,7 @@ def test_the_budget_is_the_formula(second_key: float, ruled_by: str) -> None:
 
 def test_score_bound_counts_only_keys_the_row_sees(make_case: Any) -> None:
     keys = torch.tensor([1.0, 100.0, 2.0]).reshape(3, 1, 1)
-    rows = Rows(torch.ones(2, 1, 1), keys, keys, torch.tensor([0, 2]), torch.tensor([0, 3]))
+    rows = UnpagedAttention(torch.ones(2, 1, 1), keys, keys, torch.tensor([0, 2]), torch.tensor([0, 3]))
     windowed = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0, window=(0, 0))
     assert score_bound(rows, windowed).flatten().tolist() == [100.0, 2.0]
     capped = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0, logits_soft_cap=5.0)
@@ -171,7 +171,7 @@ def test_what_positive_values_would_give_is_told_beside_the_answer(make_case: An
 def test_what_underflows_in_float32_may_vanish(make_case: Any) -> None:
     """A sink far above every score: the keys' weights lie below the smallest float32."""
     keys = torch.full((3, 1, 1), -300.0)
-    rows = Rows(torch.ones(1, 1, 1), keys, torch.ones(3, 1, 1), torch.tensor([0, 1]), torch.tensor([0, 3]))
+    rows = UnpagedAttention(torch.ones(1, 1, 1), keys, torch.ones(3, 1, 1), torch.tensor([0, 1]), torch.tensor([0, 3]))
     params = AttentionParams(num_heads=1, num_kv_heads=1, head_size=1, scale=1.0, sinks=(5.0,))
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         out, lse, weighted = rows.attend_weighted(params)

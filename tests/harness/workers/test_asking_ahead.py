@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 
 from attncheck.cases.model import Case
-from attncheck.harness.cli import preparation as lineup
-from attncheck.harness.run.evaluation import Plan, environment_of
-from attncheck.harness.run.introduction import Introduction, unloaded
+from attncheck.harness.cli import preparation as prepared
+from attncheck.harness.run.backend_description import BackendDescription, unloadable
+from attncheck.harness.run.evaluation import RunPlan, environment_of
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, format_message
 from attncheck.harness.workers.supervisor import Supervisor
-from attncheck.harness.workers.worker_pool import Crew
+from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.records import BackendInfo, Passed, Record
 
 ENVIRONMENT = environment_of("cpu")
@@ -53,7 +53,7 @@ class Attentive:
 
 
 class Company:
-    """Stands for the crew, with a process for every letter of ``refs``."""
+    """Stands for the workers, with a process for every letter of ``refs``."""
 
     def __init__(self, refs: str) -> None:
         self.log: list[str] = []
@@ -62,7 +62,7 @@ class Company:
     def keep(self, refs: Iterator[str]) -> None:
         pass
 
-    def child(self, ref: str) -> Attentive | None:
+    def process(self, ref: str) -> Attentive | None:
         return self.children.get(ref)
 
     def discard(self, ref: str) -> None:
@@ -77,13 +77,13 @@ class Company:
         pass
 
 
-def known(ref: str) -> Introduction:
-    return Introduction(info=BackendInfo(name=ref, ref=ref))
+def known(ref: str) -> BackendDescription:
+    return BackendDescription(info=BackendInfo(name=ref, ref=ref))
 
 
-def examine(crew: Company, cases: Sequence[Case], *backends: Introduction) -> Iterator[Record]:
-    plan = Plan(cases=tuple(cases), checks=("numerics",))
-    return Supervisor(plan, backends, cast(Crew, crew), ENVIRONMENT, asks_ahead=True).run()
+def examine(workers: Company, cases: Sequence[Case], *backends: BackendDescription) -> Iterator[Record]:
+    plan = RunPlan(cases=tuple(cases), checks=("numerics",))
+    return Supervisor(plan, backends, cast(WorkerPool, workers), ENVIRONMENT, asks_ahead=True).run()
 
 
 def before(log: list[str], line: str) -> list[str]:
@@ -91,11 +91,11 @@ def before(log: list[str], line: str) -> list[str]:
 
 
 def test_the_next_one_works_while_one_is_heard_and_records_keep_their_order(make_case: Any) -> None:
-    crew, cases = Company("abc"), (make_case(name="first"), make_case(name="second"))
-    records = list(examine(crew, cases, *map(known, "abc")))
+    workers, cases = Company("abc"), (make_case(name="first"), make_case(name="second"))
+    records = list(examine(workers, cases, *map(known, "abc")))
     assert [record.outcome for record in records] == ["passed"] * 6
     asked = [f"{{}} is asked {case.id}" for case in cases]
-    assert crew.log == [
+    assert workers.log == [
         *(line.format("b") for line in asked),
         *(line for case in asked for line in (case.format("a"), "a is heard")),
         *(line.format("c") for line in asked),
@@ -105,42 +105,44 @@ def test_the_next_one_works_while_one_is_heard_and_records_keep_their_order(make
 
 
 def test_a_case_that_takes_much_memory_is_not_asked_ahead(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew, cases = Company("ab"), (make_case(name="first"), make_case(name="second"))
+    workers, cases = Company("ab"), (make_case(name="first"), make_case(name="second"))
     monkeypatch.setattr(
         "attncheck.harness.workers.supervisor.needed_bytes", lambda case: 2**31 if case.id == cases[1].id else 2**20
     )
-    list(examine(crew, cases, *map(known, "ab")))
-    ahead = before(crew.log, "a is heard")
+    list(examine(workers, cases, *map(known, "ab")))
+    ahead = before(workers.log, "a is heard")
     assert ahead.count(f"b is asked {cases[0].id}") == 1
     assert f"b is asked {cases[1].id}" not in ahead
-    assert crew.log.count(f"b is asked {cases[1].id}") == 1
+    assert workers.log.count(f"b is asked {cases[1].id}") == 1
 
 
 def test_no_more_is_sent_ahead_than_a_pipe_holds_that_nobody_reads(make_case: Any) -> None:
-    crew, case = Company("ab"), make_case()
+    workers, case = Company("ab"), make_case()
     cases = [replace(case, id=f"{'long' * 50}{number}") for number in range(400)]
-    records = examine(crew, cases, *map(known, "ab"))
+    records = examine(workers, cases, *map(known, "ab"))
     next(records)  # the first of a's: the requests to b have been sent
-    assert 0 < crew.children["b"].sent < LEAST_PIPE
+    assert 0 < workers.children["b"].sent < LEAST_PIPE
     assert len(list(records)) == 2 * len(cases) - 1
-    assert crew.children["b"].sent > LEAST_PIPE
-    assert [line for line in crew.log if line.startswith("b is asked")] == [f"b is asked {each.id}" for each in cases]
+    assert workers.children["b"].sent > LEAST_PIPE
+    assert [line for line in workers.log if line.startswith("b is asked")] == [
+        f"b is asked {each.id}" for each in cases
+    ]
 
 
 def test_one_that_could_not_be_loaded_keeps_nobody_from_working_ahead(make_case: Any) -> None:
-    crew, case = Company("ab"), make_case()
-    records = list(examine(crew, [case], known("a"), unloaded("gone", "gone", ("no library",)), known("b")))
+    workers, case = Company("ab"), make_case()
+    records = list(examine(workers, [case], known("a"), unloadable("gone", "gone", ("no library",)), known("b")))
     assert [record.outcome for record in records] == ["passed", "unavailable", "passed"]
-    assert f"b is asked {case.id}" in before(crew.log, "a is heard")
+    assert f"b is asked {case.id}" in before(workers.log, "a is heard")
 
 
 @pytest.mark.parametrize("ref", ["a", "b"])
 def test_what_was_answered_ahead_counts_although_the_process_has_ended_since(make_case: Any, ref: str) -> None:
     """The first backend is asked nothing ahead: a process of its that has ended is replaced before it costs a case."""
-    crew = Company("ab")
-    crew.children[ref].has_ended = True
-    assert [record.outcome for record in examine(crew, [make_case()], *map(known, "ab"))] == ["passed"] * 2
-    assert [line for line in crew.log if "renewed" in line] == (["a is renewed"] if ref == "a" else [])
+    workers = Company("ab")
+    workers.children[ref].has_ended = True
+    assert [record.outcome for record in examine(workers, [make_case()], *map(known, "ab"))] == ["passed"] * 2
+    assert [line for line in workers.log if "renewed" in line] == (["a is renewed"] if ref == "a" else [])
 
 
 @pytest.mark.parametrize(("device", "cores", "expected"), [("cpu", 2, True), ("cpu", 1, False), ("cuda:0", 2, False)])
@@ -149,17 +151,17 @@ def test_two_work_at_once_where_they_share_neither_a_gpu_nor_one_core(
 ) -> None:
     told: list[bool] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    monkeypatch.setattr(lineup, "suite_device", lambda suites, asked: (device, ()))
-    monkeypatch.setattr(lineup, "environment_of", lambda asked: ENVIRONMENT)
-    monkeypatch.setattr(lineup, "Supervisor", lambda *given, asks_ahead: told.append(asks_ahead))
+    monkeypatch.setattr(prepared, "suite_device", lambda suites, asked: (device, ()))
+    monkeypatch.setattr(prepared, "environment_of", lambda asked: ENVIRONMENT)
+    monkeypatch.setattr(prepared, "Supervisor", lambda *given, asks_ahead: told.append(asks_ahead))
 
     class Recruits:
         def assign(self, assignment: object) -> None:
             pass
 
-        def introduce(self, refs: Sequence[str]) -> list[Introduction]:
+        def introduce(self, refs: Sequence[str]) -> list[BackendDescription]:
             return [known(ref) for ref in refs]
 
-    crew = cast(Crew, Recruits())
-    lineup.line_up(select_cases(["smoke"]), ["reference"], device=device, seed=0, dump=None, crew=crew)
+    workers = cast(WorkerPool, Recruits())
+    prepared.prepare_run(select_cases(["smoke"]), ["reference"], device=device, seed=0, dump=None, workers=workers)
     assert told == [expected]

@@ -10,13 +10,13 @@ import pytest
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.cli.preparation import line_up
-from attncheck.harness.run.evaluation import OURSELVES, Examiner, Plan, environment_of
-from attncheck.harness.run.introduction import Introduction, unloaded
+from attncheck.harness.cli.preparation import prepare_run
+from attncheck.harness.run.backend_description import BackendDescription, unloadable
+from attncheck.harness.run.evaluation import OURSELVES, Examiner, RunPlan, environment_of
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, Fault
+from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, HarnessFailure
 from attncheck.harness.workers.supervisor import Supervisor
-from attncheck.harness.workers.worker_pool import Crew, WorkerError
+from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError
 from attncheck.reports.run_file.records import BackendInfo, Crashed, Errored, Passed, Record
 
@@ -37,7 +37,7 @@ class FakeCrew:
     def keep(self, refs: Iterator[str]) -> None:
         self.alive &= set(refs)
 
-    def child(self, ref: str) -> "FakeChild | None":
+    def process(self, ref: str) -> "FakeChild | None":
         return FakeChild(self._scripts[ref], has_ended=ref in self.gone) if ref in self.alive else None
 
     def renew(self, ref: str) -> "FakeChild":
@@ -82,10 +82,10 @@ WELL: list[Answer | Exception] = [Begun(stage="check numerics"), passed("numeric
 DEATH = ProcessEndedError("killed by SIGSEGV", "the end of it")
 
 
-def supervisor(crew: FakeCrew, *cases: Case, backends: tuple[Introduction, ...] = ()) -> Supervisor:
-    plan = Plan(cases=cases, checks=CHECKS)
-    known = backends or (Introduction(info=BackendInfo(name="a", ref="a", features=("lse",))),)
-    return Supervisor(plan, known, cast(Crew, crew), ENVIRONMENT)
+def supervisor(workers: FakeCrew, *cases: Case, backends: tuple[BackendDescription, ...] = ()) -> Supervisor:
+    plan = RunPlan(cases=cases, checks=CHECKS)
+    known = backends or (BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",))),)
+    return Supervisor(plan, known, cast(WorkerPool, workers), ENVIRONMENT)
 
 
 def told(records: list[Record]) -> list[tuple[str, ...]]:
@@ -97,8 +97,8 @@ def told(records: list[Record]) -> list[tuple[str, ...]]:
 
 def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: Any) -> None:
     dying = [Begun(stage="check numerics"), passed("numerics"), Begun(stage="check lse"), DEATH]
-    crew = FakeCrew(a=[dying, WELL])
-    records = list(supervisor(crew, make_case(), make_case(name="next")).run())
+    workers = FakeCrew(a=[dying, WELL])
+    records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert told(records) == [
         ("numerics", "passed"),
         ("lse", "crashed", "check lse", "killed by SIGSEGV"),
@@ -108,7 +108,7 @@ def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: 
     crashed = records[1]
     assert isinstance(crashed, Crashed)
     assert (crashed.output, crashed.environment) == ("the end of it", ENVIRONMENT.digest)
-    assert crew.dismissed == ["a"]
+    assert workers.dismissed == ["a"]
 
 
 def test_one_that_dies_before_the_case_began_loses_it(make_case: Any) -> None:
@@ -117,45 +117,45 @@ def test_one_that_dies_before_the_case_began_loses_it(make_case: Any) -> None:
 
 
 def test_a_check_that_asks_nothing_is_lost_by_no_death(make_case: Any) -> None:
-    crew = FakeCrew(plain=[[Begun(stage="check numerics"), DEATH]])
-    known = (Introduction(info=BackendInfo(name="plain", ref="plain")),)
-    records = list(supervisor(crew, make_case(), backends=known).run())
+    workers = FakeCrew(plain=[[Begun(stage="check numerics"), DEATH]])
+    known = (BackendDescription(info=BackendInfo(name="plain", ref="plain")),)
+    records = list(supervisor(workers, make_case(), backends=known).run())
     assert [(record.check, record.outcome) for record in records] == [("numerics", "crashed"), ("lse", "unsupported")]
 
 
 def test_one_that_is_gone_before_it_was_asked_anything_loses_nothing(make_case: Any) -> None:
-    crew = FakeCrew(a=[WELL])
-    crew.gone = {"a"}
-    assert told(list(supervisor(crew, make_case()).run())) == [("numerics", "passed"), ("lse", "passed")]
-    assert not crew.gone
+    workers = FakeCrew(a=[WELL])
+    workers.gone = {"a"}
+    assert told(list(supervisor(workers, make_case()).run())) == [("numerics", "passed"), ("lse", "passed")]
+    assert not workers.gone
 
 
 @pytest.mark.parametrize("error", [QuestionError("the suite has changed"), OSError("no more processes")])
 def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_nothing(
     make_case: Any, error: Exception
 ) -> None:
-    crew = FakeCrew([error], a=[[DEATH]], b=[WELL, WELL, WELL])
-    known = tuple(Introduction(info=BackendInfo(name=name, ref=name, features=("lse",))) for name in "ab")
+    workers = FakeCrew([error], a=[[DEATH]], b=[WELL, WELL, WELL])
+    known = tuple(BackendDescription(info=BackendInfo(name=name, ref=name, features=("lse",))) for name in "ab")
     cases = (make_case(), make_case(name="second"), make_case(name="third"))
-    records = list(supervisor(crew, *cases, backends=known).run())
+    records = list(supervisor(workers, *cases, backends=known).run())
     cause = f"its process has ended, and no other could be started: {error}"
     assert told(records[2:6]) == [(check, "crashed", "the start", cause) for check in (*CHECKS, *CHECKS)]
     assert [record.case_id for record in records[:6]] == ["case", "case", "second", "second", "third", "third"]
     assert [record.outcome for record in records[6:]] == ["passed"] * 6
 
 
-FAULT = Fault(error="ValueError: ours", traceback="Traceback")
+FAULT = HarnessFailure(error="ValueError: ours", traceback="Traceback")
 
 
 def test_a_fault_in_a_spoilt_process_is_mended_by_a_fresh_one(make_case: Any) -> None:
-    crew = FakeCrew(a=[[passed("numerics"), FAULT], WELL, WELL])
-    records = list(supervisor(crew, make_case(), make_case(name="next")).run())
+    workers = FakeCrew(a=[[passed("numerics"), FAULT], WELL, WELL])
+    records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert told(records) == [("numerics", "passed"), ("lse", "passed")] * 2
 
 
 def test_a_fault_of_ours_costs_a_case_and_is_told_as_ours(make_case: Any) -> None:
-    crew = FakeCrew(a=[[passed("numerics"), FAULT], [FAULT], WELL])
-    records = list(supervisor(crew, make_case(), make_case(name="next")).run())
+    workers = FakeCrew(a=[[passed("numerics"), FAULT], [FAULT], WELL])
+    records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert told(records) == [("numerics", "passed"), ("lse", "errored"), ("numerics", "passed"), ("lse", "passed")]
     ours = records[1]
     assert isinstance(ours, Errored)
@@ -163,8 +163,8 @@ def test_a_fault_of_ours_costs_a_case_and_is_told_as_ours(make_case: Any) -> Non
 
 
 def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(make_case: Any) -> None:
-    crew = FakeCrew([WorkerError("a", FAULT)], a=[[passed("numerics"), DEATH]])
-    found = supervisor(crew, make_case(), make_case(name="next")).run()
+    workers = FakeCrew([WorkerError("a", FAULT)], a=[[passed("numerics"), DEATH]])
+    found = supervisor(workers, make_case(), make_case(name="next")).run()
     assert told([next(found), next(found)])[0] == ("numerics", "passed")
     with pytest.raises(WorkerError, match="ValueError: ours"):
         next(found)
@@ -172,18 +172,18 @@ def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(m
 
 def test_a_case_that_cannot_be_put_is_told_once(make_case: Any) -> None:
     blind: Script = [[Begun(stage="declarations"), Done(blind="case made/case: blind")], WELL]
-    crew = FakeCrew(a=list(blind), b=list(blind))
-    known = tuple(Introduction(info=BackendInfo(name=name, ref=name)) for name in "ab")
-    both = supervisor(crew, make_case(), make_case(name="next"), backends=known)
+    workers = FakeCrew(a=list(blind), b=list(blind))
+    known = tuple(BackendDescription(info=BackendInfo(name=name, ref=name)) for name in "ab")
+    both = supervisor(workers, make_case(), make_case(name="next"), backends=known)
     assert len(list(both.run())) == 4
     assert list(map(str, both.blind)) == ["case made/case: blind"]
 
 
 def test_one_that_could_not_be_loaded_is_asked_nothing(make_case: Any) -> None:
-    crew = FakeCrew(b=[])
-    records = list(supervisor(crew, make_case(), backends=(unloaded("gone", "gone", ("no library",)),)).run())
+    workers = FakeCrew(b=[])
+    records = list(supervisor(workers, make_case(), backends=(unloadable("gone", "gone", ("no library",)),)).run())
     assert told(records) == [(check, "unavailable") for check in CHECKS]
-    assert not crew.alive
+    assert not workers.alive
 
 
 class Attentive(FakeChild):
@@ -207,11 +207,13 @@ class Attentive(FakeChild):
 def test_the_next_one_works_while_one_is_heard_and_records_keep_their_order(make_case: Any) -> None:
     log: list[str] = []
     children = {ref: Attentive(ref, [WELL, WELL], log) for ref in "abc"}
-    crew = FakeCrew(a=[], b=[], c=[])
-    crew.child = lambda ref: children[ref]  # type: ignore[method-assign]
+    workers = FakeCrew(a=[], b=[], c=[])
+    workers.process = lambda ref: children[ref]  # type: ignore[method-assign]
     cases = (make_case(name="first"), make_case(name="second"))
-    known = tuple(Introduction(info=BackendInfo(name=ref, ref=ref, features=("lse",))) for ref in "abc")
-    ahead = Supervisor(Plan(cases=cases, checks=CHECKS), known, cast(Crew, crew), ENVIRONMENT, asks_ahead=True)
+    known = tuple(BackendDescription(info=BackendInfo(name=ref, ref=ref, features=("lse",))) for ref in "abc")
+    ahead = Supervisor(
+        RunPlan(cases=cases, checks=CHECKS), known, cast(WorkerPool, workers), ENVIRONMENT, asks_ahead=True
+    )
     assert told(list(ahead.run())) == [(check, "passed") for _ in "abc" for _ in cases for check in CHECKS]
     asked = [f"{{}} is asked {case.id}" for case in cases]
     assert log == [
@@ -226,14 +228,18 @@ def test_the_next_one_works_while_one_is_heard_and_records_keep_their_order(make
 def test_a_case_that_takes_much_memory_is_not_asked_ahead(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     children = {ref: Attentive(ref, [WELL, WELL], log) for ref in "ab"}
-    crew = FakeCrew(a=[], b=[])
-    crew.child = lambda ref: children[ref]  # type: ignore[method-assign]
+    workers = FakeCrew(a=[], b=[])
+    workers.process = lambda ref: children[ref]  # type: ignore[method-assign]
     cases = (make_case(name="first"), make_case(name="second"))
     monkeypatch.setattr(
         "attncheck.harness.workers.supervisor.needed_bytes", lambda case: 2**31 if case.id == cases[1].id else 2**20
     )
-    known = tuple(Introduction(info=BackendInfo(name=ref, ref=ref, features=("lse",))) for ref in "ab")
-    list(Supervisor(Plan(cases=cases, checks=CHECKS), known, cast(Crew, crew), ENVIRONMENT, asks_ahead=True).run())
+    known = tuple(BackendDescription(info=BackendInfo(name=ref, ref=ref, features=("lse",))) for ref in "ab")
+    list(
+        Supervisor(
+            RunPlan(cases=cases, checks=CHECKS), known, cast(WorkerPool, workers), ENVIRONMENT, asks_ahead=True
+        ).run()
+    )
     heard = log.index("a is heard")
     assert log[:heard].count(f"b is asked {cases[0].id}") == 1
     assert f"b is asked {cases[1].id}" not in log[:heard]
@@ -256,15 +262,15 @@ def deeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def examine(refs: list[str], patterns: list[str], checks: list[str]) -> list[Record]:
     """Every record, but for how long each took."""
     selection = select_cases(["deeds.yaml"], patterns, checks)
-    with Crew() as crew:
-        crew.start(refs)
-        found = line_up(selection, refs, device="cpu", seed=0, dump=None, patterns=patterns, crew=crew)
+    with WorkerPool() as workers:
+        workers.start(refs)
+        found = prepare_run(selection, refs, device="cpu", seed=0, dump=None, patterns=patterns, workers=workers)
         return [record.model_copy(update={"duration_s": 0.0}) for record in found.examination.run()]
 
 
 def in_this_process(ref: str, patterns: list[str], checks: list[str]) -> list[Record]:
     selection = select_cases(["deeds.yaml"], patterns, checks)
-    examiner = Examiner(Plan(cases=selection.cases, backends=(load(ref),), checks=selection.checks))
+    examiner = Examiner(RunPlan(cases=selection.cases, backends=(load(ref),), checks=selection.checks))
     return [record.model_copy(update={"duration_s": 0.0}) for record in examiner.run()]
 
 

@@ -10,8 +10,17 @@ import pytest
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.evaluation import environment_of
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.protocol import Answer, Assignment, Begun, Done, Examine, Fault, Introduced, Refused
-from attncheck.harness.workers.worker_process import Child, ProcessEndedError
+from attncheck.harness.workers.protocol import (
+    Answer,
+    Assignment,
+    Begun,
+    Described,
+    Done,
+    Examine,
+    HarnessFailure,
+    Refused,
+)
+from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.records import timing_of
 
 SUITE = """\
@@ -57,23 +66,23 @@ def assignment(checks: Sequence[str] = ("lse", "numerics"), patterns: Sequence[s
     )
 
 
-def answers(child: Child) -> Iterator[Answer]:
+def answers(process: WorkerProcess) -> Iterator[Answer]:
     """Everything up to the end of a case."""
-    while not isinstance(answer := child.receive(), Done):
+    while not isinstance(answer := process.receive(), Done):
         yield answer
     yield answer
 
 
 def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
     asked = assignment()
-    with Child("reference", {}) as child:
-        child.send(asked)
-        introduced = child.receive()
-        assert isinstance(introduced, Introduced)
+    with WorkerProcess("reference", {}) as process:
+        process.send(asked)
+        introduced = process.receive()
+        assert isinstance(introduced, Described)
         assert introduced.introduction.name == "reference"
         for case, number in (("small/decode", 2), ("small/blind", 0), ("small/decode", 2)):
-            child.send(Examine(case=case, checks=("numerics", "lse"), round=number))
-            told = list(answers(child))
+            process.send(Examine(case=case, checks=("numerics", "lse"), round=number))
+            told = list(answers(process))
             records = [answer for answer in told if answer.kind == "record"]
             assert [(record.case_id, record.check) for record in records] == [
                 ("decode", "numerics"),
@@ -88,13 +97,13 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
             assert isinstance(told[-1], Done)
             assert (told[-1].blind is None) == (number == 2)
         assert told[-1].blind is None
-        child.send(Examine(case="small/none", checks=("lse",)))
-        fault = child.receive()
-        assert isinstance(fault, Fault)
+        process.send(Examine(case="small/none", checks=("lse",)))
+        fault = process.receive()
+        assert isinstance(fault, HarnessFailure)
         assert fault.error == "KeyError: 'small/none'"
         assert "in _serve" in fault.traceback
         with pytest.raises(ProcessEndedError, match="left with exit code 0"):
-            child.receive()
+            process.receive()
 
 
 def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:
@@ -105,10 +114,10 @@ def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:
         "class Late(ReferenceBackend):\n"
         "    @classmethod\n    def version(cls): return f'clock first: {CLOCK}'\n"
     )
-    with Child("late.py:Late", {}) as child:
-        child.send(assignment())
-        introduced = child.receive()
-    assert isinstance(introduced, Introduced)
+    with WorkerProcess("late.py:Late", {}) as process:
+        process.send(assignment())
+        introduced = process.receive()
+    assert isinstance(introduced, Described)
     assert introduced.introduction.version == "clock first: True"
     code = "from attncheck.harness.run.backend_loading import load_backend; print(load_backend('late.py:Late').version)"
     here = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -117,11 +126,11 @@ def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:
 
 def test_times_are_taken_as_the_run_says(folder: Path) -> None:
     three = TimingSettings(limit_s=60, min_samples=3, max_samples=3)
-    with Child("reference", {}) as child:
-        child.send(assignment(checks=["timing"]).model_copy(update={"timing": three}))
-        assert isinstance(child.receive(), Introduced)
-        child.send(Examine(case="small/decode", checks=("timing",), round=2))
-        (record,) = (answer for answer in answers(child) if answer.kind == "record")
+    with WorkerProcess("reference", {}) as process:
+        process.send(assignment(checks=["timing"]).model_copy(update={"timing": three}))
+        assert isinstance(process.receive(), Described)
+        process.send(Examine(case="small/decode", checks=("timing",), round=2))
+        (record,) = (answer for answer in answers(process) if answer.kind == "record")
     timing = timing_of(record)
     assert timing is not None
     assert {len(latency.samples_ns) for latency in timing.latencies} == {3}
@@ -130,11 +139,11 @@ def test_times_are_taken_as_the_run_says(folder: Path) -> None:
 
 def test_the_cases_are_those_the_run_selected(folder: Path) -> None:
     asked = assignment(checks=["lse"], patterns=["bl*"])
-    with Child("reference", {}) as child:
-        child.send(asked)
-        assert isinstance(child.receive(), Introduced)
-        child.send(Examine(case="small/blind", checks=("lse",)))
-        *_, done = answers(child)
+    with WorkerProcess("reference", {}) as process:
+        process.send(asked)
+        assert isinstance(process.receive(), Described)
+        process.send(Examine(case="small/blind", checks=("lse",)))
+        *_, done = answers(process)
         assert isinstance(done, Done)
         assert "small/blind" in str(done.blind)
 
@@ -147,9 +156,9 @@ def test_the_cases_are_those_the_run_selected(folder: Path) -> None:
     ],
 )
 def test_what_is_no_backend_is_refused_in_the_same_words(folder: Path, ref: str, reason: str) -> None:
-    with Child(ref, {}) as child:
-        child.send(assignment())
-        refused = child.receive()
+    with WorkerProcess(ref, {}) as process:
+        process.send(assignment())
+        refused = process.receive()
         assert isinstance(refused, Refused)
         assert reason in refused.reason
 
@@ -157,9 +166,9 @@ def test_what_is_no_backend_is_refused_in_the_same_words(folder: Path, ref: str,
 def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
     asked = assignment()
     (folder / "small.yaml").write_text(SUITE.replace("q1s9", "q1s8"))
-    with Child("reference", {}) as child:
-        child.send(asked)
-        refused = child.receive()
+    with WorkerProcess("reference", {}) as process:
+        process.send(asked)
+        refused = process.receive()
         assert isinstance(refused, Refused)
         assert "small.yaml has changed since the run began" in refused.reason
 
@@ -167,9 +176,9 @@ def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
 def test_a_module_that_exits_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "module_that_leaves.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(str(folder))
-    with Child("module_that_leaves:Mine", {}) as child:
-        child.send(assignment())
-        refused = child.receive()
+    with WorkerProcess("module_that_leaves:Mine", {}) as process:
+        process.send(assignment())
+        refused = process.receive()
         assert isinstance(refused, Refused)
         assert "importing it raised SystemExit: 0" in refused.reason
 
@@ -201,12 +210,12 @@ raise SystemExit(in_a_copy(reopen))
 
 
 def test_it_says_what_it_must_be_started_with_and_why_it_cannot_run(folder: Path) -> None:
-    with Child("mine.py:Needy", {}) as child:
-        child.send(assignment())
-        introduced = child.receive()
-        assert isinstance(introduced, Introduced)
+    with WorkerProcess("mine.py:Needy", {}) as process:
+        process.send(assignment())
+        introduced = process.receive()
+        assert isinstance(introduced, Described)
         assert introduced.introduction.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
         assert introduced.introduction.unavailable_reasons == ("needs a moon",)
-        child.dismiss()
+        process.dismiss()
         with pytest.raises(ProcessEndedError, match="left with exit code 0"):
-            child.receive()
+            process.receive()

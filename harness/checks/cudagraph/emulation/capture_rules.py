@@ -19,7 +19,7 @@ _READ_VALUES = {"aten.masked_fill": 2, "aten.masked_fill_": 2, "aten.index_fill"
 """Operators that read a value given as a tensor, and at which position it stands: on a GPU that is an ``.item()``."""
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """One call of an operator. ``given``: its tensors, in order; ``on_host``: those of them that lie on the host."""
 
     operator: Operator
@@ -34,7 +34,7 @@ class Call(NamedTuple):
         return len(self.on_host) == len(self.given)
 
 
-def forbidden(call: Call, host: HostMemory) -> ViolationKind | None:
+def forbidden(call: OperatorCall, host: HostMemory) -> ViolationKind | None:
     """Why a graph cannot hold ``call``; None: it can."""
     operator = call.operator
     if call.is_host_work:
@@ -50,7 +50,7 @@ def forbidden(call: Call, host: HostMemory) -> ViolationKind | None:
     return "host copy" if _copies_from_host(call, host) else None
 
 
-def _reads_value(call: Call, host: HostMemory) -> bool:
+def _reads_value(call: OperatorCall, host: HostMemory) -> bool:
     position = _READ_VALUES.get(call.operator.name)
     if position is None or len(call.args) <= position:
         return False
@@ -58,7 +58,7 @@ def _reads_value(call: Call, host: HostMemory) -> bool:
     return isinstance(value, Tensor) and not host.holds(value)
 
 
-def _has_data_dependent_shape(call: Call, host: HostMemory) -> bool:
+def _has_data_dependent_shape(call: OperatorCall, host: HostMemory) -> bool:
     """Only masks make an index data-dependent; ``x[mask] = number`` is a fill."""
     name = call.operator.name
     if name in _INDEX_PUTS:
@@ -70,7 +70,7 @@ def _has_data_dependent_shape(call: Call, host: HostMemory) -> bool:
     return name != "aten.repeat_interleave" or call.kwargs.get("output_size") is None
 
 
-def _copies_from_host(call: Call, host: HostMemory) -> bool:
+def _copies_from_host(call: OperatorCall, host: HostMemory) -> bool:
     """A number on the host becomes an argument of the kernel, except where torch first brings it to the device."""
     name = call.operator.name
     if name == "aten.copy_":
@@ -80,11 +80,11 @@ def _copies_from_host(call: Call, host: HostMemory) -> bool:
     return any(tensor.dim() > 0 for tensor in call.on_host)
 
 
-def _has_mask(call: Call, host: HostMemory) -> bool:
+def _has_mask(call: OperatorCall, host: HostMemory) -> bool:
     return any(index.dtype in _MASK_DTYPES and not host.holds(index) for index in tensors_in(call.args[1]))
 
 
-def _is_masked_fill(call: Call, host: HostMemory) -> bool:
+def _is_masked_fill(call: OperatorCall, host: HostMemory) -> bool:
     """One mask, of the device, and one number, of the host, that is not accumulated."""
     value = call.args[2]
     accumulates = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.call_sites import Place
+from attncheck.harness.checks.cudagraph.call_sites import CallSite
 from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory, storage_key
 from attncheck.harness.checks.cudagraph.emulation.operators import AnyOperator, tensors_in
 from attncheck.harness.checks.cudagraph.recorder import Released
@@ -21,7 +21,7 @@ Fresh = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class TapedOperator:
     """One operator with its arguments. What it returns is copied to ``outputs``, where they are not None."""
 
     func: AnyOperator
@@ -31,12 +31,12 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Outside:
+class ExternalMemory:
     """Memory that existed before the recording. ``alias`` is one of the tape's references to it."""
 
     alias: Tensor
     user: str
-    place: Place
+    place: CallSite
 
     def released(self) -> Released:
         """As the recording tells of it."""
@@ -46,12 +46,12 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Mark:
+class TapeMark:
     """A tape's state, to go back to."""
 
     num_steps: int
     made: dict[int, Tensor]
-    outside: dict[int, Outside]
+    outside: dict[int, ExternalMemory]
     references: dict[int, int]
 
 
@@ -61,13 +61,13 @@ class Tape:
     ``find_place`` says which line of a backend is running. ``tapes``: all that may hold the same memory, this one too.
     """
 
-    def __init__(self, find_place: Callable[[], Place], tapes: "WeakSet[Tape]") -> None:
+    def __init__(self, find_place: Callable[[], CallSite], tapes: "WeakSet[Tape]") -> None:
         self._find_place = find_place
         self._tapes = tapes
         tapes.add(self)
-        self._steps: list[Step] = []
+        self._steps: list[TapedOperator] = []
         self._made: dict[int, Tensor] = {}
-        self._outside: dict[int, Outside] = {}
+        self._outside: dict[int, ExternalMemory] = {}
         self._references: dict[int, int] = {}
         self._addresses: dict[int, int] = {}
 
@@ -94,13 +94,15 @@ class Tape:
         if key not in self._made:
             self._references[key] = self._references.get(key, 0) + 1
             if key not in self._outside:
-                self._outside[key] = Outside(alias, user, self._find_place())
+                self._outside[key] = ExternalMemory(alias, user, self._find_place())
         return alias
 
     def add(self, func: AnyOperator, args: tuple[object, ...], kwargs: dict[str, object], fresh: Fresh) -> None:
         """Compute ``func`` of frozen arguments again at every replay."""
         outputs = tuple(None if tensor is None else self.keep(tensor) for tensor in fresh)
-        self._steps.append(Step(func, args, kwargs, outputs if any(output is not None for output in outputs) else ()))
+        self._steps.append(
+            TapedOperator(func, args, kwargs, outputs if any(output is not None for output in outputs) else ())
+        )
 
     def add_new(self, fresh: Fresh, *, is_constant: bool) -> None:
         """Memory allocated by the recording; a constant is written again at every replay, as it is now."""
@@ -108,7 +110,7 @@ class Tape:
             if tensor is not None:
                 kept = self.keep(tensor)
                 if is_constant:
-                    self._steps.append(Step(torch.ops.aten.copy_.default, (kept, kept.clone()), {}, ()))
+                    self._steps.append(TapedOperator(torch.ops.aten.copy_.default, (kept, kept.clone()), {}, ()))
 
     def keep(self, tensor: Tensor) -> Tensor:
         """An alias of memory that the recording allocated, which lives as long as the tape."""
@@ -120,15 +122,15 @@ class Tape:
         """The recording is over: from now on memory stays where it is, also what an operator of it has resized."""
         self._addresses = {key: _address(outside.alias) for key, outside in self._outside.items()}
 
-    def mark(self) -> Mark:
+    def mark(self) -> TapeMark:
         """The state to go back to."""
-        return Mark(len(self._steps), dict(self._made), dict(self._outside), dict(self._references))
+        return TapeMark(len(self._steps), dict(self._made), dict(self._outside), dict(self._references))
 
-    def has_grown_since(self, mark: Mark) -> bool:
+    def has_grown_since(self, mark: TapeMark) -> bool:
         """Whether anything was taped since."""
         return len(self._steps) > mark.num_steps
 
-    def go_back_to(self, mark: Mark) -> None:
+    def go_back_to(self, mark: TapeMark) -> None:
         """Forget what was taped since."""
         del self._steps[mark.num_steps :]
         self._made, self._outside, self._references = dict(mark.made), dict(mark.outside), dict(mark.references)

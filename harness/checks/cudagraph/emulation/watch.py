@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
-from attncheck.harness.checks.cudagraph.call_sites import find_place
-from attncheck.harness.checks.cudagraph.emulation.capture_rules import Call, forbidden
+from attncheck.harness.checks.cudagraph.call_sites import find_call_site
+from attncheck.harness.checks.cudagraph.emulation.capture_rules import OperatorCall, forbidden
 from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory, storage_key
 from attncheck.harness.checks.cudagraph.emulation.operators import (
     AnyOperator,
@@ -90,7 +90,7 @@ class Watch:
         """
         self._boundary, self._violations, self._host_reads = boundary, {}, {}
         self.hands_out_memory = False
-        self._tape = Tape(lambda: find_place(boundary), self._tapes)
+        self._tape = Tape(lambda: find_call_site(boundary), self._tapes)
         try:
             with self.active():
                 yield self._tape, self._violations
@@ -103,12 +103,12 @@ class Watch:
 
     def _note_host_read(self, call: str) -> None:
         if self._boundary is not None:
-            self._host_reads[f"{call} at {find_place(self._boundary)}"] = None
+            self._host_reads[f"{call} at {find_call_site(self._boundary)}"] = None
 
     def _report(self, kind: ViolationKind, call: str) -> None:
         if self._boundary is None:
             return
-        place = find_place(self._boundary)
+        place = find_call_site(self._boundary)
         if not place.interpreted:
             self._violations[Violation(kind, call, str(place))] = None
 
@@ -155,7 +155,7 @@ class Watch:
         wanted, here = destination(func, args, kwargs, self._host_device), self._memory_of((source,))
         if isinstance(wanted, Tensor):
             wanted = self._memory_of((wanted,))
-        if wanted in {None, here} or find_place().interpreted:
+        if wanted in {None, here} or find_call_site().interpreted:
             return func(*args, **kwargs)
         if wanted == "device":
             self._report("host copy", words(func, ""))
@@ -183,7 +183,7 @@ class Watch:
         with torch._C.DisableTorchFunction():
             operator = self.facts_of(func)
             given = tensors_in((args, kwargs))
-            call = Call(operator, args, kwargs, given, self.host.held(given))
+            call = OperatorCall(operator, args, kwargs, given, self.host.held(given))
             kind = None if self._tape is None else forbidden(call, self.host)
             if kind is not None:
                 self._report(kind, words(self._function, operator.name))
@@ -216,7 +216,7 @@ class Watch:
         """What is known of an operator."""
         return self._operators.get(func) or self._operators.setdefault(func, describe(func))
 
-    def _place_of_result(self, call: Call) -> Memory:
+    def _place_of_result(self, call: OperatorCall) -> Memory:
         if self._placed is not None and (not call.given or call.operator.follows):
             return self._placed
         return "host" if call.given and call.is_host_work else "device"
@@ -235,7 +235,7 @@ class Watch:
 
     # Custom operators.
 
-    def _custom(self, func: OpOverload, call: Call, memory: Memory, tape: Tape | None) -> object:
+    def _custom(self, func: OpOverload, call: OperatorCall, memory: Memory, tape: Tape | None) -> object:
         """A custom operator: taped as what it is made of, since whatever Python decides in between is frozen.
 
         Where part of it is hidden (a kernel that is handed addresses, C++ code), it is one step, computed as a whole,
@@ -275,7 +275,7 @@ class Watch:
 
     def _look_for_hidden_work(self) -> None:
         """No Python code between a custom operator and this one, or only Triton's: more may be done there unseen."""
-        place = find_place(Watch._run_inside.__code__)
+        place = find_call_site(Watch._run_inside.__code__)
         self._is_opaque |= place.line is None or place.interpreted
 
 

@@ -13,7 +13,7 @@ from attncheck.backends.verification import contract_problems
 from attncheck.cases.loader import load_suite, select
 from attncheck.harness.driver.latent_views import latent_keywords
 from attncheck.harness.problem.latent import make_up_projections
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference import CommonAttentionMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, MLASpec, RequestSpec
 
@@ -44,7 +44,7 @@ def impl_of(rank: int, rotary: int):
 )
 def test_cases_are_answered_right(suite: str, cases: list[str], checks: tuple[str, ...]) -> None:
     asked = select(load_suite(suite).cases, cases)
-    examiner = Examiner(Plan(cases=asked, backends=(load("triton_mla"),), checks=checks, device=DEVICE))
+    examiner = Examiner(RunPlan(cases=asked, backends=(load("triton_mla"),), checks=checks, device=DEVICE))
     records = list(examiner.run())
     assert {record.check for record in records} == set(checks)
     assert {record.outcome for record in records} == {"passed"}, [r for r in records if r.outcome != "passed"]

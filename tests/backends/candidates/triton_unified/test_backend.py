@@ -15,9 +15,9 @@ from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
 from attncheck.backends.registry import load
 from attncheck.backends.verification import contract_problems
 from attncheck.cases.loader import load_suite, select
-from attncheck.harness.checks.cudagraph.measurement import measure
-from attncheck.harness.checks.cudagraph.questions import Questions
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.checks.cudagraph.measurement import measure_level
+from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference import AttentionParams, CommonAttentionMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
@@ -37,7 +37,7 @@ DECODE = BatchSpec(requests=(RequestSpec(query_len=1),))
 )
 def test_cases_are_answered_right(cases: list[str], checks: tuple[str, ...]) -> None:
     asked = select(load_suite("interpreted").cases, cases)
-    examiner = Examiner(Plan(cases=asked, backends=(load("triton_unified"),), checks=checks, device=str(DEVICE)))
+    examiner = Examiner(RunPlan(cases=asked, backends=(load("triton_unified"),), checks=checks, device=str(DEVICE)))
     fallen = [record for record in examiner.run() if record.outcome not in {"passed", "unsupported"}]
     assert not fallen
 
@@ -46,9 +46,9 @@ def test_cases_are_answered_right(cases: list[str], checks: tuple[str, ...]) -> 
 def test_graphs_of_decodes_and_of_mixed_batches_stay_right(window: int | None) -> None:
     """Some of the probes; the whole level is measured in the suite of interpreted kernels."""
     case = replace(select(load_suite("interpreted").cases, ["decode"])[0], layer=replace(SMALL, sliding_window=window))
-    questions = Questions(case, 0, DEVICE)
+    questions = ProbeProblems(case, 0, DEVICE)
     questions.probes = tuple(p for p in questions.probes if p.name in {"padded decode", "mixed buckets"})
-    measurement = measure(UnifiedBackend, questions, DEVICE)
+    measurement = measure_level(UnifiedBackend, questions, DEVICE)
     assert measurement.declared is measurement.reached is AttentionCGSupport.ALWAYS
     assert [probe.outcome for probe in measurement.levels.probes] == ["passed", "passed"]
 

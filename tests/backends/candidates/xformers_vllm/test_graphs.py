@@ -7,7 +7,7 @@ from attncheck.backends.candidates.xformers.availability import unavailable_reas
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend
 from attncheck.backends.contract import AttentionCGSupport
 from attncheck.cases.loader import load_suite
-from attncheck.harness.checks.cudagraph.check import GraphDesk
+from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
 from attncheck.harness.checks.findings import Broken
 
 if reasons := unavailable_reasons("cpu"):
@@ -36,7 +36,7 @@ def finding(builder):
             return builder
 
     (case,) = (case for case in load_suite("xformers") if case.id == "graph")
-    return GraphDesk(0, torch.device("cpu")).examine(Promising, case)
+    return GraphLevelCheck(0, torch.device("cpu")).examine(Promising, case)
 
 
 def test_the_views_read_the_device_in_forward():

@@ -11,9 +11,9 @@ from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
 from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph import check as cudagraph
 from attncheck.harness.checks.cudagraph import measurement as examination
-from attncheck.harness.checks.cudagraph.check import GraphDesk
-from attncheck.harness.checks.cudagraph.measurement import declared_level, measure
-from attncheck.harness.checks.cudagraph.questions import Questions
+from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
+from attncheck.harness.checks.cudagraph.measurement import declared_level, measure_level
+from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.reference.spec import (
@@ -38,7 +38,7 @@ CASE = Case(
 
 @pytest.fixture
 def questions():
-    return Questions(CASE, 0, CPU)
+    return ProbeProblems(CASE, 0, CPU)
 
 
 def declaring(level, base=SDPABackend, builder=SDPABuilder):
@@ -60,14 +60,14 @@ def declaring(level, base=SDPABackend, builder=SDPABuilder):
 
 
 def test_candidates_measure_what_they_declare(questions):
-    sdpa, reference = measure(SDPABackend, questions, CPU), measure(ReferenceBackend, questions, CPU)
+    sdpa, reference = measure_level(SDPABackend, questions, CPU), measure_level(ReferenceBackend, questions, CPU)
     assert sdpa.declared is sdpa.reached is AttentionCGSupport.UNIFORM_BATCH
     assert reference.declared is reference.reached is AttentionCGSupport.NEVER
     assert sdpa.levels.recorder == "emulated"
 
 
 def test_every_probe_has_an_outcome_and_those_behind_the_first_that_broke_are_not_run(questions):
-    levels = measure(SDPABackend, questions, CPU).levels
+    levels = measure_level(SDPABackend, questions, CPU).levels
     assert [probe.name for probe in levels.probes] == [probe.name for probe in questions.probes]
     outcomes = [probe.outcome for probe in levels.probes]
     first = outcomes.index("failed")
@@ -77,7 +77,7 @@ def test_every_probe_has_an_outcome_and_those_behind_the_first_that_broke_are_no
 
 
 def test_the_line_that_reads_the_host_is_named(questions):
-    measurement = measure(ReferenceBackend, questions, CPU)
+    measurement = measure_level(ReferenceBackend, questions, CPU)
     _, fault = measurement.broke
     assert "host read: .tolist() at " in str(fault)
     assert "reference/arguments.py:" in str(fault)
@@ -98,15 +98,15 @@ def test_a_declaration_that_is_no_level_is_errored(questions, nonsense):
 
 def test_one_layer_and_cache_is_measured_once_a_backend(monkeypatch):
     asked = []
-    monkeypatch.setattr(cudagraph, "measure", lambda *args: asked.append(args[0]) or measure(*args))
-    desk = GraphDesk(0, CPU)
+    monkeypatch.setattr(cudagraph, "measure", lambda *args: asked.append(args[0]) or measure_level(*args))
+    case_checks = GraphLevelCheck(0, CPU)
     other_batch = replace(CASE, id="d", batch=BatchSpec(requests=(RequestSpec(query_len=1, seq_len=30),)))
     same_cache = replace(CASE, id="e", cache=replace(CASE.cache, num_blocks=77))
-    findings = [desk.examine(ReferenceBackend, case) for case in (CASE, other_batch, same_cache)]
+    findings = [case_checks.examine(ReferenceBackend, case) for case in (CASE, other_batch, same_cache)]
     assert asked == [ReferenceBackend]
     assert findings[0] is findings[1] is findings[2]
-    desk.examine(ReferenceBackend, replace(CASE, layer=replace(LAYER, head_size=32)))
-    desk.examine(SDPABackend, CASE)
+    case_checks.examine(ReferenceBackend, replace(CASE, layer=replace(LAYER, head_size=32)))
+    case_checks.examine(SDPABackend, CASE)
     assert asked == [ReferenceBackend, ReferenceBackend, SDPABackend]
 
 
@@ -120,7 +120,7 @@ def test_who_is_right_over_nan_is_never_asked_over_anything_else(questions, monk
             made.append(self.is_pool_finite)
 
     monkeypatch.setattr(examination, "GraphSession", Counted)
-    levels = measure(backend, questions, CPU).levels
+    levels = measure_level(backend, questions, CPU).levels
     examined = [probe for probe in levels.probes if probe.outcome != "not run"]
     assert set(made) == {False}
     assert len(made) <= len(examined) + 1  # after the one fault, to see whether it is a leak
@@ -129,7 +129,7 @@ def test_who_is_right_over_nan_is_never_asked_over_anything_else(questions, monk
 
 @pytest.mark.parametrize("attn_type", [AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER])
 def test_layers_that_no_graph_is_captured_for_are_not_examined(attn_type):
-    finding = GraphDesk(0, CPU).examine(SDPABackend, replace(CASE, layer=replace(LAYER, attn_type=attn_type)))
+    finding = GraphLevelCheck(0, CPU).examine(SDPABackend, replace(CASE, layer=replace(LAYER, attn_type=attn_type)))
     assert isinstance(finding, NotExamined)
     assert finding.by == "attncheck"
 
@@ -140,7 +140,7 @@ def test_a_level_whose_batches_are_declined_is_not_reached(questions):
         def unsupported_reasons(cls, layer, cache, batch):
             return [f"query_len {batch.max_query_len}: only decodes"] if batch.max_query_len > 1 else []
 
-    measurement = measure(DecodesOnly, questions, CPU)
+    measurement = measure_level(DecodesOnly, questions, CPU)
     assert measurement.reached is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     finding = cudagraph.judge(measurement)
     assert isinstance(finding, Broken)
@@ -158,7 +158,7 @@ def test_a_backend_that_makes_no_step_at_all_raises_what_it_raised(questions):
             return Impl
 
     with pytest.raises(StageError) as caught:
-        measure(Broken, questions, CPU)
+        measure_level(Broken, questions, CPU)
     assert caught.value.raised.message == "no kernel for this machine"
 
 
@@ -172,7 +172,7 @@ def test_one_that_refuses_only_to_be_captured_measures_never(questions):
         def get_builder_cls():
             return Builder
 
-    measurement = measure(Refuses, questions, CPU)
+    measurement = measure_level(Refuses, questions, CPU)
     assert measurement.reached is AttentionCGSupport.NEVER
     assert "NotImplementedError: no graphs" in str(measurement.broke[1])
     assert isinstance(cudagraph.judge(measurement), Holds)

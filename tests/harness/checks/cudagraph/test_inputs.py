@@ -8,7 +8,7 @@ import torch
 from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph.persistent_inputs import PersistentInputs
 from attncheck.harness.checks.cudagraph.probes import Bucket
-from attncheck.harness.driver.forward_calls import calls_of
+from attncheck.harness.driver.forward_calls import forward_calls_of
 from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PaddingSpec, RequestSpec
@@ -27,7 +27,7 @@ def problem_of(lengths, padding=(0, 0), layer=LAYER):
 
 
 def call_of(problem):
-    (call,) = calls_of(make_step(problem, CPU), frozenset())
+    (call,) = forward_calls_of(make_step(problem, CPU), frozenset())
     return call
 
 

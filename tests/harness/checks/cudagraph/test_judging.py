@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from attncheck.harness.checks.cudagraph.check import judge
-from attncheck.harness.checks.cudagraph.measurement import Fault, Measurement, Unseen
-from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, Turn
+from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement, ProbeFault, UnmeasuredProbe
+from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.reference.spec import AttentionCGSupport
 from attncheck.reports.run_file.records import GRAPH_LEVELS, GraphLevels
@@ -19,15 +19,15 @@ def measurement(declared, reached, reason=None):
     broke = None
     if reason is not None:
         level = AttentionCGSupport(reached.value + 1)
-        broke = (Probe("lengths", level, "replays follow", (Bucket(1, 1, 1),), (Turn(((1, 1),)),)), reason)
-    measured = None if isinstance(reason, Unseen) else reached.name
+        broke = (Probe("lengths", level, "replays follow", (Bucket(1, 1, 1),), (ProbeStep(((1, 1),)),)), reason)
+    measured = None if isinstance(reason, UnmeasuredProbe) else reached.name
     levels = GraphLevels(declared=declared.name, measured=measured, recorder="emulated")
-    return Measurement(declared, reached, levels, broke)
+    return LevelMeasurement(declared, reached, levels, broke)
 
 
 @pytest.mark.parametrize("level", [NEVER, SINGLE, UNIFORM])
 def test_a_level_that_is_measured_as_declared_holds(level):
-    finding = judge(measurement(level, level, Fault("wrong")))
+    finding = judge(measurement(level, level, ProbeFault("wrong")))
     assert isinstance(finding, Holds)
     assert finding.notes == ()
     assert finding.figures["declared_level"] == finding.figures["measured_level"] == level.value
@@ -39,7 +39,7 @@ def test_every_probe_right_is_always():
 
 @pytest.mark.parametrize(("declared", "reached"), [(SINGLE, NEVER), (ALWAYS, UNIFORM), (UNIFORM, NEVER)])
 def test_a_level_above_the_measured_one_is_a_failure_that_names_probe_and_cause(declared, reached):
-    finding = judge(measurement(declared, reached, Fault("3 of 8 rows", "metadata.lens moved")))
+    finding = judge(measurement(declared, reached, ProbeFault("3 of 8 rows", "metadata.lens moved")))
     assert isinstance(finding, Broken)
     assert finding.summary == f"declared {declared.name}, measured {reached.name}: probe 'lengths' broke: 3 of 8 rows"
     assert finding.meaning == "metadata.lens moved"
@@ -47,21 +47,21 @@ def test_a_level_above_the_measured_one_is_a_failure_that_names_probe_and_cause(
 
 
 def test_head_room_is_told():
-    finding = judge(measurement(NEVER, UNIFORM, Fault("wrong")))
+    finding = judge(measurement(NEVER, UNIFORM, ProbeFault("wrong")))
     assert isinstance(finding, Holds)
     assert finding.notes == ("head-room: NEVER is declared, UNIFORM_BATCH measured",)
 
 
 @pytest.mark.parametrize(("declared", "reached"), [(SINGLE, NEVER), (ALWAYS, SINGLE), (NEVER, NEVER)])
 def test_what_cannot_be_seen_is_never_a_pass(declared, reached):
-    finding = judge(measurement(declared, reached, Unseen("a kernel the dispatcher does not see")))
+    finding = judge(measurement(declared, reached, UnmeasuredProbe("a kernel the dispatcher does not see")))
     assert isinstance(finding, NotExamined)
     assert finding.by == "attncheck"
     assert "a kernel the dispatcher does not see" in finding.reasons[0]
 
 
 def test_head_room_is_told_as_far_as_it_was_seen():
-    finding = judge(measurement(NEVER, SINGLE, Unseen("hidden")))
+    finding = judge(measurement(NEVER, SINGLE, UnmeasuredProbe("hidden")))
     assert isinstance(finding, Holds)
     assert finding.notes[0] == "head-room: NEVER is declared, UNIFORM_SINGLE_TOKEN_DECODE measured"
 
@@ -76,6 +76,6 @@ def test_how_it_was_measured_stands_beside_a_level_that_holds():
 
 
 def test_a_confirmed_level_holds_although_nothing_is_known_above_it():
-    finding = judge(measurement(SINGLE, SINGLE, Unseen("hidden")))
+    finding = judge(measurement(SINGLE, SINGLE, UnmeasuredProbe("hidden")))
     assert isinstance(finding, Holds)
     assert "above UNIFORM_SINGLE_TOKEN_DECODE nothing is known" in finding.notes[0]

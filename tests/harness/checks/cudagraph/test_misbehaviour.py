@@ -7,7 +7,7 @@ import torch
 
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder, SDPAImpl
 from attncheck.cases.model import Case
-from attncheck.harness.checks.cudagraph.check import GraphDesk
+from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
 from attncheck.harness.checks.findings import Broken, Holds
 from attncheck.harness.driver.observation import Raised
 from attncheck.reference.spec import AttentionCGSupport, BatchSpec, CacheSpec, LayerSpec, RequestSpec
@@ -28,7 +28,7 @@ def backend_of(builder=SDPABuilder, impl=SDPAImpl, **declarations):
 
 
 def examined(backend):
-    return GraphDesk(0, CPU).examine(backend, CASE)
+    return GraphLevelCheck(0, CPU).examine(backend, CASE)
 
 
 def test_a_backend_may_return_an_output_of_its_own():
@@ -93,8 +93,8 @@ def test_what_was_raised_is_raised_once_for_all_cases_of_a_layer():
             made.append(self)
             raise RuntimeError("no builder")
 
-    desk = GraphDesk(0, CPU)
-    first, second = (desk.examine(backend, CASE) for backend in [backend_of(Builder)] * 2)
+    case_checks = GraphLevelCheck(0, CPU)
+    first, second = (case_checks.examine(backend, CASE) for backend in [backend_of(Builder)] * 2)
     assert first is second
     assert first.stage == "builder"
     assert len(made) == 1

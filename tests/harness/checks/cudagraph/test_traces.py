@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.harness.checks.cudagraph.traces import tensors_in, trace
+from attncheck.harness.checks.cudagraph.metadata_trace import tensors_in, trace
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.harness.problem.memory_estimate import needed_bytes
-from attncheck.harness.run.evaluation import Examiner, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference import causal_conv1d, merge_attn_states
 from attncheck.reports.run_file.records import Record
 
@@ -25,7 +25,7 @@ def offering(**functions: Callable[..., Any]) -> Any:
 
 def examine(backend: Any, case: Any, **plan: Any) -> dict[str, Record]:
     loaded = LoadedBackend(name="mine", ref="./x.py:Mine", backend=backend, version="", origin="test")
-    examiner = Examiner(Plan(cases=(case,), backends=(loaded,), **plan))
+    examiner = Examiner(RunPlan(cases=(case,), backends=(loaded,), **plan))
     records = {record.check: record for record in examiner.run()}
     assert examiner.blind == []
     return records

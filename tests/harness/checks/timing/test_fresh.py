@@ -8,7 +8,7 @@ import torch
 
 from attncheck.errors import BlindCaseError
 from attncheck.harness.checks.timing import fresh_contents as fresh
-from attncheck.harness.checks.timing.fresh_contents import Base, FreshContents, SignedOrder
+from attncheck.harness.checks.timing.fresh_contents import BaseProblem, FreshContents, SignedOrder
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.problem.storage import key_storage, value_storage
 from attncheck.harness.truth.truth import truth_of
@@ -155,7 +155,7 @@ def test_heads_of_a_group_are_moved_with_their_keys():
 )
 def test_keys_change_places_where_no_modifier_counts_them(layer, moves, make_case):
     problem = build_problem(make_case(*SMALL, **layer), 0)
-    assert list(Base(problem, truth_of(problem, CPU, refuse_blindness=False)).movable) == moves
+    assert list(BaseProblem(problem, truth_of(problem, CPU, refuse_blindness=False)).movable) == moves
 
 
 def test_the_right_answer_is_nowhere_before_it_is_asked_for(make_case):

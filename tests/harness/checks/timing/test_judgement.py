@@ -6,7 +6,13 @@ import torch
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.timing import judgement
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
-from attncheck.harness.checks.timing.judgement import Answer, FoundOutError, Judge, active_modes, answer_of
+from attncheck.harness.checks.timing.judgement import (
+    AnswerJudge,
+    TimedAnswer,
+    UntrustworthyTimeError,
+    active_modes,
+    copy_answer,
+)
 from attncheck.harness.driver.output_buffers import GuardedBuffer
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -20,7 +26,7 @@ class Bench:
     def __init__(self, case, conventions=Conventions()):  # noqa: B008 (frozen)
         problem = build_problem(case, 0)
         self.source = FreshContents(problem, truth_of(problem, CPU, refuse_blindness=False), CPU)
-        self.judge = Judge("forward", self.source, conventions)
+        self.judge = AnswerJudge("forward", self.source, conventions)
         self.rows = torch.arange(len(problem.query))
         self.dtype = problem.dtype
 
@@ -28,10 +34,10 @@ class Bench:
         return asked.right(self.rows)[0].to(self.dtype)
 
     def put(self, asked, output, lse=None, live=None):
-        self.judge.judge(asked, self.rows, Answer(output.clone(), lse, output if live is None else live))
+        self.judge.judge(asked, self.rows, TimedAnswer(output.clone(), lse, output if live is None else live))
 
     def refusal(self, *arguments, **keywords):
-        with pytest.raises(FoundOutError) as caught:
+        with pytest.raises(UntrustworthyTimeError) as caught:
             self.put(*arguments, **keywords)
         return caught.value.finding
 
@@ -84,7 +90,7 @@ def test_a_right_output_has_to_stay(bench):
     live = bench.right(asked)
     bench.put(asked, live)
     live[0] += 1
-    with pytest.raises(FoundOutError, match="changed after the clock had stopped"):
+    with pytest.raises(UntrustworthyTimeError, match="changed after the clock had stopped"):
         bench.judge.look_again()
 
 
@@ -132,11 +138,11 @@ def test_of_many_rows_some_are_judged_and_at_last_all(bench, monkeypatch):
     wrong[4] = 0
     bench.put(asked, wrong)  # one of the rows that are not looked at
     assert "2 of 5 rows were judged" in bench.judge.notes[0]
-    with pytest.raises(FoundOutError, match="1 of 5 rows"):
+    with pytest.raises(UntrustworthyTimeError, match="1 of 5 rows"):
         bench.judge.finish()
-    first = Judge("forward", bench.source, Conventions())
-    with pytest.raises(FoundOutError):
-        first.judge(asked, bench.rows, Answer(wrong.clone(), None, wrong))
+    first = AnswerJudge("forward", bench.source, Conventions())
+    with pytest.raises(UntrustworthyTimeError):
+        first.judge(asked, bench.rows, TimedAnswer(wrong.clone(), None, wrong))
 
 
 class Own(torch.Tensor):
@@ -147,7 +153,7 @@ class TestForm:
     """``answer_of``."""
 
     def answer(self, returned, out, *, spans=None, must_be_buffer=True, modes=None):
-        return answer_of(
+        return copy_answer(
             returned, out, None, 2, spans or {}, must_be_buffer=must_be_buffer, modes=modes or active_modes()
         )
 

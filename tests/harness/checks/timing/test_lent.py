@@ -3,8 +3,8 @@
 import torch
 
 from attncheck.harness.checks.timing.lent_buffers import LentBuffers, span
-from attncheck.harness.driver.changed_inputs import changes
-from attncheck.harness.driver.forward_calls import calls_of
+from attncheck.harness.driver.changed_inputs import changed_inputs
+from attncheck.harness.driver.forward_calls import forward_calls_of
 from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def call_of(case, seed=0):
-    (call,) = calls_of(make_step(build_problem(case, seed), CPU), frozenset())
+    (call,) = forward_calls_of(make_step(build_problem(case, seed), CPU), frozenset())
     return call
 
 
@@ -28,9 +28,9 @@ def test_a_step_is_lent_in_the_memory_of_the_first(make_case):
     call = lent.with_metadata_of(second)
     assert addresses(call) == where
     assert not torch.equal(call.query, second.query)  # the rows come when it is the layer's turn
-    assert set(changes(second, call)) == {"query", "key", "value"}
+    assert set(changed_inputs(second, call)) == {"query", "key", "value"}
     lent.load_rows(second)
-    assert list(changes(second, call)) == []
+    assert list(changed_inputs(second, call)) == []
     assert call.query.stride() == first.query.stride()
 
 
@@ -54,7 +54,7 @@ def test_a_larger_step_keeps_its_own_memory(make_case):
     lent = LentBuffers(small)
     call = lent.with_metadata_of(large)
     lent.load_rows(large)
-    assert list(changes(large, call)) == []
+    assert list(changed_inputs(large, call)) == []
     assert torch.equal(small.query, call_of(make_case((3, 40), (1, 20))).query)
 
 

@@ -7,8 +7,8 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.timing import measurement
 from attncheck.harness.checks.timing.cache_flush import Flush
-from attncheck.harness.checks.timing.judgement import FoundOutError
-from attncheck.harness.checks.timing.measurement import Bench, Measurement
+from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
+from attncheck.harness.checks.timing.measurement import TimingConditions, TimingMeasurement
 from attncheck.harness.checks.timing.neighbours import Neighbour
 from attncheck.harness.checks.timing.sampling import sample
 from attncheck.harness.checks.timing.settings import TimingSettings
@@ -17,7 +17,7 @@ from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 
 CPU = torch.device("cpu")
-BENCH = Bench(
+BENCH = TimingConditions(
     CPU, TimingSettings(limit_s=60, min_samples=1, max_samples=1), lambda _part, *take: sample(*take), Flush(CPU)
 )
 
@@ -26,7 +26,7 @@ BENCH = Bench(
 def measure(make_case):
     def make(backend=ReferenceBackend, requests=((1, 21), (4, 40), (1, 17))):
         problem = build_problem(make_case(*requests, dtype="float32"), 0)
-        return Measurement(BENCH, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
+        return TimingMeasurement(BENCH, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
 
     return make
 
@@ -130,7 +130,9 @@ class TestNeighbours:
 
     def test_all_far_slower_is_a_special_case(self, measure, seen):
         seen(9.0, 3.0)
-        with pytest.raises(FoundOutError, match="3 times as long where requests are 8 tokens shorter") as caught:
+        with pytest.raises(
+            UntrustworthyTimeError, match="3 times as long where requests are 8 tokens shorter"
+        ) as caught:
             measure().look_at_neighbours()
         assert "special-cased" in caught.value.finding.meaning
 

@@ -12,8 +12,8 @@ from attncheck.harness.checks.timing import measurement
 from attncheck.harness.checks.timing.cache_flush import Flush
 from attncheck.harness.checks.timing.clock import HostClock
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
-from attncheck.harness.checks.timing.judgement import FoundOutError
-from attncheck.harness.checks.timing.measurement import Bench, Measurement
+from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
+from attncheck.harness.checks.timing.measurement import TimingConditions, TimingMeasurement
 from attncheck.harness.checks.timing.replay import allows_graph, level_of
 from attncheck.harness.checks.timing.sampling import sample
 from attncheck.harness.checks.timing.settings import TimingSettings
@@ -118,7 +118,7 @@ def test_replays_are_timed_and_builds_go_on(make_case):
 def test_a_replay_is_judged_like_any_other_call(make_case):
     step, _ = timed(StaleTable, Recorder(), make_case)
     step.take()
-    with pytest.raises(FoundOutError, match="was answered wrong"):
+    with pytest.raises(UntrustworthyTimeError, match="was answered wrong"):
         step.take()  # of another problem, in other pages
 
 
@@ -144,11 +144,11 @@ def test_a_measurement_replays_what_it_can_capture(make_case, monkeypatch):
     backend = type("Told", (Graphed,), {"Builder": Told})
     problem = build_problem(make_case((1, 21), (4, 40), (1, 17), padding=(1, 3), dtype="float32"), 0)
     decodes = measurement.parts_of(problem)["decode"].case.batch
-    monkeypatch.setattr(measurement.Measurement, "_is_replayed", lambda _self, asked: asked.case.batch == decodes)
+    monkeypatch.setattr(measurement.TimingMeasurement, "_is_replayed", lambda _self, asked: asked.case.batch == decodes)
     monkeypatch.setattr(measurement, "recorder_for", lambda _device: Recorder())
     settings = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
-    bench = Bench(CPU, settings, lambda _part, take, asked: sample(take, asked), Flush(CPU))
-    made = Measurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
+    bench = TimingConditions(CPU, settings, lambda _part, take, asked: sample(take, asked), Flush(CPU))
+    made = TimingMeasurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
     clocks = {latency.part: latency.clock for latency in made.latencies()}
     assert clocks == {"forward": "host", "build": "host", "decode": "graph", "prefill": "host"}
     assert told[0] == [2]  # the decodes, without padding

@@ -9,7 +9,7 @@ from attncheck.harness.checks.timing import clock as clock_module
 from attncheck.harness.checks.timing.clock import EventClock
 from attncheck.harness.checks.timing.device_api import DeviceApi
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
-from attncheck.harness.checks.timing.judgement import FoundOutError
+from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
 from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.session import Session
@@ -154,12 +154,12 @@ def test_what_comes_behind_a_right_answer_is_seen_at_the_next_call(case):
     step = step_of(backend_of(Impl), case)
     step.take()
     step._session.impl.output[0] += 1
-    with pytest.raises(FoundOutError, match="changed after the clock had stopped"):
+    with pytest.raises(UntrustworthyTimeError, match="changed after the clock had stopped"):
         step.take()
     step = step_of(backend_of(Impl), case)
     step.take()
     step._session.impl.output[0] += 1
-    with pytest.raises(FoundOutError, match="changed after the clock had stopped"):
+    with pytest.raises(UntrustworthyTimeError, match="changed after the clock had stopped"):
         step.finish()
 
 
@@ -171,7 +171,7 @@ def test_inputs_and_metadata_are_only_lent(case):
             metadata.common.seq_lens += 1
             return returned
 
-    with pytest.raises(FoundOutError, match=r"changed what it was lent to read: query, metadata.seq_lens"):
+    with pytest.raises(UntrustworthyTimeError, match=r"changed what it was lent to read: query, metadata.seq_lens"):
         step_of(backend_of(Impl), case).take()
 
 
@@ -256,7 +256,7 @@ def test_a_mode_that_the_builder_leaves_is_seen_though_forward_ends_it(case):
 
     step = step_of(backend_of(Impl, Builder), case)
     try:
-        with pytest.raises(FoundOutError, match="build left a mode of torch active"):
+        with pytest.raises(UntrustworthyTimeError, match="build left a mode of torch active"):
             step.take()
     finally:
         for mode in modes:

@@ -1,4 +1,4 @@
-"""What the check ``timing`` hands on: records' values, notes, and what a desk keeps."""
+"""What the check ``timing`` hands on: records' values, notes, and what a case_checks keeps."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from attncheck.backends.registry import load
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.checks.timing import check as timing
 from attncheck.harness.checks.timing.cache_flush import Flush
-from attncheck.harness.checks.timing.check import TimingDesk, examine, unasked_reasons
+from attncheck.harness.checks.timing.check import TimingCheck, examine, unasked_reasons
 from attncheck.harness.checks.timing.sampling import Samples
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.problem.problem import build_problem
@@ -46,7 +46,7 @@ def question(make_case):
 
 
 def test_a_finding_has_figures_and_times(question):
-    found = TimingDesk(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    found = TimingCheck(CPU, SETTINGS, steady).examine(load("reference"), *question)
     assert isinstance(found, Holds)
     forward, build = found.timing.latencies
     assert (forward.part, forward.clock, forward.median_ns, forward.is_settled) == ("forward", "host", 1e6, True)
@@ -59,21 +59,21 @@ def test_a_finding_has_figures_and_times(question):
 
 
 def test_ceilings_are_measured_once_a_dtype(question, make_case, measured):
-    desk = TimingDesk(CPU, SETTINGS, steady)
+    case_checks = TimingCheck(CPU, SETTINGS, steady)
     for _ in range(2):
-        desk.examine(load("reference"), *question)
+        case_checks.examine(load("reference"), *question)
     problem = build_problem(make_case((1, 21), (1, 40), dtype="float16"), 0)
-    desk.examine(load("reference"), problem, truth_of(problem, CPU, refuse_blindness=False))
+    case_checks.examine(load("reference"), problem, truth_of(problem, CPU, refuse_blindness=False))
     assert measured == ["float32", "float16"]
 
 
 def test_a_desk_that_is_not_asked_takes_no_memory(question, monkeypatch):
     made = []
     monkeypatch.setattr(timing, "Flush", lambda device: made.append(device) or Flush(device))
-    desk = TimingDesk(CPU, SETTINGS, steady)
+    case_checks = TimingCheck(CPU, SETTINGS, steady)
     assert made == []
-    desk.examine(load("reference"), *question)
-    desk.examine(load("reference"), *question)
+    case_checks.examine(load("reference"), *question)
+    case_checks.examine(load("reference"), *question)
     assert made == [CPU]
 
 
@@ -81,7 +81,7 @@ def test_a_device_that_was_held_back_is_noted(question, monkeypatch):
     state = DeviceState(sm_clock_mhz=1200, throttle_reasons=("sw_power_cap",))
     called = []
     monkeypatch.setattr(timing, "state_under_load", lambda _device, work: called.append(work()) or state)
-    found = TimingDesk(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    found = TimingCheck(CPU, SETTINGS, steady).examine(load("reference"), *question)
     assert found.notes == found.timing.notes == ("the device was held back: sw_power_cap",)
     assert found.timing.device == state
     assert called == [None]
@@ -95,7 +95,7 @@ def test_kernels_are_told_on_request(question):
 
 def test_a_clock_that_was_replaced_is_named(question, monkeypatch):
     monkeypatch.setattr(timing, "tampered", lambda: ("time.perf_counter_ns",))
-    found = TimingDesk(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    found = TimingCheck(CPU, SETTINGS, steady).examine(load("reference"), *question)
     assert isinstance(found, Broken)
     assert "time.perf_counter_ns" in found.summary
 
@@ -106,7 +106,7 @@ def test_too_little_memory_is_nobodys_fault(question, monkeypatch):
             raise MemoryError("2 GiB more")
 
     monkeypatch.setattr(timing, "Measurement", Hungry)
-    found = TimingDesk(CPU, SETTINGS, steady).examine(load("reference"), *question)
+    found = TimingCheck(CPU, SETTINGS, steady).examine(load("reference"), *question)
     assert found == NotExamined(("out of memory for the contents of several problems: 2 GiB more",), "attncheck")
 
 

@@ -12,7 +12,7 @@ from attncheck.errors import QuestionError
 from attncheck.reports.run_file.records import BackendInfo
 
 
-class Introduction(BaseModel):
+class BackendDescription(BaseModel):
     """A backend's own words. ``unavailable_reasons``: why it cannot run on the run's device here; empty: it can.
 
     Not ``is_loaded``: it could not be, for these reasons, and nothing can be asked of it. ``default_suite``: what it is
@@ -48,10 +48,10 @@ class Introduction(BaseModel):
         return frozenset(self.info.features)
 
 
-def unloaded(name: str, ref: str, reasons: Sequence[str], version: str = "") -> Introduction:
+def unloadable(name: str, ref: str, reasons: Sequence[str], version: str = "") -> BackendDescription:
     """The introduction of a backend that cannot be loaded here, for these reasons."""
     info = BackendInfo(name=name, ref=ref, version=version)
-    return Introduction(info=info, is_loaded=False, unavailable_reasons=tuple(reasons))
+    return BackendDescription(info=info, is_loaded=False, unavailable_reasons=tuple(reasons))
 
 
 def lacking(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -59,5 +59,5 @@ def lacking(required: Mapping[str, str], environment: Mapping[str, str]) -> dict
     return {name: value for name, value in required.items() if environment.get(name) != value}
 
 
-Introduce = Callable[[Sequence[str]], Sequence[Introduction | QuestionError]]
+Introduce = Callable[[Sequence[str]], Sequence[BackendDescription | QuestionError]]
 """Answers references, in order, with what they name, or with why they name nothing that could be examined."""

@@ -5,14 +5,14 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from attncheck.harness.run.introduction import Introduction, unloaded
+from attncheck.harness.run.backend_description import BackendDescription, unloadable
 from attncheck.harness.workers.protocol import (
     Answer,
     Begun,
+    Described,
     Done,
     Examine,
-    Fault,
-    Introduced,
+    HarnessFailure,
     Refused,
     format_message,
     parse_answer,
@@ -38,15 +38,15 @@ INFO = BackendInfo(name="b", ref="b", conventions={"lse_base": "e"}, required_en
 @pytest.mark.parametrize(
     "answer",
     [
-        Introduced(introduction=Introduction(info=INFO, is_mla=True)),
-        Introduced(introduction=unloaded("b", "b", ("no library",))),
+        Described(introduction=BackendDescription(info=INFO, is_mla=True)),
+        Described(introduction=unloadable("b", "b", ("no library",))),
         Refused(reason="unknown backend 'b'"),
         Begun(stage="check lse"),
         Passed.model_validate(WHO | {"figures": {"budget_share": math.inf}}),
         Errored.model_validate(WHO | {"stage": "s", "error_type": "E", "message": "two\nlines \x00", "traceback": "é"}),
         Done(),
         Done(blind="case s/case: blind"),
-        Fault(error="ValueError: x", traceback="Traceback ..."),
+        HarnessFailure(error="ValueError: x", traceback="Traceback ..."),
     ],
     ids=lambda answer: type(answer).__name__,
 )

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks import cache_write, containment, lse
-from attncheck.harness.checks.cudagraph.session import Capture, Taken
+from attncheck.harness.checks.cudagraph.session import CapturedBucket, StepResult
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.numerics import output_shares, summarize
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
 
 
-def capture_fault(problem: Problem, capture: Capture) -> str | None:
+def capture_fault(problem: Problem, capture: CapturedBucket) -> str | None:
     """Whether capturing left the cache as it was, byte for byte: all its slots are -1."""
     if torch.equal(capture.before, capture.after):
         return None
@@ -36,7 +36,7 @@ def capture_fault(problem: Problem, capture: Capture) -> str | None:
     return f"{text}; {what} in the null page, which every padding row points to"
 
 
-def step_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: Taken) -> str | None:
+def step_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: StepResult) -> str | None:
     """What is wrong with one step: guards, padding rows, the cache, inputs, rows never written, output, LSE."""
     seen = taken.seen
     outside = containment.examine_outside(problem, seen, conventions)

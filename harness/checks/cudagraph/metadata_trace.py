@@ -36,22 +36,22 @@ _GONE = _Gone()
 
 
 @dataclass(frozen=True)
-class Trace:
+class MetadataTrace:
     """Places of tensors, and numbers on the host, by the path that leads to them from ``metadata``."""
 
     places: Mapping[str, Place]
     numbers: Mapping[str, object]
 
-    def moved(self, later: "Trace") -> list[str]:
+    def moved(self, later: "MetadataTrace") -> list[str]:
         """Tensors that lie elsewhere in ``later``, or are no longer there."""
         return [path for path, place in self.places.items() if later.places.get(path, _NOWHERE)[0] != place[0]]
 
-    def reshaped(self, later: "Trace") -> list[str]:
+    def reshaped(self, later: "MetadataTrace") -> list[str]:
         """Tensors that lie where they lay, in another shape or with other strides."""
         pairs = ((path, place, later.places.get(path, _NOWHERE)) for path, place in self.places.items())
         return [path for path, was, now in pairs if was[0] == now[0] and was != now]
 
-    def changed(self, later: "Trace") -> list[str]:
+    def changed(self, later: "MetadataTrace") -> list[str]:
         """Numbers that are others in ``later``, with both values; of a sequence the first.
 
         What the backend computed itself stands in front of what it was handed, of which maxima are mere bounds.
@@ -69,7 +69,7 @@ class Trace:
         return next((path for path, (address, *_) in self.places.items() if start <= address < end), None)
 
 
-def trace(metadata: object) -> Trace:
+def trace(metadata: object) -> MetadataTrace:
     """The trace of what ``build`` returned."""
     places, numbers = {}, {}
     for path, value in _found_in(metadata):
@@ -77,7 +77,7 @@ def trace(metadata: object) -> Trace:
             places[path] = _place(value)
         else:
             numbers[path] = value
-    return Trace(places, numbers)
+    return MetadataTrace(places, numbers)
 
 
 def tensors_in(metadata: object) -> dict[str, Tensor]:

@@ -8,9 +8,15 @@ import torch
 
 from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BackendLoadError, QuestionError
-from attncheck.harness.run.backend_loading import Loader, introduce, load_backend, unavailable_reasons, usable_here
-from attncheck.harness.run.evaluation import Missing
-from attncheck.harness.run.introduction import Introduction
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.backend_loading import (
+    Loader,
+    describe_backend,
+    load_backend,
+    unavailable_reasons,
+    usable_here,
+)
+from attncheck.harness.run.evaluation import UnavailableBackend
 
 TEXT = """\
 import torch
@@ -44,9 +50,9 @@ def of(ref: str) -> LoadedBackend:
     return backend
 
 
-def introduced(ref: str) -> Introduction:
+def introduced(ref: str) -> BackendDescription:
     (introduction,) = Loader("cpu").introduce([ref])
-    assert isinstance(introduction, Introduction)
+    assert isinstance(introduction, BackendDescription)
     return introduction
 
 
@@ -73,13 +79,13 @@ def test_a_backend_that_requires_an_environment_is_usable_where_it_stands(
 ) -> None:
     loader = Loader("cpu")
     (introduction,) = loader.introduce([f"{file}:Needy"])
-    assert isinstance(introduction, Introduction)
+    assert isinstance(introduction, BackendDescription)
     assert introduction.unavailable_reasons == (
         "this process must have been started with ATTNCHECK_TEST_NEED=cpu: type it before the command",
     )
     assert (introduction.is_loaded, introduction.default_suite) == (False, "interpreted")
     (missing,) = loader.backends([introduction])
-    assert isinstance(missing, Missing)
+    assert isinstance(missing, UnavailableBackend)
     monkeypatch.setenv("ATTNCHECK_TEST_NEED", "cpu")
     loaded = introduced(f"{file}:Needy")
     assert loaded.unavailable_reasons == ()
@@ -103,7 +109,7 @@ def test_declarations_that_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unavailable_reasons(backend, "cpu") == ()  # an outcome of the examination
     monkeypatch.setattr(backend.backend, "required_environment", broken)
     with pytest.raises(BackendLoadError, match="required_environment raised RuntimeError: no idea"):
-        introduce(backend, "cpu")
+        describe_backend(backend, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -115,13 +121,13 @@ def test_one_that_cannot_say_whether_it_is_latent_is_a_wrong_backend(
     backend = of("torch_sdpa")
     monkeypatch.setattr(backend.backend, "is_mla", answer)
     with pytest.raises(BackendLoadError, match=f"is_mla {told}"):
-        introduce(backend, "cpu")
+        describe_backend(backend, "cpu")
 
 
 def test_reasons_that_no_file_could_hold_are_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = of("torch_sdpa")
     monkeypatch.setattr(backend.backend, "unavailable_reasons", lambda device: ["no \ud800 here"])
-    assert introduce(backend, "cpu").unavailable_reasons == (r"no \ud800 here",)
+    assert describe_backend(backend, "cpu").unavailable_reasons == (r"no \ud800 here",)
 
 
 def test_what_cannot_be_loaded_is_told_in_place() -> None:

@@ -20,13 +20,13 @@ from attncheck.harness.run.backend_choice import (
     refuse_unavailable,
     suite_device,
 )
+from attncheck.harness.run.backend_description import BackendDescription, unloadable
 from attncheck.harness.run.backend_loading import Loader
-from attncheck.harness.run.introduction import Introduction, unloaded
 
 
 def choose(
     refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case] = ()
-) -> tuple[tuple[Introduction, ...], tuple[str, ...]]:
+) -> tuple[tuple[BackendDescription, ...], tuple[str, ...]]:
     return choose_backends(refs, suites, cases, Loader("cpu").introduce)
 
 
@@ -92,7 +92,7 @@ def test_by_default_all_built_in_backends_run_and_what_is_missing_stays_visible(
     backends, notes = choose([], [suite()])
     assert [backend.name for backend in backends] == list(registry.builtin_names())
     assert [backend for backend in backends if not backend.is_loaded] == [
-        unloaded("flex_attention", "flex_attention", ("no library",))
+        unloadable("flex_attention", "flex_attention", ("no library",))
     ]
     assert notes == ()
 
@@ -115,7 +115,7 @@ def test_the_same_reference_twice_is_one_backend() -> None:
 def test_two_backends_of_one_name_are_refused() -> None:
     with pytest.raises(SelectionError, match="two of the backends are called 'mine'"):
         choose_backends(
-            ["a.py:mine", "b.py:mine"], [suite()], (), lambda refs: [unloaded("mine", ref, ()) for ref in refs]
+            ["a.py:mine", "b.py:mine"], [suite()], (), lambda refs: [unloadable("mine", ref, ()) for ref in refs]
         )
 
 
@@ -137,11 +137,11 @@ def test_wishes_that_cannot_be_met_do_not_leave_a_run_empty() -> None:
 
 
 def test_a_default_backend_that_breaks_is_no_wrong_question() -> None:
-    def introduce(refs: Sequence[str]) -> list[Introduction | QuestionError]:
-        return [QuestionError("its process ended") if ref == "torch_sdpa" else unloaded(ref, ref, ()) for ref in refs]
+    def introduce(refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
+        return [QuestionError("its process ended") if ref == "torch_sdpa" else unloadable(ref, ref, ()) for ref in refs]
 
     backends, _ = choose_backends([], [suite()], (), introduce)
-    assert backends[1] == unloaded("torch_sdpa", "torch_sdpa", ("its process ended",))
+    assert backends[1] == unloadable("torch_sdpa", "torch_sdpa", ("its process ended",))
     with pytest.raises(QuestionError, match="its process ended"):
         choose_backends(["torch_sdpa"], [suite()], (), introduce)
 

@@ -2,23 +2,23 @@
 
 import torch
 
-from attncheck.harness.problem.random_stream import Stream
+from attncheck.harness.problem.random_stream import RandomStream
 
 
 def test_the_stream_is_what_it_was_on_every_other_machine() -> None:
     # Philox4x64-10 with a key from SHA-256; these numbers are the definition, not a measurement.
-    assert Stream(0, "abc").int8(8).tolist() == Stream(0, "abc").int8(8).tolist()
-    first = Stream("pinned").int8(2, 3)
+    assert RandomStream(0, "abc").int8(8).tolist() == RandomStream(0, "abc").int8(8).tolist()
+    first = RandomStream("pinned").int8(2, 3)
     assert first.tolist() == PINNED
 
 
 def test_other_parts_give_another_stream() -> None:
-    assert Stream(0, "a").int8(64).tolist() != Stream(1, "a").int8(64).tolist()
-    assert Stream("1", "2").int8(64).tolist() != Stream("12").int8(64).tolist()
+    assert RandomStream(0, "a").int8(64).tolist() != RandomStream(1, "a").int8(64).tolist()
+    assert RandomStream("1", "2").int8(64).tolist() != RandomStream("12").int8(64).tolist()
 
 
 def test_int8_is_centred_and_never_minus_128() -> None:
-    values = Stream("many").int8(1 << 16)
+    values = RandomStream("many").int8(1 << 16)
     assert values.min() == -127
     assert values.max() == 127
     assert abs(float(values.double().mean())) < 1.0
@@ -26,7 +26,7 @@ def test_int8_is_centred_and_never_minus_128() -> None:
 
 
 def test_uniform_fills_a_float32_mantissa() -> None:
-    values = Stream("many").uniform(1 << 14)
+    values = RandomStream("many").uniform(1 << 14)
     assert -2 <= float(values.min()) < -1.99
     assert 1.99 < float(values.max()) < 2
     assert abs(float(values.mean())) < 0.05
@@ -35,13 +35,13 @@ def test_uniform_fills_a_float32_mantissa() -> None:
 
 
 def test_permutation_is_one() -> None:
-    order = Stream("order").permutation(1000)
+    order = RandomStream("order").permutation(1000)
     assert torch.equal(order.sort().values, torch.arange(1000))
     assert not torch.equal(order, torch.arange(1000))
 
 
 def test_integers_stay_below() -> None:
-    drawn = Stream("few").integers(1000, 7)
+    drawn = RandomStream("few").integers(1000, 7)
     assert set(drawn.tolist()) == set(range(7))
 
 

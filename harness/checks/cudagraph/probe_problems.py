@@ -9,13 +9,13 @@ import torch
 
 from attncheck.cases.model import Case
 from attncheck.cases.paths import implied_path
-from attncheck.harness.checks.cudagraph.probes import Probe, Turn, probes_of
+from attncheck.harness.checks.cudagraph.probes import Probe, ProbeStep, probes_of
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.truth.truth import Truth, truth_of
 from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SpecDecodeOptions
 
 
-class Questions:
+class ProbeProblems:
     """The probes of one layer and cache, which are ``case``'s; the batch is the probes' own."""
 
     def __init__(self, case: Case, seed: int, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class Questions:
         self._problems: dict[Case, Problem] = {}
         self._truths: dict[Case, Truth] = {}
 
-    def case(self, probe: Probe, turn: Turn, *, is_padded: bool = True) -> Case:
+    def case(self, probe: Probe, turn: ProbeStep, *, is_padded: bool = True) -> Case:
         """The question of one step; with ``is_padded``, as large as the graph it is for."""
         requests = tuple(RequestSpec(query_len=query_len, seq_len=seq_len) for query_len, seq_len in turn.requests)
         padding = PaddingSpec()

@@ -9,12 +9,12 @@ import pytest
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import Finding, Holds, NotExamined
-from attncheck.harness.run.evaluation import Plan, environment_of
-from attncheck.harness.run.introduction import Introduction, unloaded
+from attncheck.harness.run.backend_description import BackendDescription, unloadable
+from attncheck.harness.run.evaluation import RunPlan, environment_of
 from attncheck.harness.run.outcomes import Circumstances, record_of
 from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine
 from attncheck.harness.workers.supervisor import Supervisor
-from attncheck.harness.workers.worker_pool import Crew
+from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError
 from attncheck.reports.run_file.records import BackendInfo, Crashed, Record
 
@@ -25,7 +25,7 @@ Deed = Finding | Exception | str
 
 
 class Company:
-    """Stands for the crew: keeps account of who is alive, and of who is alive besides when one is asked for times.
+    """Stands for the workers: keeps account of who is alive, and of who is alive besides when one is asked for times.
 
     ``deeds``: by backend, case and round, what is not ``Holds``.
     """
@@ -47,7 +47,7 @@ class Company:
         self.keep(iter([ref]))
         self.ending.clear()
 
-    def child(self, ref: str) -> "Process | None":
+    def process(self, ref: str) -> "Process | None":
         return self.alive.get(ref)
 
     def discard(self, ref: str) -> None:
@@ -99,17 +99,17 @@ class Process:
         return answer
 
 
-def known(ref: str) -> Introduction:
-    return Introduction(info=BackendInfo(name=ref, ref=ref))
+def known(ref: str) -> BackendDescription:
+    return BackendDescription(info=BackendInfo(name=ref, ref=ref))
 
 
-def supervisor(company: Company, *backends: Introduction, checks: tuple[str, ...], rounds: int) -> Supervisor:
-    plan = Plan(cases=tuple(company.cases.values()), checks=checks, rounds=rounds)
-    return Supervisor(plan, backends, cast(Crew, company), ENVIRONMENT, asks_ahead=True)
+def supervisor(company: Company, *backends: BackendDescription, checks: tuple[str, ...], rounds: int) -> Supervisor:
+    plan = RunPlan(cases=tuple(company.cases.values()), checks=checks, rounds=rounds)
+    return Supervisor(plan, backends, cast(WorkerPool, company), ENVIRONMENT, asks_ahead=True)
 
 
 def examine(
-    company: Company, *backends: Introduction, checks: tuple[str, ...] = ("timing",), rounds: int = 2
+    company: Company, *backends: BackendDescription, checks: tuple[str, ...] = ("timing",), rounds: int = 2
 ) -> list[Record]:
     return list(supervisor(company, *backends, checks=checks, rounds=rounds).run())
 
@@ -182,7 +182,7 @@ def test_what_the_first_round_did_not_examine_is_said_once(two: tuple[Case, ...]
     company = Company(two, "ab")
     company.deeds["a", "x", 0] = NotExamined(("no windows",))
     company.deeds["b", "x", 0] = company.deeds["b", "y", 0] = NotExamined(("nothing",))
-    records = examine(company, known("a"), known("b"), unloaded("gone", "gone", ("no library",)), rounds=3)
+    records = examine(company, known("a"), known("b"), unloadable("gone", "gone", ("no library",)), rounds=3)
     assert told(records) == [
         *(("a", "x", 0, "unsupported"), ("a", "y", 0, "passed")),
         *(("b", "x", 0, "unsupported"), ("b", "y", 0, "unsupported")),

@@ -8,34 +8,40 @@ import pytest
 
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.cli.preparation import line_up
-from attncheck.harness.run.evaluation import Plan
-from attncheck.harness.run.header import make_header
-from attncheck.harness.run.introduction import Introduction
-from attncheck.harness.run.rounds import Sitting, count_questions, in_turn, timed_sitting, untimed_sitting
+from attncheck.harness.cli.preparation import prepare_run
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.evaluation import RunPlan
+from attncheck.harness.run.run_header import make_header
 from attncheck.harness.run.selection import DEFAULT_ROUNDS, check_timed, choose_rounds, select_cases
+from attncheck.harness.run.timing_rounds import (
+    RoundQuestions,
+    count_questions,
+    in_turn,
+    timed_questions,
+    untimed_questions,
+)
 from attncheck.harness.workers.protocol import Assignment
-from attncheck.harness.workers.worker_pool import Crew
+from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reference.spec_names import DEFAULT_CHECKS
 from attncheck.reports.run_file.records import BackendInfo
 
 
 def test_times_are_asked_apart_from_all_other_checks(make_case: Any) -> None:
     plain, named = make_case(name="plain"), replace(make_case(name="named"), checks=("lse", "timing"))
-    by_case = Plan(cases=(plain, named))
-    assert untimed_sitting(by_case, "a") == Sitting(((plain, DEFAULT_CHECKS), (named, ("lse",))))
-    assert timed_sitting(by_case, "a", 4) == Sitting(((named, ("timing",)),), round=4)
-    by_run = Plan(cases=(plain, named), checks=("timing",))
-    assert untimed_sitting(by_run, "a") == Sitting(())
-    assert timed_sitting(by_run, "a") == Sitting(((plain, ("timing",)), (named, ("timing",))))
-    assert timed_sitting(by_run, "a", 1, {plain.key}) == Sitting(((named, ("timing",)),), round=1)
+    by_case = RunPlan(cases=(plain, named))
+    assert untimed_questions(by_case, "a") == RoundQuestions(((plain, DEFAULT_CHECKS), (named, ("lse",))))
+    assert timed_questions(by_case, "a", 4) == RoundQuestions(((named, ("timing",)),), round=4)
+    by_run = RunPlan(cases=(plain, named), checks=("timing",))
+    assert untimed_questions(by_run, "a") == RoundQuestions(())
+    assert timed_questions(by_run, "a") == RoundQuestions(((plain, ("timing",)), (named, ("timing",))))
+    assert timed_questions(by_run, "a", 1, {plain.key}) == RoundQuestions(((named, ("timing",)),), round=1)
 
 
 def test_a_backend_is_asked_its_own_suite_only(make_case: Any) -> None:
     mine, other = make_case(), replace(make_case(), suite="other")
-    plan = Plan(cases=(mine, other), checks=("numerics", "timing"), suites={"a": "other"}, rounds=3)
-    assert [case for case, _ in untimed_sitting(plan, "a").questions] == [other]
-    assert [case for case, _ in timed_sitting(plan, "a").questions] == [other]
+    plan = RunPlan(cases=(mine, other), checks=("numerics", "timing"), suites={"a": "other"}, rounds=3)
+    assert [case for case, _ in untimed_questions(plan, "a").questions] == [other]
+    assert [case for case, _ in timed_questions(plan, "a").questions] == [other]
     assert count_questions(plan, ["a"]) == 1 + 3
     assert count_questions(plan, ["a", "b"]) == (1 + 3) + (2 + 6)
 
@@ -81,24 +87,24 @@ def test_rounds_that_mean_nothing_are_refused(wanted: int, is_timed: bool, in_pr
 
 
 class Recruits:
-    """Stands for a crew that is not asked anything yet."""
+    """Stands for a workers that is not asked anything yet."""
 
     def assign(self, assignment: Assignment) -> None:
         self.assignment = assignment
 
-    def introduce(self, refs: Sequence[str]) -> list[Introduction]:
-        return [Introduction(info=BackendInfo(name=ref, ref=ref)) for ref in refs]
+    def introduce(self, refs: Sequence[str]) -> list[BackendDescription]:
+        return [BackendDescription(info=BackendInfo(name=ref, ref=ref)) for ref in refs]
 
 
 def test_what_is_said_of_times_reaches_the_plan_the_processes_and_the_header() -> None:
-    crew, settings = Recruits(), TimingSettings(limit_s=2.0, warm=True)
+    workers, settings = Recruits(), TimingSettings(limit_s=2.0, warm=True)
     selection = select_cases(["decode"], (), ["timing"])
     asked: dict[str, Any] = {"device": "cpu", "seed": 0, "dump": None, "timing": settings}
-    apart = line_up(selection, ["reference"], crew=cast(Crew, crew), rounds=4, **asked)
-    assert (apart.plan.rounds, apart.plan.timing, crew.assignment.timing) == (4, settings, settings)
+    apart = prepare_run(selection, ["reference"], workers=cast(WorkerPool, workers), rounds=4, **asked)
+    assert (apart.plan.rounds, apart.plan.timing, workers.assignment.timing) == (4, settings, settings)
     assert make_header(selection, apart.plan, [], apart.environment).rounds == 4
     assert apart.notes == ()
-    here = line_up(selection, ["reference"], **asked)
+    here = prepare_run(selection, ["reference"], **asked)
     assert (here.plan.rounds, here.plan.timing) == (1, settings)
     assert [note for note in here.notes if note.startswith("timed in this one process")]
 

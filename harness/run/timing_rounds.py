@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from attncheck.cases.model import Case
-from attncheck.harness.run.evaluation import Plan
+from attncheck.harness.run.evaluation import RunPlan
 from attncheck.reports.run_file.timings import TIMING
 
 Question = tuple[Case, tuple[str, ...]]
@@ -20,29 +20,29 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
-class Sitting:
+class RoundQuestions:
     """What a backend is asked in one round; its records say which."""
 
     questions: tuple[Question, ...]
     round: int = 0
 
 
-def untimed_sitting(plan: Plan, ref: str) -> Sitting:
+def untimed_questions(plan: RunPlan, ref: str) -> RoundQuestions:
     """All checks but ``timing`` of the cases that the backend of this reference is asked."""
     asked = ((case, tuple(name for name in plan.checks_of(case) if name != TIMING)) for case in plan.cases_of(ref))
-    return Sitting(tuple((case, checks) for case, checks in asked if checks))
+    return RoundQuestions(tuple((case, checks) for case, checks in asked if checks))
 
 
-def timed_sitting(plan: Plan, ref: str, number: int = 0, left_out: Collection[str] = ()) -> Sitting:
+def timed_questions(plan: RunPlan, ref: str, number: int = 0, left_out: Collection[str] = ()) -> RoundQuestions:
     """The check ``timing`` of the cases that the backend is asked, but for those whose keys are ``left_out``."""
     asked = (case for case in plan.cases_of(ref) if TIMING in plan.checks_of(case) and case.key not in left_out)
-    return Sitting(tuple((case, (TIMING,)) for case in asked), number)
+    return RoundQuestions(tuple((case, (TIMING,)) for case in asked), number)
 
 
-def count_questions(plan: Plan, refs: Collection[str]) -> int:
+def count_questions(plan: RunPlan, refs: Collection[str]) -> int:
     """How often a case is put to a backend over the whole run; each backend has processes of its own."""
-    once = sum(len(untimed_sitting(plan, ref).questions) for ref in refs)
-    return once + plan.rounds * sum(len(timed_sitting(plan, ref).questions) for ref in refs)
+    once = sum(len(untimed_questions(plan, ref).questions) for ref in refs)
+    return once + plan.rounds * sum(len(timed_questions(plan, ref).questions) for ref in refs)
 
 
 def in_turn(items: Sequence[_Item], number: int) -> tuple[_Item, ...]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.harness.driver.forward_calls import calls_of, num_builders
+from attncheck.harness.driver.forward_calls import forward_calls_of, num_builders
 from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import (
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def calls(case: Any, *features: str, threshold: int | None = None, **step: Any) -> Any:
     made = make_step(build_problem(case, 0), CPU, **step)
-    return made, calls_of(made, frozenset(features), threshold)
+    return made, forward_calls_of(made, frozenset(features), threshold)
 
 
 def lengths(call: Any) -> list[tuple[int, int]]:

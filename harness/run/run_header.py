@@ -5,7 +5,7 @@ Must not know: how the run is examined or stored.
 
 from collections.abc import Sequence
 
-from attncheck.harness.run.evaluation import Plan
+from attncheck.harness.run.evaluation import RunPlan
 from attncheck.harness.run.selection import Selection
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.run_file.records import BackendInfo, Environment, RunHeader, SuiteInfo
@@ -14,7 +14,7 @@ from attncheck.reports.run_file.store import now
 
 def make_header(
     selection: Selection,
-    plan: Plan,
+    plan: RunPlan,
     backends: Sequence[BackendInfo],
     environment: Environment,
     *,
@@ -40,7 +40,7 @@ def make_header(
     )
 
 
-def _checks_asked(plan: Plan) -> tuple[str, ...]:
+def _checks_asked(plan: RunPlan) -> tuple[str, ...]:
     """All that are made of every case, and those that a case names."""
     named = {check for case in plan.cases for check in case.checks or ()}
     return tuple(check for check in BACKEND_CHECKS if check in DEFAULT_CHECKS or check in named)

@@ -9,12 +9,12 @@ import pytest
 
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.backend_description import BackendDescription, unloadable
 from attncheck.harness.run.evaluation import environment_of
-from attncheck.harness.run.introduction import Introduction, unloaded
-from attncheck.harness.workers import worker_pool as crew
-from attncheck.harness.workers.protocol import Answer, Assignment, Fault, Introduced, Refused, Request
-from attncheck.harness.workers.worker_pool import Crew, WorkerError
-from attncheck.harness.workers.worker_process import Child, ProcessEndedError
+from attncheck.harness.workers import worker_pool as workers
+from attncheck.harness.workers.protocol import Answer, Assignment, Described, HarnessFailure, Refused, Request
+from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
+from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.records import BackendInfo
 
 ASSIGNMENT = Assignment(
@@ -30,8 +30,10 @@ ASSIGNMENT = Assignment(
 )
 
 
-def introduced(ref: str, **required: str) -> Introduced:
-    return Introduced(introduction=Introduction(info=BackendInfo(name=ref, ref=ref, required_environment=required)))
+def introduced(ref: str, **required: str) -> Described:
+    return Described(
+        introduction=BackendDescription(info=BackendInfo(name=ref, ref=ref, required_environment=required))
+    )
 
 
 class Fake:
@@ -63,14 +65,14 @@ class Fake:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
-    monkeypatch.setattr(crew, "Child", Fake)
+    monkeypatch.setattr(workers, "WorkerProcess", Fake)
     Fake.started, Fake.script = [], {}
     yield Fake.started
     assert all(fake.state.startswith("ended") for fake in Fake.started)
 
 
-def assigned() -> Crew:
-    processes = Crew()
+def assigned() -> WorkerPool:
+    processes = WorkerPool()
     processes.assign(ASSIGNMENT)
     return processes
 
@@ -121,7 +123,7 @@ def test_one_that_requires_more_than_a_process_can_be_given_is_refused_alone(sta
     with assigned() as processes:
         processes.start(["greedy", "content"])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(crew, "Child", Child)
+            patch.setattr(workers, "WorkerProcess", WorkerProcess)
             refused, content = processes.introduce(["greedy", "content"])
     assert isinstance(refused, BackendLoadError)
     assert "cannot be started with the environment it requires: Argument list too long" in str(refused)
@@ -140,7 +142,7 @@ def test_one_that_dies_as_it_is_loaded_says_how_and_what_it_said_last(started: l
 
 
 def test_our_own_fault_is_nobody_elses(started: list[Fake]) -> None:
-    Fake.script = {"a": [Fault(error="ValueError: ours", traceback="Traceback, and where")]}
+    Fake.script = {"a": [HarnessFailure(error="ValueError: ours", traceback="Traceback, and where")]}
     with pytest.raises(WorkerError, match=r"ValueError: ours \(in the process of a\)") as caught, assigned() as some:
         some.introduce(["a"])
     assert caught.value.__notes__ == ["Traceback, and where"]
@@ -149,7 +151,7 @@ def test_our_own_fault_is_nobody_elses(started: list[Fake]) -> None:
 def test_one_that_does_not_come_up_again(started: list[Fake]) -> None:
     Fake.script = {
         "a": [introduced("a"), Refused(reason="the suite has changed")],
-        "b": [introduced("b"), Introduced(introduction=unloaded("b", "b", ("no library", "no GPU")))],
+        "b": [introduced("b"), Described(introduction=unloadable("b", "b", ("no library", "no GPU")))],
     }
     with assigned() as processes:
         processes.introduce(["a", "b"])
@@ -160,7 +162,7 @@ def test_one_that_does_not_come_up_again(started: list[Fake]) -> None:
 
 
 def test_one_that_comes_up_as_another_is_not_taken_for_the_first(started: list[Fake]) -> None:
-    edited = Introduced(introduction=Introduction(info=BackendInfo(name="a", ref="a", features=("lse",))))
+    edited = Described(introduction=BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",))))
     Fake.script = {"a": [introduced("a"), introduced("a"), edited]}
     with assigned() as processes:
         processes.introduce(["a"])
@@ -176,7 +178,7 @@ def test_those_not_chosen_end_and_those_that_are_done_may_take_a_moment(started:
         processes.keep("ab")
         assert [fake.state for fake in started] == ["alive", "alive", "ended at once"]
         processes.dismiss("a")
-        assert processes.child("a") is None
+        assert processes.process("a") is None
         assert [fake.state for fake in started[:2]] == ["dismissed", "alive"]
     assert [fake.state for fake in started[:2]] == ["ended", "ended at once"]
 
@@ -189,7 +191,7 @@ def test_one_that_is_to_be_alone_is_so_at_once(started: list[Fake]) -> None:
         processes.isolate("b")
         assert [fake.state for fake in started] == ["ended", "alive", "ended at once"]
         processes.isolate("c")
-        assert processes.child("b") is None
+        assert processes.process("b") is None
         assert started[1].state == "ended at once"
 
 
@@ -217,12 +219,12 @@ def test_a_real_process_is_started_again_with_what_it_requires(tmp_path: Path) -
         "    @classmethod\n    def version(cls): return NEED\n"
     )
     real = ASSIGNMENT.model_copy(update={"suites": ("decode",), "digests": (_digest("decode"),)})
-    with Crew() as processes:
+    with WorkerPool() as processes:
         processes.assign(real)
         (found,) = processes.introduce([f"{path}:Mine"])
-        assert isinstance(found, Introduction)
+        assert isinstance(found, BackendDescription)
         assert found.version == "cpu"
-        assert isinstance(processes.child(f"{path}:Mine"), Child)
+        assert isinstance(processes.process(f"{path}:Mine"), WorkerProcess)
 
 
 def _digest(suite: str) -> str:

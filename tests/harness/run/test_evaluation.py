@@ -15,7 +15,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.backends.registry import LoadedBackend
 from attncheck.harness.problem.memory_estimate import needed_bytes, shortage
 from attncheck.harness.run import evaluation as engine
-from attncheck.harness.run.evaluation import Examiner, Missing, Plan
+from attncheck.harness.run.evaluation import Examiner, RunPlan, UnavailableBackend
 from attncheck.reference.spec import OutputQuantSpec, PathSpec, SplitKVOptions
 from attncheck.reports.run_file.records import Record
 
@@ -34,7 +34,7 @@ def with_impl(**members: Any) -> Any:
 
 
 def examine(backend: Any, *cases: Any, **plan: Any) -> dict[str, Record]:
-    examiner = Examiner(Plan(cases=cases, backends=(loaded(backend),), **plan))
+    examiner = Examiner(RunPlan(cases=cases, backends=(loaded(backend),), **plan))
     records = list(examiner.run())
     assert examiner.blind == []
     return {record.check: record for record in records}
@@ -200,7 +200,9 @@ def test_undeclared_lse_is_unsupported(make_case: Any) -> None:
 
 def test_other_machines_and_missing_libraries_are_unavailable(make_case: Any) -> None:
     assert set(outcomes(examine(variant(supported_devices=("cuda",)), make_case())).values()) == {"unavailable"}
-    examiner = Examiner(Plan(cases=(make_case(),), backends=(Missing("gone", "gone", ("no module named gone",)),)))
+    examiner = Examiner(
+        RunPlan(cases=(make_case(),), backends=(UnavailableBackend("gone", "gone", ("no module named gone",)),))
+    )
     assert {record.outcome for record in examiner.run()} == {"unavailable"}
 
 
@@ -227,7 +229,7 @@ def test_what_this_version_cannot_ask_is_said_to_be_its_own_limit(make_case: Any
 def test_a_blind_case_is_set_aside_and_the_run_goes_on(make_case: Any) -> None:
     blind, fine = make_case(name="blind", sliding_window=1000), make_case(name="fine")
     examiner = Examiner(
-        Plan(cases=(blind, fine), backends=(loaded(ReferenceBackend, "a"), loaded(ReferenceBackend, "b")))
+        RunPlan(cases=(blind, fine), backends=(loaded(ReferenceBackend, "a"), loaded(ReferenceBackend, "b")))
     )
     records = list(examiner.run())
     assert {record.case_id for record in records} == {"fine"}
@@ -308,7 +310,7 @@ def test_memory_is_looked_at_once_a_case(monkeypatch: pytest.MonkeyPatch, make_c
     monkeypatch.setattr(engine, "shortage", lambda case, _device: asked.append(case.id))
     cases = make_case(name="one"), make_case(name="two")
     backends = loaded(ReferenceBackend, "a"), loaded(ReferenceBackend, "b")
-    assert {record.outcome for record in Examiner(Plan(cases=cases, backends=backends)).run()} == {"passed"}
+    assert {record.outcome for record in Examiner(RunPlan(cases=cases, backends=backends)).run()} == {"passed"}
     assert asked == ["one", "two"], "what the case itself holds must not count against the second backend"
 
 
@@ -329,7 +331,7 @@ def test_a_failing_case_is_dumped_as_plain_tensors(make_case: Any, tmp_path: Pat
 
     path.unlink()
     wrong = loaded(with_impl(attend=attend))
-    first = next(Examiner(Plan(cases=(make_case(),), backends=(wrong,), dump=tmp_path)).run())
+    first = next(Examiner(RunPlan(cases=(make_case(),), backends=(wrong,), dump=tmp_path)).run())
     assert first.outcome == "failed"
     assert list(tmp_path.iterdir()) == [path], "whoever stops at the first failure has its tensors"
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.harness.workers import worker_process as child
+from attncheck.harness.workers import worker_process
 from attncheck.harness.workers.protocol import Examine
-from attncheck.harness.workers.worker_process import Child, ProcessEndedError
+from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 
 
-def start(monkeypatch: pytest.MonkeyPatch, code: str) -> Child:
-    """A child that runs ``code`` where the worker would be; ``say(text)`` writes a line into its pipe."""
+def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
+    """A process that runs ``code`` where the worker would be; ``say(text)`` writes a line into its pipe."""
     say = "import os, sys\nsay = lambda text: os.write(int(sys.argv[2]), text.encode() + b'\\n')\n"
-    monkeypatch.setattr(child, "_START", say + code)
-    return Child("ref", {"ATTNCHECK_TEST": "given"})
+    monkeypatch.setattr(worker_process, "_START", say + code)
+    return WorkerProcess("ref", {"ATTNCHECK_TEST": "given"})
 
 
 def descriptors() -> set[str]:
@@ -58,7 +58,7 @@ def test_how_a_process_ended(monkeypatch: pytest.MonkeyPatch, code: str, cause: 
 
 
 def test_one_that_writes_into_the_pipe_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_LONGEST_ANSWER", 300_000)
+    monkeypatch.setattr(worker_process, "_LONGEST_ANSWER", 300_000)
     code = "while True: os.write(int(sys.argv[2]), b'x' * 65536)"
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="wrote into attncheck's own pipe"):
         process.receive()
@@ -94,7 +94,7 @@ open({str(tmp_path / "awake")!r}, "w").close()
 
 
 def test_a_process_that_closes_its_pipe_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_GRACE_S", 0.2)
+    monkeypatch.setattr(worker_process, "_GRACE_S", 0.2)
     code = "os.closerange(3, 256)\nimport time; time.sleep(60)"
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="closed attncheck's own pipe"):
         process.receive()
@@ -111,8 +111,8 @@ def test_of_what_was_printed_the_end_is_kept_from_a_lines_start_on(monkeypatch: 
 
 
 def test_one_that_prints_without_end_fills_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_LONGEST", 10_000)
-    monkeypatch.setattr(child, "_LOOK_EVERY_MS", 1)
+    monkeypatch.setattr(worker_process, "_LONGEST", 10_000)
+    monkeypatch.setattr(worker_process, "_LOOK_EVERY_MS", 1)
     code = "import time\nfor _ in range(100): os.write(1, b'x' * 2_000); time.sleep(0.005)\n"
     code += "time.sleep(0.1); os.write(1, f'{os.fstat(1).st_size} stood there'.encode())"
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
@@ -160,7 +160,7 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pyte
     before = descriptors()
     monkeypatch.setattr(sys, "executable", "/nothing/of/that/name")
     with pytest.raises(FileNotFoundError):
-        Child("ref", {})
+        WorkerProcess("ref", {})
     assert descriptors() == before
 
 
@@ -183,10 +183,10 @@ def test_ctrl_c_at_the_terminal_does_not_reach_it(monkeypatch: pytest.MonkeyPatc
 def test_when_the_run_is_killed_its_process_ends(tmp_path: Path, *, busy: bool) -> None:
     (tmp_path / "endless.py").write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(1000)")
     code = (
-        "import pathlib, sys, time\nfrom attncheck.harness.workers.worker_process import Child\n"
-        f"child = Child({'endless.py:Mine' if busy else 'reference'!r}, {{}})\n"
+        "import pathlib, sys, time\nfrom attncheck.harness.workers.worker_process import WorkerProcess\n"
+        f"process = WorkerProcess({'endless.py:Mine' if busy else 'reference'!r}, {{}})\n"
         f"while {busy} and not pathlib.Path('began').exists(): time.sleep(0.02)\n"
-        "print(child._process.pid, flush=True)\ntime.sleep(60)"
+        "print(process._process.pid, flush=True)\ntime.sleep(60)"
     )
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     try:

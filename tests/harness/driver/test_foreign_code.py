@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.harness.driver.foreign_code import StageError, stage
+from attncheck.harness.driver.foreign_code import StageError, call_backend
 
 SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "dtype": (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
@@ -29,7 +29,7 @@ def test_a_folder_that_is_gone_is_left(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / "gone").rmdir()
         return "answer"
 
-    assert stage("forward", foreign) == "answer"
+    assert call_backend("forward", foreign) == "answer"
     assert Path.cwd() == tmp_path
 
 
@@ -48,10 +48,10 @@ def test_settings_are_as_before(name: str, raises: bool, tmp_path: Path, monkeyp
 
     if raises:
         with pytest.raises(StageError) as failure:
-            stage("forward", foreign)
+            call_backend("forward", foreign)
         assert isinstance(failure.value.raised.error, ValueError)
     else:
-        stage("forward", foreign)
+        call_backend("forward", foreign)
     assert read() == before
 
 
@@ -60,4 +60,4 @@ def test_only_the_users_interrupt_passes_through() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        stage("forward", interrupt)
+        call_backend("forward", interrupt)
