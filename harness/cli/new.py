@@ -1,6 +1,6 @@
 """``attncheck new backend``: a right little backend and its test, written to be edited. Loads no torch and no backend.
 
-What is written are the files of ``harness/templates`` with the name filled in; ``docs/adding-a-backend.md`` shows the
+It fills the name into the files of ``harness/cli/templates``; ``docs/adding-a-backend.md`` shows the
 same. Must not know: what a backend does.
 """
 

@@ -30,7 +30,7 @@ import sys
 from attncheck.harness.run.backend_loading import load_backend
 
 print(load_backend(sys.argv[1]).name)
-from attncheck.harness import clock
+from attncheck.harness.checks.timing import clock
 
 print(*clock.tampered(), clock.host_ns() > 0)
 """
