@@ -75,7 +75,7 @@ def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: fro
 
     Its :func:`required_features`; as ``key=value`` the sizes and forms of the layer, and of the cache if it has one.
     """
-    specs = (layer, cache) if has_cache(layer) else (layer,)
+    specs = (layer, cache) if layer.has_cache else (layer,)
     forms = [f"{name}={getattr(spec, name)}" for spec in specs for name in FORMS if hasattr(spec, name)]
     return (*sorted(required_features(layer, cache, batch, declared)), *forms)
 
@@ -102,7 +102,7 @@ def undeclared(backend: "type[AttentionBackend]", layer: LayerSpec, cache: Cache
         _not_among("attn_type", str(layer.attn_type), [str(t) for t in backend.supported_attn_types]),
         _head_size_reason(backend, layer),
     ]
-    if has_cache(layer):
+    if layer.has_cache:
         reasons += [
             _kv_cache_dtype_reason(backend, layer, cache),
             block_size_reason(backend, cache.block_size),
@@ -111,11 +111,6 @@ def undeclared(backend: "type[AttentionBackend]", layer: LayerSpec, cache: Cache
     needs = required_features(layer, cache, batch, backend.features) - backend.features
     reasons += [f"{_describe(need, layer, cache, batch)}: feature {need!r} is not declared" for need in sorted(needs)]
     return [reason for reason in reasons if reason]
-
-
-def has_cache(layer: LayerSpec) -> bool:
-    """Whether the layer reads a paged cache; encoder layers take keys and values from the step itself."""
-    return layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 
 
 def is_block_size_supported(backend: "type[AttentionBackend]", block_size: int) -> bool:

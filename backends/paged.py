@@ -118,11 +118,6 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         """Whether the layer is causal unless a step's metadata says otherwise."""
         return self.attn_type == AttentionType.DECODER
 
-    @property
-    def has_cache(self) -> bool:
-        """Encoder layers take keys and values from the step itself."""
-        return self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-
     def params(self, metadata: PagedMetadata) -> AttentionParams:
         """The layer's parameters for one step: a window is mirrored where the step is not causal."""
         causal = metadata.common.causal
@@ -165,7 +160,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         if attn_metadata is None:  # profiling: there is no cache and no batch
             return output.zero_()
         self._refuse_wrong_step(query, key, value, kv_cache, attn_metadata, output, output_lse, output_scale)
-        is_fp8 = self.has_cache and self.kv_cache_dtype in FP8_DTYPES
+        is_fp8 = self.attn_type.has_cache and self.kv_cache_dtype in FP8_DTYPES
         refuse_undeclared_call(
             self.backend,
             attn_type=self.attn_type,
@@ -178,7 +173,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             has_output_block_scale=output_block_scale is not None,
             has_output_lse=output_lse is not None,
         )
-        caches = self._cache_views(kv_cache) if self.has_cache else None
+        caches = self._cache_views(kv_cache) if self.attn_type.has_cache else None
         slots = attn_metadata.common.slot_mapping
         writes = caches is not None and self.brings_writer and self.kv_sharing_target_layer_name is None
         if writes and caches is not None and key is not None and value is not None:
@@ -284,7 +279,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         if output_lse is not None and (output_lse.shape[0] < tokens or output_lse.shape[1:] != (self.num_heads,)):
             wrong.append(f"output_lse has shape {tuple(output_lse.shape)}, not [{tokens}+, {self.num_heads}]")
         wrong += self._wrong_keys(key, value, metadata)
-        if self.has_cache:
+        if self.attn_type.has_cache:
             wrong += self._wrong_cache(kv_cache, query.dtype)
         if wrong:
             raise ValueError(f"{name}: {'; '.join(wrong)}")
@@ -293,7 +288,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         """Rows of key and value the step needs: those its slots name, or in an encoder those of the query."""
         if self.kv_sharing_target_layer_name is not None:
             return []
-        needed = len(metadata.common.slot_mapping) if self.has_cache else metadata.num_rows
+        needed = len(metadata.common.slot_mapping) if self.attn_type.has_cache else metadata.num_rows
         wrong = []
         for name, given, size in (("key", key, self.head_size), ("value", value, self.head_size_v)):
             if given is None:

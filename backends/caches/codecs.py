@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.caches.packings import FP8_DTYPES, Packing, detect_packing
-from attncheck.backends.declarations import DTYPES, has_cache
+from attncheck.backends.declarations import DTYPES
 from attncheck.reference.attention.cache import kv_cache_views
 from attncheck.reference.attention.quant import dequantize_fp8, quantize_fp8
 from attncheck.reference.spec import CacheSpec, LayerSpec
@@ -118,7 +118,7 @@ def packed_codec(backend: "type[AttentionBackend]", layer: LayerSpec, cache: Cac
 
     For backends that know it is. None also for layers without a cache.
     """
-    if not has_cache(layer):
+    if not layer.has_cache:
         return None
     packing = detect_packing(backend, layer, cache)
     if packing is None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from attncheck.backends.declarations import DTYPES, has_cache
+from attncheck.backends.declarations import DTYPES
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def allocate_kv_cache(
     shape or a stride order that cannot be.
     """
     dtype = cache_dtype(layer, cache)
-    if not has_cache(layer):
+    if not layer.has_cache:
         return torch.empty(0, dtype=dtype, device=device)
     shape = kv_cache_shape(backend, layer, cache.block_size, num_blocks)
     if not shape or min(shape) < 1:

@@ -121,7 +121,7 @@ class Problem:
     @property
     def has_pool(self) -> bool:
         """Whether the layer attends over a paged cache; encoders do not."""
-        return self.layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        return self.layer.has_cache
 
     @property
     def is_cross(self) -> bool:
@@ -191,8 +191,7 @@ def build_problem(case: Case, seed: int) -> Problem:
     layer = case.layer
     specs = list(case.batch)
     lengths = [_num_keys(spec, layer) for spec in specs]
-    paged = layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-    finish_layout = lay_out(case, lengths, stream) if paged else lambda: no_pool(len(specs), sum(lengths))
+    finish_layout = lay_out(case, lengths, stream) if layer.has_cache else lambda: no_pool(len(specs), sum(lengths))
     requests = tuple(_place(specs, case))
     dtype = TORCH_DTYPES[layer.dtype]
     inputs = DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)

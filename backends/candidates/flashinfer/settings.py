@@ -53,8 +53,8 @@ class LayerSettings:
             window_left=impl.sliding_window[0],
             logits_soft_cap=impl.logits_soft_cap,
             dtype=dtype,
-            kv_dtype=FP8_DTYPES.get(impl.kv_cache_dtype, dtype) if impl.has_cache else dtype,
-            has_cache=impl.has_cache,
+            kv_dtype=FP8_DTYPES.get(impl.kv_cache_dtype, dtype) if impl.attn_type.has_cache else dtype,
+            has_cache=impl.attn_type.has_cache,
         )
 
 

@@ -39,7 +39,7 @@ def their_spec(layer: Any, their_backend: type[Any], config: Any, spec: KVCacheS
         "head_size": spec.head_size,
         "dtype": spec.dtype,
     }
-    if kind in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+    if not kind.has_cache:
         return specs.EncoderOnlyAttentionSpec(**sizes)
     if kind == AttentionType.ENCODER_DECODER:
         made = specs.CrossAttentionSpec(**sizes)
