@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from attncheck.reference.spec import (
     FORMS,
     AttentionType,
@@ -24,14 +22,6 @@ from attncheck.reference.spec import (
 
 if TYPE_CHECKING:
     from attncheck.backends.contract import AttentionBackend
-
-
-DTYPES: dict[str, torch.dtype] = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-}
-"""The dtypes of specs, by the name they have there."""
 
 
 _FUNCTIONS = ("merge", "causal_conv1d")

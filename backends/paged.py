@@ -14,7 +14,7 @@ from torch import Tensor
 from attncheck.backends.base.refusals import refuse_layer, refuse_undeclared_call
 from attncheck.backends.caches.codecs import KVCacheCodec, packed_codec
 from attncheck.backends.caches.fp8 import encode
-from attncheck.backends.caches.packings import FP8_DTYPES, Packing, packed_shape
+from attncheck.backends.caches.packings import Packing, packed_shape
 from attncheck.backends.contract import (
     AttentionBackend,
     AttentionImpl,
@@ -22,6 +22,7 @@ from attncheck.backends.contract import (
     AttentionType,
 )
 from attncheck.backends.declarations import block_size_reason
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.backends.quantkey import STATIC_FP8, QuantKey
 from attncheck.reference.attention.cache import kv_cache_views

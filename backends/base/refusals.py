@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from attncheck.backends.caches.packings import FP8_DTYPES
 from attncheck.backends.declarations import block_size_reason
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.reference.spec import AttentionType
 
 if TYPE_CHECKING:

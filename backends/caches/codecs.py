@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from attncheck.backends.caches.packings import FP8_DTYPES, Packing, detect_packing
-from attncheck.backends.declarations import DTYPES
+from attncheck.backends.caches.packings import Packing, detect_packing
+from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 from attncheck.reference.attention.cache import kv_cache_views
 from attncheck.reference.attention.quant import dequantize_fp8, quantize_fp8
 from attncheck.reference.spec import CacheSpec, LayerSpec

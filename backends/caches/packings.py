@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from attncheck.backends.declarations import DTYPES
+from attncheck.backends.dtypes import cache_dtype
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 if TYPE_CHECKING:
@@ -47,13 +47,6 @@ _SWAPPED_ORDER: dict[Packing, tuple[int, ...]] = {
     "plane": (0, 2, 1, 3),
 }
 """The order in which tokens and heads trade places, the rest staying as in the logical shape."""
-
-FP8_DTYPES: dict[str, torch.dtype] = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-"""What the codes of an FP8 cache mean, by ``kv_cache_dtype``. The tensor itself is allocated as ``torch.uint8``."""
 
 
 def packed_shape(
@@ -164,13 +157,6 @@ def allocate_kv_cache(
     flat = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
     physical = flat.view(dtype).view([shape[dimension] for dimension in order])
     return physical.permute(_inverse(order))
-
-
-def cache_dtype(layer: LayerSpec, cache: CacheSpec) -> torch.dtype:
-    """Dtype of the allocated tensor: the layer's, the one named, or ``torch.uint8`` for FP8 codes."""
-    if cache.kv_cache_dtype in FP8_DTYPES:
-        return torch.uint8
-    return DTYPES[layer.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype]
 
 
 def _packing_order(packing: Packing, layout: str) -> tuple[int, ...]:

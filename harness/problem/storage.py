@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.backends.caches.packings import FP8_DTYPES, cache_dtype
-from attncheck.backends.declarations import DTYPES
+from attncheck.backends.dtypes import DTYPES, FP8_DTYPES, cache_dtype
 from attncheck.harness.problem.float8 import nearest_code, numbers_of
 from attncheck.harness.problem.signatures import SMALLEST
 from attncheck.reference.attention.quant import quantize_fp8

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from attncheck.backends.caches.fp8 import decode, encode
-from attncheck.backends.caches.packings import FP8_DTYPES
 from attncheck.backends.candidates.flex_attention import FlexBackend
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.contract import GroupShape, QuantKey, ScaleDesc
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.backends.kernel import kernel_backend
 from attncheck.reference import kv_cache_views, layer_params, paged_attention
 from attncheck.reference.spec import CacheSpec, LayerSpec

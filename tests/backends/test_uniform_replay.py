@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.backends.caches.fp8 import encode
-from attncheck.backends.caches.packings import FP8_DTYPES
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.reference import kv_cache_views, layer_params, paged_attention
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 

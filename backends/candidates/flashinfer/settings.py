@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.backends.caches.packings import FP8_DTYPES
+from attncheck.backends.dtypes import FP8_DTYPES
 
 if TYPE_CHECKING:
     from attncheck.backends.candidates.flashinfer.impl import FlashInferImpl

@@ -15,7 +15,8 @@ from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
 from attncheck.backends.candidates.vllm.layers import LayerArguments, make_layer
 from attncheck.backends.candidates.vllm.quantisation import fuses
-from attncheck.backends.declarations import DTYPES, MultipleOf
+from attncheck.backends.declarations import MultipleOf
+from attncheck.backends.dtypes import DTYPES
 from attncheck.backends.quantkey import STATIC_FP8
 from attncheck.reference.spec import AttentionType, KVCacheDType
 

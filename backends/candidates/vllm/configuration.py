@@ -5,7 +5,7 @@ from typing import Any
 
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.layers import LayerArguments
-from attncheck.backends.declarations import DTYPES
+from attncheck.backends.dtypes import DTYPES
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 
 _PREDICATES = (

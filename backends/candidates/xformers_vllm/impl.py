@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from attncheck.backends.caches.packings import FP8_DTYPES
 from attncheck.backends.candidates.triton_unified.attention import unified_attention
 from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
 from attncheck.backends.candidates.xformers.availability import quiet_import
@@ -16,6 +15,7 @@ from attncheck.backends.candidates.xformers.operator import operator_for
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend
 from attncheck.backends.candidates.xformers_vllm.metadata import XFormersAttentionMetadata
 from attncheck.backends.contract import AttentionImpl, AttentionLayer, AttentionType
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.reference.attention.params import AttentionParams
 
 with quiet_import():
