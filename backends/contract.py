@@ -35,10 +35,16 @@ import torch
 
 from attncheck.backends.caches.codecs import KVCacheCodec, default_codec
 from attncheck.backends.conventions import Conventions
-from attncheck.backends.current_config import get_current_vllm_config
 from attncheck.backends.declarations import MultipleOf, undeclared
-from attncheck.backends.impl import AttentionImpl, AttentionLayer, MLAAttentionImpl
-from attncheck.backends.quantkey import GroupShape, QuantKey, ScaleDesc
+from attncheck.backends.impl import (
+    AttentionImpl,
+    AttentionLayer,
+    GroupShape,
+    MLAAttentionImpl,
+    QuantKey,
+    ScaleDesc,
+    get_current_vllm_config,
+)
 from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, CacheSpec, LayerSpec
 from attncheck.reference.utilities.builder import AttentionMetadataBuilder
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata

@@ -23,8 +23,8 @@ from attncheck.backends.contract import (
 )
 from attncheck.backends.declarations import block_size_reason
 from attncheck.backends.dtypes import FP8_DTYPES
+from attncheck.backends.impl import STATIC_FP8, QuantKey
 from attncheck.backends.paged_metadata import PagedMetadata
-from attncheck.backends.quantkey import STATIC_FP8, QuantKey
 from attncheck.reference.attention.cache import kv_cache_views
 from attncheck.reference.attention.params import AttentionParams, window_pair
 from attncheck.reference.spec import CacheSpec, LayerSpec

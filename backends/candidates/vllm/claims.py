@@ -17,7 +17,7 @@ from attncheck.backends.candidates.vllm.layers import LayerArguments, make_layer
 from attncheck.backends.candidates.vllm.quantisation import fuses
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.dtypes import DTYPES
-from attncheck.backends.quantkey import STATIC_FP8
+from attncheck.backends.impl import STATIC_FP8
 from attncheck.reference.spec import AttentionType, KVCacheDType
 
 _PREDICATES: Mapping[str, str] = {

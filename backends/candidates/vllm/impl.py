@@ -15,8 +15,7 @@ from attncheck.backends.candidates.vllm.configuration import refuse_as_vllm_does
 from attncheck.backends.candidates.vllm.layers import LayerArguments, current, make_layer, take_scales
 from attncheck.backends.candidates.vllm.quantisation import fuses
 from attncheck.backends.contract import KVCacheSpec, QuantKey
-from attncheck.backends.current_config import get_current_vllm_config
-from attncheck.backends.impl import AttentionImpl, AttentionLayer
+from attncheck.backends.impl import AttentionImpl, AttentionLayer, get_current_vllm_config
 from attncheck.reference.spec import AttentionType
 
 

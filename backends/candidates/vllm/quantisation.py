@@ -3,7 +3,7 @@
 from typing import Any
 
 from attncheck.backends.candidates.vllm import package
-from attncheck.backends.quantkey import QuantKey
+from attncheck.backends.impl import QuantKey
 
 
 def fuses(impl: Any, key: QuantKey) -> bool:

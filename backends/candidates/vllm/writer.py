@@ -7,9 +7,9 @@ import torch
 from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.config import plain_config
-from attncheck.backends.current_config import set_current_vllm_config
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.dtypes import DTYPES
+from attncheck.backends.impl import set_current_vllm_config
 from attncheck.reference.spec import CacheSpec, DType, LayerSpec, Layout
 
 if TYPE_CHECKING:
