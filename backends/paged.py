@@ -2,7 +2,7 @@
 
 A candidate derives from :class:`PagedBackend` and :class:`PagedImpl` (and from the metadata and builder of
 :mod:`attncheck.backends.paged_metadata`), declares what it supports, and implements :meth:`PagedImpl.attend`. Refusals,
-the profiling call, and the order write-then-attend live here once. Must not know: how any candidate attends.
+the profiling call, and the order write-then-attend are written here once.
 """
 
 from abc import abstractmethod
@@ -11,19 +11,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attncheck.backends.base.refusals import refuse_layer, refuse_undeclared_call
+from attncheck.backends.base.gathering import encode_fp8
+from attncheck.backends.base.refusals import refuse_layer, refuse_undeclared_call, wrong_cache_dtype
 from attncheck.backends.caches.codecs import KVCacheCodec, packed_codec
-from attncheck.backends.caches.fp8 import encode
 from attncheck.backends.caches.packings import Packing, packed_shape
-from attncheck.backends.contract import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionLayer,
-    AttentionType,
-)
+from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionLayer, AttentionType, QuantKey
 from attncheck.backends.declarations import block_size_reason
 from attncheck.backends.dtypes import FP8_DTYPES
-from attncheck.backends.impl import STATIC_FP8, QuantKey
+from attncheck.backends.impl import STATIC_FP8
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.attention.cache import kv_cache_views
 from attncheck.reference.attention.params import AttentionParams, window_pair
@@ -204,7 +199,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         rows = slice(0, metadata.num_rows)
         plain = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
         self.attend(layer, query, key, value, caches, metadata, plain, output_lse)
-        output.view(torch.uint8)[rows] = encode(plain[rows], output_scale, output.dtype).view(torch.uint8)
+        output.view(torch.uint8)[rows] = encode_fp8(plain[rows], output_scale, output.dtype).view(torch.uint8)
 
     @abstractmethod
     def write(
@@ -302,10 +297,4 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
     def _wrong_cache(self, kv_cache: Tensor, dtype: torch.dtype) -> list[str]:
         if kv_cache.numel() == 0:
             return ["kv_cache is empty"]
-        stored = kv_cache.dtype
-        if self.kv_cache_dtype in FP8_DTYPES:
-            expected = {torch.uint8, FP8_DTYPES[self.kv_cache_dtype]}
-        else:
-            named = [n for n in self.backend.supported_kv_cache_dtypes if n != "auto" and n not in FP8_DTYPES]
-            expected = {dtype, *(getattr(torch, n) for n in named)}
-        return [] if stored in expected else [f"kv_cache has dtype {stored} for kv_cache_dtype {self.kv_cache_dtype}"]
+        return wrong_cache_dtype(self.backend, self.kv_cache_dtype, kv_cache.dtype, dtype)

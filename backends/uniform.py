@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.backends.base.gathering import stored_values
-from attncheck.backends.caches.fp8 import encode
+from attncheck.backends.base.gathering import encode_fp8, stored_values
 from attncheck.backends.impl import AttentionLayer
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.attention.params import AttentionParams
@@ -75,7 +74,7 @@ def write_slots(
     place = slots // block_size, slots % block_size
     for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
         is_coded = cache.itemsize == 1
-        stored = encode(new[rows], scale, cache.dtype) if is_coded else new[rows].to(cache.dtype)
+        stored = encode_fp8(new[rows], scale, cache.dtype) if is_coded else new[rows].to(cache.dtype)
         bits = cache.view(_BITS[cache.itemsize])
         bits[place] = torch.where(is_live, stored.view(bits.dtype), bits[place])
 

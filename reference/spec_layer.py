@@ -147,7 +147,7 @@ class LayerSpec:
     @property
     def has_cache(self) -> bool:
         """Whether the layer reads a paged cache; encoder layers take keys and values from the step itself."""
-        return self.attn_type.has_cache
+        return AttentionType(self.attn_type).has_cache  # from Python the type may be given as its name
 
     @property
     def value_head_size(self) -> int:

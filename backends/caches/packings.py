@@ -15,22 +15,18 @@ latent        ``(blocks, 4, 8)``         per token: latent row | rotated part
 ============  =======================  ==========================================
 
 ``latent`` is the cache of multi-head latent attention and of nothing else: it has no heads, and no layout but one.
-Must not know: how a cache is written, what any backend computes.
 """
 
 import inspect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.dtypes import cache_dtype
 from attncheck.reference.spec import CacheSpec, LayerSpec
-
-if TYPE_CHECKING:
-    from attncheck.backends.contract import AttentionBackend
 
 Packing = Literal["split_first", "split_second", "content", "plane", "latent"]
 PACKINGS: tuple[Packing, ...] = ("split_first", "split_second", "content", "plane")
@@ -47,6 +43,18 @@ _SWAPPED_ORDER: dict[Packing, tuple[int, ...]] = {
     "plane": (0, 2, 1, 3),
 }
 """The order in which tokens and heads trade places, the rest staying as in the logical shape."""
+
+
+class CacheGeometry(Protocol):
+    """The part of an ``AttentionBackend`` class that says how its cache is laid out; the contract describes it."""
+
+    def get_name(self) -> str: ...
+
+    def get_kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]: ...
+
+    def get_kv_cache_stride_order(self) -> tuple[int, ...]: ...
 
 
 def packed_shape(
@@ -69,7 +77,7 @@ def packed_shape(
 
 
 def kv_cache_shape(
-    backend: "type[AttentionBackend]",
+    backend: CacheGeometry,
     layer: LayerSpec,
     block_size: int,
     num_blocks: int,
@@ -82,7 +90,7 @@ def kv_cache_shape(
     return tuple(int(extent) for extent in shape)
 
 
-def detect_packing(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec) -> Packing | None:
+def detect_packing(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> Packing | None:
     """The packing of a backend's cache, found by asking for a shape that fits one packing only; None: none of them.
 
     Asked with the case's block and head size, since kernels refuse others, but with unmistakable numbers of blocks and
@@ -111,7 +119,7 @@ def detect_packing(backend: "type[AttentionBackend]", layer: LayerSpec, cache: C
     return next(iter(found)) if len(found) == 1 else None
 
 
-def stride_order(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec) -> tuple[int, ...]:
+def stride_order(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> tuple[int, ...]:
     """The physical order of the cache's dimensions in the case's layout.
 
     A backend whose ``get_kv_cache_stride_order`` takes ``cache_layout`` is asked; one that overrides the method without
@@ -136,7 +144,7 @@ def stride_order(backend: "type[AttentionBackend]", layer: LayerSpec, cache: Cac
 
 
 def allocate_kv_cache(
-    backend: "type[AttentionBackend]",
+    backend: CacheGeometry,
     layer: LayerSpec,
     cache: CacheSpec,
     num_blocks: int,
