@@ -35,7 +35,7 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "flex_attention": "attncheck.backends.candidates.flex_attention:FlexBackend",
         "triton_unified": "attncheck.backends.candidates.triton_unified.backend:UnifiedBackend",
         "xformers": "attncheck.backends.candidates.xformers.backend:XFormersBackend",
-        "torch_varlen": "attncheck.backends.candidates.torch_varlen.backend:TorchVarlenBackend",
+        "torch_varlen": "attncheck.backends.candidates.torch_varlen:TorchVarlenBackend",
         "flash_attn": "attncheck.backends.candidates.flash_attn.backend:FlashAttnBackend",
         "flashinfer": "attncheck.backends.candidates.flashinfer.backend:FlashInferBackend",
         "reference_mla": "attncheck.backends.candidates.reference_mla:ReferenceMLABackend",
