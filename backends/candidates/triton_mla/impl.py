@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.candidates.triton_mla.attention import latent_attention
-from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend, too_large
-from attncheck.backends.candidates.triton_mla.builder import TritonMLAMetadata
+from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend, TritonMLAMetadata, too_large
 from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
 from attncheck.backends.contract import AttentionLayer
 from attncheck.backends.latent import LatentImpl, LatentMetadata

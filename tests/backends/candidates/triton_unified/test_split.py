@@ -9,8 +9,12 @@ pytest.importorskip("triton")
 
 from attncheck.backends.base.gathering import encode_fp8
 from attncheck.backends.candidates.triton_unified import launch
-from attncheck.backends.candidates.triton_unified.scratch import SplitScratch, allocate_scratch
-from attncheck.backends.candidates.triton_unified.tiling import choose_segments, choose_tiling
+from attncheck.backends.candidates.triton_unified.tiling import (
+    SplitScratch,
+    allocate_scratch,
+    choose_segments,
+    choose_tiling,
+)
 
 Batch = Callable[..., Any]
 
