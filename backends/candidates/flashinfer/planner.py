@@ -1,17 +1,17 @@
-"""Calls the library's ``plan`` for the parts of a step: which of its arguments means what of ours stands here, once.
+"""Calls the library's ``plan`` for the parts of a step, and brings block tables into the form that it takes.
 
-Index tensors are int32. Offsets and lengths are handed over on the host, where the library works on them, and pages on
-the device. Must not know: which rows belong to which part.
+Index tensors are int32. Offsets and lengths are given on the host, where the library works on them, and pages on the
+device; nothing waits.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.candidates.flashinfer.metadata import Part, PlannedWrapper
-from attncheck.backends.candidates.flashinfer.pages import pages_of
 from attncheck.backends.candidates.flashinfer.settings import LayerSettings
 from attncheck.backends.candidates.flashinfer.wrappers import Wrappers
 from attncheck.backends.paged_metadata import PagedMetadata
@@ -116,3 +116,32 @@ def _offsets(step: PagedMetadata, requests: Sequence[int]) -> Tensor:
 
 def _rows(step: PagedMetadata, requests: Sequence[int]) -> slice:
     return slice(step.query_start_loc[requests[0]], step.query_start_loc[requests[-1] + 1])
+
+
+@dataclass(frozen=True)
+class Pages:
+    """``n`` requests. indptr: int32 ``[n + 1]``, host. last_page_len: int32 ``[n]``, host. indices: int32, device."""
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+def pages_of(block_table: Tensor, block_size: int, requests: Sequence[int], seq_lens: Sequence[int]) -> Pages:
+    """The pages that hold the first ``seq_lens[i]`` tokens of the table's row ``requests[i]``; no other is looked at.
+
+    block_table: ``[R, W]``, device.
+    """
+    lens = torch.tensor(seq_lens, dtype=torch.int64)
+    counts = (lens + block_size - 1) // block_size
+    indptr = torch.zeros(len(lens) + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=indptr[1:])
+    rows = torch.tensor(requests, dtype=torch.int64).repeat_interleave(counts)
+    columns = torch.arange(len(rows)) - indptr[:-1].repeat_interleave(counts)
+    # Not pinned, so that it is read before the call returns; non-blocking, since a blocking copy waits for the device.
+    places = torch.stack([rows, columns]).to(block_table.device, non_blocking=True)
+    return Pages(
+        indptr=indptr.to(torch.int32),
+        indices=block_table[places[0], places[1]].to(torch.int32),
+        last_page_len=(lens - (counts - 1).clamp(min=0) * block_size).to(torch.int32),
+    )

@@ -1,8 +1,7 @@
 """What a class of vLLM's declares, in the contract's words.
 
 Predicates are asked with every value the contract knows. What vLLM has no predicate for (ALiBi, soft cap, a shared
-cache, a quantised output) is promised by an impl that takes it: a small layer of each kind is made, once. Must not
-know: cases.
+cache, a quantised output) is declared by an impl that takes it: a small layer of each kind is made, once.
 """
 
 from collections.abc import Mapping
@@ -11,13 +10,13 @@ from typing import Any, get_args
 
 import torch
 
+from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
 from attncheck.backends.candidates.vllm.layers import LayerArguments, make_layer
-from attncheck.backends.candidates.vllm.quantisation import fuses
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.dtypes import DTYPES
-from attncheck.backends.impl import STATIC_FP8
+from attncheck.backends.impl import STATIC_FP8, QuantKey
 from attncheck.reference.spec import AttentionType, KVCacheDType
 
 _PREDICATES: Mapping[str, str] = {
@@ -126,3 +125,11 @@ def _made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.d
         return make_layer(their_backend, their_config(plain), given), ""
     except Exception as error:  # noqa: BLE001 (someone else's code: whatever it raises is the answer)
         return None, f"making a plain layer raised {type(error).__name__}: {error}"
+
+
+def fuses(impl: Any, key: QuantKey) -> bool:
+    """Whether vLLM's ``impl`` says that a quantisation behind attention may be folded into it."""
+    keys = package.module("vllm.model_executor.layers.quantization.utils.quant_utils")
+    scale = key.scale
+    described = keys.ScaleDesc(scale.dtype, scale.static, keys.GroupShape(*scale.group_shape))
+    return bool(impl.fused_output_quant_supported(keys.QuantKey(key.dtype, described)))

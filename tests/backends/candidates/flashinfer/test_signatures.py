@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.backends.candidates.flashinfer.availability import DISTRIBUTION, PINNED
-from attncheck.backends.candidates.flashinfer.pages import pages_of
+from attncheck.backends.candidates.flashinfer.backend import DISTRIBUTION, PINNED
+from attncheck.backends.candidates.flashinfer.planner import pages_of
 
 METHODS = ("__init__", "plan", "run")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from attncheck.backends.candidates.flashinfer.pages import pages_of
+from attncheck.backends.candidates.flashinfer.planner import pages_of
 
 NOBODYS = 10**6
 

@@ -1,4 +1,4 @@
-"""vLLM's own check of a configuration, with the values that it leaves out. Must not know: what the bridge declares."""
+"""What vLLM's own check of a configuration says against a layer, with the values that its messages leave out."""
 
 import inspect
 from typing import Any
