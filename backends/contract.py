@@ -22,7 +22,6 @@ are ``kv_c_normed`` and ``k_pe``, and the output is flat.
 Errors a candidate raises: ``ValueError`` for a value (size, shape, dtype), ``NotImplementedError`` for a feature or a
 combination, ``TypeError`` for an object of the wrong kind, ``RuntimeError`` for calls in the wrong order. What it
 cannot do it refuses before the output or the cache changes; a feature quietly ignored is the worst bug of all.
-Must not know: any backend, the harness.
 """
 
 import importlib.metadata

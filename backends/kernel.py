@@ -5,7 +5,7 @@
 >>> MyKernel.get_name(), MyKernel.get_impl_cls().brings_writer
 ('MY_KERNEL', False)
 
-What ``features`` leaves out the wrapper refuses before the function is called. Must not know: what the function does.
+What ``features`` leaves out the wrapper refuses before the function is called.
 """
 
 import inspect

@@ -2,7 +2,7 @@
 
 As in vLLM, such a backend is one of its own: it serves layers with a latent cache and no others. A candidate derives
 from :class:`LatentBackend` and :class:`LatentImpl` and implements :meth:`LatentImpl.write` and
-:meth:`LatentImpl.attend`. Must not know: how any candidate attends.
+:meth:`LatentImpl.attend`.
 """
 
 from abc import abstractmethod

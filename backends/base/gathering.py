@@ -18,7 +18,7 @@ from attncheck.reference.attention.params import AttentionParams
 
 
 @dataclass(frozen=True)
-class Piece:
+class UnpagedRequest:
     """One request of a step, unpaged: its rows, and the keys at positions ``first_key`` and following.
 
     rows: where the request's rows lie in query and output. first_position: the position of the first row; negative
@@ -65,7 +65,7 @@ def write_pages(
             cache[block, offset] = new[rows].to(cache.dtype)
 
 
-def pieces(
+def unpaged_requests(
     params: AttentionParams,
     metadata: PagedMetadata,
     layer: AttentionLayer,
@@ -73,7 +73,7 @@ def pieces(
     value: Tensor | None,
     caches: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
-) -> Iterator[Piece]:
+) -> Iterator[UnpagedRequest]:
     """Every request that has rows. Keys come from ``caches`` through the block table, else from ``key``, ``value``.
 
     What the caches hold is handed over in ``dtype``.
@@ -93,12 +93,12 @@ def pieces(
         else:
             raise RuntimeError("neither a cache nor keys and values to attend to")
         tree = metadata.tree if metadata.tree is not None and len(metadata.tree) == end - start else None
-        yield Piece(slice(start, end), first_position, lo, found_key, found_value, tree)
+        yield UnpagedRequest(slice(start, end), first_position, lo, found_key, found_value, tree)
 
 
-def grouped(found: Iterable[Piece], limit: int | None) -> Iterator[list[Piece]]:
+def grouped_requests(found: Iterable[UnpagedRequest], limit: int | None) -> Iterator[list[UnpagedRequest]]:
     """Yield consecutive requests, as many together as keep rows x keys within ``limit`` (None: all); trees apart."""
-    group: list[Piece] = []
+    group: list[UnpagedRequest] = []
     for piece in found:
         together = [*group, piece]
         scores = sum(one.num_rows for one in together) * sum(len(one.key) for one in together)

@@ -17,7 +17,7 @@ import torch._dynamo.config as dynamo_config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from attncheck.backends.base.gathering import Piece, grouped, pieces, write_pages
+from attncheck.backends.base.gathering import UnpagedRequest, grouped_requests, unpaged_requests, write_pages
 from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
@@ -148,9 +148,9 @@ class FlexImpl(PagedImpl):
         output_lse: Tensor | None,
     ) -> None:
         params = self.params(metadata)
-        found = pieces(params, metadata, layer, key, value, caches, query.dtype)
+        found = unpaged_requests(params, metadata, layer, key, value, caches, query.dtype)
         limit = None if query.is_cuda else _EAGER_SCORES // self.num_heads
-        for call in (_pack(params, pack) for pack in grouped(found, limit)):
+        for call in (_pack(params, pack) for pack in grouped_requests(found, limit)):
             out_qHD, lse_qH = self._attend_call(torch.cat([query[rows] for rows in call.rows]), call, limit)
             lengths = [rows.stop - rows.start for rows in call.rows]
             parts = zip(call.rows, torch.split(out_qHD, lengths), torch.split(lse_qH, lengths), strict=True)
@@ -216,7 +216,7 @@ class FlexImpl(PagedImpl):
         return modified
 
 
-def _pack(params: AttentionParams, pack: list[Piece]) -> _Call:
+def _pack(params: AttentionParams, pack: list[UnpagedRequest]) -> _Call:
     """Key index = position - first key + the keys packed before; a row's interval is cut to its own request's keys."""
     own, low, high = [], [], []
     packed = 0

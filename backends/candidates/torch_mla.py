@@ -2,7 +2,7 @@
 
 Requests with few new rows are answered in the latent space, over the cache rows as they stand; the others up-project
 their keys and values, the context in pieces of at most the workspace, and merge the pieces by their LSE. What an engine
-keeps between its kernels is in the layer's dtype, scores and sums are in float32. Must not know: the reference's code.
+keeps between its kernels is in the layer's dtype, scores and sums are in float32.
 """
 
 import itertools

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.backends.base.gathering import pieces
+from attncheck.backends.base.gathering import unpaged_requests
 from attncheck.backends.candidates.flash_attn.layer import (
     PAGE_SIZES,
     FlashBackend,
@@ -181,7 +181,7 @@ def packed_keys(
 
     Lengths are read on the host, so that no such step can be part of a CUDA graph.
     """
-    found = list(pieces(params, metadata, layer, None, None, caches, dtype))
+    found = list(unpaged_requests(params, metadata, layer, None, None, caches, dtype))
     lens = iter([len(piece.key) for piece in found])
     counts = [next(lens) if query_len else 0 for query_len in metadata.query_lens]
     ends = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=found[0].key.device)

@@ -152,7 +152,7 @@ class FlashImpl(PagedImpl):
             raise ValueError(f"{name}: a layer without a cache needs key and value")
         rows = query[: metadata.num_rows]
         out, lse = self.answer(layer, rows, key, value, caches, metadata)
-        store(metadata, out, lse, output, output_lse)
+        store_results(metadata, out, lse, output, output_lse)
 
     @abstractmethod
     def answer(
@@ -179,7 +179,7 @@ def longest_query(metadata: PagedMetadata) -> int:
     return max(2, metadata.common.max_query_len)
 
 
-def store(metadata: PagedMetadata, out: Tensor, lse: Tensor, output: Tensor, output_lse: Tensor | None) -> None:
+def store_results(metadata: PagedMetadata, out: Tensor, lse: Tensor, output: Tensor, output_lse: Tensor | None) -> None:
     """The results of a step's rows (``[rows, heads, size]``, ``[rows, heads]``) to where the caller wants them.
 
     In a captured graph some of the rows may be padding, which a call for packed sequences leaves unwritten: they become

@@ -1,7 +1,6 @@
 """The host's side of the latent kernel: the custom operator ``attncheck::latent_attention``, grids and tiles.
 
 Tracing, fake tensors and graphs see one call that writes what it is told to write. Reads nothing from the device.
-Must not know: metadata, builders, up-projections.
 """
 
 from dataclasses import dataclass

@@ -66,11 +66,11 @@ class TritonMLABackend(TritonBackend, LatentBackend):
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         reasons = super().unsupported_reasons(layer, cache, batch)
         if layer.mla is not None:
-            reasons += too_large(layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
+            reasons += size_reasons(layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
         return reasons
 
 
-def too_large(kv_lora_rank: int, qk_rope_head_dim: int) -> list[str]:
+def size_reasons(kv_lora_rank: int, qk_rope_head_dim: int) -> list[str]:
     """What speaks against a cache row of these sizes."""
     sizes = (("kv_lora_rank", kv_lora_rank, LARGEST_RANK), ("qk_rope_head_dim", qk_rope_head_dim, LARGEST_ROTARY))
     return [f"{name} {size}: supported are sizes up to {limit}" for name, size, limit in sizes if size > limit]

@@ -1,6 +1,6 @@
 """The host's side of the unified kernel: typed arguments in, refusals, one custom operator out.
 
-Reads nothing from the device. Must not know: metadata, builders, tiles.
+Reads nothing from the device.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """One layer of the unified backend: what the contract hands over, as arguments of the launches.
 
-Nothing here depends on lengths, which a graph would freeze. Must not know: kernels, grids.
+Nothing here depends on lengths, which a graph would freeze.
 """
 
 from typing import Any

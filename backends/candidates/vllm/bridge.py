@@ -13,8 +13,8 @@ from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.backends.candidates.vllm import interpreted, package
 from attncheck.backends.candidates.vllm.builder import VLLMBuilder
 from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
-from attncheck.backends.candidates.vllm.claims import Claims, claims_of
 from attncheck.backends.candidates.vllm.config import plain_config
+from attncheck.backends.candidates.vllm.declarations import VLLMDeclarations, declarations_of
 from attncheck.backends.candidates.vllm.impl import VLLMImpl
 from attncheck.backends.candidates.vllm.selection import select
 from attncheck.backends.candidates.vllm.validation import configuration_problems
@@ -34,7 +34,7 @@ class VLLMBackend(AttentionBackend):
     their_backend: ClassVar[type[Any]]
     """vLLM's class."""
 
-    claims: ClassVar[Claims]
+    declared: ClassVar[VLLMDeclarations]
 
     @classmethod
     def from_argument(cls, argument: str) -> "type[VLLMBackend]":
@@ -45,23 +45,23 @@ class VLLMBackend(AttentionBackend):
             ValueError: no such class, or one that the bridge cannot drive.
         """
         theirs = select(argument)
-        claims = claims_of(theirs)
+        found = declarations_of(theirs)
         parts = {"their_backend": theirs, "__module__": __name__}
         impl = type(f"{theirs.__name__}Impl", (VLLMImpl,), parts)
         builder = type(f"{theirs.__name__}Builder", (VLLMBuilder,), parts)
-        declared = {
-            "claims": claims,
+        members = {
+            "declared": found,
             "forward_includes_kv_cache_update": getattr(theirs, "forward_includes_kv_cache_update", True),
-            "features": claims.features,
-            "supported_kv_cache_dtypes": claims.kv_cache_dtypes,
+            "features": found.features,
+            "supported_kv_cache_dtypes": found.kv_cache_dtypes,
             "supported_layouts": layouts(theirs),
-            "supported_attn_types": claims.attn_types,
+            "supported_attn_types": found.attn_types,
             "supported_devices": (package.platform().device_type,),
             "get_name": staticmethod(theirs.get_name),
             "get_impl_cls": staticmethod(lambda: impl),
             "get_builder_cls": staticmethod(lambda: builder),
         }
-        made = type(theirs.__name__, (cls,), parts | declared)
+        made = type(theirs.__name__, (cls,), parts | members)
         made.__doc__ = f"vLLM's {theirs.__module__}.{theirs.__qualname__}."
         return made
 
@@ -81,12 +81,12 @@ class VLLMBackend(AttentionBackend):
     @classmethod
     def get_supported_dtypes(cls) -> list[torch.dtype]:
         """See the contract."""
-        return list(cls.claims.dtypes)
+        return list(cls.declared.dtypes)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """See the contract."""
-        return list(cls.claims.head_sizes)
+        return list(cls.declared.head_sizes)
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
@@ -97,8 +97,8 @@ class VLLMBackend(AttentionBackend):
     def unavailable_reasons(cls, device: str) -> list[str]:
         """See the contract; what vLLM says of the machine, else what a plain layer and its writer say here."""
         reasons = _machine_reasons(cls.their_backend, device)
-        if cls.claims.trouble:
-            reasons = reasons or [cls.claims.trouble]
+        if cls.declared.layer_error:
+            reasons = reasons or [cls.declared.layer_error]
         return reasons or missing_operators(cls)
 
     @classmethod

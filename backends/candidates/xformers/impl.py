@@ -1,6 +1,6 @@
 """Candidate ``xformers`` at work: which requests of a step the library's operator attends to, and which our kernel.
 
-Imports xformers and Triton, and so is imported lazily. Must not know: how either kernel works.
+Imports xformers and Triton, and so is imported lazily.
 """
 
 from dataclasses import dataclass

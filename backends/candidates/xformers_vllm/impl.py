@@ -1,7 +1,7 @@
 """The impl of ``xformers_vllm``: prefills by a unified kernel with all modifiers, decodes by the library with none.
 
 The library's paged bias has neither window nor soft cap, and the decode call passes neither: both are taken by the
-constructor without a word. Attributes keep vLLM's names. Must not know: how either kernel works, the harness.
+constructor without a word. Attributes keep vLLM's names.
 """
 
 from typing import ClassVar

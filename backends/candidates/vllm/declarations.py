@@ -50,18 +50,18 @@ _TRIED: Mapping[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Claims:
-    """What a class declares. trouble: why not even a plain layer of it can be made here; empty where it can."""
+class VLLMDeclarations:
+    """What a class declares. layer_error: why not even a plain layer of it can be made here; empty where it can."""
 
     dtypes: tuple[torch.dtype, ...]
     head_sizes: tuple[int, ...]
     kv_cache_dtypes: tuple[str, ...]
     attn_types: tuple[str, ...]
     features: frozenset[str]
-    trouble: str
+    layer_error: str
 
 
-def claims_of(their_backend: type[Any]) -> Claims:
+def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
     """The declarations of vLLM's class."""
     kv_cache_dtypes = tuple(name for name in get_args(KVCacheDType) if _takes_cache(their_backend, name))
     features = {name for name, predicate in _PREDICATES.items() if _says(their_backend, predicate)}
@@ -70,17 +70,17 @@ def claims_of(their_backend: type[Any]) -> Claims:
     dtypes = tuple(dtype for dtype in DTYPES.values() if _takes_dtype(their_backend, dtype))
     head_sizes = tuple(their_backend.get_supported_head_sizes())
     plain = replace(_PLAIN, head_size=64 if 64 in head_sizes or not head_sizes else head_sizes[0])
-    layer, trouble = _made(their_backend, plain, dtypes)
+    layer, layer_error = _made(their_backend, plain, dtypes)
     if layer is not None:
         features |= {name for name, extra in _TRIED.items() if _is_made(their_backend, replace(plain, **extra), dtypes)}
         features |= {"output_quant"} if fuses(layer.impl, STATIC_FP8) else set()
-    return Claims(
+    return VLLMDeclarations(
         dtypes=dtypes,
         head_sizes=head_sizes,
         kv_cache_dtypes=kv_cache_dtypes,
         attn_types=tuple(kind.value for kind in AttentionType if _takes_type(their_backend, kind)),
         features=frozenset(features),
-        trouble=trouble,
+        layer_error=layer_error,
     )
 
 
