@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attncheck.backends.candidates.triton_unified.declarations import TritonBackend
 from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
+from attncheck.backends.candidates.triton_unified.triton_backend import TritonBackend
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, Conventions
 from attncheck.backends.interpreter import is_interpreted
 from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentMetadata

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.backends.candidates.triton_unified.declarations import TritonBackend
 from attncheck.backends.candidates.triton_unified.tiling import SplitScratch, allocate_scratch
+from attncheck.backends.candidates.triton_unified.triton_backend import TritonBackend
 from attncheck.backends.contract import AttentionCGSupport, AttentionType, CommonAttentionMetadata, Conventions
 from attncheck.backends.interpreter import is_interpreted
 from attncheck.backends.paged import PagedBackend
