@@ -1,12 +1,6 @@
-"""The candidates: the contract they implement, the registry that finds them, and the ones attncheck brings along.
+"""The backends that can be examined: the contract, what backends may share, and the candidates of attncheck's own.
 
-- ``contract``, ``impl``: what a backend is; ``conventions``: differences that are not bugs; ``quantkey``;
-- ``declarations``: what a backend says it supports, held against a case;
-- ``packings``, ``codecs``: how a KV cache is laid out, written and read;
-- ``registry``, ``verification``: from a name to a class that keeps the contract's form;
-- ``kernel``: a bare function as a backend;
-- ``paged``, ``paged_metadata``, ``refusals``, ``gathering``: what our own candidates share;
-- ``reference_backend``, ``torch_sdpa``, ``flex_attention``: those candidates.
-
-Importing this package imports none of them. Must not know: suites, checks, records, the harness.
+Begin with ``contract`` (what a backend is), then ``candidates/torch_sdpa`` (a small one). ``registry`` turns a name
+into a class; ``declarations`` compares a class with a case; ``caches`` writes and reads KV caches from outside.
+Importing this package imports none of them.
 """

@@ -22,7 +22,6 @@ are ``kv_c_normed`` and ``k_pe``, and the output is flat.
 Errors a candidate raises: ``ValueError`` for a value (size, shape, dtype), ``NotImplementedError`` for a feature or a
 combination, ``TypeError`` for an object of the wrong kind, ``RuntimeError`` for calls in the wrong order. What it
 cannot do it refuses before the output or the cache changes; a feature quietly ignored is the worst bug of all.
-Must not know: any backend, the harness.
 """
 
 import importlib.metadata
@@ -35,10 +34,16 @@ import torch
 
 from attncheck.backends.caches.codecs import KVCacheCodec, default_codec
 from attncheck.backends.conventions import Conventions
-from attncheck.backends.current_config import get_current_vllm_config
 from attncheck.backends.declarations import MultipleOf, undeclared
-from attncheck.backends.impl import AttentionImpl, AttentionLayer, MLAAttentionImpl
-from attncheck.backends.quantkey import GroupShape, QuantKey, ScaleDesc
+from attncheck.backends.impl import (
+    AttentionImpl,
+    AttentionLayer,
+    GroupShape,
+    MLAAttentionImpl,
+    QuantKey,
+    ScaleDesc,
+    get_current_vllm_config,
+)
 from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, CacheSpec, LayerSpec
 from attncheck.reference.utilities.builder import AttentionMetadataBuilder
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata

@@ -1,13 +1,13 @@
-"""What a backend declares, held against a case: which features a case needs, and what speaks against a backend.
+"""What a backend declares, compared with a case: which features the case needs, and why a backend cannot answer it.
 
-Pure functions of class-level data and specs. Every reason is a fragment of a sentence with the offending value and the
-limit, and none is left out because an earlier one would suffice. What playing a path over ``forward`` takes is among
-them, since a backend declares whether it is asked for the path itself. Must not know: tensors, how a case is run.
+Pure functions of class-level data and specs. A reason is a fragment of a sentence with the offending value and the
+limit; all reasons are given. A path that a backend does not declare is played over ``forward``; what that takes counts
+among the needs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -21,18 +21,6 @@ from attncheck.reference.spec import (
     RequestSpec,
     SplitKVOptions,
 )
-
-if TYPE_CHECKING:
-    from attncheck.backends.contract import AttentionBackend
-
-
-DTYPES: dict[str, torch.dtype] = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-}
-"""The dtypes of specs, by the name they have there."""
-
 
 _FUNCTIONS = ("merge", "causal_conv1d")
 """Paths that ask a function of the backend, and not its attention."""
@@ -52,6 +40,23 @@ class MultipleOf:
 
     def __str__(self) -> str:
         return f"multiples of {self.base}"
+
+
+class Declarations(Protocol):
+    """The part of an ``AttentionBackend`` class that a case is compared with; the contract describes the members."""
+
+    features: frozenset[str]
+    supported_kv_cache_dtypes: tuple[str, ...]
+    supported_layouts: tuple[str, ...]
+    supported_attn_types: tuple[str, ...]
+
+    def is_mla(self) -> bool: ...
+
+    def get_supported_dtypes(self) -> list[torch.dtype]: ...
+
+    def get_supported_head_sizes(self) -> list[int]: ...
+
+    def get_supported_kernel_block_sizes(self) -> list[int | MultipleOf]: ...
 
 
 def required_features(
@@ -75,7 +80,7 @@ def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: fro
 
     Its :func:`required_features`; as ``key=value`` the sizes and forms of the layer, and of the cache if it has one.
     """
-    specs = (layer, cache) if has_cache(layer) else (layer,)
+    specs = (layer, cache) if layer.has_cache else (layer,)
     forms = [f"{name}={getattr(spec, name)}" for spec in specs for name in FORMS if hasattr(spec, name)]
     return (*sorted(required_features(layer, cache, batch, declared)), *forms)
 
@@ -91,7 +96,7 @@ def is_merged(batch: BatchSpec, declared: frozenset[str]) -> bool:
     return batch.path.name in ("split_kv", "dcp") or (batch.path.name == "cascade" and "cascade" not in declared)
 
 
-def undeclared(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
+def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
     """Every reason why ``backend``'s declarations leave the case out; empty: it must answer right."""
     dtype = _not_among("dtype", layer.dtype, [str(d).removeprefix("torch.") for d in backend.get_supported_dtypes()])
     if backend.is_mla() and layer.mla is None:
@@ -102,7 +107,7 @@ def undeclared(backend: "type[AttentionBackend]", layer: LayerSpec, cache: Cache
         _not_among("attn_type", str(layer.attn_type), [str(t) for t in backend.supported_attn_types]),
         _head_size_reason(backend, layer),
     ]
-    if has_cache(layer):
+    if layer.has_cache:
         reasons += [
             _kv_cache_dtype_reason(backend, layer, cache),
             block_size_reason(backend, cache.block_size),
@@ -113,12 +118,7 @@ def undeclared(backend: "type[AttentionBackend]", layer: LayerSpec, cache: Cache
     return [reason for reason in reasons if reason]
 
 
-def has_cache(layer: LayerSpec) -> bool:
-    """Whether the layer reads a paged cache; encoder layers take keys and values from the step itself."""
-    return layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-
-
-def is_block_size_supported(backend: "type[AttentionBackend]", block_size: int) -> bool:
+def is_block_size_supported(backend: Declarations, block_size: int) -> bool:
     """Whether ``block_size`` is one of the backend's kernel block sizes, or a multiple it takes."""
     return any(
         block_size % size.base == 0 if isinstance(size, MultipleOf) else block_size == size
@@ -126,7 +126,7 @@ def is_block_size_supported(backend: "type[AttentionBackend]", block_size: int) 
     )
 
 
-def block_size_reason(backend: "type[AttentionBackend]", block_size: int) -> str:
+def block_size_reason(backend: Declarations, block_size: int) -> str:
     """Why the backend cannot use pages of ``block_size`` tokens; empty: it can."""
     if is_block_size_supported(backend, block_size):
         return ""
@@ -240,7 +240,7 @@ def _not_among(name: str, value: str, supported: Sequence[str]) -> str:
     return "" if value in supported else f"{name} {value}: supported are {', '.join(supported) or 'none'}"
 
 
-def _head_size_reason(backend: "type[AttentionBackend]", layer: LayerSpec) -> str:
+def _head_size_reason(backend: Declarations, layer: LayerSpec) -> str:
     supported = backend.get_supported_head_sizes()
     sizes = {"head_size": layer.head_size, "head_size_v": layer.value_head_size}
     wrong = [f"{name} {size}" for name, size in sizes.items() if supported and size not in supported]
@@ -249,7 +249,7 @@ def _head_size_reason(backend: "type[AttentionBackend]", layer: LayerSpec) -> st
     return f"{' and '.join(wrong)}: supported are {', '.join(map(str, supported))}" if wrong else ""
 
 
-def _kv_cache_dtype_reason(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec) -> str:
+def _kv_cache_dtype_reason(backend: Declarations, layer: LayerSpec, cache: CacheSpec) -> str:
     """A cache dtype that is the layer's own, under its name, is ``auto``."""
     names = ("auto", layer.dtype) if cache.kv_cache_dtype in ("auto", layer.dtype) else (cache.kv_cache_dtype,)
     if any(name in backend.supported_kv_cache_dtypes for name in names):

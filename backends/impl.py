@@ -1,14 +1,18 @@
-"""What runs the kernels of one attention layer: the impl, and the layer it may read.
+"""The part of the contract that one attention layer meets: its impl, and what the impl reads and is given.
 
-Part of the contract, whose module exports it. Must not know: backends, builders, the harness.
+Backends import from :mod:`attncheck.backends.contract`, which exports what they need of this module.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from attncheck.backends.quantkey import QuantKey
 from attncheck.reference.spec import AttentionType
 
 M = TypeVar("M")
@@ -30,6 +34,43 @@ class AttentionLayer(Protocol):
     _q_scale_float: float
     _k_scale_float: float
     _v_scale_float: float
+
+
+class GroupShape(NamedTuple):
+    """The rows and columns that share one scale; -1 is the whole extent.
+
+    Per tensor (-1, -1), per token (1, -1), per channel (-1, 1), blocks such as (1, 128).
+    """
+
+    row: int
+    col: int
+
+
+@dataclass(frozen=True)
+class ScaleDesc:
+    """A scale: its dtype, whether it is known beforehand (``static``) or taken from the data, and what shares one."""
+
+    dtype: torch.dtype
+    static: bool
+    group_shape: GroupShape
+
+
+@dataclass(frozen=True)
+class QuantKey:
+    """A quantised format, as vLLM's graph compiler names it; here static per-tensor FP8.
+
+    >>> QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, True, GroupShape(-1, -1))).scale.static
+    True
+    """
+
+    dtype: torch.dtype
+    scale: ScaleDesc
+    scale2: ScaleDesc | None = None
+    symmetric: bool = True
+
+
+STATIC_FP8 = QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=GroupShape(-1, -1)))
+"""Codes of ``float8_e4m3fn`` under one scale for the whole tensor, known beforehand."""
 
 
 class AttentionImpl(ABC, Generic[M]):
@@ -148,3 +189,31 @@ class MLAAttentionImpl(AttentionImpl[M]):
         kv_c_normed: ``[tokens, kv_lora_rank]``. k_pe: ``[tokens, 1, qk_rope_head_dim]``.
         """
         raise NotImplementedError
+
+
+_CURRENT: ContextVar[Any] = ContextVar("current_vllm_config")
+"""Set while impls and builders are constructed: an impl's ten arguments hold no config, as in vLLM."""
+
+
+def get_current_vllm_config() -> Any:
+    """The config of the layer being made: the object its builder is given, but that it holds no layers yet.
+
+    Raises:
+        RuntimeError: no layer is being made; keep what the constructor asked for.
+    """
+    try:
+        return _CURRENT.get()
+    except LookupError as error:
+        raise RuntimeError(
+            "no vllm_config is current: it can be asked for while impls and builders are made"
+        ) from error
+
+
+@contextmanager
+def set_current_vllm_config(vllm_config: Any) -> Iterator[None]:
+    """``vllm_config`` is the current one inside."""
+    token = _CURRENT.set(vllm_config)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)

@@ -5,7 +5,7 @@
 >>> MyKernel.get_name(), MyKernel.get_impl_cls().brings_writer
 ('MY_KERNEL', False)
 
-What ``features`` leaves out the wrapper refuses before the function is called. Must not know: what the function does.
+What ``features`` leaves out the wrapper refuses before the function is called.
 """
 
 import inspect
@@ -35,7 +35,7 @@ _KERNEL_ARGUMENTS = ("query", "key_cache", "value_cache", "metadata", "params", 
 _KERNEL_OPTIONS = ("k_scale", "v_scale", "output_lse", "output_scale")
 _WRITER_ARGUMENTS = ("key", "value", "key_cache", "value_cache", "slot_mapping")
 _WRITER_OPTIONS = ("k_scale", "v_scale")
-_CACHED_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+_CACHED_TYPES = tuple(kind for kind in AttentionType if kind.has_cache)
 
 
 def kernel_backend(

@@ -2,7 +2,7 @@
 
 As in vLLM, such a backend is one of its own: it serves layers with a latent cache and no others. A candidate derives
 from :class:`LatentBackend` and :class:`LatentImpl` and implements :meth:`LatentImpl.write` and
-:meth:`LatentImpl.attend`. Must not know: how any candidate attends.
+:meth:`LatentImpl.attend`.
 """
 
 from abc import abstractmethod
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.base.refusals import refuse_layer, refuse_undeclared_call
-from attncheck.backends.caches.packings import FP8_DTYPES, packed_shape
+from attncheck.backends.caches.packings import packed_shape
 from attncheck.backends.contract import (
     AttentionBackend,
     AttentionLayer,
@@ -23,6 +23,7 @@ from attncheck.backends.contract import (
     MLAAttentionImpl,
 )
 from attncheck.backends.declarations import block_size_reason
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.attention.mla_layer import MLAParams
 

@@ -2,7 +2,7 @@
 
 A candidate derives from :class:`PagedBackend` and :class:`PagedImpl` (and from the metadata and builder of
 :mod:`attncheck.backends.paged_metadata`), declares what it supports, and implements :meth:`PagedImpl.attend`. Refusals,
-the profiling call, and the order write-then-attend live here once. Must not know: how any candidate attends.
+the profiling call, and the order write-then-attend are written here once.
 """
 
 from abc import abstractmethod
@@ -11,19 +11,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attncheck.backends.base.refusals import refuse_layer, refuse_undeclared_call
+from attncheck.backends.base.gathering import encode_fp8
+from attncheck.backends.base.refusals import refuse_layer, refuse_undeclared_call, wrong_cache_dtype
 from attncheck.backends.caches.codecs import KVCacheCodec, packed_codec
-from attncheck.backends.caches.fp8 import encode
-from attncheck.backends.caches.packings import FP8_DTYPES, Packing, packed_shape
-from attncheck.backends.contract import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionLayer,
-    AttentionType,
-)
+from attncheck.backends.caches.packings import Packing, packed_shape
+from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionLayer, AttentionType, QuantKey
 from attncheck.backends.declarations import block_size_reason
+from attncheck.backends.dtypes import FP8_DTYPES
+from attncheck.backends.impl import STATIC_FP8
 from attncheck.backends.paged_metadata import PagedMetadata
-from attncheck.backends.quantkey import STATIC_FP8, QuantKey
 from attncheck.reference.attention.cache import kv_cache_views
 from attncheck.reference.attention.params import AttentionParams, window_pair
 from attncheck.reference.spec import CacheSpec, LayerSpec
@@ -118,11 +114,6 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         """Whether the layer is causal unless a step's metadata says otherwise."""
         return self.attn_type == AttentionType.DECODER
 
-    @property
-    def has_cache(self) -> bool:
-        """Encoder layers take keys and values from the step itself."""
-        return self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-
     def params(self, metadata: PagedMetadata) -> AttentionParams:
         """The layer's parameters for one step: a window is mirrored where the step is not causal."""
         causal = metadata.common.causal
@@ -165,7 +156,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         if attn_metadata is None:  # profiling: there is no cache and no batch
             return output.zero_()
         self._refuse_wrong_step(query, key, value, kv_cache, attn_metadata, output, output_lse, output_scale)
-        is_fp8 = self.has_cache and self.kv_cache_dtype in FP8_DTYPES
+        is_fp8 = self.attn_type.has_cache and self.kv_cache_dtype in FP8_DTYPES
         refuse_undeclared_call(
             self.backend,
             attn_type=self.attn_type,
@@ -178,7 +169,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             has_output_block_scale=output_block_scale is not None,
             has_output_lse=output_lse is not None,
         )
-        caches = self._cache_views(kv_cache) if self.has_cache else None
+        caches = self._cache_views(kv_cache) if self.attn_type.has_cache else None
         slots = attn_metadata.common.slot_mapping
         writes = caches is not None and self.brings_writer and self.kv_sharing_target_layer_name is None
         if writes and caches is not None and key is not None and value is not None:
@@ -208,7 +199,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         rows = slice(0, metadata.num_rows)
         plain = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
         self.attend(layer, query, key, value, caches, metadata, plain, output_lse)
-        output.view(torch.uint8)[rows] = encode(plain[rows], output_scale, output.dtype).view(torch.uint8)
+        output.view(torch.uint8)[rows] = encode_fp8(plain[rows], output_scale, output.dtype).view(torch.uint8)
 
     @abstractmethod
     def write(
@@ -284,7 +275,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         if output_lse is not None and (output_lse.shape[0] < tokens or output_lse.shape[1:] != (self.num_heads,)):
             wrong.append(f"output_lse has shape {tuple(output_lse.shape)}, not [{tokens}+, {self.num_heads}]")
         wrong += self._wrong_keys(key, value, metadata)
-        if self.has_cache:
+        if self.attn_type.has_cache:
             wrong += self._wrong_cache(kv_cache, query.dtype)
         if wrong:
             raise ValueError(f"{name}: {'; '.join(wrong)}")
@@ -293,7 +284,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         """Rows of key and value the step needs: those its slots name, or in an encoder those of the query."""
         if self.kv_sharing_target_layer_name is not None:
             return []
-        needed = len(metadata.common.slot_mapping) if self.has_cache else metadata.num_rows
+        needed = len(metadata.common.slot_mapping) if self.attn_type.has_cache else metadata.num_rows
         wrong = []
         for name, given, size in (("key", key, self.head_size), ("value", value, self.head_size_v)):
             if given is None:
@@ -306,10 +297,4 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
     def _wrong_cache(self, kv_cache: Tensor, dtype: torch.dtype) -> list[str]:
         if kv_cache.numel() == 0:
             return ["kv_cache is empty"]
-        stored = kv_cache.dtype
-        if self.kv_cache_dtype in FP8_DTYPES:
-            expected = {torch.uint8, FP8_DTYPES[self.kv_cache_dtype]}
-        else:
-            named = [n for n in self.backend.supported_kv_cache_dtypes if n != "auto" and n not in FP8_DTYPES]
-            expected = {dtype, *(getattr(torch, n) for n in named)}
-        return [] if stored in expected else [f"kv_cache has dtype {stored} for kv_cache_dtype {self.kv_cache_dtype}"]
+        return wrong_cache_dtype(self.backend, self.kv_cache_dtype, kv_cache.dtype, dtype)

@@ -1,8 +1,9 @@
 """A step as our own candidates see it: the common metadata, its lengths on the host, and the builder that reads them.
 
-Must not know: caches, how any candidate attends.
+Drafts may be verified as a tree; a builder reads it from vLLM's ``speculative_token_tree`` as a mask.
 """
 
+import ast
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,9 +11,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from attncheck.backends.base.draft_trees import tree_of
-from attncheck.backends.base.refusals import refuse_cache, refuse_tree
-from attncheck.backends.contract import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
+from attncheck.backends.contract import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    KVCacheSpec,
+)
+from attncheck.backends.declarations import block_size_reason
 
 
 @dataclass
@@ -75,3 +80,60 @@ class PagedBuilder(AttentionMetadataBuilder[PagedMetadata]):
             tree=self._tree,
             common_prefix_len=common_prefix_len,
         )
+
+
+def refuse_cache(backend: type[AttentionBackend], spec: KVCacheSpec) -> None:
+    """Raise for pages that the backend's kernels cannot do, and for chunks that it does not declare."""
+    if reason := block_size_reason(backend, spec.block_size):
+        raise ValueError(f"{backend.get_name()}: {reason}")
+    if spec.attention_chunk_size is not None and "local" not in backend.features:
+        raise NotImplementedError(
+            f"{backend.get_name()}: attention_chunk_size {spec.attention_chunk_size} is not supported"
+        )
+
+
+def refuse_tree(backend: type[AttentionBackend], tree: torch.Tensor | None) -> None:
+    """Raise ``NotImplementedError`` for a tree, where the backend does not declare that it takes one."""
+    if tree is not None and "tree" not in backend.features:
+        raise NotImplementedError(f"{backend.get_name()}: a tree of {len(tree) - 1} draft tokens is not supported")
+
+
+def tree_of(vllm_config: Any, device: torch.device) -> torch.Tensor | None:
+    """Return the mask of the tree in which drafts are verified (bool ``[Q, Q]``), or None if there is no tree."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    written = None if speculative is None else speculative.speculative_token_tree
+    return None if written is None else tree_mask(written).to(device)
+
+
+def tree_mask(speculative_token_tree: str) -> torch.Tensor:
+    """Bool ``[Q, Q]``, Q being one more than the tree has nodes: row 0 is the root, which the string leaves out.
+
+    Each node is written as the choices that lead to it, parents first. A row sees itself and its ancestors.
+    ``ValueError`` for a string that is no such list.
+
+    >>> tree_mask("[(0,), (1,), (0, 0)]").int()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [1, 0, 1, 0],
+            [1, 1, 0, 1]], dtype=torch.int32)
+    """
+    nodes = _nodes(speculative_token_tree)
+    row_of = {node: row for row, node in enumerate(nodes)}
+    mask = torch.zeros(len(nodes), len(nodes), dtype=torch.bool)
+    for row, node in enumerate(nodes):
+        for depth in range(len(node) + 1):
+            ancestor = row_of.get(node[:depth])
+            if ancestor is None or ancestor > row:
+                raise ValueError(f"speculative_token_tree {speculative_token_tree}: {node} stands before its parent")
+            mask[row, ancestor] = True
+    return mask
+
+
+def _nodes(written: str) -> list[tuple[int, ...]]:
+    try:
+        nodes = [tuple(node) for node in ast.literal_eval(written)]
+    except (ValueError, SyntaxError, TypeError) as error:
+        raise ValueError(f"speculative_token_tree {written!r} is no list of tuples of choices") from error
+    if len(set(nodes)) != len(nodes) or () in nodes:
+        raise ValueError(f"speculative_token_tree {written!r}: every node stands once, and the root is left out")
+    return [(), *nodes]

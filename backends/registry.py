@@ -1,4 +1,4 @@
-"""From a name to a backend: names and paths here, imports only when one is asked for.
+"""Finds the backend that a name or a path means, and imports it only then.
 
 Four spellings, tried in this order:
 
@@ -8,7 +8,7 @@ Four spellings, tried in this order:
 - ``package.module:Class``: anything importable.
 
 The object found may be a backend class, or a plain function, which ``kernel_backend`` wraps. What is loaded has been
-held against the contract's form. Importing this module loads no torch. Must not know: what a backend supports, devices.
+checked against the contract's form. Importing this module loads no torch.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "flex_attention": "attncheck.backends.candidates.flex_attention:FlexBackend",
         "triton_unified": "attncheck.backends.candidates.triton_unified.backend:UnifiedBackend",
         "xformers": "attncheck.backends.candidates.xformers.backend:XFormersBackend",
-        "torch_varlen": "attncheck.backends.candidates.torch_varlen.backend:TorchVarlenBackend",
+        "torch_varlen": "attncheck.backends.candidates.torch_varlen:TorchVarlenBackend",
         "flash_attn": "attncheck.backends.candidates.flash_attn.backend:FlashAttnBackend",
         "flashinfer": "attncheck.backends.candidates.flashinfer.backend:FlashInferBackend",
         "reference_mla": "attncheck.backends.candidates.reference_mla:ReferenceMLABackend",

@@ -1,10 +1,9 @@
 """Steps in which every request has equally many rows, as a captured graph can hold them: written and gathered.
 
-The number of rows a request, of requests, of pages in a table row and the bound of all lengths are numbers that a graph
-freezes, and every shape here follows from them. Lengths, tables and slots are contents: they are read on the device, by
-operators that neither wait for it nor have a shape of their own. So the same calls are right again after the tensors
-were refilled. What other slots hold cannot matter, and nothing is written but the mapped slots. Must not know: scores,
-masks, backends.
+Numbers that a graph freezes give every shape here: rows a request, requests, pages in a table row, and the bound of all
+lengths. Lengths, tables and slots are contents: they are read on the device, by operators that neither wait for it nor
+have a shape of their own. So the same calls are right again after the tensors were refilled. What other slots hold
+cannot matter, and nothing is written but the mapped slots.
 """
 
 from collections.abc import Iterator
@@ -13,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.backends.base.gathering import stored_values
-from attncheck.backends.caches.fp8 import encode
+from attncheck.backends.base.gathering import encode_fp8, stored_values
 from attncheck.backends.impl import AttentionLayer
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.attention.params import AttentionParams
@@ -28,7 +26,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
-class UniformPiece:
+class UniformRequests:
     """Some of a step's requests, unpaged: ``n`` requests of ``q`` rows, with room for ``s`` keys each.
 
     rows: where their rows lie in query and output. query_positions: int64 ``[n, q]``, negative where a request has more
@@ -75,12 +73,12 @@ def write_slots(
     place = slots // block_size, slots % block_size
     for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
         is_coded = cache.itemsize == 1
-        stored = encode(new[rows], scale, cache.dtype) if is_coded else new[rows].to(cache.dtype)
+        stored = encode_fp8(new[rows], scale, cache.dtype) if is_coded else new[rows].to(cache.dtype)
         bits = cache.view(_BITS[cache.itemsize])
         bits[place] = torch.where(is_live, stored.view(bits.dtype), bits[place])
 
 
-def uniform_pieces(
+def uniform_requests(
     params: AttentionParams,
     metadata: PagedMetadata,
     query_len: int,
@@ -89,7 +87,7 @@ def uniform_pieces(
     value: Tensor | None,
     caches: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
-) -> Iterator[UniformPiece]:
+) -> Iterator[UniformRequests]:
     """The requests whose rows the step has room for, ``query_len`` each; real and padding alike.
 
     Keys come from ``caches`` through the block table, in ``dtype``, else from ``key`` and ``value`` row for row.
@@ -125,7 +123,7 @@ def uniform_pieces(
         is_absent = ~exists[:, :, None, None]
         found_key, found_value = (values.masked_fill_(is_absent, 0) for values in found)
         is_real = torch.arange(rows.start, rows.stop, device=device) < common.query_start_loc[-1]
-        yield UniformPiece(
+        yield UniformRequests(
             rows=rows,
             query_positions=first_position + torch.arange(query_len, device=device),
             key_positions=key_positions,

@@ -4,7 +4,7 @@ Each spec checks itself; here stands what takes two of them to see. Errors are :
 dotted path from the case (``batch.requests.2.shared_prefix``). Must not know: YAML, backends, what can run where.
 """
 
-from attncheck.cases.paths import ENCODERS, check_path
+from attncheck.cases.paths import check_path
 from attncheck.errors import SpecError
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
@@ -45,7 +45,7 @@ def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
 
 def pages_needed(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> int:
     """Pages the batch owns, shared ones counted once; 0 where there is no cache."""
-    if layer.attn_type in ENCODERS:
+    if not layer.has_cache:
         return 0
     cross = layer.attn_type == AttentionType.ENCODER_DECODER
     pages = 0

@@ -20,9 +20,6 @@ from attncheck.reference.spec import (
     TreeOptions,
 )
 
-ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-"""The types of layers without a cache."""
-
 _CAUSAL_ONLY = ("local", "tree", "fast_prefill")
 """Paths whose rewriting of the batch, or whose mask, takes a causal layer for granted."""
 
@@ -33,7 +30,7 @@ _NOT_FOR_MLA = ("paged", "encoder_only", "cross", "local")
 
 def implied_path(layer: LayerSpec) -> PathSpec:
     """The path of a case that names none. A layer with chunks stays with ``paged``: its mask is the layer's own."""
-    if layer.attn_type in ENCODERS:
+    if not layer.has_cache:
         return PathSpec(name="encoder_only")
     if layer.attn_type == AttentionType.ENCODER_DECODER:
         return PathSpec(name="cross")

@@ -27,6 +27,11 @@ class AttentionType(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether such a layer reads a paged cache; encoders take keys and values from the step itself."""
+        return self in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MLASpec:
@@ -138,6 +143,11 @@ class LayerSpec:
                     value=f"num_kv_heads {self.num_kv_heads}, head_size {self.head_size}",
                     allowed=f"give num_kv_heads: 1, head_size: {width}",
                 )
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the layer reads a paged cache; encoder layers take keys and values from the step itself."""
+        return AttentionType(self.attn_type).has_cache  # from Python the type may be given as its name
 
     @property
     def value_head_size(self) -> int:

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.caches.packings import allocate_kv_cache
+from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.driver.construction import construct_builder, construct_impl
 from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.page_layout import lay_out
-from attncheck.harness.problem.problem import TORCH_DTYPES, Problem
+from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.run.backend_loading import load_backend, usable_here
 from attncheck.harness.run.evaluation import UnavailableBackend
@@ -93,7 +94,7 @@ class Question:
 
         def drawn(rows: int, heads: int) -> Tensor:
             shape = (self.num_requests, rows, heads, layer.head_size)
-            return torch.randn(shape, generator=generator, device=device, dtype=TORCH_DTYPES[layer.dtype])
+            return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[layer.dtype])
 
         self.query = drawn(self.query_len, layer.num_heads)
         self.keys, self.values = (drawn(self.seq_len, layer.num_kv_heads) for _ in range(2))
@@ -197,7 +198,7 @@ def step_of(name: str, page: int, question: Question) -> tuple[Callable[[], obje
 
 def ceiling_of(name: str, size: Size, device: torch.device) -> tuple[Callable[[], object], dict[str, float]]:
     """A call that does as much as the device can, and how much that is. On random data: zeros can be faster."""
-    dtype = TORCH_DTYPES[size.layer.dtype]
+    dtype = DTYPES[size.layer.dtype]
     if name == "copy":
         source = torch.randn(size.copied // dtype.itemsize // 2, device=device, dtype=dtype)
         target = torch.empty_like(source)

@@ -1,24 +1,24 @@
 """Pages for candidates that attend over plain tensors: writing new rows, and gathering the keys a request's rows see.
 
-Only slots that a request owns, and only keys that some row of the request can see, are ever read: what other slots hold
-(NaN after a free, a stale tail, a block that a window has given back) cannot matter. Plain torch, and on purpose not
-the reference's code, which these candidates are compared with. Must not know: scores, masks, backends.
+Only slots that a request owns, and only keys that some row of the request can see, are read: what other slots hold (NaN
+after a free, a stale tail, a block that a window has given back) cannot matter. A float8 cache holds codes, each of
+which means ``code * scale``; a scale is a float32 tensor of one element or one a head. All is plain torch and, on
+purpose, not the reference's code, which these candidates are compared with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attncheck.backends.caches.fp8 import decode, encode
 from attncheck.backends.impl import AttentionLayer
 from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.attention.params import AttentionParams
 
 
 @dataclass(frozen=True)
-class Piece:
+class UnpagedRequest:
     """One request of a step, unpaged: its rows, and the keys at positions ``first_key`` and following.
 
     rows: where the request's rows lie in query and output. first_position: the position of the first row; negative
@@ -60,12 +60,12 @@ def write_pages(
     for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
         block, offset = slots // cache.shape[1], slots % cache.shape[1]
         if cache.itemsize == 1:
-            cache.view(torch.uint8)[block, offset] = encode(new[rows], scale, cache.dtype).view(torch.uint8)
+            cache.view(torch.uint8)[block, offset] = encode_fp8(new[rows], scale, cache.dtype).view(torch.uint8)
         else:
             cache[block, offset] = new[rows].to(cache.dtype)
 
 
-def pieces(
+def unpaged_requests(
     params: AttentionParams,
     metadata: PagedMetadata,
     layer: AttentionLayer,
@@ -73,7 +73,7 @@ def pieces(
     value: Tensor | None,
     caches: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
-) -> Iterator[Piece]:
+) -> Iterator[UnpagedRequest]:
     """Every request that has rows. Keys come from ``caches`` through the block table, else from ``key``, ``value``.
 
     What the caches hold is handed over in ``dtype``.
@@ -93,12 +93,27 @@ def pieces(
         else:
             raise RuntimeError("neither a cache nor keys and values to attend to")
         tree = metadata.tree if metadata.tree is not None and len(metadata.tree) == end - start else None
-        yield Piece(slice(start, end), first_position, lo, found_key, found_value, tree)
+        yield UnpagedRequest(slice(start, end), first_position, lo, found_key, found_value, tree)
+
+
+def grouped_requests(found: Iterable[UnpagedRequest], limit: int | None) -> Iterator[list[UnpagedRequest]]:
+    """Yield consecutive requests, as many together as keep rows x keys within ``limit`` (None: all); trees apart."""
+    group: list[UnpagedRequest] = []
+    for piece in found:
+        together = [*group, piece]
+        scores = sum(one.num_rows for one in together) * sum(len(one.key) for one in together)
+        is_other = bool(group) and (group[0].tree is None) != (piece.tree is None)
+        if is_other or (group and limit is not None and scores > limit):
+            yield group
+            together = [piece]
+        group = together
+    if group:
+        yield group
 
 
 def stored_values(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """What a cache holds, in ``dtype``. Scales belong to codes; other caches hold the numbers themselves."""
-    return decode(stored, scale, dtype) if stored.itemsize == 1 else stored.to(dtype)
+    return decode_fp8(stored, scale, dtype) if stored.itemsize == 1 else stored.to(dtype)
 
 
 def key_range(params: AttentionParams, first_position: int, seq_len: int) -> tuple[int, int]:
@@ -119,3 +134,14 @@ def gather_tokens(cache: Tensor, table_row: Tensor, lo: int, hi: int) -> Tensor:
     positions = torch.arange(lo, hi, device=cache.device)
     blocks = table_row[positions // cache.shape[1]].to(device=cache.device, dtype=torch.int64)
     return cache[blocks, positions % cache.shape[1]]
+
+
+def encode_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the codes of ``x`` (``[..., heads, size]``) in ``dtype``: rounded to nearest, saturating, NaN kept."""
+    limit = torch.finfo(dtype).max
+    return (x.to(torch.float32) / scale.reshape(-1, 1)).clamp(-limit, limit).to(dtype)
+
+
+def decode_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what codes (``[..., heads, size]``) mean, rounded to ``dtype``."""
+    return (codes.to(torch.float32) * scale.reshape(-1, 1)).to(dtype)

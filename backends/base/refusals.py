@@ -1,28 +1,21 @@
-"""Refusing what is not declared: the three places where our own candidates look before they act.
+"""Refuses a layer or a call that a backend does not declare, before anything is computed.
 
-A bad value is a ``ValueError``, a feature or combination that is not declared a ``NotImplementedError``, an object of
-the wrong kind a ``TypeError``; all problems stand in one message, and nothing has changed when it is raised. Must not
-know: how anything is computed.
+A bad value is a ``ValueError``, a feature or combination that is not declared a ``NotImplementedError``. One message
+names all problems.
 """
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from attncheck.backends.caches.packings import FP8_DTYPES
-from attncheck.backends.declarations import block_size_reason
-from attncheck.reference.spec import AttentionType
-
-if TYPE_CHECKING:
-    from attncheck.backends.contract import AttentionBackend, KVCacheSpec
-
-_FLOAT_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
+from attncheck.backends.contract import AttentionBackend, AttentionType
+from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 
 
 def refuse_layer(
-    backend: "type[AttentionBackend]",
+    backend: type[AttentionBackend],
     *,
     num_heads: int,
     head_size: int,
@@ -37,7 +30,7 @@ def refuse_layer(
     sinks: Tensor | None,
     head_size_v: int,
 ) -> None:
-    """Called by an impl's constructor with its arguments, defaults resolved."""
+    """Raise for a layer that the backend cannot serve; an impl's constructor calls this, defaults resolved."""
     wrong = []
     if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
         wrong.append(f"num_kv_heads {num_kv_heads} does not divide num_heads {num_heads}")
@@ -57,7 +50,7 @@ def refuse_layer(
     known_types = [str(kind) for kind in AttentionType]
     if str(attn_type) not in known_types:
         wrong.append(f"attn_type {attn_type!r}: must be one of {', '.join(known_types)}")
-    if kv_cache_dtype not in (*_FLOAT_CACHE_DTYPES, *FP8_DTYPES):
+    if kv_cache_dtype not in ("auto", *DTYPES, *FP8_DTYPES):
         wrong.append(f"kv_cache_dtype {kv_cache_dtype!r} is unknown")
     _raise(backend, ValueError, wrong)
 
@@ -77,22 +70,8 @@ def refuse_layer(
     _raise(backend, NotImplementedError, [f"{name} is not supported" for name, is_met in needs.items() if not is_met])
 
 
-def refuse_cache(backend: "type[AttentionBackend]", spec: "KVCacheSpec") -> None:
-    """Called by a builder's constructor with the cache spec of its layers."""
-    reason = block_size_reason(backend, spec.block_size)
-    _raise(backend, ValueError, [reason] if reason else [])
-    if spec.attention_chunk_size is not None and "local" not in backend.features:
-        _raise(backend, NotImplementedError, [f"attention_chunk_size {spec.attention_chunk_size} is not supported"])
-
-
-def refuse_tree(backend: "type[AttentionBackend]", tree: Tensor | None) -> None:
-    """Called by a builder's constructor with the tree its steps verify."""
-    if tree is not None and "tree" not in backend.features:
-        _raise(backend, NotImplementedError, [f"a tree of {len(tree) - 1} draft tokens is not supported"])
-
-
 def refuse_undeclared_call(
-    backend: "type[AttentionBackend]",
+    backend: type[AttentionBackend],
     *,
     attn_type: str,
     causal: bool,
@@ -104,7 +83,7 @@ def refuse_undeclared_call(
     has_output_block_scale: bool,
     has_output_lse: bool,
 ) -> None:
-    """Called by ``forward``: what only the step can tell."""
+    """Raise for a step that the backend cannot serve; ``forward`` calls this."""
     if causal and attn_type != AttentionType.DECODER:
         _raise(backend, ValueError, [f"attention of type {attn_type} is not causal, the metadata says it is"])
     is_decoder = attn_type == AttentionType.DECODER
@@ -123,13 +102,24 @@ def refuse_undeclared_call(
     _raise(backend, NotImplementedError, [f"{text} is not supported" for text in missing])
 
 
-def _takes_cache_dtype(backend: "type[AttentionBackend]", kv_cache_dtype: str) -> bool:
+def wrong_cache_dtype(
+    backend: type[AttentionBackend], kv_cache_dtype: str, stored: torch.dtype, layer_dtype: torch.dtype
+) -> list[str]:
+    """Return what is wrong with a cache of dtype ``stored``, in a list that is empty if nothing is."""
+    if kv_cache_dtype in FP8_DTYPES:
+        expected = {torch.uint8, FP8_DTYPES[kv_cache_dtype]}
+    else:
+        expected = {layer_dtype, *(DTYPES[name] for name in backend.supported_kv_cache_dtypes if name in DTYPES)}
+    return [] if stored in expected else [f"kv_cache has dtype {stored} for kv_cache_dtype {kv_cache_dtype}"]
+
+
+def _takes_cache_dtype(backend: type[AttentionBackend], kv_cache_dtype: str) -> bool:
     """A constructor is not told the layer's dtype, so ``forward`` holds a float cache's name against it."""
     if kv_cache_dtype in FP8_DTYPES:
         return kv_cache_dtype in backend.supported_kv_cache_dtypes and "fp8_kv" in backend.features
     return any(name in backend.supported_kv_cache_dtypes for name in ("auto", kv_cache_dtype))
 
 
-def _raise(backend: "type[AttentionBackend]", kind: type[Exception], problems: Sequence[str]) -> None:
+def _raise(backend: type[AttentionBackend], kind: type[Exception], problems: Sequence[str]) -> None:
     if problems:
         raise kind(f"{backend.get_name()}: {'; '.join(problems)}")

@@ -1,24 +1,20 @@
 """Writing and reading a backend's KV cache from outside, in plain torch.
 
-A cache is filled and read only through a codec, so that the harness never guesses where a key lies. Codecs are proved
-(what is written is read back, distinct slots touch distinct bytes) before they are trusted. Must not know: the step,
-the metadata, which backend computes what.
+A cache is filled and read only through a codec, so that the harness never guesses where a key lies. Before a codec is
+used, the harness proves that what is written is read back, and that distinct slots touch distinct bytes.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from attncheck.backends.caches.packings import FP8_DTYPES, Packing, detect_packing
-from attncheck.backends.declarations import DTYPES, has_cache
+from attncheck.backends.caches.packings import CacheGeometry, Packing, detect_packing
+from attncheck.backends.dtypes import DTYPES, FP8_DTYPES
 from attncheck.reference.attention.cache import kv_cache_views
 from attncheck.reference.attention.quant import dequantize_fp8, quantize_fp8
 from attncheck.reference.spec import CacheSpec, LayerSpec
-
-if TYPE_CHECKING:
-    from attncheck.backends.contract import AttentionBackend
 
 Scale = float | tuple[float, ...]
 
@@ -106,19 +102,19 @@ def coding_of(layer: LayerSpec, cache: CacheSpec) -> Coding:
     )
 
 
-def default_codec(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec) -> PackedCodec | None:
+def default_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> PackedCodec | None:
     """A codec for a backend whose packing can be recognised; None for others, and for a value head size of its own."""
     if layer.value_head_size != layer.head_size:
         return None
     return packed_codec(backend, layer, cache)
 
 
-def packed_codec(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec) -> PackedCodec | None:
+def packed_codec(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> PackedCodec | None:
     """The same, taking a ``content`` packing with values of another size than keys to be ``[key | value]``.
 
     For backends that know it is. None also for layers without a cache.
     """
-    if not has_cache(layer):
+    if not layer.has_cache:
         return None
     packing = detect_packing(backend, layer, cache)
     if packing is None:

@@ -1,11 +1,13 @@
-"""A codec found out by watching a backend's own writer, for packings that nobody has told.
+"""A codec found by watching a backend's own writer, for packings that nothing else describes.
 
-The writer is given rows of which every number says, digit by digit over a few rounds, which element of which slot it
-is; the memory afterwards says where each lies. Done for pools of two and of three pages, that gives the places within
-a page, the step from page to page, and what changes with the size of the pool. The layout so found then has to predict,
-byte for byte, what the writer does to a larger pool full of other numbers: whole pages, slots alone, slots in disorder.
-What does not fit is refused in words. Cannot see: a writer that puts things in a wrong place always defines its layout
-by that; whether the reader looks there is for ``numerics`` to find. Must not know: backends, steps, checks.
+The writer is given rows whose numbers name, digit by digit over a few rounds, the element and slot they are. Where they
+lie in memory afterwards gives the layout: pools of two and three pages show the places within a page, the step from
+page to page, and what changes with the size of the pool. The layout then has to predict, byte for byte, what the writer
+does to a larger pool full of other numbers: whole pages, slots alone, slots in disorder. Anything else is refused with
+a reason.
+
+A writer that puts things in a wrong place defines its layout by that. Whether the reader looks there is for
+``numerics`` to find.
 """
 
 import math
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.caches.codecs import coding_of
-from attncheck.backends.caches.placed_codec import PlacedCodec, Places, flat_memory
+from attncheck.backends.caches.placed_codec import ElementPlaces, PlacedCodec, flat_memory
 from attncheck.errors import AttncheckError
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
@@ -53,20 +55,20 @@ def learn_codec(
     ``write`` is given ``slots`` int64 ``[n]``, key and value in the layer's dtype, of the shapes a codec takes, all on
     ``device``; whatever it raises is a reason. The codec encodes with the scales of ``cache``.
     """
-    student = _Student(write, allocate, layer, cache, torch.device(device))
+    student = _LayoutLearner(write, allocate, layer, cache, torch.device(device))
     try:
         codec = student.learn()
         student.examine(codec)
-    except _UnfitError as unfit:
+    except _UnknownLayoutError as unfit:
         return NoCodec(str(unfit))
     return replace(codec, coding=coding_of(layer, cache))
 
 
-class _UnfitError(AttncheckError):
+class _UnknownLayoutError(AttncheckError):
     """What was seen is no layout; the sentence says what."""
 
 
-class _Student:
+class _LayoutLearner:
     """Learns the layout of one writer."""
 
     def __init__(
@@ -95,8 +97,8 @@ class _Student:
         ):
             stride = int(step.flatten()[0])
             if bool((step != stride).any()):
-                raise _UnfitError(f"the {name} of one page are laid out differently from those of another")
-            found.append(Places(first.reshape(-1, *shape).cpu(), more.reshape(-1, *shape).cpu(), stride))
+                raise _UnknownLayoutError(f"the {name} of one page are laid out differently from those of another")
+            found.append(ElementPlaces(first.reshape(-1, *shape).cpu(), more.reshape(-1, *shape).cpu(), stride))
         return PlacedCodec(found[0], found[1], self._allocate(1).numel(), self._coding, _NOTE)
 
     def examine(self, codec: PlacedCodec) -> None:
@@ -104,7 +106,7 @@ class _Student:
         blocks = max(4, min(_PREDICTED_PAGES, _PREDICTED_ELEMENTS // codec.page))
         written, predicted = self._allocate(blocks), self._allocate(blocks)
         if written.numel() != blocks * codec.page:
-            raise _UnfitError("the memory of a page depends on how many there are")
+            raise _UnknownLayoutError("the memory of a page depends on how many there are")
         slots = torch.arange(blocks * self._block_size)
         self._require_within(codec, slots, written)
         generator = torch.Generator().manual_seed(len(slots))
@@ -125,7 +127,7 @@ class _Student:
                 write(kv_cache, batch.to(self._device), *rows)
                 images.append(memory.view(torch.uint8))
             if not torch.equal(*images):
-                raise _UnfitError(f"writing {name} does not do to memory what the layout of whole pages says")
+                raise _UnknownLayoutError(f"writing {name} does not do to memory what the layout of whole pages says")
 
     def _places_in(self, blocks: int) -> Tensor:
         """Int64 ``[elements]``: where each element of a pool lies, slot by slot, of each the key before the value."""
@@ -155,20 +157,22 @@ class _Student:
         is_digit = (stored >= 1) & (stored <= base) & (stored == stored.round())
         strange = stored[touched & ~is_digit]
         if len(strange):
-            raise _UnfitError(f"{float(strange[0]):.6g} is stored where only whole numbers of 1 to {base} were given")
+            raise _UnknownLayoutError(
+                f"{float(strange[0]):.6g} is stored where only whole numbers of 1 to {base} were given"
+            )
         return torch.where(touched, stored - 1, 0.0).long()
 
     def _inverted(self, elements: Tensor, places: Tensor, count: int) -> Tensor:
         """Of the element in each place, the place of each element."""
         if len(elements) and int(elements.max()) >= count:
-            raise _UnfitError("numbers are stored that are mixed of those given")
+            raise _UnknownLayoutError("numbers are stored that are mixed of those given")
         times = torch.bincount(elements, minlength=count)
         if bool((times == 0).any()):
             lost = (times == 0).nonzero().flatten()
             share = f"{len(lost)} of {count} numbers are stored nowhere"
-            raise _UnfitError(f"{share}, first: {self._element_name(int(lost[0]))}")
+            raise _UnknownLayoutError(f"{share}, first: {self._element_name(int(lost[0]))}")
         if bool((times > 1).any()):
-            raise _UnfitError(f"{self._element_name(int(times.argmax()))} is stored {int(times.max())} times")
+            raise _UnknownLayoutError(f"{self._element_name(int(times.argmax()))} is stored {int(times.max())} times")
         table = torch.empty_like(elements)
         table[elements] = places
         return table
@@ -185,7 +189,7 @@ class _Student:
         """The places of all slots lie in the pool."""
         for places in (part.of(slots, len(slots) // self._block_size) for part in (codec.keys, codec.values)):
             if int(places.min()) < 0 or int(places.max()) >= kv_cache.numel():
-                raise _UnfitError("slots of the first or the last page are stored outside the pool")
+                raise _UnknownLayoutError("slots of the first or the last page are stored outside the pool")
 
     def _rows(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Keys and values of small whole numbers that every format holds, none of them zero."""
@@ -200,16 +204,16 @@ class _Student:
         try:
             kv_cache = self._allocator(blocks)
         except Exception as error:
-            raise _UnfitError(f"no cache of {blocks} pages could be made: {_told(error)}") from error
+            raise _UnknownLayoutError(f"no cache of {blocks} pages could be made: {_first_line(error)}") from error
         if kv_cache.untyped_storage().nbytes() != kv_cache.numel() * kv_cache.element_size():
-            raise _UnfitError("the cache is no dense memory of its own")
+            raise _UnknownLayoutError("the cache is no dense memory of its own")
         return kv_cache
 
     def _write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         try:
             self._writer(kv_cache, slots.clone(), key.clone(), value.clone())
         except Exception as error:
-            raise _UnfitError(f"the writer raised {_told(error)}") from error
+            raise _UnknownLayoutError(f"the writer raised {_first_line(error)}") from error
 
 
 def row_shapes(layer: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -219,6 +223,6 @@ def row_shapes(layer: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (layer.num_kv_heads, layer.head_size), (layer.num_kv_heads, layer.value_head_size)
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -15,22 +15,18 @@ latent        ``(blocks, 4, 8)``         per token: latent row | rotated part
 ============  =======================  ==========================================
 
 ``latent`` is the cache of multi-head latent attention and of nothing else: it has no heads, and no layout but one.
-Must not know: how a cache is written, what any backend computes.
 """
 
 import inspect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from attncheck.backends.declarations import DTYPES, has_cache
+from attncheck.backends.dtypes import cache_dtype
 from attncheck.reference.spec import CacheSpec, LayerSpec
-
-if TYPE_CHECKING:
-    from attncheck.backends.contract import AttentionBackend
 
 Packing = Literal["split_first", "split_second", "content", "plane", "latent"]
 PACKINGS: tuple[Packing, ...] = ("split_first", "split_second", "content", "plane")
@@ -48,12 +44,17 @@ _SWAPPED_ORDER: dict[Packing, tuple[int, ...]] = {
 }
 """The order in which tokens and heads trade places, the rest staying as in the logical shape."""
 
-FP8_DTYPES: dict[str, torch.dtype] = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-"""What the codes of an FP8 cache mean, by ``kv_cache_dtype``. The tensor itself is allocated as ``torch.uint8``."""
+
+class CacheGeometry(Protocol):
+    """The part of an ``AttentionBackend`` class that says how its cache is laid out; the contract describes it."""
+
+    def get_name(self) -> str: ...
+
+    def get_kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]: ...
+
+    def get_kv_cache_stride_order(self) -> tuple[int, ...]: ...
 
 
 def packed_shape(
@@ -76,7 +77,7 @@ def packed_shape(
 
 
 def kv_cache_shape(
-    backend: "type[AttentionBackend]",
+    backend: CacheGeometry,
     layer: LayerSpec,
     block_size: int,
     num_blocks: int,
@@ -89,7 +90,7 @@ def kv_cache_shape(
     return tuple(int(extent) for extent in shape)
 
 
-def detect_packing(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec) -> Packing | None:
+def detect_packing(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> Packing | None:
     """The packing of a backend's cache, found by asking for a shape that fits one packing only; None: none of them.
 
     Asked with the case's block and head size, since kernels refuse others, but with unmistakable numbers of blocks and
@@ -118,7 +119,7 @@ def detect_packing(backend: "type[AttentionBackend]", layer: LayerSpec, cache: C
     return next(iter(found)) if len(found) == 1 else None
 
 
-def stride_order(backend: "type[AttentionBackend]", layer: LayerSpec, cache: CacheSpec) -> tuple[int, ...]:
+def stride_order(backend: CacheGeometry, layer: LayerSpec, cache: CacheSpec) -> tuple[int, ...]:
     """The physical order of the cache's dimensions in the case's layout.
 
     A backend whose ``get_kv_cache_stride_order`` takes ``cache_layout`` is asked; one that overrides the method without
@@ -143,7 +144,7 @@ def stride_order(backend: "type[AttentionBackend]", layer: LayerSpec, cache: Cac
 
 
 def allocate_kv_cache(
-    backend: "type[AttentionBackend]",
+    backend: CacheGeometry,
     layer: LayerSpec,
     cache: CacheSpec,
     num_blocks: int,
@@ -155,7 +156,7 @@ def allocate_kv_cache(
     shape or a stride order that cannot be.
     """
     dtype = cache_dtype(layer, cache)
-    if not has_cache(layer):
+    if not layer.has_cache:
         return torch.empty(0, dtype=dtype, device=device)
     shape = kv_cache_shape(backend, layer, cache.block_size, num_blocks)
     if not shape or min(shape) < 1:
@@ -164,13 +165,6 @@ def allocate_kv_cache(
     flat = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
     physical = flat.view(dtype).view([shape[dimension] for dimension in order])
     return physical.permute(_inverse(order))
-
-
-def cache_dtype(layer: LayerSpec, cache: CacheSpec) -> torch.dtype:
-    """Dtype of the allocated tensor: the layer's, the one named, or ``torch.uint8`` for FP8 codes."""
-    if cache.kv_cache_dtype in FP8_DTYPES:
-        return torch.uint8
-    return DTYPES[layer.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype]
 
 
 def _packing_order(packing: Packing, layout: str) -> tuple[int, ...]:

@@ -1,7 +1,4 @@
-"""A codec that looks up where each element of a page lies: for layouts that no view of strides can describe.
-
-Must not know: how the places were found.
-"""
+"""A codec that looks up where each element of a page lies, for layouts that no view of strides can describe."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ _AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class ElementPlaces:
     """Where all keys, or all values, lie in a cache's memory, counted in elements from its beginning.
 
     base: int64 ``[block_size, *row]``, of page 0, as if the pool had no pages. growth: of the same shape, how much
@@ -42,8 +39,8 @@ class PlacedCodec:
     page: elements of one. note: what a reader of findings should know of how the places were found.
     """
 
-    keys: Places
-    values: Places
+    keys: ElementPlaces
+    values: ElementPlaces
     page: int
     coding: Coding
     note: str

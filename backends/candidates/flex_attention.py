@@ -3,13 +3,12 @@
 Compiled on CUDA, where the rows of the whole step are one call; eager on CPU, where the score matrix is materialised
 and a call holds only as many requests as keep it small. The requests of a call lie packed one after the other, and what
 a row sees is an interval of packed keys: causal masks, windows and the borders between requests are all the same mask.
-Must not know: the reference's code.
 """
 
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch._dynamo.config as dynamo_config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from attncheck.backends.base.gathering import Piece, pieces, write_pages
+from attncheck.backends.base.gathering import UnpagedRequest, grouped_requests, unpaged_requests, write_pages
 from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
@@ -149,9 +148,9 @@ class FlexImpl(PagedImpl):
         output_lse: Tensor | None,
     ) -> None:
         params = self.params(metadata)
-        found = pieces(params, metadata, layer, key, value, caches, query.dtype)
+        found = unpaged_requests(params, metadata, layer, key, value, caches, query.dtype)
         limit = None if query.is_cuda else _EAGER_SCORES // self.num_heads
-        for call in (_pack(params, pack) for pack in _groups(found, limit)):
+        for call in (_pack(params, pack) for pack in grouped_requests(found, limit)):
             out_qHD, lse_qH = self._attend_call(torch.cat([query[rows] for rows in call.rows]), call, limit)
             lengths = [rows.stop - rows.start for rows in call.rows]
             parts = zip(call.rows, torch.split(out_qHD, lengths), torch.split(lse_qH, lengths), strict=True)
@@ -217,22 +216,7 @@ class FlexImpl(PagedImpl):
         return modified
 
 
-def _groups(found: Iterable[Piece], limit: int | None) -> Iterator[list[Piece]]:
-    """Consecutive requests, as many together as keep rows x keys within ``limit`` (None: all); trees apart."""
-    group: list[Piece] = []
-    for piece in found:
-        together = [*group, piece]
-        scores = sum(one.num_rows for one in together) * sum(len(one.key) for one in together)
-        is_other = bool(group) and (group[0].tree is None) != (piece.tree is None)
-        if is_other or (group and limit is not None and scores > limit):
-            yield group
-            together = [piece]
-        group = together
-    if group:
-        yield group
-
-
-def _pack(params: AttentionParams, pack: list[Piece]) -> _Call:
+def _pack(params: AttentionParams, pack: list[UnpagedRequest]) -> _Call:
     """Key index = position - first key + the keys packed before; a row's interval is cut to its own request's keys."""
     own, low, high = [], [], []
     packed = 0

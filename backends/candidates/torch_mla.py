@@ -2,7 +2,7 @@
 
 Requests with few new rows are answered in the latent space, over the cache rows as they stand; the others up-project
 their keys and values, the context in pieces of at most the workspace, and merge the pieces by their LSE. What an engine
-keeps between its kernels is in the layer's dtype, scores and sums are in float32. Must not know: the reference's code.
+keeps between its kernels is in the layer's dtype, scores and sums are in float32.
 """
 
 import itertools
@@ -10,8 +10,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from attncheck.backends.base.gathering import gather_tokens
-from attncheck.backends.caches.fp8 import decode, encode
+from attncheck.backends.base.gathering import decode_fp8, encode_fp8, gather_tokens
 from attncheck.backends.contract import AttentionLayer
 from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentImpl, LatentMetadata
 
@@ -61,7 +60,7 @@ class TorchMLAImpl(LatentImpl):
         rows = (slot_mapping >= 0).nonzero().squeeze(1)
         slots, size = slot_mapping[rows], kv_cache.shape[1]
         new = torch.cat([kv_c[rows], k_pe[rows]], dim=-1)
-        stored = encode(new, layer._k_scale, kv_cache.dtype) if kv_cache.itemsize == 1 else new.to(kv_cache.dtype)
+        stored = encode_fp8(new, layer._k_scale, kv_cache.dtype) if kv_cache.itemsize == 1 else new.to(kv_cache.dtype)
         kv_cache[slots // size, slots % size] = stored
 
     def attend(
@@ -76,7 +75,7 @@ class TorchMLAImpl(LatentImpl):
         for request, start, end, seq_len in metadata.requests():
             tokens = gather_tokens(kv_cache, metadata.common.block_table_tensor[request], 0, seq_len)
             first = seq_len - (end - start)
-            tokens = decode(tokens, layer._k_scale, query.dtype) if tokens.itemsize == 1 else tokens.to(query.dtype)
+            tokens = decode_fp8(tokens, layer._k_scale, query.dtype) if tokens.itemsize == 1 else tokens.to(query.dtype)
             forward = self._absorbed if end - start <= DECODE_ROWS else self._up_projected
             out, lse = forward(query[start:end], tokens, first, metadata)
             output[start:end] = out.to(output.dtype)

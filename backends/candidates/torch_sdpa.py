@@ -3,7 +3,7 @@
 A right and simple baseline for CPU and CUDA, and what a user of plain torch would write. Soft cap, sinks and the
 log-sum-exp are out of SDPA's reach, and declared so. Requests of equally many rows, few each, are one batched call that
 reads their lengths on the device, so that it can stand in a CUDA graph; of other steps each request is a call of its
-own, with lengths from the host. Must not know: the reference's code.
+own, with lengths from the host.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attncheck.backends.base.gathering import Piece, pieces
+from attncheck.backends.base.gathering import UnpagedRequest, unpaged_requests
 from attncheck.backends.contract import AttentionCGSupport, AttentionLayer, AttentionType, Conventions
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
-from attncheck.backends.uniform import UniformPiece, uniform_pieces, uniform_query_len, write_slots
+from attncheck.backends.uniform import UniformRequests, uniform_query_len, uniform_requests, write_slots
 from attncheck.reference.attention.params import AttentionParams
 
 UNIFORM_ROWS = 16
@@ -118,14 +118,14 @@ class SDPAImpl(PagedImpl):
         params, dtype = self.params(metadata), query.dtype
         query_len = uniform_query_len(metadata, UNIFORM_ROWS)
         if query_len is None:
-            for piece in pieces(params, metadata, layer, key, value, caches, dtype):
+            for piece in unpaged_requests(params, metadata, layer, key, value, caches, dtype):
                 output[piece.rows] = self._attend_piece(params, query[piece.rows], piece)
         else:
             tree = metadata.tree if metadata.tree is not None and len(metadata.tree) == query_len else None
-            for part in uniform_pieces(params, metadata, query_len, layer, key, value, caches, dtype):
+            for part in uniform_requests(params, metadata, query_len, layer, key, value, caches, dtype):
                 output[part.rows] = self._attend_uniform(params, query[part.rows], part, tree)
 
-    def _attend_piece(self, params: AttentionParams, query: Tensor, piece: Piece) -> Tensor:
+    def _attend_piece(self, params: AttentionParams, query: Tensor, piece: UnpagedRequest) -> Tensor:
         """``[rows, num_heads, value head size]``."""
         query_1qHD, key_1kHD, value_1kHD = query[None], piece.key[None], piece.value[None]
         # One prompt from its start: SDPA's own causal mask is the same (top left and bottom right coincide).
@@ -142,7 +142,7 @@ class SDPAImpl(PagedImpl):
         return _where_seen(out_1qHD, seen.any(-1))[0]
 
     def _attend_uniform(
-        self, params: AttentionParams, query: Tensor, piece: UniformPiece, tree: Tensor | None
+        self, params: AttentionParams, query: Tensor, piece: UniformRequests, tree: Tensor | None
     ) -> Tensor:
         """``[rows, num_heads, value head size]``; padding rows are 0 like rows that see nothing."""
         ahead = piece.key_positions[:, None, :] - piece.query_positions[:, :, None]

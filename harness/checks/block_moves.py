@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.backends.caches.packings import FP8_DTYPES, cache_dtype
 from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.dtypes import FP8_DTYPES, cache_dtype
 from attncheck.harness.checks.findings import Broken, Finding
 from attncheck.harness.checks.function_calls import Function, call
 from attncheck.harness.driver.foreign_code import call_backend

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from attncheck.backends.caches.packings import cache_dtype
 from attncheck.backends.contract import AttentionBackend, GroupShape, KVCacheSpec, QuantKey, ScaleDesc
-from attncheck.backends.current_config import set_current_vllm_config
 from attncheck.backends.declarations import is_chunked
+from attncheck.backends.dtypes import cache_dtype
+from attncheck.backends.impl import set_current_vllm_config
 from attncheck.harness.driver.latent_views import LatentImplView, latent_keywords
 from attncheck.harness.driver.vllm_config import LayerStub, vllm_config
 from attncheck.harness.problem.output_quantisation import output_codes

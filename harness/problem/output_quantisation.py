@@ -2,7 +2,6 @@
 
 A code stands for every number that rounds to it, so the error of a code is the distance of the right answer from that
 interval: none if it lies inside. The ordinary budget then holds for it, and a code is never doubted for being a code.
-Must not know: backends, what makes the output.
 """
 
 from dataclasses import dataclass
@@ -10,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.harness.problem.float8 import nearest_code, numbers_of, rounding_interval
 from attncheck.reference.spec import LayerSpec
-
-_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
 
 _SLACK = 2.0**-22
 """Relative width added to an interval's ends: a kernel may divide by the scale, or multiply by its reciprocal."""
@@ -41,7 +39,7 @@ def output_codes(layer: LayerSpec) -> OutputCodes | None:
     quant = layer.output_quant
     if quant is None:
         return None
-    return OutputCodes(_DTYPES[quant.dtype], float(torch.tensor(quant.scale, dtype=torch.float32)))
+    return OutputCodes(FP8_DTYPES[quant.dtype], float(torch.tensor(quant.scale, dtype=torch.float32)))
 
 
 def output_values(output: Tensor, codes: OutputCodes | None) -> Tensor:

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
 from attncheck.harness.problem.draft_trees import ancestors
 from attncheck.harness.problem.latent import UpProjections, make_up_projections, naive_layer, stored_sizes
@@ -30,8 +31,6 @@ from attncheck.reference.spec import (
 
 DEFAULT_INPUTS = frozenset({"needles", "large_scores", "equal_scores", "coordinates", "views"})
 """Bites planted where a case names none."""
-
-TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Problem:
     @property
     def dtype(self) -> torch.dtype:
         """The layer's dtype."""
-        return TORCH_DTYPES[self.layer.dtype]
+        return DTYPES[self.layer.dtype]
 
     @property
     def output_size(self) -> int:
@@ -121,7 +120,7 @@ class Problem:
     @property
     def has_pool(self) -> bool:
         """Whether the layer attends over a paged cache; encoders do not."""
-        return self.layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        return self.layer.has_cache
 
     @property
     def is_cross(self) -> bool:
@@ -191,10 +190,9 @@ def build_problem(case: Case, seed: int) -> Problem:
     layer = case.layer
     specs = list(case.batch)
     lengths = [_num_keys(spec, layer) for spec in specs]
-    paged = layer.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-    finish_layout = lay_out(case, lengths, stream) if paged else lambda: no_pool(len(specs), sum(lengths))
+    finish_layout = lay_out(case, lengths, stream) if layer.has_cache else lambda: no_pool(len(specs), sum(lengths))
     requests = tuple(_place(specs, case))
-    dtype = TORCH_DTYPES[layer.dtype]
+    dtype = DTYPES[layer.dtype]
     inputs = DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)
     total = sum(lengths)
     key_size, value_size = stored_sizes(layer)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.backends.caches.packings import FP8_DTYPES, cache_dtype
-from attncheck.backends.declarations import DTYPES, has_cache
+from attncheck.backends.dtypes import DTYPES, FP8_DTYPES, cache_dtype
 from attncheck.harness.problem.float8 import nearest_code, numbers_of
 from attncheck.harness.problem.signatures import SMALLEST
 from attncheck.reference.attention.quant import quantize_fp8
@@ -85,6 +84,6 @@ def value_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
 
 def _storage(layer: LayerSpec, cache: CacheSpec, scale: float | tuple[float, ...]) -> Storage:
     dtype = DTYPES[layer.dtype]
-    held = FP8_DTYPES.get(cache.kv_cache_dtype, cache_dtype(layer, cache)) if has_cache(layer) else dtype
+    held = FP8_DTYPES.get(cache.kv_cache_dtype, cache_dtype(layer, cache)) if layer.has_cache else dtype
     values = scale if isinstance(scale, tuple) else (scale,)
     return Storage(dtype, held, torch.tensor(values, dtype=torch.float32)[:, None])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attncheck.backends.caches.packings import allocate_kv_cache, cache_dtype
+from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata, KVCacheSpec
+from attncheck.backends.dtypes import cache_dtype
 from attncheck.reference import layer_params, paged_attention, varlen_attention
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from attncheck.backends.caches.fp8 import decode, encode
-from attncheck.backends.caches.packings import FP8_DTYPES
+from attncheck.backends.base.gathering import decode_fp8, encode_fp8
 from attncheck.backends.candidates.flex_attention import FlexBackend
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.contract import GroupShape, QuantKey, ScaleDesc
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.backends.kernel import kernel_backend
 from attncheck.reference import kv_cache_views, layer_params, paged_attention
 from attncheck.reference.spec import CacheSpec, LayerSpec
@@ -22,12 +22,17 @@ STATIC = ScaleDesc(torch.float32, static=True, group_shape=GroupShape(-1, -1))
 
 def test_codes_are_rounded_saturated_and_scaled_by_head():
     x = torch.tensor([[[1.0625, 1e9, -1e9, float("nan")]], [[2.125, 0.3, 2.0**-8, 6.0]]]).transpose(0, 1)
-    codes = encode(x, torch.tensor([1.0, 2.0]), E4M3).float()
+    codes = encode_fp8(x, torch.tensor([1.0, 2.0]), E4M3).float()
     assert codes[0, 0, :3].tolist() == [1.0, 448.0, -448.0]
     assert bool(codes[0, 0, 3].isnan())
     assert codes[0, 1].tolist() == [1.0, 0.15625, 2.0**-9, 3.0]
-    assert encode(torch.full((1, 1), 1e9), torch.ones(1), E5M2).float().item() == 57344.0
-    assert decode(codes.to(E4M3), torch.tensor([1.0, 2.0]), torch.float32)[0, 1].tolist() == [2.0, 0.3125, 2.0**-8, 6.0]
+    assert encode_fp8(torch.full((1, 1), 1e9), torch.ones(1), E5M2).float().item() == 57344.0
+    assert decode_fp8(codes.to(E4M3), torch.tensor([1.0, 2.0]), torch.float32)[0, 1].tolist() == [
+        2.0,
+        0.3125,
+        2.0**-8,
+        6.0,
+    ]
 
 
 @pytest.mark.parametrize("scales", [(0.3, 0.07), ((0.05, 0.5), (2.7, 0.3))])

@@ -9,7 +9,7 @@ from attncheck.backends import uniform
 from attncheck.backends.candidates.torch_sdpa import UNIFORM_ROWS, SDPABackend, SDPABuilder
 from attncheck.backends.contract import AttentionCGSupport
 from attncheck.backends.paged_metadata import PagedMetadata
-from attncheck.backends.uniform import uniform_pieces, uniform_query_len, write_slots
+from attncheck.backends.uniform import uniform_query_len, uniform_requests, write_slots
 from attncheck.reference import AttentionParams
 from attncheck.reference.spec import LayerSpec
 
@@ -59,7 +59,7 @@ def gathered(make_step, requests, params, *, padding=(0, 0), max_seq_len=None):
     if max_seq_len is not None:
         step.common.max_seq_len = max_seq_len
     metadata = step.builder().build(0, step.common)
-    parts = uniform_pieces(params, metadata, requests[0][0], ONES, None, None, (slots, -slots), torch.float32)
+    parts = uniform_requests(params, metadata, requests[0][0], ONES, None, None, (slots, -slots), torch.float32)
     return list(parts), step
 
 

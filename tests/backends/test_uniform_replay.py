@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.backends.caches.fp8 import encode
-from attncheck.backends.caches.packings import FP8_DTYPES
+from attncheck.backends.base.gathering import encode_fp8
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.reference import kv_cache_views, layer_params, paged_attention
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 
@@ -195,7 +195,7 @@ def test_an_output_of_codes(make_step):
     codes = torch.ones(graph.step.output.shape).to(torch.float8_e4m3fn)
     graph.call(output=codes, output_scale=scale)
     graph.call()
-    expected = encode(graph.step.output, scale, codes.dtype)
+    expected = encode_fp8(graph.step.output, scale, codes.dtype)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
     assert torch.allclose(graph.step.output[: len(other.truth)].double(), other.truth, atol=2e-6)
 

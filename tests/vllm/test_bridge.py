@@ -13,7 +13,7 @@ from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import their_spec
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
 from attncheck.backends.contract import AttentionCGSupport, KVCacheSpec
-from attncheck.backends.current_config import set_current_vllm_config
+from attncheck.backends.impl import set_current_vllm_config
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, RequestSpec
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attncheck.backends.caches.learned_codec import learn_codec
-from attncheck.backends.caches.packings import cache_dtype
 from attncheck.backends.caches.placed_codec import PlacedCodec
+from attncheck.backends.dtypes import cache_dtype
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 pytestmark = pytest.mark.vllm

@@ -1,20 +1,50 @@
 """Dao-AILab's FlashAttention-2 (``flash-attn``) as a candidate over pages of a multiple of 256 tokens.
 
 Two of its functions are called: ``flash_attn_with_kvcache`` for steps of few and equally many rows a request, which may
-split the keys of a request, and ``flash_attn_varlen_func`` for all others, encoders too. Not run on a GPU yet. Must not
-know: cases, the reference's code.
+split the keys of a request, and ``flash_attn_varlen_func`` for all others, encoders too. Not run on a GPU yet.
 """
 
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attncheck.backends.candidates.flash_attn import library, limits
-from attncheck.backends.candidates.flash_attn.layer import FlashBackend, FlashImpl, longest_query
-from attncheck.backends.candidates.flash_attn.metadata import PackedBuilder, PackedMetadata
+from attncheck.backends.base import machine
+from attncheck.backends.candidates.flash_attn.layer import (
+    PAGE_SIZES,
+    FlashBackend,
+    FlashImpl,
+    PackedBuilder,
+    PackedMetadata,
+    longest_query,
+)
 from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions, MultipleOf
 from attncheck.backends.uniform import uniform_query_len
+
+_KNOWN_SERIES = "2.8"
+"""The series of versions whose signatures and kernels these modules are written against (2.8.3)."""
+
+
+def library_version() -> str:
+    """Return the installed version, or an empty string. flash-attn 4 has another distribution, and the same package."""
+    return machine.installed_version("flash-attn") or ""
+
+
+def missing_library_reasons() -> list[str]:
+    """Return why the library cannot be called here, in a list that may be empty. Does not import it."""
+    found = library_version()
+    if not found:
+        return ["flash-attn is not installed"]
+    if found.split(".")[:2] != _KNOWN_SERIES.split("."):
+        return [f"flash-attn {found}: written against {_KNOWN_SERIES}"]
+    return []
+
+
+def library_functions() -> Any:
+    """Import and return the module that holds ``flash_attn_varlen_func`` and ``flash_attn_with_kvcache``."""
+    return importlib.import_module("flash_attn")
+
 
 UNIFORM_ROWS = 16
 """Rows a request up to which a step counts as decoding, or verifying drafts."""
@@ -48,12 +78,12 @@ class FlashAttnBackend(FlashBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
-        return [limits.PAGE_SIZES]
+        return [PAGE_SIZES]
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
-        reasons = [*super().unavailable_reasons(device), *library.missing_reasons()]
-        return reasons or library.import_reasons()
+        reasons = [*super().unavailable_reasons(device), *missing_library_reasons()]
+        return reasons or machine.import_reasons("flash_attn")
 
     @classmethod
     def score_reasons(cls, scale: float, *, has_alibi: bool, has_window: bool) -> list[str]:
@@ -64,7 +94,7 @@ class FlashAttnBackend(FlashBackend):
 
     @classmethod
     def version(cls) -> str:
-        found = library.version()
+        found = library_version()
         return ", ".join([super().version(), *([f"flash-attn {found}"] if found else [])])
 
 
@@ -99,7 +129,7 @@ class FlashAttnImpl(FlashImpl):
     ) -> tuple[Tensor, Tensor]:
         """``query``: ``[requests, rows, heads, size]``. Padding, which has no keys, gets 0."""
         common, num_reqs = metadata.common, len(query)
-        out, lse = library.functions().flash_attn_with_kvcache(
+        out, lse = library_functions().flash_attn_with_kvcache(
             query,
             key_cache,
             value_cache,
@@ -120,7 +150,7 @@ class FlashAttnImpl(FlashImpl):
     ) -> tuple[Tensor, Tensor]:
         """Requests of any lengths; without caches, key and value are rows of the same requests."""
         common, is_paged = metadata.common, caches is not None
-        out, lse, _ = library.functions().flash_attn_varlen_func(
+        out, lse, _ = library_functions().flash_attn_varlen_func(
             query,
             *((key, value) if caches is None else caches),
             cu_seqlens_q=common.query_start_loc,

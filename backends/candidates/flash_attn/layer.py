@@ -1,21 +1,76 @@
-"""What the candidates over FlashAttention-2's kernels share: declarations, refusals, and where their results go.
+"""What the candidates over FlashAttention-2's kernels share: limits, metadata, declarations, and where results go.
 
-A candidate derives from both classes and implements :meth:`FlashImpl.answer`. Must not know: which library is called.
+A candidate derives from :class:`FlashBackend` and :class:`FlashImpl`, and implements :meth:`FlashImpl.answer`. The
+limits were read in ``csrc/flash_attn`` of flash-attn 2.8.3 and its copy in torch.
 """
 
 from abc import abstractmethod
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.base.machine import gpu_reasons
-from attncheck.backends.candidates.flash_attn import limits
-from attncheck.backends.candidates.flash_attn.metadata import PackedMetadata
-from attncheck.backends.contract import AttentionLayer
+from attncheck.backends.contract import AttentionLayer, CommonAttentionMetadata
+from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.paged import PagedBackend, PagedImpl
-from attncheck.backends.paged_metadata import PagedMetadata
+from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
+
+_DTYPES = (torch.float16, torch.bfloat16)
+
+_HEAD_SIZES = tuple(range(8, 257, 8))
+"""Those of keys and of values, which have one size."""
+
+PAGE_SIZES = MultipleOf(256)
+"""Of pages that the kernels read in place, through a block table."""
+
+_LOWEST_CAPABILITY = (8, 0)
+"""Ampere."""
+
+
+def scale_reasons(scale: float) -> list[str]:
+    """Why the kernels cannot scale scores by ``scale``; empty: they can.
+
+    They look for the greatest score before they scale, and subtract it scaled: with a negative factor the powers
+    overflow, and with 0 what is masked becomes NaN.
+    """
+    return [] if scale > 0 else [f"scale {scale:g}: FlashAttention-2 needs one above 0"]
+
+
+@dataclass
+class PackedMetadata(PagedMetadata):
+    """A step, with ``cu_seq_lens``: int32 ``[R + 1]``, on the device, 0 and the running sums of ``seq_lens``."""
+
+    cu_seq_lens: Tensor = field(kw_only=True)
+
+
+class PackedBuilder(PagedBuilder):
+    """Makes them. The sums stand in one buffer, which the next ``build`` writes again: a graph reads it at each replay.
+
+    No CUDA-graph level is promised: no graph was captured yet.
+    """
+
+    metadata_cls = PagedMetadata
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        room = 0 if vllm_config is None else vllm_config.scheduler_config.max_num_seqs
+        self._sums = self._zeros(room)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PackedMetadata:
+        step = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        num_reqs = len(common_attn_metadata.seq_lens)
+        if len(self._sums) <= num_reqs:
+            self._sums = self._zeros(num_reqs)
+        torch.cumsum(common_attn_metadata.seq_lens, 0, dtype=torch.int32, out=self._sums[1 : num_reqs + 1])
+        return PackedMetadata(**vars(step), cu_seq_lens=self._sums[: num_reqs + 1])
+
+    def _zeros(self, num_reqs: int) -> Tensor:
+        return torch.zeros(num_reqs + 1, dtype=torch.int32, device=self.device)
 
 
 class FlashBackend(PagedBackend):
@@ -29,15 +84,15 @@ class FlashBackend(PagedBackend):
 
     @classmethod
     def get_supported_dtypes(cls) -> list[torch.dtype]:
-        return list(limits.DTYPES)
+        return list(_DTYPES)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return list(limits.HEAD_SIZES)
+        return list(_HEAD_SIZES)
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
-        return [*super().unavailable_reasons(device), *gpu_reasons(device, limits.LOWEST_CAPABILITY)]
+        return [*super().unavailable_reasons(device), *gpu_reasons(device, _LOWEST_CAPABILITY)]
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
@@ -48,7 +103,7 @@ class FlashBackend(PagedBackend):
     @classmethod
     def score_reasons(cls, scale: float, *, has_alibi: bool, has_window: bool) -> list[str]:
         """Why the kernels cannot answer for such scores, beyond what the declarations say; empty: they can."""
-        return limits.scale_reasons(scale)
+        return scale_reasons(scale)
 
 
 class FlashImpl(PagedImpl):
@@ -97,7 +152,7 @@ class FlashImpl(PagedImpl):
             raise ValueError(f"{name}: a layer without a cache needs key and value")
         rows = query[: metadata.num_rows]
         out, lse = self.answer(layer, rows, key, value, caches, metadata)
-        store(metadata, out, lse, output, output_lse)
+        store_results(metadata, out, lse, output, output_lse)
 
     @abstractmethod
     def answer(
@@ -124,7 +179,7 @@ def longest_query(metadata: PagedMetadata) -> int:
     return max(2, metadata.common.max_query_len)
 
 
-def store(metadata: PagedMetadata, out: Tensor, lse: Tensor, output: Tensor, output_lse: Tensor | None) -> None:
+def store_results(metadata: PagedMetadata, out: Tensor, lse: Tensor, output: Tensor, output_lse: Tensor | None) -> None:
     """The results of a step's rows (``[rows, heads, size]``, ``[rows, heads]``) to where the caller wants them.
 
     In a captured graph some of the rows may be padding, which a call for packed sequences leaves unwritten: they become

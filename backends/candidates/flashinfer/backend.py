@@ -1,6 +1,7 @@
-"""What candidate ``flashinfer`` declares. Imports neither flashinfer nor Triton.
+"""What candidate ``flashinfer`` declares, and whether it can run here. Imports neither flashinfer nor Triton.
 
-Left out, by what was read in the pinned version:
+The library itself is imported only on a GPU, once nothing else is in the way. Left out, by what was read in the pinned
+version:
 
 - ALiBi: the slopes are the library's own, made from the number of heads; none can be given.
 - Sinks: ``run`` takes them, and its fa2 kernels are not handed them: they would be ignored without a word.
@@ -11,14 +12,19 @@ Left out, by what was read in the pinned version:
 - Rows of a request without keys: their LSE would be about -5e4. Padding in a graph has no keys either: outputs of 0.
 
 Of what is declared, the soft cap may come out too coarse: it is made by ``tanh.approx.f32``, which is wrong by up to
-``2**-11`` of its result. Must not know: how the library is called.
+``2**-11`` of its result.
 """
 
+import importlib.util
+import os
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.backends.candidates.flashinfer import availability
+from attncheck.backends import interpreter
+from attncheck.backends.base import machine
 from attncheck.backends.candidates.flashinfer.settings import LEAST_SCALE
 from attncheck.backends.contract import AttentionType, Conventions, MultipleOf
 from attncheck.backends.paged import PagedBackend
@@ -28,6 +34,51 @@ if TYPE_CHECKING:
     from attncheck.backends.candidates.flashinfer.builder import FlashInferBuilder
     from attncheck.backends.candidates.flashinfer.impl import FlashInferImpl
     from attncheck.backends.candidates.flashinfer.metadata import FlashInferMetadata
+
+DISTRIBUTION = "flashinfer-python"
+
+PINNED = "0.6.8.post1"
+"""The one version whose signatures, checks and kernels were read. It goes with torch 2.11, as vLLM pairs them."""
+
+LOWEST_CAPABILITY = (8, 0)
+"""Of the kernels: bfloat16, and copies from global to shared memory that do not pass through registers."""
+
+_COMPILED_KERNELS = "flashinfer_jit_cache"
+"""The package of kernels that the library's authors have compiled; with it there is nothing to compile."""
+
+
+def library_reasons(device: str) -> list[str]:
+    """Return why the pinned flashinfer cannot run on ``device`` (``"cpu"``, ``"cuda:1"``) here."""
+    installed = machine.installed_version(DISTRIBUTION)
+    reasons = []
+    if installed is None:
+        reasons.append(f"{DISTRIBUTION} is not installed")
+    elif machine.public(installed) != PINNED:
+        reasons.append(f"{DISTRIBUTION} {installed} is installed, and what is relied on was read in {PINNED}")
+    if torch.device(device).type != "cuda":
+        return reasons
+    reasons += [*machine.gpu_reasons(device, LOWEST_CAPABILITY), *interpreter.unavailable_reasons(device)]
+    if installed is not None and not _can_get_kernels():
+        reasons.append(
+            f"there is neither nvcc, by which flashinfer compiles its kernels, nor the package {_COMPILED_KERNELS}"
+        )
+    return reasons or machine.import_reasons("flashinfer")
+
+
+def library_version() -> str:
+    """Return the version of each part that is examined: what attends, and what writes the cache."""
+    theirs, ours = (machine.installed_version(name) or "of no version" for name in (DISTRIBUTION, "attncheck"))
+    return interpreter.marked(f"{DISTRIBUTION} {theirs} (fa2), attncheck {ours} (cache writer)")
+
+
+def _can_get_kernels() -> bool:
+    """Whether kernels are there, or can be compiled; nvcc is looked for where the library looks for it."""
+    if importlib.util.find_spec(_COMPILED_KERNELS) is not None:
+        return True
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None and shutil.which("nvcc") is not None:
+        return True
+    return (Path(home or "/usr/local/cuda") / "bin" / "nvcc").is_file()
 
 
 class FlashInferBackend(PagedBackend):
@@ -80,7 +131,7 @@ class FlashInferBackend(PagedBackend):
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
-        return [*super().unavailable_reasons(device), *availability.unavailable_reasons(device)]
+        return [*super().unavailable_reasons(device), *library_reasons(device)]
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
@@ -97,4 +148,4 @@ class FlashInferBackend(PagedBackend):
 
     @classmethod
     def version(cls) -> str:
-        return availability.version()
+        return library_version()

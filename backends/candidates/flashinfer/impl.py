@@ -1,13 +1,10 @@
-"""Runs the parts of a step through the wrappers that were planned for them.
-
-Must not know: how anything is planned.
-"""
+"""Runs the parts of a step through the wrappers that were planned for them."""
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.candidates.flashinfer.backend import FlashInferBackend
-from attncheck.backends.candidates.flashinfer.metadata import FlashInferMetadata, Part
+from attncheck.backends.candidates.flashinfer.metadata import FlashInferMetadata, PlannedRows
 from attncheck.backends.candidates.flashinfer.settings import LayerSettings
 from attncheck.backends.contract import AttentionLayer
 from attncheck.backends.paged import PagedImpl
@@ -88,13 +85,13 @@ def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _parts(metadata: PagedMetadata) -> tuple[Part, ...]:
+def _parts(metadata: PagedMetadata) -> tuple[PlannedRows, ...]:
     if not isinstance(metadata, FlashInferMetadata):
         raise TypeError(f"attn_metadata is a {type(metadata).__qualname__}, not a {FlashInferMetadata.__qualname__}")
     return metadata.parts
 
 
-def _paged(part: Part, caches: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _paged(part: PlannedRows, caches: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """``[blocks, block size, num_kv_heads, head size]`` each, and for ``HND`` with heads before the page's tokens."""
     key_cache, value_cache = caches
     if part.kv_layout == "NHD":
@@ -108,7 +105,7 @@ def _scales(layer: AttentionLayer, cache: Tensor) -> dict[str, float]:
 
 
 def _run(
-    part: Part,
+    part: PlannedRows,
     query: Tensor,
     *keys: Tensor | tuple[Tensor, Tensor],
     output: Tensor,

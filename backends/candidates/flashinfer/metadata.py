@@ -1,8 +1,7 @@
 """What a builder of candidate ``flashinfer`` makes: which rows run through which wrapper, by which plan.
 
-A wrapper holds one plan at a time. Whoever runs it must run it by the plan that its metadata were made with, or the
-lengths of another step are attended to without a word: so metadata know their plan, and a wrapper its latest one.
-Must not know: how anything is planned.
+A wrapper holds one plan at a time, and runs by its latest one. So metadata keep the plan they were made with: run by
+another, they would attend to the lengths of another step without an error.
 """
 
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ class PlannedWrapper:
 
 
 @dataclass(frozen=True)
-class Part:
+class PlannedRows:
     """Rows of a step that one call of a wrapper attends to, by ``plan``, for layers with these ``settings``.
 
     kv_layout: the memory order of a page, ``NHD`` or ``HND``.
@@ -66,10 +65,10 @@ class Part:
 class FlashInferMetadata(PagedMetadata):
     """A step, its rows in at most two parts: single-token requests in front, then all others."""
 
-    decode: Part | None = None
-    prefill: Part | None = None
+    decode: PlannedRows | None = None
+    prefill: PlannedRows | None = None
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PlannedRows, ...]:
         """Those there are."""
         return tuple(part for part in (self.decode, self.prefill) if part is not None)

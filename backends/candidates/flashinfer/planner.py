@@ -1,17 +1,17 @@
-"""Calls the library's ``plan`` for the parts of a step: which of its arguments means what of ours stands here, once.
+"""Calls the library's ``plan`` for the parts of a step, and brings block tables into the form that it takes.
 
-Index tensors are int32. Offsets and lengths are handed over on the host, where the library works on them, and pages on
-the device. Must not know: which rows belong to which part.
+Index tensors are int32. Offsets and lengths are given on the host, where the library works on them, and pages on the
+device; nothing waits.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attncheck.backends.candidates.flashinfer.metadata import Part, PlannedWrapper
-from attncheck.backends.candidates.flashinfer.pages import pages_of
+from attncheck.backends.candidates.flashinfer.metadata import PlannedRows, PlannedWrapper
 from attncheck.backends.candidates.flashinfer.settings import LayerSettings
 from attncheck.backends.candidates.flashinfer.wrappers import Wrappers
 from attncheck.backends.paged_metadata import PagedMetadata
@@ -23,19 +23,19 @@ class Planner:
     def __init__(self, settings: LayerSettings, wrappers: Wrappers, block_size: int) -> None:
         self._settings, self._wrappers, self._block_size = settings, wrappers, block_size
 
-    def plan_decodes(self, step: PagedMetadata, num_decodes: int) -> Part:
+    def plan_decodes(self, step: PagedMetadata, num_decodes: int) -> PlannedRows:
         """The first ``num_decodes`` requests, of a row each."""
         return self._single_rows(self._wrappers.decode(), step, step.seq_lens[:num_decodes])
 
-    def plan_graph(self, step: PagedMetadata, buffers: "GraphBuffers") -> Part:
+    def plan_graph(self, step: PagedMetadata, buffers: "GraphBuffers") -> PlannedRows:
         """All requests, of a row each; padding requests are among them, and have no keys."""
         seq_lens = [s if q else 0 for q, s in zip(step.query_lens, step.seq_lens, strict=True)]
         return self._single_rows(self._wrappers.graph_decode(*buffers.of(len(seq_lens))), step, seq_lens)
 
-    def plan_prefills(self, step: PagedMetadata, requests: Sequence[int]) -> Part:
+    def plan_prefills(self, step: PagedMetadata, requests: Sequence[int]) -> PlannedRows:
         """``requests``, whose rows lie one behind the other."""
         planned, own = self._wrappers.prefill(), self._settings
-        pages = pages_of(
+        pages = page_indices(
             step.common.block_table_tensor, self._block_size, requests, [step.seq_lens[r] for r in requests]
         )
         plan = planned.plan(
@@ -48,9 +48,9 @@ class Planner:
             causal=step.common.causal,
             **self._layer_arguments(),
         )
-        return Part(_rows(step, requests), planned, plan, own, self._wrappers.kv_layout)
+        return PlannedRows(_rows(step, requests), planned, plan, own, self._wrappers.kv_layout)
 
-    def plan_ragged(self, step: PagedMetadata, requests: Sequence[int]) -> Part:
+    def plan_ragged(self, step: PagedMetadata, requests: Sequence[int]) -> PlannedRows:
         """``requests``, whose keys lie as their rows do."""
         planned, own, offsets = self._wrappers.ragged(), self._settings, _offsets(step, requests)
         plan = planned.plan(
@@ -60,11 +60,11 @@ class Planner:
             causal=step.common.causal,
             **self._layer_arguments(),
         )
-        return Part(_rows(step, requests), planned, plan, own, self._wrappers.kv_layout)
+        return PlannedRows(_rows(step, requests), planned, plan, own, self._wrappers.kv_layout)
 
-    def _single_rows(self, planned: PlannedWrapper, step: PagedMetadata, seq_lens: Sequence[int]) -> Part:
+    def _single_rows(self, planned: PlannedWrapper, step: PagedMetadata, seq_lens: Sequence[int]) -> PlannedRows:
         """The first ``len(seq_lens)`` requests; a row stands at the end of its keys, so that it sees all of them."""
-        pages = pages_of(step.common.block_table_tensor, self._block_size, range(len(seq_lens)), seq_lens)
+        pages = page_indices(step.common.block_table_tensor, self._block_size, range(len(seq_lens)), seq_lens)
         plan = planned.plan(
             indptr=pages.indptr,
             indices=pages.indices,
@@ -73,7 +73,7 @@ class Planner:
             page_size=self._block_size,
             **self._layer_arguments(),
         )
-        return Part(slice(0, len(seq_lens)), planned, plan, self._settings, self._wrappers.kv_layout)
+        return PlannedRows(slice(0, len(seq_lens)), planned, plan, self._settings, self._wrappers.kv_layout)
 
     def _layer_arguments(self) -> dict[str, Any]:
         own = self._settings
@@ -116,3 +116,32 @@ def _offsets(step: PagedMetadata, requests: Sequence[int]) -> Tensor:
 
 def _rows(step: PagedMetadata, requests: Sequence[int]) -> slice:
     return slice(step.query_start_loc[requests[0]], step.query_start_loc[requests[-1] + 1])
+
+
+@dataclass(frozen=True)
+class PageIndices:
+    """``n`` requests. indptr: int32 ``[n + 1]``, host. last_page_len: int32 ``[n]``, host. indices: int32, device."""
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+def page_indices(block_table: Tensor, block_size: int, requests: Sequence[int], seq_lens: Sequence[int]) -> PageIndices:
+    """The pages that hold the first ``seq_lens[i]`` tokens of the table's row ``requests[i]``; no other is looked at.
+
+    block_table: ``[R, W]``, device.
+    """
+    lens = torch.tensor(seq_lens, dtype=torch.int64)
+    counts = (lens + block_size - 1) // block_size
+    indptr = torch.zeros(len(lens) + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=indptr[1:])
+    rows = torch.tensor(requests, dtype=torch.int64).repeat_interleave(counts)
+    columns = torch.arange(len(rows)) - indptr[:-1].repeat_interleave(counts)
+    # Not pinned, so that it is read before the call returns; non-blocking, since a blocking copy waits for the device.
+    places = torch.stack([rows, columns]).to(block_table.device, non_blocking=True)
+    return PageIndices(
+        indptr=indptr.to(torch.int32),
+        indices=block_table[places[0], places[1]].to(torch.int32),
+        last_page_len=(lens - (counts - 1).clamp(min=0) * block_size).to(torch.int32),
+    )

@@ -1,18 +1,12 @@
-"""What a plan must know of a layer before any layer runs, and that all layers of a group agree on it.
-
-Must not know: batches, the library.
-"""
+"""What a plan takes from a layer before any layer runs, and the check that all layers of a group agree on it."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from attncheck.backends.caches.packings import FP8_DTYPES
-
-if TYPE_CHECKING:
-    from attncheck.backends.candidates.flashinfer.impl import FlashInferImpl
-
+from attncheck.backends.dtypes import FP8_DTYPES
+from attncheck.backends.paged import PagedImpl
 
 LEAST_SCALE = 2.0**-11
 """The kernels hide a key by the score -5e4, before they scale: with this scale it weighs ``exp(-24)``, as little as
@@ -43,7 +37,7 @@ class LayerSettings:
             raise ValueError(f"FLASHINFER: scale {self.scale}: must be at least {LEAST_SCALE}")
 
     @classmethod
-    def of(cls, impl: "FlashInferImpl", dtype: torch.dtype) -> "LayerSettings":
+    def of(cls, impl: PagedImpl, dtype: torch.dtype) -> "LayerSettings":
         """Those of a layer whose rows are ``dtype``."""
         return cls(
             num_heads=impl.num_heads,
@@ -53,12 +47,12 @@ class LayerSettings:
             window_left=impl.sliding_window[0],
             logits_soft_cap=impl.logits_soft_cap,
             dtype=dtype,
-            kv_dtype=FP8_DTYPES.get(impl.kv_cache_dtype, dtype) if impl.has_cache else dtype,
-            has_cache=impl.has_cache,
+            kv_dtype=FP8_DTYPES.get(impl.kv_cache_dtype, dtype) if impl.attn_type.has_cache else dtype,
+            has_cache=impl.attn_type.has_cache,
         )
 
 
-def group_settings(vllm_config: Any, layer_names: list[str], impl_cls: type["FlashInferImpl"]) -> LayerSettings:
+def group_settings(vllm_config: Any, layer_names: list[str], impl_cls: type[PagedImpl]) -> LayerSettings:
     """The settings that all layers of a group share, found in the config's ``static_forward_context``.
 
     ``TypeError`` for a layer with another impl, ``NotImplementedError`` where two layers differ: one plan serves the

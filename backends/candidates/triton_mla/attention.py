@@ -1,7 +1,6 @@
 """The host's side of the latent kernel: the custom operator ``attncheck::latent_attention``, grids and tiles.
 
 Tracing, fake tensors and graphs see one call that writes what it is told to write. Reads nothing from the device.
-Must not know: metadata, builders, up-projections.
 """
 
 from dataclasses import dataclass
@@ -11,10 +10,8 @@ from torch import Tensor
 
 from attncheck.backends.candidates.triton_mla.kernels.latent import attend_latent
 from attncheck.backends.candidates.triton_unified.formats import CODE_FORMATS, FLOATS
-from attncheck.backends.candidates.triton_unified.launch import shared_memory_of
-from attncheck.backends.candidates.triton_unified.scratch import SplitScratch
-from attncheck.backends.candidates.triton_unified.segments import launch_merge
-from attncheck.backends.candidates.triton_unified.tiling import choose_segments, power_of_two, tile_width
+from attncheck.backends.candidates.triton_unified.launch import launch_merge, shared_memory_of
+from attncheck.backends.candidates.triton_unified.tiling import SplitScratch, choose_segments, power_of_two, tile_width
 from attncheck.backends.interpreter import is_interpreted
 
 _LOG2_E = 1.4426950408889634

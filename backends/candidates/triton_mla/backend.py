@@ -1,18 +1,39 @@
-"""Our own latent attention in Triton, as a candidate: what it declares. Must not know: kernels, launches."""
+"""Our own latent attention in Triton, as a candidate: what it declares, and its metadata. Imports no Triton.
 
-from typing import TYPE_CHECKING
+The kernel reads lengths, tables and starts where the model runner put them. Nothing is computed for it, so a captured
+graph is right for every batch that fits.
+"""
 
-from attncheck.backends.candidates.triton_unified.declarations import TritonBackend
-from attncheck.backends.contract import Conventions
-from attncheck.backends.latent import LatentBackend
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
+from attncheck.backends.candidates.triton_unified.triton_backend import TritonBackend
+from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, Conventions
+from attncheck.backends.interpreter import is_interpreted
+from attncheck.backends.latent import LatentBackend, LatentBuilder, LatentMetadata
+from attncheck.backends.paged_metadata import PagedMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 if TYPE_CHECKING:
-    from attncheck.backends.candidates.triton_mla.builder import TritonMLABuilder, TritonMLAMetadata
     from attncheck.backends.candidates.triton_mla.impl import TritonMLAImpl
 
 LARGEST_RANK, LARGEST_ROTARY = 1024, 128
 """Tiles of queries and keys have to fit the memory of a multiprocessor."""
+
+_PROGRAMS_PER_PROCESSOR = 4
+"""Programs that are worth having for each multiprocessor: their tiles are large, so that one or two run at once."""
+
+_LINES = 64
+"""Rows times heads of a program, of the largest tile."""
+
+_MOST_SEGMENTS = 16
+"""Of one row's keys; what merges them holds all of them at once."""
+
+_INTERPRETED_PROGRAMS, _INTERPRETED_SEGMENTS = 4, 2
+"""Where there is nothing to be filled, the smallest batches are cut up all the same, so that it is examined."""
 
 
 class TritonMLABackend(TritonBackend, LatentBackend):
@@ -35,25 +56,64 @@ class TritonMLABackend(TritonBackend, LatentBackend):
 
     @staticmethod
     def get_builder_cls() -> type["TritonMLABuilder"]:
-        from attncheck.backends.candidates.triton_mla.builder import TritonMLABuilder
-
         return TritonMLABuilder
 
     @staticmethod
     def get_metadata_cls() -> type["TritonMLAMetadata"]:
-        from attncheck.backends.candidates.triton_mla.builder import TritonMLAMetadata
-
         return TritonMLAMetadata
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
         reasons = super().unsupported_reasons(layer, cache, batch)
         if layer.mla is not None:
-            reasons += too_large(layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
+            reasons += size_reasons(layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
         return reasons
 
 
-def too_large(kv_lora_rank: int, qk_rope_head_dim: int) -> list[str]:
+def size_reasons(kv_lora_rank: int, qk_rope_head_dim: int) -> list[str]:
     """What speaks against a cache row of these sizes."""
     sizes = (("kv_lora_rank", kv_lora_rank, LARGEST_RANK), ("qk_rope_head_dim", qk_rope_head_dim, LARGEST_ROTARY))
     return [f"{name} {size}: supported are sizes up to {limit}" for name, size, limit in sizes if size > limit]
+
+
+@dataclass
+class TritonMLAMetadata(LatentMetadata):
+    """A step. ``scratch``: for results of segments; None: keys are not cut into segments.
+
+    The numbers on the host serve refusals alone.
+    """
+
+    scratch: SplitScratch | None = None
+
+
+class TritonMLABuilder(LatentBuilder):
+    """Makes them, without waiting for the device."""
+
+    backend = TritonMLABackend
+    metadata_cls: ClassVar[type[PagedMetadata]] = TritonMLAMetadata
+    cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._scratch = _allocate(kv_cache_spec.head_size, torch.device(device))
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedMetadata:
+        metadata: Any = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        made: TritonMLAMetadata = replace(metadata, scratch=self._scratch)
+        return made
+
+
+def _allocate(width: int, device: torch.device) -> SplitScratch:
+    """Room for the results of as many programs as the device wants, of layers whose cache rows have ``width`` numbers.
+
+    A step with more results a segment than that fills the device without being cut up.
+    """
+    programs, most = _INTERPRETED_PROGRAMS, _INTERPRETED_SEGMENTS
+    if device.type == "cuda" and not is_interpreted():
+        programs = _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+        most = _MOST_SEGMENTS
+    lines = programs * _LINES
+    out, lse = (torch.empty(size, dtype=torch.float32, device=device) for size in (lines * width, lines))
+    return SplitScratch(out, lse, programs, most)

@@ -1,6 +1,6 @@
 """One layer of latent attention: queries into the latent space, the kernel, its results out of it.
 
-Nothing waits for the device, and no shape follows from lengths. Must not know: grids, tiles.
+Nothing waits for the device, and no shape follows from lengths.
 """
 
 from typing import Any
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.candidates.triton_mla.attention import latent_attention
-from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend, too_large
-from attncheck.backends.candidates.triton_mla.builder import TritonMLAMetadata
+from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend, TritonMLAMetadata, size_reasons
 from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
 from attncheck.backends.contract import AttentionLayer
 from attncheck.backends.latent import LatentImpl, LatentMetadata
@@ -23,7 +22,7 @@ class TritonMLAImpl(LatentImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if reasons := too_large(self.kv_lora_rank, self.qk_rope_head_dim):
+        if reasons := size_reasons(self.kv_lora_rank, self.qk_rope_head_dim):
             raise ValueError(f"{self.backend.get_name()}: {'; '.join(reasons)}")
 
     def write(self, layer: AttentionLayer, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The host's side of the unified kernel: typed arguments in, refusals, one custom operator out.
 
-Reads nothing from the device. Must not know: metadata, builders, tiles.
+Reads nothing from the device.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attncheck.backends.candidates.triton_unified.formats import CODE_FORMATS, FLOATS
 from attncheck.backends.candidates.triton_unified.launch import unified_attention_op
-from attncheck.backends.candidates.triton_unified.scratch import SplitScratch
+from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
 from attncheck.reference.attention.params import AttentionParams
 
 _FAR = 2**30

@@ -1,15 +1,24 @@
-"""Our own unified paged attention in Triton, as a candidate: what it declares. Must not know: kernels, launches."""
+"""Our own unified paged attention in Triton, as a candidate: what it declares, and its metadata. Imports no Triton.
+
+The kernel reads lengths, tables and starts where the model runner put them. Nothing is computed for it, so a captured
+graph is right for every batch that fits.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attncheck.backends.candidates.triton_unified.declarations import TritonBackend
-from attncheck.backends.contract import AttentionType, Conventions
+import torch
+
+from attncheck.backends.candidates.triton_unified.tiling import SplitScratch, allocate_scratch
+from attncheck.backends.candidates.triton_unified.triton_backend import TritonBackend
+from attncheck.backends.contract import AttentionCGSupport, AttentionType, CommonAttentionMetadata, Conventions
+from attncheck.backends.interpreter import is_interpreted
 from attncheck.backends.paged import PagedBackend
+from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 if TYPE_CHECKING:
-    from attncheck.backends.candidates.triton_unified.builder import UnifiedBuilder, UnifiedMetadata
     from attncheck.backends.candidates.triton_unified.impl import UnifiedImpl
 
 LARGEST_HEAD_SIZE = 256
@@ -56,14 +65,10 @@ class UnifiedBackend(TritonBackend, PagedBackend):
 
     @staticmethod
     def get_builder_cls() -> type["UnifiedBuilder"]:
-        from attncheck.backends.candidates.triton_unified.builder import UnifiedBuilder
-
         return UnifiedBuilder
 
     @staticmethod
     def get_metadata_cls() -> type["UnifiedMetadata"]:
-        from attncheck.backends.candidates.triton_unified.builder import UnifiedMetadata
-
         return UnifiedMetadata
 
     @classmethod
@@ -89,3 +94,42 @@ class UnifiedBackend(TritonBackend, PagedBackend):
 
 def _head_size_reason(name: str, size: int) -> str:
     return f"{name} {size}: supported are sizes up to {LARGEST_HEAD_SIZE}"
+
+
+@dataclass
+class UnifiedMetadata(PagedMetadata):
+    """A step. ``scratch``: for results of segments; None: keys are not cut into segments.
+
+    The numbers on the host serve refusals alone.
+    """
+
+    scratch: SplitScratch | None = None
+
+
+class UnifiedBuilder(PagedBuilder):
+    """Makes them, without waiting for the device."""
+
+    backend = UnifiedBackend
+    metadata_cls = UnifiedMetadata
+    cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        model = vllm_config.model_config
+        self._scratch = allocate_scratch(
+            num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
+            num_kv_heads=kv_cache_spec.num_kv_heads,
+            head_size_v=kv_cache_spec.head_size_v or kv_cache_spec.head_size,
+            max_rows=vllm_config.scheduler_config.max_num_batched_tokens,
+            device=torch.device(device),
+            interpreted=is_interpreted(),
+        )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> UnifiedMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if not isinstance(metadata, UnifiedMetadata):
+            raise TypeError(f"metadata_cls is {type(metadata).__qualname__}, no UnifiedMetadata")
+        metadata.scratch = self._scratch
+        return metadata

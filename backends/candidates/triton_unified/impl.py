@@ -1,6 +1,6 @@
 """One layer of the unified backend: what the contract hands over, as arguments of the launches.
 
-Nothing here depends on lengths, which a graph would freeze. Must not know: kernels, grids.
+Nothing here depends on lengths, which a graph would freeze.
 """
 
 from typing import Any
@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from attncheck.backends.candidates.triton_unified.attention import ragged_attention, unified_attention
-from attncheck.backends.candidates.triton_unified.backend import UnifiedBackend
-from attncheck.backends.candidates.triton_unified.builder import UnifiedMetadata
+from attncheck.backends.candidates.triton_unified.backend import UnifiedBackend, UnifiedMetadata
 from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
 from attncheck.backends.contract import AttentionLayer
 from attncheck.backends.paged import PagedImpl

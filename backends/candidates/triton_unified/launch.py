@@ -1,7 +1,8 @@
-"""The custom operator ``attncheck::unified_attention``: from tensors and numbers to grids, strides and kernels.
+"""Launches of the attention kernel: from tensors and numbers to grids, strides and arguments.
 
-Tracing, fake tensors and graphs see one call that writes what it is told to write. Arguments are sound: who calls has
-looked. Must not know: parameters of layers, metadata.
+Attention is the custom operator ``attncheck::unified_attention``: tracing, fake tensors and graphs see one call that
+writes what it is told to write. Where keys are cut into segments, a second launch merges their results. The caller has
+checked the arguments.
 """
 
 import functools
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from attncheck.backends.candidates.triton_unified.formats import CODE_FORMATS
 from attncheck.backends.candidates.triton_unified.kernels.attention import attend_blocks
-from attncheck.backends.candidates.triton_unified.segments import launch_merge
+from attncheck.backends.candidates.triton_unified.kernels.split import merge_segments
 from attncheck.backends.candidates.triton_unified.tiling import choose_segments, choose_tiling, tile_width
 from attncheck.backends.interpreter import is_interpreted
 
 _LOG2_E = 1.4426950408889634
+
+_INTERPRETED_RESULTS = 32
+"""Merged by one program where programs cost what their operations cost, whatever the sizes; a GPU has one for each."""
 
 
 @torch.library.custom_op(
@@ -188,3 +192,50 @@ def shared_memory_of(device: torch.device) -> int:
         return sys.maxsize
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+def launch_merge(
+    scratch_out: Tensor,
+    scratch_lse: Tensor,
+    output: Tensor,
+    output_lse: Tensor | None,
+    query_start_loc: Tensor,
+    *,
+    segments: int,
+    output_scale: Tensor | None = None,
+    out_format: int = 0,
+) -> None:
+    """Merges into ``output`` and ``output_lse`` what ``segments`` programs a row and head left in scratch.
+
+    scratch_out: float32 ``[T, H, segments, size]`` and more, scratch_lse: ``[T, H, segments]`` (base 2) and more.
+    output: ``[T, H, size]``, any strides; uint8 where ``out_format``, a code of ``kernels.codes``, is not 0: then codes
+    of ``x / output_scale``. query_start_loc: ``[R + 1]``; rows behind its last entry are left alone. The caller has
+    chosen the device.
+    """
+    num_rows, num_heads, head_size_v = output.shape
+    interpreted = is_interpreted()
+    results = _INTERPRETED_RESULTS if interpreted else 1
+    lse_strides = (0, 0) if output_lse is None else output_lse.stride()
+    merge_segments[(-(-num_rows * num_heads // results),)](
+        segment_out=scratch_out,
+        segment_lse=scratch_lse,
+        out=output,
+        lse=output_lse,
+        query_start_loc=query_start_loc,
+        output_scale=output_scale,
+        num_reqs=len(query_start_loc) - 1,
+        stride_out_row=output.stride(0),
+        stride_out_head=output.stride(1),
+        stride_out_size=output.stride(2),
+        stride_lse_row=lse_strides[0],
+        stride_lse_head=lse_strides[1],
+        NUM_HEADS=num_heads,
+        HEAD_SIZE_V=head_size_v,
+        HAS_LSE=output_lse is not None,
+        OUT_FORMAT=out_format,
+        NUM_SEGMENTS=segments,
+        BLOCK_R=results,
+        BLOCK_V=tile_width(head_size_v),
+        INTERPRETED=interpreted,
+        num_warps=1 if head_size_v <= 64 else 4,
+    )

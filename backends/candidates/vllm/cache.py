@@ -1,8 +1,7 @@
 """What a layer's cache looks like: vLLM's spec of it, its shape and its layouts.
 
 Two generations: today the spec says the shape (blocks, heads, tokens, content) and the class the layouts it reads;
-before, a method of the class said the shape, and another one its memory order. Must not know: what lies where in a
-page.
+before, a method of the class said the shape, and another one its memory order.
 """
 
 from collections.abc import Mapping
@@ -39,7 +38,7 @@ def their_spec(layer: Any, their_backend: type[Any], config: Any, spec: KVCacheS
         "head_size": spec.head_size,
         "dtype": spec.dtype,
     }
-    if kind in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+    if not kind.has_cache:
         return specs.EncoderOnlyAttentionSpec(**sizes)
     if kind == AttentionType.ENCODER_DECODER:
         made = specs.CrossAttentionSpec(**sizes)

@@ -1,7 +1,4 @@
-"""The impl: calls of the contract passed on to vLLM's layer and the impl that it has made.
-
-Must not know: how a layer is made, what a backend declares.
-"""
+"""The impl: calls of the contract passed on to vLLM's layer and the impl that it has made."""
 
 from typing import Any, ClassVar
 
@@ -11,12 +8,11 @@ from torch import Tensor
 from attncheck.backends.candidates.vllm import interpreted
 from attncheck.backends.candidates.vllm.cache import their_spec
 from attncheck.backends.candidates.vllm.config import their_config
-from attncheck.backends.candidates.vllm.configuration import refuse_as_vllm_does
+from attncheck.backends.candidates.vllm.declarations import fuses
 from attncheck.backends.candidates.vllm.layers import LayerArguments, current, make_layer, take_scales
-from attncheck.backends.candidates.vllm.quantisation import fuses
+from attncheck.backends.candidates.vllm.validation import refuse_as_vllm_does
 from attncheck.backends.contract import KVCacheSpec, QuantKey
-from attncheck.backends.current_config import get_current_vllm_config
-from attncheck.backends.impl import AttentionImpl, AttentionLayer
+from attncheck.backends.impl import AttentionImpl, AttentionLayer, get_current_vllm_config
 from attncheck.reference.spec import AttentionType
 
 

@@ -11,7 +11,7 @@ import torch
 
 from attncheck.backends import interpreter
 from attncheck.backends.candidates.triton_unified.backend import LARGEST_HEAD_SIZE
-from attncheck.backends.candidates.triton_unified.declarations import InterpretedBackend
+from attncheck.backends.candidates.triton_unified.triton_backend import InterpretedBackend
 from attncheck.backends.candidates.xformers import availability
 from attncheck.backends.contract import Conventions, MultipleOf
 from attncheck.backends.paged import PagedBackend

@@ -1,6 +1,6 @@
 """Candidate ``xformers`` at work: which requests of a step the library's operator attends to, and which our kernel.
 
-Imports xformers and Triton, and so is imported lazily. Must not know: how either kernel works.
+Imports xformers and Triton, and so is imported lazily.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 from attncheck.backends.candidates.triton_unified.attention import unified_attention
 from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
 from attncheck.backends.candidates.xformers.backend import XFormersBackend
-from attncheck.backends.candidates.xformers.decode import paged_decode
+from attncheck.backends.candidates.xformers.operator import paged_decode
 from attncheck.backends.contract import AttentionCGSupport, AttentionLayer, CommonAttentionMetadata
 from attncheck.backends.paged import PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata

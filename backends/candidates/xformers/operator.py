@@ -1,10 +1,11 @@
-"""The library's split-K operator for paged keys, one subclass for every tile of a page, and the bias it reads.
+"""Decode over a paged cache by the library's split-K operator: one subclass for every tile of a page, and the call.
 
 The operator walks a page in tiles of ``BLOCK_N`` keys; a page that is no multiple of it is refused by the operator's
 check, and read from wherever memory leads where the check is skipped. So the largest tile that divides the page is
 chosen, the operator is named explicitly, and every call goes through the library's public function, which checks.
 
-Imports xformers, and so is imported lazily. Must not know: layers, metadata, the harness.
+The call is a custom operator of torch, so that whatever records calls, such as the emulation of graphs, sees an
+interpreted launch. Imports xformers, and so is imported lazily.
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ from attncheck.backends.candidates.xformers.availability import quiet_import
 from attncheck.backends.interpreter import is_interpreted
 
 with quiet_import():
+    from xformers.ops import fmha
     from xformers.ops.fmha import attn_bias, triton_splitk
 
 NO_EXTENSION = "xFormers wasn't build with CUDA support"
@@ -100,3 +102,59 @@ def single_token_bias(seq_lens: Tensor, block_table: Tensor, page_size: int) -> 
         block_tables=block_table,
         page_size=page_size,
     )
+
+
+@torch.library.custom_op("attncheck::xformers_paged_decode", mutates_args=("output", "output_lse"))
+def paged_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    output: Tensor,
+    output_lse: Tensor | None,
+) -> None:
+    """Row ``i`` attends to the first ``seq_lens[i]`` keys of the pages in row ``i`` of the table.
+
+    query, output: ``[n, num_heads, head size]``, the rows contiguous. key_cache, value_cache: ``[blocks, page size,
+    num_kv_heads, head size]``, viewable as one run of tokens (``RuntimeError`` where heads lie before tokens).
+    block_table: int32 ``[n, pages]``. seq_lens: int32 ``[n]``, none beyond the table; 0 gives zeros. output_lse:
+    float32 ``[n, num_heads]``, natural; -inf where a row sees nothing.
+
+    Raises:
+        ValueError: the operator's own check refuses dtypes, sizes or strides, with its reasons.
+    """
+    rows, num_heads, head_size = query.shape
+    page_size, num_kv_heads = key_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    query_grouped = query.view(1, rows, num_kv_heads, group, head_size)
+    key, value = (
+        cache.view(1, -1, num_kv_heads, 1, head_size).expand(-1, -1, -1, group, -1)
+        for cache in (key_cache, value_cache)
+    )
+    bias, operator = single_token_bias(seq_lens, block_table, page_size), operator_for(page_size)
+    with torch.cuda.device_of(query):
+        if output_lse is None:
+            out = fmha.memory_efficient_attention_forward(query_grouped, key, value, bias, scale=scale, op=operator)
+        else:
+            out, lse = fmha.memory_efficient_attention_forward_requires_grad(
+                query_grouped, key, value, bias, scale=scale, op=operator
+            )
+            # [1, num_kv_heads, group, n], float64 for float32
+            output_lse.copy_(lse[0].permute(2, 0, 1).reshape(rows, num_heads))
+    output.copy_(out.view(rows, num_heads, head_size))
+
+
+@paged_decode.register_fake
+def _(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    output: Tensor,
+    output_lse: Tensor | None,
+) -> None:
+    """Nothing comes back."""

@@ -1,6 +1,5 @@
 """Candidate ``xformers_vllm``: the design of vLLM's v1 xformers backend, with what is wrong in it left in.
 
-It is here to be found out: it runs only when named, and ``docs/expected/xformers-vllm.yaml`` says what is known of it.
-Compare :mod:`attncheck.backends.candidates.xformers`, which declares and does what is right. Must not know: the
-harness.
+It runs only when named; ``docs/expected/xformers-vllm.yaml`` says what is known to be wrong. Compare
+:mod:`attncheck.backends.candidates.xformers`, which declares and does what is right. Begin with ``backend``.
 """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.backends import interpreter
-from attncheck.backends.candidates.triton_unified.declarations import InterpretedBackend
+from attncheck.backends.candidates.triton_unified.triton_backend import InterpretedBackend
 from attncheck.backends.candidates.xformers import availability
 from attncheck.backends.contract import MultipleOf
 from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec

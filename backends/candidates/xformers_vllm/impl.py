@@ -1,14 +1,13 @@
 """The impl of ``xformers_vllm``: prefills by a unified kernel with all modifiers, decodes by the library with none.
 
 The library's paged bias has neither window nor soft cap, and the decode call passes neither: both are taken by the
-constructor without a word. Attributes keep vLLM's names. Must not know: how either kernel works, the harness.
+constructor without a word. Attributes keep vLLM's names.
 """
 
 from typing import ClassVar
 
 from torch import Tensor
 
-from attncheck.backends.caches.packings import FP8_DTYPES
 from attncheck.backends.candidates.triton_unified.attention import unified_attention
 from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
 from attncheck.backends.candidates.xformers.availability import quiet_import
@@ -16,6 +15,7 @@ from attncheck.backends.candidates.xformers.operator import operator_for
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend
 from attncheck.backends.candidates.xformers_vllm.metadata import XFormersAttentionMetadata
 from attncheck.backends.contract import AttentionImpl, AttentionLayer, AttentionType
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.reference.attention.params import AttentionParams
 
 with quiet_import():

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
-from attncheck.harness.problem.problem import DEFAULT_INPUTS, TORCH_DTYPES
+from attncheck.harness.problem.problem import DEFAULT_INPUTS
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.truth.tolerance import Budget, allowed_errors, float32_bracket
 from attncheck.reference import Precision, causal_conv1d
@@ -50,7 +51,7 @@ class ConvProblem:
     @property
     def dtype(self) -> torch.dtype:
         """The layer's dtype."""
-        return TORCH_DTYPES[self.case.layer.dtype]
+        return DTYPES[self.case.layer.dtype]
 
     @property
     def options(self) -> CausalConv1dOptions:
@@ -132,7 +133,7 @@ def conv_options(case: Case) -> CausalConv1dOptions:
 def build_conv(case: Case, seed: int) -> ConvProblem:
     """The tensors of ``case`` under ``seed``: the same bits on every machine."""
     stream = RandomStream(seed, case.hash, "causal_conv1d")
-    options, dtype, specs = conv_options(case), TORCH_DTYPES[case.layer.dtype], list(case.batch)
+    options, dtype, specs = conv_options(case), DTYPES[case.layer.dtype], list(case.batch)
     padding = case.batch.padding
     positions = tuple((r, max(spec.context_len, 0) + i) for r, spec in enumerate(specs) for i in range(spec.query_len))
     one_each = [1 if i < padding.tokens else 0 for i in range(padding.requests)]

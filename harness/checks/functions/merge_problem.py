@@ -12,8 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
-from attncheck.harness.problem.problem import DEFAULT_INPUTS, TORCH_DTYPES
+from attncheck.harness.problem.problem import DEFAULT_INPUTS
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.truth.tolerance import Budget, K, allowed_errors, float32_bracket
 from attncheck.reference import Precision, merge_attn_states
@@ -63,7 +64,7 @@ class MergeProblem:
     @property
     def dtype(self) -> torch.dtype:
         """The layer's dtype."""
-        return TORCH_DTYPES[self.case.layer.dtype]
+        return DTYPES[self.case.layer.dtype]
 
     @cached_property
     def has_empty(self) -> bool:
@@ -119,7 +120,7 @@ def build_merge(case: Case, seed: int) -> MergeProblem:
             here = turn == number
             a, b = _states_of(kind, noise_a[here], noise_b[here], lse_a[here], lse_b[here])
             lse_a[here], lse_b[here] = a, b
-    dtype = TORCH_DTYPES[layer.dtype]
+    dtype = DTYPES[layer.dtype]
     out_a, out_b = (stream.uniform(*shape, layer.value_head_size).to(dtype) for _ in range(2))
     positions = tuple((r, contexts[r] + i) for r, i in rows)
     return MergeProblem(case, positions, out_a, lse_a.float(), out_b, lse_b.float())

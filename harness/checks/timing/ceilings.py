@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from attncheck.backends.dtypes import DTYPES
 from attncheck.harness.checks.timing.clock import Clock, host_ns
-from attncheck.harness.problem.problem import TORCH_DTYPES
 from attncheck.reports.run_file.timings import Ceilings
 
 
@@ -35,7 +35,7 @@ def measure_ceilings(device: torch.device | str, dtype: str, clock: Clock) -> Ce
 
     Copied bytes count twice: they are read and written.
     """
-    device, element = torch.device(device), TORCH_DTYPES[dtype]
+    device, element = torch.device(device), DTYPES[dtype]
     sizes, free = (GPU, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else (CPU, CPU.copied * 64)
     generator = torch.Generator(device).manual_seed(0)
     copied = min(sizes.copied, free // 8) // element.itemsize

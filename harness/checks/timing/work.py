@@ -25,8 +25,6 @@ from attncheck.reference.spec import AttentionType, FastPrefillOptions, LayerSpe
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes of an element, by the names of layers and caches."""
 
-WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-
 FUNCTIONS = ("merge", "causal_conv1d")
 """Paths that ask no attention."""
 
@@ -73,7 +71,7 @@ def work_of(case: Case) -> Work:
 
     moved, flops = sum(_weights(layer)) * given, 0
     for request, sight in seen:
-        new_rows, is_kept = sight.num_keys - sight.cached, layer.attn_type not in WITHOUT_CACHE
+        new_rows, is_kept = sight.num_keys - sight.cached, layer.has_cache
         moved += request.count * (sight.rows * one_row + new_rows * row * (given + (held if is_kept else 0)))
         flops += request.count * _flops(layer, sight)
     return Work(moved + _context_rows(seen) * row * held, flops)

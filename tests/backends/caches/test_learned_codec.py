@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from attncheck.backends.caches.codecs import packed_codec
 from attncheck.backends.caches.learned_codec import learn_codec
-from attncheck.backends.caches.packings import FP8_DTYPES, PACKINGS, allocate_kv_cache
+from attncheck.backends.caches.packings import PACKINGS, allocate_kv_cache
 from attncheck.backends.caches.placed_codec import PlacedCodec
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
+from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.backends.kernel import kernel_backend
 from attncheck.reference.attention.cache import kv_cache_views, reshape_and_cache
 from attncheck.reference.spec import CacheSpec, LayerSpec, MLASpec

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder
-from attncheck.backends.current_config import get_current_vllm_config
+from attncheck.backends.impl import get_current_vllm_config
 from attncheck.harness.checks import next_step, numerics
 from attncheck.harness.checks.findings import Holds
 from attncheck.harness.driver.construction import construct_builder, construct_impl

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.backends.base.draft_trees import tree_mask
+from attncheck.backends.paged_metadata import tree_mask
 from attncheck.harness.problem.draft_trees import ancestors, token_tree
 
 

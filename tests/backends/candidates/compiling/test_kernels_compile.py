@@ -21,7 +21,7 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024}
 UNIFIED = """
 import torch
 from attncheck.backends.candidates.triton_unified.attention import unified_attention
-from attncheck.backends.candidates.triton_unified.scratch import SplitScratch
+from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
 from attncheck.reference.attention.params import AttentionParams
 
 def attend(rows, dtype, *, codes=None, size=128, size_v=None, heads=8, kv_heads=2, scratch=None, lse=False,
@@ -59,7 +59,7 @@ LATENT = """
 import torch
 from torch import bfloat16, float16, float32, float8_e4m3fn, float8_e5m2
 from attncheck.backends.candidates.triton_mla.attention import latent_attention
-from attncheck.backends.candidates.triton_unified.scratch import SplitScratch
+from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
 
 def attend(rows, heads, dtype, codes=None, *, rank=512, rotary=64, segments=1):
     latent, rest = (torch.zeros(2 * rows, heads, size, dtype=dtype) for size in (rank, rotary))

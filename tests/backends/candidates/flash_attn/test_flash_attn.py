@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attncheck.backends.candidates.flash_attn import library
+from attncheck.backends.base import machine
+from attncheck.backends.candidates.flash_attn import backend as backend_module
 from attncheck.backends.candidates.flash_attn.backend import FlashAttnBackend
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
@@ -222,7 +223,7 @@ def test_pages_are_multiples_of_256_tokens(block_size):
     [("", "flash-attn is not installed"), ("2.7.4.post1", "flash-attn 2.7.4.post1: written against 2.8")],
 )
 def test_without_a_library_that_was_read_the_backend_is_unavailable(installed, reason, monkeypatch):
-    monkeypatch.setattr(library, "version", lambda: installed)
+    monkeypatch.setattr(backend_module, "library_version", lambda: installed)
     assert FlashAttnBackend.unavailable_reasons("cpu") == ["device cpu: the backend runs on cuda", reason]
 
 
@@ -230,10 +231,10 @@ def test_a_library_that_does_not_import_is_a_reason(monkeypatch):
     def broken(name):
         raise ImportError("undefined symbol")
 
-    monkeypatch.setattr(library, "version", lambda: "2.8.3.post1")
-    monkeypatch.setattr(library.importlib, "import_module", broken)
-    assert library.missing_reasons() == []
-    assert library.import_reasons() == ["flash_attn cannot be imported: ImportError: undefined symbol"]
+    monkeypatch.setattr(backend_module, "library_version", lambda: "2.8.3.post1")
+    monkeypatch.setattr(machine.importlib, "import_module", broken)
+    assert backend_module.missing_library_reasons() == []
+    assert machine.import_reasons("flash_attn") == ["flash_attn cannot be imported: ImportError: undefined symbol"]
 
 
 def test_the_version_is_that_of_the_library_too(monkeypatch):
@@ -248,8 +249,8 @@ def test_the_version_is_that_of_the_library_too(monkeypatch):
 def test_gpus_before_ampere_are_unavailable(capability, reasons, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(library, "missing_reasons", list)
-    monkeypatch.setattr(library, "import_reasons", list)
+    monkeypatch.setattr(backend_module, "missing_library_reasons", list)
+    monkeypatch.setattr(machine, "import_reasons", lambda module: [])
     assert FlashAttnBackend.unavailable_reasons("cuda:0") == reasons
 
 

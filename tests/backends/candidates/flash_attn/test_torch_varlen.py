@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from attncheck.backends.candidates.torch_varlen.backend import TorchVarlenBackend
+from attncheck.backends.candidates.torch_varlen import TorchVarlenBackend
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 PLAIN = LayerSpec(num_heads=6, num_kv_heads=2, head_size=24, dtype="float16", scale=0.3)

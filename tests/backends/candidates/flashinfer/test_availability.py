@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.backends.candidates.flashinfer import availability
+from attncheck.backends.candidates.flashinfer import backend as backend_module
 from attncheck.backends.candidates.flashinfer.backend import FlashInferBackend
 
 Reasons = Callable[..., list[str]]
@@ -30,14 +30,14 @@ def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reasons:
 
     def ask(
         *,
-        version: str | None = availability.PINNED,
+        version: str | None = backend_module.PINNED,
         capability: tuple[int, int] | None = (9, 0),
         nvcc: bool = True,
         kernels: bool = False,
         broken: bool = False,
     ) -> list[str]:
         def version_of(name: str) -> str:
-            if name != availability.DISTRIBUTION:
+            if name != backend_module.DISTRIBUTION:
                 return found_version(name)
             if version is None:
                 raise importlib.metadata.PackageNotFoundError(name)
@@ -60,7 +60,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reasons:
         monkeypatch.setattr(importlib, "import_module", load)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(availability.shutil, "which", lambda name: None)
+        monkeypatch.setattr(backend_module.shutil, "which", lambda name: None)
         monkeypatch.setenv("CUDA_HOME", str(tmp_path))
         (tmp_path / "bin").mkdir(exist_ok=True)
         if nvcc:
@@ -72,7 +72,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reasons:
 
 def test_where_all_is_well_nothing_speaks_against_it(reasons: Reasons) -> None:
     assert reasons() == []
-    assert reasons(version=f"{availability.PINNED}+cu130") == []
+    assert reasons(version=f"{backend_module.PINNED}+cu130") == []
 
 
 def test_kernels_need_not_be_compiled_where_they_are_installed(reasons: Reasons) -> None:

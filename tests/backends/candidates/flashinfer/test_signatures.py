@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from attncheck.backends.candidates.flashinfer.availability import DISTRIBUTION, PINNED
-from attncheck.backends.candidates.flashinfer.pages import pages_of
+from attncheck.backends.candidates.flashinfer.backend import DISTRIBUTION, PINNED
+from attncheck.backends.candidates.flashinfer.planner import page_indices
 
 METHODS = ("__init__", "plan", "run")
 
@@ -47,7 +47,7 @@ def test_the_stand_in_refuses_what_the_library_would_not_bind(library: Any) -> N
 
 def test_a_length_without_pages_is_what_the_library_reads(flashinfer: ModuleType) -> None:
     lens = [5, 0, 8, 16, 17]
-    pages = pages_of(torch.arange(20).view(5, 4), 8, range(5), lens)
+    pages = page_indices(torch.arange(20).view(5, 4), 8, range(5), lens)
     assert flashinfer.get_seq_lens(pages.indptr, pages.last_page_len, 8).tolist() == lens
 
 

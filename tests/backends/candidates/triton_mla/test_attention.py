@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from attncheck.backends.candidates.triton_mla.attention import choose_latent_tiling, latent_attention
-from attncheck.backends.candidates.triton_unified.scratch import SplitScratch
+from attncheck.backends.candidates.triton_unified.tiling import SplitScratch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.4

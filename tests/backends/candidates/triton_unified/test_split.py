@@ -7,10 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from attncheck.backends.caches.fp8 import encode
+from attncheck.backends.base.gathering import encode_fp8
 from attncheck.backends.candidates.triton_unified import launch
-from attncheck.backends.candidates.triton_unified.scratch import SplitScratch, allocate_scratch
-from attncheck.backends.candidates.triton_unified.tiling import choose_segments, choose_tiling
+from attncheck.backends.candidates.triton_unified.tiling import (
+    SplitScratch,
+    allocate_scratch,
+    choose_segments,
+    choose_tiling,
+)
 
 Batch = Callable[..., Any]
 
@@ -139,7 +143,7 @@ def test_the_output_is_quantised_inside(paged: Batch, split: int) -> None:
         output_scale=scale,
         scratch=scratch_of(batch, split),
     )
-    expected = encode(plain, scale, torch.float8_e4m3fn).float()
+    expected = encode_fp8(plain, scale, torch.float8_e4m3fn).float()
     assert expected[:3].abs().max() == 448.0
     # Segments round differently: where the quotient lies between two codes, the other one may come out.
     assert ((coded.float() - expected)[:3].abs() <= expected[:3].abs() / 8 + 2**-9).all()

@@ -9,8 +9,12 @@ from attncheck.reference import AttentionParams, paged_attention
 if reasons := unavailable_reasons("cpu"):
     pytest.skip("; ".join(reasons), allow_module_level=True)
 
-from attncheck.backends.candidates.xformers.decode import paged_decode
-from attncheck.backends.candidates.xformers.operator import operator_for, single_token_bias, supported_head_sizes
+from attncheck.backends.candidates.xformers.operator import (
+    operator_for,
+    paged_decode,
+    single_token_bias,
+    supported_head_sizes,
+)
 
 SCALE = 0.3
 

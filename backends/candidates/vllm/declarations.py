@@ -1,8 +1,7 @@
 """What a class of vLLM's declares, in the contract's words.
 
 Predicates are asked with every value the contract knows. What vLLM has no predicate for (ALiBi, soft cap, a shared
-cache, a quantised output) is promised by an impl that takes it: a small layer of each kind is made, once. Must not
-know: cases.
+cache, a quantised output) is declared by an impl that takes it: a small layer of each kind is made, once.
 """
 
 from collections.abc import Mapping
@@ -11,12 +10,13 @@ from typing import Any, get_args
 
 import torch
 
+from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
 from attncheck.backends.candidates.vllm.layers import LayerArguments, make_layer
-from attncheck.backends.candidates.vllm.quantisation import fuses
-from attncheck.backends.declarations import DTYPES, MultipleOf
-from attncheck.backends.quantkey import STATIC_FP8
+from attncheck.backends.declarations import MultipleOf
+from attncheck.backends.dtypes import DTYPES
+from attncheck.backends.impl import STATIC_FP8, QuantKey
 from attncheck.reference.spec import AttentionType, KVCacheDType
 
 _PREDICATES: Mapping[str, str] = {
@@ -50,18 +50,18 @@ _TRIED: Mapping[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Claims:
-    """What a class declares. trouble: why not even a plain layer of it can be made here; empty where it can."""
+class VLLMDeclarations:
+    """What a class declares. layer_error: why not even a plain layer of it can be made here; empty where it can."""
 
     dtypes: tuple[torch.dtype, ...]
     head_sizes: tuple[int, ...]
     kv_cache_dtypes: tuple[str, ...]
     attn_types: tuple[str, ...]
     features: frozenset[str]
-    trouble: str
+    layer_error: str
 
 
-def claims_of(their_backend: type[Any]) -> Claims:
+def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
     """The declarations of vLLM's class."""
     kv_cache_dtypes = tuple(name for name in get_args(KVCacheDType) if _takes_cache(their_backend, name))
     features = {name for name, predicate in _PREDICATES.items() if _says(their_backend, predicate)}
@@ -70,17 +70,17 @@ def claims_of(their_backend: type[Any]) -> Claims:
     dtypes = tuple(dtype for dtype in DTYPES.values() if _takes_dtype(their_backend, dtype))
     head_sizes = tuple(their_backend.get_supported_head_sizes())
     plain = replace(_PLAIN, head_size=64 if 64 in head_sizes or not head_sizes else head_sizes[0])
-    layer, trouble = _made(their_backend, plain, dtypes)
+    layer, layer_error = _made(their_backend, plain, dtypes)
     if layer is not None:
         features |= {name for name, extra in _TRIED.items() if _is_made(their_backend, replace(plain, **extra), dtypes)}
         features |= {"output_quant"} if fuses(layer.impl, STATIC_FP8) else set()
-    return Claims(
+    return VLLMDeclarations(
         dtypes=dtypes,
         head_sizes=head_sizes,
         kv_cache_dtypes=kv_cache_dtypes,
         attn_types=tuple(kind.value for kind in AttentionType if _takes_type(their_backend, kind)),
         features=frozenset(features),
-        trouble=trouble,
+        layer_error=layer_error,
     )
 
 
@@ -125,3 +125,11 @@ def _made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.d
         return make_layer(their_backend, their_config(plain), given), ""
     except Exception as error:  # noqa: BLE001 (someone else's code: whatever it raises is the answer)
         return None, f"making a plain layer raised {type(error).__name__}: {error}"
+
+
+def fuses(impl: Any, key: QuantKey) -> bool:
+    """Whether vLLM's ``impl`` says that a quantisation behind attention may be folded into it."""
+    keys = package.module("vllm.model_executor.layers.quantization.utils.quant_utils")
+    scale = key.scale
+    described = keys.ScaleDesc(scale.dtype, scale.static, keys.GroupShape(*scale.group_shape))
+    return bool(impl.fused_output_quant_supported(keys.QuantKey(key.dtype, described)))

@@ -1,7 +1,4 @@
-"""What candidates made of Triton kernels declare alike: where these run, and how that is told.
-
-Must not know: what the kernels compute.
-"""
+"""Base classes of candidates with Triton kernels: where the kernels run, and how versions mark that."""
 
 import torch
 
@@ -15,7 +12,7 @@ _BFLOAT16_CAPABILITY = (8, 0)
 
 
 class InterpretedBackend(AttentionBackend):
-    """Goes before the other base, whose answers it adds to: without a GPU its kernels are interpreted."""
+    """Kernels that are interpreted without a GPU; name this base first, since it adds to what the next one says."""
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:

@@ -1,4 +1,4 @@
-"""Trees of draft tokens: what the string stands for, and strings that are none."""
+"""Metadata of a step: trees of draft tokens, what the string means, and strings that are no tree."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.backends.base.draft_trees import tree_mask, tree_of
-from attncheck.backends.base.refusals import refuse_tree
 from attncheck.backends.candidates.flex_attention import FlexBackend
+from attncheck.backends.paged_metadata import refuse_tree, tree_mask, tree_of
 
 CPU = torch.device("cpu")
 

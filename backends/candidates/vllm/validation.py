@@ -1,11 +1,11 @@
-"""vLLM's own check of a configuration, with the values that it leaves out. Must not know: what the bridge declares."""
+"""What vLLM's own check of a configuration says against a layer, with the values that its messages leave out."""
 
 import inspect
 from typing import Any
 
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.layers import LayerArguments
-from attncheck.backends.declarations import DTYPES, has_cache
+from attncheck.backends.dtypes import DTYPES
 from attncheck.reference.spec import AttentionType, CacheSpec, LayerSpec
 
 _PREDICATES = (
@@ -23,8 +23,6 @@ _PREDICATES = (
 )
 """How reasons begin that follow from predicates which the declarations are made of."""
 
-_CACHED = (AttentionType.DECODER.value, AttentionType.ENCODER_DECODER.value)
-
 
 def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: CacheSpec, *, told: bool) -> list[str]:
     """What ``validate_configuration`` of vLLM's class says against a layer; empty where it has none.
@@ -37,7 +35,7 @@ def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: Ca
         head_size=layer.head_size,
         dtype=DTYPES[layer.dtype],
         kv_cache_dtype="auto" if cache.kv_cache_dtype == layer.dtype else cache.kv_cache_dtype,
-        block_size=cache.block_size if has_cache(layer) else None,
+        block_size=cache.block_size if layer.has_cache else None,
         use_mla=layer.mla is not None,
         has_sink=layer.sink_logits is not None,
         attn_type=layer.attn_type.value,
@@ -67,7 +65,7 @@ def refuse_as_vllm_does(their_backend: type[Any], config: Any, given: LayerArgum
         head_size=given.head_size,
         dtype=config.model_config.dtype,
         kv_cache_dtype=config.cache_config.cache_dtype,
-        block_size=config.cache_config.block_size if given.attn_type in _CACHED else None,
+        block_size=config.cache_config.block_size if AttentionType(given.attn_type).has_cache else None,
         use_mla=False,
         has_sink=given.sinks is not None,
         attn_type=given.attn_type,

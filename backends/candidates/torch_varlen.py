@@ -1,11 +1,15 @@
 """``varlen_attn`` of torch as a candidate: pages where the kernels take them, packed keys elsewhere.
 
 Where the installed function takes a page table, pages of a multiple of 256 tokens are read in place. Other pages, and
-all pages with torch 2.11, are gathered into packed rows first, which its time includes. Not run on a GPU yet. Must not
-know: cases, the reference's code.
+all pages with torch 2.11, are gathered into packed rows first, which its time includes. The arguments of
+``varlen_attn`` differ from release to release; the signature is asked, not the version. Not run on a GPU yet.
 """
 
+import importlib
+import inspect
+import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -13,12 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.backends.candidates.flash_attn import limits
-from attncheck.backends.candidates.flash_attn.layer import FlashBackend, FlashImpl, longest_query
-from attncheck.backends.candidates.flash_attn.metadata import PackedBuilder, PackedMetadata
-from attncheck.backends.candidates.torch_varlen import signature
-from attncheck.backends.candidates.torch_varlen.packing import packed
+from attncheck.backends.base.gathering import unpaged_requests
+from attncheck.backends.candidates.flash_attn.layer import (
+    PAGE_SIZES,
+    FlashBackend,
+    FlashImpl,
+    PackedBuilder,
+    PackedMetadata,
+    longest_query,
+)
 from attncheck.backends.contract import AttentionLayer, AttentionType, Conventions
+from attncheck.backends.paged_metadata import PagedMetadata
+from attncheck.reference.attention.params import AttentionParams
 
 
 class TorchVarlenBackend(FlashBackend):
@@ -42,7 +52,7 @@ class TorchVarlenBackend(FlashBackend):
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
-        return [*super().unavailable_reasons(device), *signature.missing_reasons()]
+        return [*super().unavailable_reasons(device), *missing_varlen_reasons()]
 
     @classmethod
     def version(cls) -> str:
@@ -62,7 +72,7 @@ class TorchVarlenImpl(FlashImpl):
 
     @cached_property
     def _known(self) -> frozenset[str]:
-        return signature.parameters()
+        return varlen_parameters()
 
     def answer(
         self,
@@ -76,12 +86,12 @@ class TorchVarlenImpl(FlashImpl):
         common = metadata.common
         if caches is None:
             return self._call(query, key, value, common.query_start_loc, longest_query(metadata), metadata)
-        if signature.takes_pages(self._known) and caches[0].shape[1] % limits.PAGE_SIZES.base == 0:
+        if takes_pages(self._known) and caches[0].shape[1] % PAGE_SIZES.base == 0:
             pages: dict[str, Any] = {"block_table": common.block_table_tensor, "seqused_k": common.seq_lens}
             if "num_splits" in self._known:
                 pages["num_splits"] = 1  # split keys are combined wrongly over pages (pytorch issue 194167)
             return self._call(query, *caches, metadata.cu_seq_lens, common.max_seq_len, metadata, pages)
-        rows = packed(self.params(metadata), metadata, layer, caches, query.dtype)
+        rows = packed_keys(self.params(metadata), metadata, layer, caches, query.dtype)
         return self._call(query, rows.key, rows.value, rows.ends, rows.longest, metadata)
 
     def _call(
@@ -102,7 +112,7 @@ class TorchVarlenImpl(FlashImpl):
             # Equally many heads is all that the older function documents.
             key, value = (rows.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for rows in (key, value))
         left, right = params.window
-        varlen = signature.module()
+        varlen = varlen_module()
         out, lse = varlen.varlen_attn(
             query,
             key,
@@ -117,3 +127,67 @@ class TorchVarlenImpl(FlashImpl):
             **asked,
         )
         return out, lse.t()
+
+
+_NEEDED = ("return_aux", "scale", "window_size")
+_FOR_PAGES = ("block_table", "seqused_k")
+
+
+def varlen_module() -> Any:
+    """Import and return ``torch.nn.attention.varlen``: late, since it loads torch's compiler, which takes seconds."""
+    return importlib.import_module("torch.nn.attention.varlen")
+
+
+def varlen_parameters() -> frozenset[str]:
+    """Return the names of the arguments of ``varlen_attn``."""
+    return frozenset(inspect.signature(varlen_module().varlen_attn).parameters)
+
+
+def takes_pages(known: frozenset[str]) -> bool:
+    """Whether keys may stay in pages, for a function of the arguments ``known``."""
+    return known.issuperset(_FOR_PAGES)
+
+
+def missing_varlen_reasons() -> list[str]:
+    """Why this torch's function cannot be called on a GPU; empty: it can."""
+    if not torch.backends.cuda.is_flash_attention_available():
+        return [f"torch {torch.__version__} was built without FlashAttention"]
+    missing = [name for name in _NEEDED if name not in varlen_parameters()]
+    return [f"torch {torch.__version__}: varlen_attn takes no {', '.join(missing)}"] if missing else []
+
+
+@dataclass(frozen=True)
+class PackedKeys:
+    """A step's keys, request by request: those that some row sees, up to the request's last.
+
+    key, value: ``[keys, num_kv_heads, head size]``. ends: int32 ``[R + 1]``, 0 and where each request's keys end; a
+    request without rows has none. longest: the most keys of one request.
+    """
+
+    key: Tensor
+    value: Tensor
+    ends: Tensor
+    longest: int
+
+
+def packed_keys(
+    params: AttentionParams,
+    metadata: PagedMetadata,
+    layer: AttentionLayer,
+    caches: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+) -> PackedKeys:
+    """Return the step's keys and values out of their pages; the step has rows.
+
+    Lengths are read on the host, so that no such step can be part of a CUDA graph.
+    """
+    found = list(unpaged_requests(params, metadata, layer, None, None, caches, dtype))
+    lens = iter([len(piece.key) for piece in found])
+    counts = [next(lens) if query_len else 0 for query_len in metadata.query_lens]
+    ends = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=found[0].key.device)
+    return PackedKeys(
+        key=torch.cat([piece.key for piece in found]),
+        value=torch.cat([piece.value for piece in found]),
+        ends=ends,
+        longest=max(counts),
+    )

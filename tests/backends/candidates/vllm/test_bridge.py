@@ -11,9 +11,9 @@ import torch
 
 from attncheck.backends import registry
 from attncheck.backends.candidates.vllm import package
+from attncheck.backends.candidates.vllm.bridge import missing_operators
 from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
 from attncheck.backends.candidates.vllm.selection import select
-from attncheck.backends.candidates.vllm.writer import missing_operators
 from attncheck.backends.contract import MultipleOf
 from attncheck.errors import BackendLoadError, BackendUnavailableError
 
