@@ -9,12 +9,14 @@ Everything is derived in float64 from integers and rounded to few significant bi
 machine. Must not know: pages, slots, backends.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attncheck.harness.problem.visible_span import visible_span
+from attncheck.reference import layer_params
 from attncheck.reference.spec import LayerSpec
 
 _LARGE_SCORE = 4096.0
@@ -93,7 +95,10 @@ def _row_queries(
 ) -> Tensor:
     heads = torch.arange(layer.num_heads)
     turn = rows.number[:, None]
-    lo, hi = visible_span(layer, rows.position, rows.num_keys)
+    params = layer_params(layer)
+    lo, _ = visible_span(params, rows.position, rows.num_keys)
+    # Version 1 of the generator ignores the end of a chunk, which only shows where no causal mask hides more.
+    _, hi = visible_span(replace(params, attn_chunk_size=None), rows.position, rows.num_keys)
     target, other = _targets(rows, block_size, lo, hi, turn + heads, tree)
     # The key index wraps at the end of the batch: the last request's neighbour is the first.
     kv_head = heads // (layer.num_heads // layer.num_kv_heads)
@@ -117,25 +122,6 @@ def _row_queries(
         query = torch.where(twins[..., None], _twin_queries(layer, needle, second), query)
     limit = 3e4 if layer.dtype == "float16" else 1e30
     return query.clamp(-limit, limit)
-
-
-def visible_span(layer: LayerSpec, positions: Tensor, num_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last visible key of rows at ``positions`` (int64 ``[q]``) of requests with ``num_keys`` (likewise).
-
-    Last < first where a row sees nothing.
-    """
-    left, right = layer.window
-    hi = num_keys - 1
-    lo = torch.zeros_like(positions)
-    if layer.is_causal:
-        hi = torch.minimum(hi, positions)
-    if right >= 0:
-        hi = torch.minimum(hi, positions + right)
-    if left >= 0:
-        lo = torch.maximum(lo, positions - left)
-    if layer.attn_chunk_size:
-        lo = torch.maximum(lo, positions // layer.attn_chunk_size * layer.attn_chunk_size)
-    return lo, hi
 
 
 def _targets(

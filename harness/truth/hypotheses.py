@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attncheck.harness.problem.visible_span import visible_span
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, Precision
 
@@ -200,7 +201,7 @@ def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
     for num_rows, num_keys in zip(rows.num_rows.tolist(), rows.num_keys.tolist(), strict=True):
         context = num_keys - num_rows
         position = torch.arange(num_rows, device=device) + context
-        first, last = _ends_seen(params, position, num_keys)
+        first, last = visible_span(params, position, num_keys)
         count = (last - first + 1).clamp(min=0)
         if rows.tree is not None:
             node = position[None, :]
@@ -208,21 +209,3 @@ def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
             count = count - lost.sum(dim=1)
         counts.append(count)
     return torch.cat(counts)
-
-
-def _ends_seen(params: AttentionParams, position: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """First and last key that rows at ``position`` see, from the arithmetic of windows and chunks."""
-    left, right = params.window
-    last = torch.full_like(position, num_keys - 1)
-    first = torch.zeros_like(position)
-    if params.causal:
-        last = torch.minimum(last, position)
-    if right >= 0:
-        last = torch.minimum(last, position + right)
-    if left >= 0:
-        first = torch.maximum(first, position - left)
-    if params.attn_chunk_size:
-        chunk = position // params.attn_chunk_size
-        first = torch.maximum(first, (chunk - params.attn_chunk_lookback) * params.attn_chunk_size)
-        last = torch.minimum(last, (chunk + 1) * params.attn_chunk_size - 1)
-    return first, last
