@@ -8,6 +8,7 @@ observations.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,18 +40,21 @@ class Toggle:
     mostly: bool
 
 
+_LEFT_OUT = (
+    ("logits_soft_cap", "logits_soft_cap", "the soft cap is ignored", 2),
+    ("alibi_slopes", "alibi", "the ALiBi bias is missing", 2),
+    ("sinks", "sinks", "the sinks are ignored", 1),
+)
+"""Modifiers of scores: field, name in messages, what a backend does that ignores it, keys a row needs to notice."""
+
+
 def toggles(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]:
     """The changes a case with these parameters must notice."""
     seen = keys_seen(rows, params)
-    if params.logits_soft_cap:
-        off = replace(params, logits_soft_cap=None)
-        yield Toggle("logits_soft_cap", _altered("the soft cap is ignored", rows, off), seen > 1, True)
-    if params.alibi_slopes is not None:
-        off = replace(params, alibi_slopes=None)
-        yield Toggle("alibi", _altered("the ALiBi bias is missing", rows, off), seen > 1, True)
-    if params.sinks is not None:
-        off = replace(params, sinks=None)
-        yield Toggle("sinks", _altered("the sinks are ignored", rows, off), seen > 0, True)
+    for field, subject, meaning, fewest_keys in _LEFT_OUT:
+        if getattr(params, field) not in (None, 0):
+            off: dict[str, Any] = {field: None}
+            yield Toggle(subject, _altered(meaning, rows, replace(params, **off)), seen >= fewest_keys, mostly=True)
     yield from _window_toggles(params, rows, seen)
     yield from _chunk_toggles(params, rows, seen)
     if rows.tree is not None:
