@@ -1,12 +1,12 @@
-"""Queries that bite: where each row and head is pointed, and how hard.
+"""Queries under which small faults change the output: which key each row and head points at, and how strongly.
 
 Plain random inputs are nearly blind: with n keys of near-uniform weight a lost key moves the output by 1/n. So each
-query is made parallel to one key (a *needle*) that stands where off-by-one errors live, with a gain that gives this key
+query is parallel to one key (a *needle*) at a place of typical off-by-one errors, with a gain that gives this key
 about half of the softmax weight. Heads of one row point at different places. An invisible needle has no effect on the
-right answer and dominates a wrong one. Some rows get scores far beyond float32's comfort (large), or all equal.
+right answer and dominates a wrong one. Some rows get very large scores, or all equal ones.
 
 Everything is derived in float64 from integers and rounded to few significant bits, so that it is the same on every
-machine. Must not know: pages, slots, backends.
+machine.
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class RequestGeometry:
     first_row: int
 
 
-def biting_queries(
+def needle_queries(
     layer: LayerSpec,
     keys: Tensor,
     requests: list[RequestGeometry],

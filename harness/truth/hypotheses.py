@@ -1,9 +1,9 @@
-"""Wrong questions whose right answers a faulty backend might be giving.
+"""What a faulty backend may have computed in place of the right answer.
 
 Each :class:`Hypothesis` is the problem with one thing changed: a window one key longer, the soft cap left out, the last
-key lost. They serve twice: a case must notice the ones it asks about (or it is blind), and an output that is wrong but
-fits one of them can be explained. Beside them stand the right question in coarser arithmetic. Must not know: backends,
-observations.
+key lost. They have two uses. A case must notice those that concern its modifiers, or it is blind. A wrong output that
+fits one of them can be explained. The right problem in coarser arithmetic is among them. To add a modifier of scores,
+add a row to ``_LEFT_OUT``; one that hides keys needs toggles that move its edge as well.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ from attncheck.reference import AttentionParams, Precision
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What a faulty backend may have done: ``meaning`` says it, ``ask`` gives its right answer (out, LSE)."""
+    """What a faulty backend may have done: ``meaning`` names it, ``compute`` gives its output and LSE."""
 
     meaning: str
-    ask: Callable[[], tuple[Tensor, Tensor]]
+    compute: Callable[[], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
