@@ -23,7 +23,7 @@ from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 
 _FEW_WORK = 2**31
-"""Rows x keys x head size above which guessing would take longer than the run."""
+"""Rows x keys x head size above which explaining would take longer than the run."""
 
 _APART = 3.0
 """Budgets between an answer and the truth from which on an output tells which of the two it is."""
@@ -76,7 +76,7 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
 def explain_lse(problem: Problem, truth: Truth, got: Tensor, others: Iterable[tuple[str, Tensor]] = ()) -> str | None:
     """One line that explains a natural log-sum-exp ``got`` (float64 ``[T, H]``), or None.
 
-    ``others``: (meaning, LSE) of guesses that concern the LSE alone; they are tried first.
+    ``others``: (meaning, LSE) of faults that concern the LSE alone; they are tried first.
     """
 
     def misfits() -> Iterator[_Misfit]:

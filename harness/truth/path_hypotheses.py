@@ -23,7 +23,7 @@ Places = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def path_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """The guesses that the problem's path suggests; ``params`` and ``rows``: what the truth was made of."""
+    """The faults that the problem's path suggests; ``params`` and ``rows``: what the truth was made of."""
     if problem.layout.part_of_key is not None and len(problem.parts) > 1:
         yield from _part_explanations(problem.layout.part_of_key, params, rows)
     if params.alibi_slopes is not None:
