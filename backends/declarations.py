@@ -13,6 +13,7 @@ import torch
 
 from attncheck.reference.spec import (
     FORMS,
+    MODIFIERS,
     AttentionType,
     BatchSpec,
     CacheSpec,
@@ -136,19 +137,15 @@ def block_size_reason(backend: Declarations, block_size: int) -> str:
 
 def _layer_needs(layer: LayerSpec) -> list[str]:
     needs = {
-        "sliding_window": layer.sliding_window is not None,
-        "logits_soft_cap": layer.soft_cap is not None,
-        "alibi": layer.alibi_slopes is not None,
         "alibi_non_causal": layer.alibi_slopes is not None and not layer.is_causal,
-        "sinks": layer.sink_logits is not None,
         "non_causal": layer.attn_type == AttentionType.DECODER and not layer.is_causal,
         "head_size_v": layer.value_head_size != layer.head_size,
-        "local": layer.attn_chunk_size is not None,
         "kv_sharing": layer.kv_sharing,
         "output_quant": layer.output_quant is not None,
         "mla": layer.mla is not None,
     }
-    return [feature for feature, needed in needs.items() if needed]
+    modifiers = [MODIFIERS[name].feature for name in layer.modifiers]
+    return modifiers + [feature for feature, needed in needs.items() if needed]
 
 
 def _cache_needs(cache: CacheSpec) -> list[str]:
@@ -162,8 +159,7 @@ def _played_needs(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared
     """What a path needs that is played as parts of the keys: an LSE, and parts that see no row's own key, or none."""
     if not is_merged(batch, declared):
         return frozenset()
-    from_query = (layer.sliding_window, layer.alibi_slopes, layer.attn_chunk_size)
-    if batch.path.name == "cascade" and any(value is not None for value in from_query):
+    if batch.path.name == "cascade" and layer.position_modifiers:
         return frozenset({"cascade"})  # measured from the query's position, which the prefix's call is not told
     needs = {"lse"}
     is_spread_whole = batch.path.name == "dcp" and batch.max_query_len == 1

@@ -6,7 +6,7 @@ dotted path from the case (``batch.requests.2.shared_prefix``). Must not know: Y
 
 from attncheck.cases.paths import check_path
 from attncheck.errors import SpecError
-from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import MODIFIERS, AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 _ROWS_HAVE_KEYS = (
     "cross",
@@ -20,16 +20,6 @@ _ROWS_HAVE_KEYS = (
     "micro_batch",
 )
 """Paths in which every new token has a key of its own."""
-
-_UNDEFINED_FOR_MLA = (
-    "head_size_v",
-    "sliding_window",
-    "logits_soft_cap",
-    "alibi",
-    "sinks",
-    "attn_chunk_size",
-    "kv_sharing",
-)
 
 
 def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
@@ -69,7 +59,7 @@ def _check_mla(layer: LayerSpec) -> None:
             value=str(layer.attn_type),
             allowed="leave attn_type out",
         )
-    for name in _UNDEFINED_FOR_MLA:
+    for name in ("head_size_v", *MODIFIERS, "kv_sharing"):
         value = getattr(layer, name)
         if value not in (None, False):
             raise SpecError(

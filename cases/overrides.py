@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 
-from attncheck.cases.overlay import put
-from attncheck.cases.tree import Scalar, Table, Tree, describe
+from attncheck.cases.tree import Scalar, Table, Tree, describe, put
 from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import SelectionError
 from attncheck.reference.spec import CacheSpec, LayerSpec

@@ -23,8 +23,6 @@ from attncheck.reference.spec import (
 _CAUSAL_ONLY = ("local", "tree", "fast_prefill")
 """Paths whose rewriting of the batch, or whose mask, takes a causal layer for granted."""
 
-_MEASURED_FROM_THE_QUERY = ("sliding_window", "alibi", "attn_chunk_size")
-
 _NOT_FOR_MLA = ("paged", "encoder_only", "cross", "local")
 
 
@@ -143,15 +141,13 @@ def _depths(parents: tuple[int, ...]) -> list[int]:
 
 
 def _check_parts(layer: LayerSpec, path: str) -> None:
-    for name in _MEASURED_FROM_THE_QUERY:
-        value = getattr(layer, name)
-        if value:
-            raise SpecError(
-                f"a part of the keys is attended without the distance to the query, and the path {path} has such parts",
-                field=f"layer.{name}",
-                value=value,
-                allowed=f"leave {name} out, or give another path",
-            )
+    for name in layer.position_modifiers:
+        raise SpecError(
+            f"a part of the keys is attended without the distance to the query, and the path {path} has such parts",
+            field=f"layer.{name}",
+            value=getattr(layer, name),
+            allowed=f"leave {name} out, or give another path",
+        )
 
 
 def _check_fast_prefill(batch: BatchSpec, rows: int) -> None:

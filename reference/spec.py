@@ -14,7 +14,15 @@ from attncheck.errors import SpecError
 from attncheck.reference.spec_batch import MAX_TOKENS, BatchSpec, PaddingSpec, RequestSpec
 from attncheck.reference.spec_fields import STRICT, option, refuse_beyond_float32
 from attncheck.reference.spec_layer import AttentionType, DType, LayerSpec, MLASpec, OutputQuantSpec
-from attncheck.reference.spec_names import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS, FEATURES, FORMS, CheckInfo
+from attncheck.reference.spec_names import (
+    BACKEND_CHECKS,
+    CHECKS,
+    DEFAULT_CHECKS,
+    FEATURES,
+    FORMS,
+    MODIFIERS,
+    CheckInfo,
+)
 from attncheck.reference.spec_paths import (
     PATH_OPTIONS,
     PATHS,
@@ -37,6 +45,7 @@ __all__ = [
     "FORMS",
     "GENERATOR_VERSION",
     "MAX_TOKENS",
+    "MODIFIERS",
     "PATHS",
     "PATH_OPTIONS",
     "AttentionCGSupport",

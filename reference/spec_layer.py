@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from attncheck.errors import SpecError
 from attncheck.reference.spec_fields import STRICT, option, positive, refuse_beyond_float32
+from attncheck.reference.spec_names import MODIFIERS
 
 DType = Literal["float16", "bfloat16", "float32"]
 
@@ -126,14 +127,13 @@ class LayerSpec:
                     allowed="leave attn_chunk_size out",
                 )
         if self.attn_type == AttentionType.ENCODER_DECODER:
-            for name in ("sliding_window", "alibi"):
-                if getattr(self, name):
-                    raise SpecError(
-                        "in cross attention the positions of queries mean nothing",
-                        field=name,
-                        value=getattr(self, name),
-                        allowed=f"leave {name} out",
-                    )
+            for name in self.position_modifiers:
+                raise SpecError(
+                    "in cross attention the positions of queries mean nothing",
+                    field=name,
+                    value=getattr(self, name),
+                    allowed=f"leave {name} out",
+                )
         if self.mla is not None:
             width = self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
             if self.num_kv_heads != 1 or self.head_size != width:
@@ -175,6 +175,16 @@ class LayerSpec:
             return (-1, -1)
         left = self.sliding_window - 1
         return (left, 0) if self.is_causal else (left, left)
+
+    @property
+    def modifiers(self) -> tuple[str, ...]:
+        """The fields of :data:`MODIFIERS` that are on."""
+        return tuple(name for name in MODIFIERS if getattr(self, name) not in (None, False))
+
+    @property
+    def position_modifiers(self) -> tuple[str, ...]:
+        """Those of the modifiers that depend on the distance to the query."""
+        return tuple(name for name in self.modifiers if MODIFIERS[name].from_query)
 
     @property
     def soft_cap(self) -> float | None:

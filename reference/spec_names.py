@@ -1,4 +1,6 @@
-"""The names of checks and features, and what each check can and cannot see. Part of :mod:`attncheck.reference.spec`.
+"""The names of checks, features and modifiers, and what each check can and cannot see.
+
+Part of :mod:`attncheck.reference.spec`.
 
 Free of torch: listing and reporting need no more than this. Must not know: how anything is examined.
 """
@@ -64,6 +66,27 @@ BACKEND_CHECKS: tuple[str, ...] = tuple(name for name, info in CHECKS.items() if
 
 DEFAULT_CHECKS: tuple[str, ...] = tuple(name for name in BACKEND_CHECKS if not CHECKS[name].by_name_only)
 """The checks of a case that names none, where the run names none either."""
+
+
+@dataclass(frozen=True)
+class Modifier:
+    """A field of a layer that changes its scores or hides keys.
+
+    ``feature``: what a backend declares that supports it. ``from_query``: it depends on the distance to the query.
+    """
+
+    feature: str
+    from_query: bool = False
+
+
+MODIFIERS: Mapping[str, Modifier] = {
+    "sliding_window": Modifier("sliding_window", from_query=True),
+    "logits_soft_cap": Modifier("logits_soft_cap"),
+    "alibi": Modifier("alibi", from_query=True),
+    "sinks": Modifier("sinks"),
+    "attn_chunk_size": Modifier("local", from_query=True),
+}
+"""The modifiers, by their field of ``LayerSpec``. None, False and 0 turn one off. Latent attention defines none."""
 
 FEATURES: tuple[str, ...] = (
     "sliding_window",

@@ -33,7 +33,8 @@ WAYS = ("function", "classes")
 def expected_files() -> set[str]:
     """Every file of ours that belongs into the wheel, as its path inside it."""
     root = {f"attncheck/{path.name}" for path in (ROOT / "src" / "attncheck").iterdir() if path.is_file()}
-    modules = {f"attncheck/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    sources = [path for room in ROOMS for kind in ("*.py", "*.pyi") for path in (ROOT / room).rglob(kind)]
+    modules = {f"attncheck/{path.relative_to(ROOT)}" for path in sources}
     suites = {f"attncheck/cases/suites/{path.name}" for path in (ROOT / "cases" / "suites").glob("*.*")}
     page = {
         f"attncheck/reports/html/templates/{path.name}" for path in (ROOT / "reports" / "html" / "templates").glob("*")

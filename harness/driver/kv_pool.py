@@ -19,10 +19,12 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.harness.driver.codec_proof import prove_codec
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.latent_views import LatentCodecView
-from attncheck.harness.problem.latent import stored_sizes
-from attncheck.harness.problem.problem import Problem, Request
+from attncheck.harness.problem.latent import naive_layer, stored_sizes
+from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.storage import key_storage
+from attncheck.harness.problem.visible_span import visible_span
+from attncheck.reference import layer_params
 
 SMALL_POOL = 1 << 22
 """Slots up to which the whole pool is filled and poisoned; of a larger one only the surroundings of owned pages."""
@@ -200,22 +202,13 @@ def _pages_of_interest(problem: Problem, owned_pages: Tensor) -> Tensor:
 def _freed_slots(problem: Problem) -> Tensor:
     """Slots in whole pages that lie before every row's window or chunk: a cache manager may reuse them meanwhile."""
     needed, owned = [], []
+    params, size = layer_params(naive_layer(problem.layer)), problem.cache.block_size
     for request in problem.requests:
         slots = problem.key_slots[request.base : request.base + request.num_keys]
-        first = _first_visible(problem, request) // problem.cache.block_size * problem.cache.block_size
+        first, _ = visible_span(params, torch.tensor([request.first_position]), request.num_keys)
         owned.append(slots)
-        needed.append(slots[first:])
+        needed.append(slots[int(first) // size * size :])
     return _difference(torch.cat(owned), torch.cat(needed))
-
-
-def _first_visible(problem: Problem, request: Request) -> int:
-    """The first position any row of the request can see."""
-    layer, first = problem.layer, max(0, request.first_position)
-    left, _ = layer.window
-    lowest = 0 if left < 0 else max(0, first - left)
-    if layer.attn_chunk_size:
-        lowest = max(lowest, first // layer.attn_chunk_size * layer.attn_chunk_size)
-    return lowest
 
 
 def _slots(pages: Tensor, size: int) -> Tensor:

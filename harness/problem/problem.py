@@ -16,7 +16,7 @@ from attncheck.cases.model import Case
 from attncheck.harness.problem.draft_trees import ancestors
 from attncheck.harness.problem.latent import UpProjections, make_up_projections, naive_layer, stored_sizes
 from attncheck.harness.problem.page_layout import KeyPart, PageLayout, lay_out, no_pool
-from attncheck.harness.problem.queries import RequestGeometry, biting_queries
+from attncheck.harness.problem.queries import RequestGeometry, needle_queries
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.signatures import CHANNELS, sign
 from attncheck.harness.problem.storage import Storage, key_storage, value_storage
@@ -207,7 +207,7 @@ def build_problem(case: Case, seed: int) -> Problem:
         needles = needles.new_ones(1, asked.num_kv_heads, asked.head_size)
     options = case.batch.path.options
     tree = ancestors(options.parents) if isinstance(options, TreeOptions) else None
-    query = biting_queries(asked, needles, geometry, case.cache.block_size, inputs, tree)
+    query = needle_queries(asked, needles, geometry, case.cache.block_size, inputs, tree)
     layout = finish_layout()
     return Problem(
         case=case,

@@ -1,20 +1,22 @@
-"""Queries that bite: where each row and head is pointed, and how hard.
+"""Queries under which small faults change the output: which key each row and head points at, and how strongly.
 
 Plain random inputs are nearly blind: with n keys of near-uniform weight a lost key moves the output by 1/n. So each
-query is made parallel to one key (a *needle*) that stands where off-by-one errors live, with a gain that gives this key
+query is parallel to one key (a *needle*) at a place of typical off-by-one errors, with a gain that gives this key
 about half of the softmax weight. Heads of one row point at different places. An invisible needle has no effect on the
-right answer and dominates a wrong one. Some rows get scores far beyond float32's comfort (large), or all equal.
+right answer and dominates a wrong one. Some rows get very large scores, or all equal ones.
 
 Everything is derived in float64 from integers and rounded to few significant bits, so that it is the same on every
-machine. Must not know: pages, slots, backends.
+machine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attncheck.harness.problem.visible_span import visible_span
+from attncheck.reference import layer_params
 from attncheck.reference.spec import LayerSpec
 
 _LARGE_SCORE = 4096.0
@@ -38,7 +40,7 @@ class RequestGeometry:
     first_row: int
 
 
-def biting_queries(
+def needle_queries(
     layer: LayerSpec,
     keys: Tensor,
     requests: list[RequestGeometry],
@@ -93,7 +95,10 @@ def _row_queries(
 ) -> Tensor:
     heads = torch.arange(layer.num_heads)
     turn = rows.number[:, None]
-    lo, hi = visible_span(layer, rows.position, rows.num_keys)
+    params = layer_params(layer)
+    lo, _ = visible_span(params, rows.position, rows.num_keys)
+    # Version 1 of the generator ignores the end of a chunk, which only shows where no causal mask hides more.
+    _, hi = visible_span(replace(params, attn_chunk_size=None), rows.position, rows.num_keys)
     target, other = _targets(rows, block_size, lo, hi, turn + heads, tree)
     # The key index wraps at the end of the batch: the last request's neighbour is the first.
     kv_head = heads // (layer.num_heads // layer.num_kv_heads)
@@ -117,25 +122,6 @@ def _row_queries(
         query = torch.where(twins[..., None], _twin_queries(layer, needle, second), query)
     limit = 3e4 if layer.dtype == "float16" else 1e30
     return query.clamp(-limit, limit)
-
-
-def visible_span(layer: LayerSpec, positions: Tensor, num_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last visible key of rows at ``positions`` (int64 ``[q]``) of requests with ``num_keys`` (likewise).
-
-    Last < first where a row sees nothing.
-    """
-    left, right = layer.window
-    hi = num_keys - 1
-    lo = torch.zeros_like(positions)
-    if layer.is_causal:
-        hi = torch.minimum(hi, positions)
-    if right >= 0:
-        hi = torch.minimum(hi, positions + right)
-    if left >= 0:
-        lo = torch.maximum(lo, positions - left)
-    if layer.attn_chunk_size:
-        lo = torch.maximum(lo, positions // layer.attn_chunk_size * layer.attn_chunk_size)
-    return lo, hi
 
 
 def _targets(

@@ -16,14 +16,14 @@ from torch import Tensor
 from attncheck.harness.problem.output_quantisation import output_error, output_values
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.hypotheses import Hypothesis, explanations, imprecisions
-from attncheck.harness.truth.latent_forms import latent_guesses
-from attncheck.harness.truth.path_hypotheses import path_guesses
-from attncheck.harness.truth.scale_hypotheses import scale_guesses
+from attncheck.harness.truth.latent_forms import latent_explanations
+from attncheck.harness.truth.path_hypotheses import path_explanations
+from attncheck.harness.truth.scale_hypotheses import scale_explanations
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 
 _FEW_WORK = 2**31
-"""Rows x keys x head size above which guessing would take longer than the run."""
+"""Rows x keys x head size above which explaining would take longer than the run."""
 
 _APART = 3.0
 """Budgets between an answer and the truth from which on an output tells which of the two it is."""
@@ -62,7 +62,7 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
             apart = share_of_budget(truth.out - out, truth.budget)
             yield _Misfit(meaning, against, apart, _slack(out, truth))
 
-    asked = chain(_requantised(truth, output), ((h.meaning, h.ask()[0]) for h in _explanations(problem, truth)))
+    asked = chain(_requantised(truth, output), ((h.meaning, h.compute()[0]) for h in _explanations(problem, truth)))
     factor = _common_factor(truth, values, shares)
     scaled = (f"the output is the right one times {factor:.3g}", truth.out * factor)
     return (
@@ -76,13 +76,13 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
 def explain_lse(problem: Problem, truth: Truth, got: Tensor, others: Iterable[tuple[str, Tensor]] = ()) -> str | None:
     """One line that explains a natural log-sum-exp ``got`` (float64 ``[T, H]``), or None.
 
-    ``others``: (meaning, LSE) of guesses that concern the LSE alone; they are tried first.
+    ``others``: (meaning, LSE) of faults that concern the LSE alone; they are tried first.
     """
 
     def misfits() -> Iterator[_Misfit]:
         answers = list(others)
         if not _too_much_work(truth):
-            answers += ((h.meaning, h.ask()[1]) for h in _explanations(problem, truth))
+            answers += ((h.meaning, h.compute()[1]) for h in _explanations(problem, truth))
         for meaning, lse in answers:
             against, apart = (_lse_error(x, lse, truth) for x in (got, truth.lse))
             yield _Misfit(meaning, against, apart, torch.full_like(lse, _LSE_SLACK))
@@ -185,10 +185,10 @@ def _heads(problem: Problem, heads: Tensor) -> str:
 
 def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     # Of scales first: a k_scale of 1/8 left out is a softmax scale of 1/8 left out.
-    yield from scale_guesses(problem, truth.params, truth.rows)
+    yield from scale_explanations(problem, truth.params, truth.rows)
     yield from explanations(truth.params, truth.rows, problem.cache.block_size)
-    yield from latent_guesses(problem, truth.params, truth.rows)
-    yield from path_guesses(problem, truth.params, truth.rows)
+    yield from latent_explanations(problem, truth.params, truth.rows)
+    yield from path_explanations(problem, truth.params, truth.rows)
 
 
 def _requantised(truth: Truth, output: Tensor) -> list[tuple[str, Tensor]]:
@@ -253,7 +253,7 @@ def _imprecision(truth: Truth, dtype: torch.dtype, shares: Tensor, measure: Call
     """
     found: list[tuple[float, str]] = []
     for hypothesis in imprecisions(truth.params, truth.rows, dtype):
-        loss = measure(hypothesis.ask())
+        loss = measure(hypothesis.compute())
         concerned = torch.maximum(shares, loss) > 1
         seen, own = (x[concerned].clamp(min=1e-9, max=1e100).log2() for x in (shares, loss))
         if float(((seen - own).abs() <= math.log2(_ALIKE)).double().mean()) >= _MOST:

@@ -1,27 +1,29 @@
-"""Wrong questions whose right answers a faulty backend might be giving.
+"""What a faulty backend may have computed in place of the right answer.
 
 Each :class:`Hypothesis` is the problem with one thing changed: a window one key longer, the soft cap left out, the last
-key lost. They serve twice: a case must notice the ones it asks about (or it is blind), and an output that is wrong but
-fits one of them can be explained. Beside them stand the right question in coarser arithmetic. Must not know: backends,
-observations.
+key lost. They have two uses. A case must notice those that concern its modifiers, or it is blind. A wrong output that
+fits one of them can be explained. The right problem in coarser arithmetic is among them. To add a modifier of scores,
+add a row to ``_LEFT_OUT``; one that hides keys needs toggles that move its edge as well.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attncheck.harness.problem.visible_span import visible_span
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
 from attncheck.reference import AttentionParams, Precision
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What a faulty backend may have done: ``meaning`` says it, ``ask`` gives its right answer (out, LSE)."""
+    """What a faulty backend may have done: ``meaning`` names it, ``compute`` gives its output and LSE."""
 
     meaning: str
-    ask: Callable[[], tuple[Tensor, Tensor]]
+    compute: Callable[[], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,21 @@ class Toggle:
     mostly: bool
 
 
+_LEFT_OUT = (
+    ("logits_soft_cap", "logits_soft_cap", "the soft cap is ignored", 2),
+    ("alibi_slopes", "alibi", "the ALiBi bias is missing", 2),
+    ("sinks", "sinks", "the sinks are ignored", 1),
+)
+"""Modifiers of scores: field, name in messages, what a backend does that ignores it, keys a row needs to notice."""
+
+
 def toggles(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]:
     """The changes a case with these parameters must notice."""
     seen = keys_seen(rows, params)
-    if params.logits_soft_cap:
-        off = replace(params, logits_soft_cap=None)
-        yield Toggle("logits_soft_cap", _altered("the soft cap is ignored", rows, off), seen > 1, True)
-    if params.alibi_slopes is not None:
-        off = replace(params, alibi_slopes=None)
-        yield Toggle("alibi", _altered("the ALiBi bias is missing", rows, off), seen > 1, True)
-    if params.sinks is not None:
-        off = replace(params, sinks=None)
-        yield Toggle("sinks", _altered("the sinks are ignored", rows, off), seen > 0, True)
+    for field, subject, meaning, fewest_keys in _LEFT_OUT:
+        if getattr(params, field) not in (None, 0):
+            off: dict[str, Any] = {field: None}
+            yield Toggle(subject, _altered(meaning, rows, replace(params, **off)), seen >= fewest_keys, mostly=True)
     yield from _window_toggles(params, rows, seen)
     yield from _chunk_toggles(params, rows, seen)
     if rows.tree is not None:
@@ -200,7 +205,7 @@ def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
     for num_rows, num_keys in zip(rows.num_rows.tolist(), rows.num_keys.tolist(), strict=True):
         context = num_keys - num_rows
         position = torch.arange(num_rows, device=device) + context
-        first, last = _ends_seen(params, position, num_keys)
+        first, last = visible_span(params, position, num_keys)
         count = (last - first + 1).clamp(min=0)
         if rows.tree is not None:
             node = position[None, :]
@@ -208,21 +213,3 @@ def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
             count = count - lost.sum(dim=1)
         counts.append(count)
     return torch.cat(counts)
-
-
-def _ends_seen(params: AttentionParams, position: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """First and last key that rows at ``position`` see, from the arithmetic of windows and chunks."""
-    left, right = params.window
-    last = torch.full_like(position, num_keys - 1)
-    first = torch.zeros_like(position)
-    if params.causal:
-        last = torch.minimum(last, position)
-    if right >= 0:
-        last = torch.minimum(last, position + right)
-    if left >= 0:
-        first = torch.maximum(first, position - left)
-    if params.attn_chunk_size:
-        chunk = position // params.attn_chunk_size
-        first = torch.maximum(first, (chunk - params.attn_chunk_lookback) * params.attn_chunk_size)
-        last = torch.minimum(last, (chunk + 1) * params.attn_chunk_size - 1)
-    return first, last

@@ -26,6 +26,8 @@ _OTHER_GRID = 1.3
 """Rounded to the dtype's numbers divided by this, just as dense, a kernel is as good, and its errors are others."""
 
 Answer = tuple[Tensor, Tensor]
+"""Output ``[T, H, Dv]`` and LSE ``[T, H]``."""
+
 Attend = Callable[[UnpagedAttention, AttentionParams], Answer]
 
 
@@ -125,7 +127,7 @@ def _with_zero(ends: Tensor) -> Tensor:
     return torch.cat([ends.new_zeros(1), ends])
 
 
-def latent_guesses(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+def latent_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
     """Wrong questions that only layers with a latent cache know; ``params`` and ``rows``: those of the naive form."""
     mla, weights = problem.layer.mla, problem.up_projections
     if mla is None or weights is None:

@@ -22,10 +22,10 @@ Places = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(request, row positions, key positions) -> the positions that a mask is told in their stead."""
 
 
-def path_guesses(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """The guesses that the problem's path suggests; ``params`` and ``rows``: what the truth was made of."""
+def path_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+    """The faults that the problem's path suggests; ``params`` and ``rows``: what the truth was made of."""
     if problem.layout.part_of_key is not None and len(problem.parts) > 1:
-        yield from _part_guesses(problem.layout.part_of_key, params, rows)
+        yield from _part_explanations(problem.layout.part_of_key, params, rows)
     if params.alibi_slopes is not None:
         return  # what follows moves the mask alone, and would leave the bias where it is
     context = [request.num_keys - request.query_len for request in problem.requests]
@@ -43,7 +43,7 @@ def path_guesses(problem: Problem, params: AttentionParams, rows: UnpagedAttenti
             pass
 
 
-def _part_guesses(part_of_key: Tensor, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+def _part_explanations(part_of_key: Tensor, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
     by_request = part_of_key.to(rows.keys.device).split(rows.num_keys.tolist())
     number = int(part_of_key.max()) + 1
     bare = replace(params, sinks=None)

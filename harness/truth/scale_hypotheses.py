@@ -37,7 +37,7 @@ def scale_toggles(problem: Problem, params: AttentionParams, rows: UnpagedAttent
             yield Toggle(f"{name} per head", _of_first_head(params, rows, name, scale), acts, False)
 
 
-def scale_guesses(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+def scale_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
     """Faults of scales, for explaining a wrong output."""
     storages = key_storage(problem.layer, problem.cache), value_storage(problem.layer, problem.cache)
     key, value = (storage.scale.double() for storage in storages)

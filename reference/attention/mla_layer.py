@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.attention.params import AttentionParams
-from attncheck.reference.spec import AttentionType, LayerSpec
-
-_UNDEFINED = ("head_size_v", "sliding_window", "logits_soft_cap", "alibi", "sinks", "attn_chunk_size")
+from attncheck.reference.spec import MODIFIERS, AttentionType, LayerSpec
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def mla_params(layer: LayerSpec, *, causal: bool | None = None) -> MLAParams:
     """
     if layer.mla is None:
         raise ReferenceArgumentError("layer.mla", None, "the sizes of latent attention; others have layer_params")
-    for name in _UNDEFINED:
+    for name in ("head_size_v", *MODIFIERS):
         if getattr(layer, name) not in (None, False):
             raise ReferenceArgumentError(
                 f"layer.{name}", getattr(layer, name), "left out: not defined for latent attention"

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
-from attncheck.reference.v0.block_tables import padded_block_tables, write_graph_block_tables
 from attncheck.reference.v0.contract import AttentionMetadataBuilder
 from attncheck.reference.v0.metadata import TAttentionMetadata
 from attncheck.reference.v0.placeholders import MultiModalPlaceholderMap
@@ -25,6 +26,8 @@ from attncheck.reference.v0.slots import (
     compute_slot_mapping_start_idx,
     is_block_tables_empty,
 )
+
+Array = npt.NDArray[np.int32]
 
 
 class _Sequence(NamedTuple):
@@ -236,3 +239,46 @@ def _last(table: Sequence[int], window_blocks: int) -> Sequence[int]:
     if window_blocks < 0:
         raise ReferenceArgumentError("curr_sliding_window_blocks", window_blocks, "at least 0")
     return table[-window_blocks:] if window_blocks else table
+
+
+def padded_block_tables(rows: Sequence[Sequence[int]]) -> Array:
+    """``[rows, longest row]`` int32, zeros behind a row's end; no columns if every row is empty.
+
+    >>> padded_block_tables([[], [5, 6], [7]]).tolist()
+    [[0, 0], [5, 6], [7, 0]]
+    """
+    tables = np.zeros((len(rows), max(map(len, rows), default=0)), dtype=np.int32)
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row)] = row
+    return tables
+
+
+def write_graph_block_tables(
+    graph_block_tables: Array, rows: Sequence[Sequence[int]], pad_size: int, batch_size: int
+) -> Array:
+    """Writes the rows into the front of the array's rows, in place; returns the view of its first ``batch_size`` rows.
+
+    Nothing is cleared: behind a row's end, in the place of an empty row and in the ``pad_size`` rows of padding stands
+    what an earlier step left. Lengths keep a right kernel from reading it.
+
+    Everything is checked before anything is written; raises :class:`~attncheck.errors.ReferenceArgumentError` where
+    rows and padding are not ``batch_size``, or the array has too few rows or columns.
+
+    >>> array = np.arange(90, 96, dtype=np.int32).reshape(3, 2)
+    >>> write_graph_block_tables(array, [[5], []], 0, 2).tolist(), array.tolist()
+    ([[5, 91], [92, 93]], [[5, 91], [92, 93], [94, 95]])
+    """
+    if len(rows) + pad_size != batch_size:
+        required = f"{len(rows) + pad_size}: {len(rows)} sequences and cuda_graph_pad_size {pad_size}"
+        raise ReferenceArgumentError("batch_size", batch_size, required)
+    num_rows, width = graph_block_tables.shape
+    if batch_size > num_rows:
+        raise ReferenceArgumentError("batch_size", batch_size, f"at most {num_rows}, the rows of graph_block_tables")
+    for index, row in enumerate(rows):
+        if len(row) > width:
+            allowed = f"at most {width}, the columns of graph_block_tables"
+            raise ReferenceArgumentError(f"len(block_tables[{index}])", len(row), allowed)
+    ready = [np.asarray(row, dtype=graph_block_tables.dtype) for row in rows]
+    for table, blocks in zip(graph_block_tables, ready, strict=False):
+        table[: len(blocks)] = blocks
+    return graph_block_tables[:batch_size]

@@ -10,27 +10,32 @@ from pathlib import Path
 import pytest
 
 from attncheck import reference
+from attncheck.reference import v0
+from attncheck.reference.lazy_exports import homes
 from attncheck.reference.utilities import kv_cache_layout, ubatch
+
+PRIVATE = {"_KV_CACHE_LAYOUT_OVERRIDE", "_make_metadata_with_slice"}
 
 
 def test_every_name_is_there_and_listed():
-    assert len(set(reference.__all__)) == len(reference.__all__)
+    home = homes(reference.__file__)
+    assert reference.__all__ == sorted(set(home) - PRIVATE)
     for name in reference.__all__:
         value = getattr(reference, name)
-        assert value is getattr(import_module(f"attncheck.reference.{reference._HOME[name]}"), name)
+        assert value is getattr(import_module(home[name]), name)
+        assert value is vars(reference)[name]
         assert name in dir(reference)
         if inspect.isclass(value) or inspect.isroutine(value):
             assert value.__doc__
-    assert set(reference._HOME) == set(reference.__all__)
 
 
-def test_what_type_checkers_see_is_what_is_offered():
-    tree = ast.parse(Path(reference.__file__).read_text())
-    guarded = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {
-        alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    assert seen == {name: f"attncheck.reference.{home}" for name, home in reference._HOME.items()}
+@pytest.mark.parametrize("package", [reference, v0])
+def test_type_checkers_see_each_name_once_and_as_public(package):
+    stub = ast.parse(Path(package.__file__).with_suffix(".pyi").read_text())
+    names = [alias for node in stub.body for alias in node.names]
+    assert all(alias.asname == alias.name for alias in names)
+    assert len({alias.name for alias in names}) == len(names)
+    assert {alias.name for alias in names} == set(homes(package.__file__))
 
 
 def test_private_names_are_asked_of_their_module_each_time(monkeypatch):
@@ -38,7 +43,7 @@ def test_private_names_are_asked_of_their_module_each_time(monkeypatch):
     assert reference._KV_CACHE_LAYOUT_OVERRIDE is None
     monkeypatch.setattr(kv_cache_layout, "_KV_CACHE_LAYOUT_OVERRIDE", "HND")
     assert reference._KV_CACHE_LAYOUT_OVERRIDE == "HND"
-    assert not set(reference._UNLISTED) & set(vars(reference))
+    assert not PRIVATE & {*vars(reference), *dir(reference)}
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -91,7 +91,7 @@ class BaseProblem:
     def movable(self) -> tuple[range, ...]:
         """Keys of one request each that every row of it sees, wherever among them they stand."""
         problem, layer = self.problem, self.problem.layer
-        if layer.window != (-1, -1) or layer.attn_chunk_size or layer.alibi_slopes is not None:
+        if layer.position_modifiers:
             return ()
         found = []
         for request, spec in zip(problem.requests, problem.case.batch, strict=True):

@@ -1,4 +1,4 @@
-"""The least that a step has to move and to compute, counted from the case. Must not know: tensors, backends, times.
+"""The least that a step has to move and to compute, counted from the case. Must not know: backends, times.
 
 What it is held against is a roofline, so everything is counted once, however often a kernel does it:
 
@@ -16,10 +16,14 @@ What it is held against is a roofline, so everything is counted once, however of
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
+from attncheck.harness.problem.latent import naive_layer
+from attncheck.harness.problem.visible_span import visible_span
+from attncheck.reference import layer_params
 from attncheck.reference.spec import AttentionType, FastPrefillOptions, LayerSpec, MLASpec, RequestSpec, TreeOptions
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -89,9 +93,10 @@ def visible_keys_of(case: Case, request: RequestSpec) -> VisibleKeys:
     elif is_cross:
         cached = num_keys if request.context_len > 0 else 0
 
-    position = np.arange(num_keys - rows, num_keys)
-    low, high = _spans(layer, position, num_keys)
-    pairs = int((high - low).clip(min=0).sum())
+    position = torch.arange(num_keys - rows, num_keys)
+    low, last = visible_span(layer_params(naive_layer(layer)), position, num_keys)
+    high = last + 1
+    pairs = int((high - low).clamp(min=0).sum())
     if isinstance(options, TreeOptions):
         pairs -= _hidden_pairs(options.parents, position, low, high)
     sees = high > low
@@ -99,23 +104,7 @@ def visible_keys_of(case: Case, request: RequestSpec) -> VisibleKeys:
     return VisibleKeys(rows, num_keys, cached, pairs, first, end)
 
 
-def _spans(layer: LayerSpec, position: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys ``low .. high - 1`` of rows at these positions; see ``row_span`` of the reference."""
-    low, high = np.zeros_like(position), np.full_like(position, num_keys)
-    if layer.is_causal:
-        high = np.minimum(high, position + 1)
-    left, right = layer.window
-    if left >= 0:
-        low = np.maximum(low, position - left)
-    if right >= 0:
-        high = np.minimum(high, position + right + 1)
-    if layer.attn_chunk_size is not None:
-        chunk = position // layer.attn_chunk_size * layer.attn_chunk_size
-        low, high = np.maximum(low, chunk), np.minimum(high, chunk + layer.attn_chunk_size)
-    return low, high
-
-
-def _hidden_pairs(parents: tuple[int, ...], position: np.ndarray, low: np.ndarray, high: np.ndarray) -> int:
+def _hidden_pairs(parents: tuple[int, ...], position: Tensor, low: Tensor, high: Tensor) -> int:
     """How many new keys within the spans are hidden from a row because they are on another branch of the tree."""
     root, hidden, above = int(position[0]), 0, list[set[int]]()
     for node, parent in enumerate(parents):

@@ -83,7 +83,7 @@ def test_a_question_with_the_right_answer_explains_nothing() -> None:
         vacuous = {
             hypothesis.meaning
             for hypothesis in explanations(truth.params, truth.rows, problem.cache.block_size)
-            if bool((share_of_budget(hypothesis.ask()[0] - truth.out, truth.budget) < 0.1).all())
+            if bool((share_of_budget(hypothesis.compute()[0] - truth.out, truth.budget) < 0.1).all())
         }
         if not vacuous:
             continue

@@ -9,8 +9,7 @@ from attncheck.backends.caches.codecs import packed_codec
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.errors import BlindCaseError
 from attncheck.harness.problem.problem import build_problem
-from attncheck.harness.truth.formulations import honest_answers, params_of, rows_of
-from attncheck.harness.truth.truth import truth_of
+from attncheck.harness.truth.truth import honest_answers, params_of, rows_of, truth_of
 from attncheck.reference import mla_attention_naive, mla_params, mla_write_cache
 from attncheck.reference.spec import CacheSpec, MLASpec
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck.reference.v0.block_tables import padded_block_tables
+from attncheck.reference.v0.builder import padded_block_tables
 
 
 def build(builder, *arguments):

@@ -1,0 +1,35 @@
+"""Which keys each row sees: a span, from the arithmetic of causal mask, window and chunks.
+
+The only such arithmetic in the harness. Candidates have their own, and the reference has a predicate,
+:func:`attncheck.reference.visible`. To add a modifier that hides keys, add it to both; a test compares them.
+"""
+
+import torch
+from torch import Tensor
+
+from attncheck.reference import AttentionParams
+
+
+def visible_span(params: AttentionParams, positions: Tensor, num_keys: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Return the first and the last key that rows at ``positions`` see; last < first where a row sees none.
+
+    positions: int64 ``[q]``; negative where a row comes before the first key. num_keys: of the rows' requests, one
+    number or ``[q]``. Neither end falls as a row moves right.
+
+    >>> visible_span(AttentionParams(1, 1, 8, window=(2, 0)), torch.tensor([1, 5]), 9)
+    (tensor([0, 3]), tensor([1, 5]))
+    """
+    left, right = params.window
+    first = torch.zeros_like(positions)
+    last = first + (num_keys - 1)
+    if params.causal:
+        last = torch.minimum(last, positions)
+    if right >= 0:
+        last = torch.minimum(last, positions + right)
+    if left >= 0:
+        first = torch.maximum(first, positions - left)
+    if params.attn_chunk_size is not None:
+        chunk = positions // params.attn_chunk_size
+        first = torch.maximum(first, (chunk - params.attn_chunk_lookback) * params.attn_chunk_size)
+        last = torch.minimum(last, (chunk + 1) * params.attn_chunk_size - 1)
+    return first, last
