@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attncheck.harness.driver.observation import Raised
-from attncheck.reports.run_file.records import GraphLevels
+from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.timings import Timing
 
 Figures = Mapping[str, float | int]

@@ -8,18 +8,8 @@ by ``terminal`` and ``markdown_levels``. Must not know: what a probe does, colou
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from attncheck.reports.run_file.records import (
-    CUDAGRAPH,
-    EXAMINED,
-    GRAPH_LEVELS,
-    OUTCOMES,
-    GraphLevel,
-    GraphLevels,
-    GraphProbe,
-    Record,
-    XFailed,
-    graph_of,
-)
+from attncheck.reports.run_file.graph_levels import CUDAGRAPH, GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
+from attncheck.reports.run_file.records import EXAMINED, OUTCOMES, Record, XFailed, graph_of
 
 LEGEND = "probes: passed of examined; head-room: more is measured than declared"
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from attncheck.reports.analysis.graph_levels import LevelRow
 from attncheck.reports.analysis.reasons import joined, shortened
 from attncheck.reports.analysis.summary import Gap, Summary
+from attncheck.reports.run_file.graph_levels import GraphLevel, GraphProbe
 from attncheck.reports.run_file.records import (
     OUTCOMES,
     UTILITIES,
@@ -18,8 +19,6 @@ from attncheck.reports.run_file.records import (
     Crashed,
     Errored,
     Failed,
-    GraphLevel,
-    GraphProbe,
     Record,
     RunHeader,
     SuiteInfo,

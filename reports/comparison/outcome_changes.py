@@ -7,18 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.run_file.records import (
-    GRAPH_LEVELS,
-    GraphLevel,
-    GraphLevels,
-    Outcome,
-    Record,
-    Unavailable,
-    Unsupported,
-    XFailed,
-    XPassed,
-    graph_of,
-)
+from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel, GraphLevels
+from attncheck.reports.run_file.records import Outcome, Record, Unavailable, Unsupported, XFailed, XPassed, graph_of
 
 Kind = Literal["worse", "better", "other"]
 

@@ -12,7 +12,6 @@ from typing import Any
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.html.cleaning import clean_json
-from attncheck.reports.html.intervals import interval
 from attncheck.reports.run_file.records import (
     BUDGET_SHARE,
     OUTCOMES,
@@ -112,8 +111,8 @@ def _speed_rows(index: int, run: Run, pools: Mapping[str, _Pool]) -> list[list[A
             case_id(speed),
             speed.part,
             _figure(speed.median_ns),
-            _figure(interval(speed).low_ns),
-            _figure(interval(speed).high_ns),
+            _figure(speed.interval_ns[0]),
+            _figure(speed.interval_ns[1]),
             len(speed.rounds),
             _figure(speed.spread),
             _figure(speed.bytes_per_s),

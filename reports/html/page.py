@@ -21,7 +21,7 @@ from attncheck.reports.html.comparison_view import comparison_view
 from attncheck.reports.html.failures import SHOWN
 from attncheck.reports.html.run_view import FUNCTION_TONES, run_names, run_view
 from attncheck.reports.html.units import measured_time
-from attncheck.reports.run_file.records import GRAPH_LEVELS
+from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.tables import FASTEST_ROUNDS
 from attncheck.reports.terminal.speeds import averaged

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from attncheck.reports.html.curves import Panel, work_of
 from attncheck.reports.html.drawing import INK, MUTED, Style, chart, plot_area, text
-from attncheck.reports.html.intervals import interval
 from attncheck.reports.html.units import bytes_, digits, rate, time
 from attncheck.reports.run_file.timings import Ceilings
 from attncheck.reports.speeds.speed import Speed
@@ -42,11 +41,11 @@ def length_chart(name: str, panel: Panel, looks: Mapping[str, Style]) -> "Markup
                 markeredgewidth=0,
                 linewidth=1.3,
             )
-            spans = [interval(speed) for _, speed in points]
+            spans = [speed.interval_ns for _, speed in points]
             axes.vlines(
                 xs,
-                [span.low_ns for span in spans],
-                [span.high_ns for span in spans],
+                [low for low, _ in spans],
+                [high for _, high in spans],
                 color=look.color,
                 linewidth=2.4,
                 alpha=0.4,

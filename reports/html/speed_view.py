@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from attncheck.reports.html.curves import panels
 from attncheck.reports.html.drawing import Style, styles
-from attncheck.reports.html.intervals import interval
 from attncheck.reports.html.speed_charts import build_chart, length_chart, roofline_charts
 from attncheck.reports.html.units import measured_time
 from attncheck.reports.run_file.store import Run
@@ -128,18 +127,17 @@ def _bars(found: Sequence[Speed], backends: Sequence[str]) -> tuple[SuiteBars, .
 
 
 def _case_bars(own: Sequence[Speed], backends: Sequence[str]) -> tuple[Bar, ...]:
-    intervals = [interval(speed) for speed in own]
     first = fastest({speed.backend: speed.medians_ns for speed in own})
-    full = max(*(each.high_ns for each in intervals), *(speed.median_ns for speed in own)) / 100
+    full = max(*(speed.interval_ns[1] for speed in own), *(speed.median_ns for speed in own)) / 100
     return tuple(
         Bar(
             speed.backend,
             backends.index(speed.backend),
             measured_time(speed.median_ns),
             round(speed.median_ns / full, 1),
-            round(each.low_ns / full, 1),
-            round(each.high_ns / full, 1),
+            round(speed.interval_ns[0] / full, 1),
+            round(speed.interval_ns[1] / full, 1),
             speed.backend == first,
         )
-        for speed, each in zip(own, intervals, strict=True)
+        for speed in own
     )

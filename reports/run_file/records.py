@@ -14,8 +14,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from attncheck.reports.run_file.timings import Timing
-from attncheck.reports.run_file.values import Frozen
+from attncheck.reports.run_file.graph_levels import GraphLevels
+from attncheck.reports.run_file.timings import Frozen, Timing
 
 FORMAT = 1
 """Version of the run file. Raised when an older reader would misread a newer file; what it refuses, such as an outcome
@@ -45,9 +45,6 @@ EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "crashe
 
 UTILITIES = "utilities"
 """The check, and the suite, of records about a provider: one a function, whose name is the case's id."""
-
-CUDAGRAPH = "cudagraph"
-"""The check whose records carry CUDA-graph levels."""
 
 BUDGET_SHARE = "budget_share"
 """The figure that says which share of the error budget the worst row used; above 1.0 the answer is wrong."""
@@ -103,41 +100,6 @@ class _RecordBase(Frozen):
     def case(self) -> str:
         """``suite/id``: what people call the case."""
         return f"{self.suite}/{self.case_id}"
-
-
-GraphLevel = Literal["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"]
-"""vLLM's ``AttentionCGSupport`` by name."""
-
-GRAPH_LEVELS: tuple[GraphLevel, ...] = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
-"""Every level, lowest first: what a backend of one level can do, it can do at every level below."""
-
-GraphRecorder = Literal["cuda", "emulated"]
-"""How graphs were made: real ones on a GPU, or their emulation on a machine without one."""
-
-
-class GraphProbe(Frozen):
-    """One sequence of captures and replays that a backend of ``level`` must get right, and what came of it.
-
-    ``reason``: why it failed, was not run, or could not be examined here; empty where it passed.
-    """
-
-    name: str
-    level: GraphLevel
-    outcome: Literal["passed", "failed", "not examined", "not run"]
-    reason: str = ""
-
-
-class GraphLevels(Frozen):
-    """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and every probe.
-
-    ``notes``: what a reader should know of how it was measured.
-    """
-
-    declared: GraphLevel
-    measured: GraphLevel | None
-    recorder: GraphRecorder
-    probes: tuple[GraphProbe, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 class Passed(_RecordBase):

@@ -1,13 +1,11 @@
 """What timing leaves in a record: raw samples of each part of a step, what they come to, and what the machine can do.
 
-Times are nanoseconds. Pure values: nothing here measures. Must not know: clocks, tensors, how a time is shown.
+Times are nanoseconds. Pure values: nothing here measures.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt
-
-from attncheck.reports.run_file.values import Frozen
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 TIMING = "timing"
 """The check whose records carry times."""
@@ -24,6 +22,12 @@ ClockName = Literal["host", "events", "graph"]
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A time or a rate: its logarithm is taken, and it divides."""
+
+
+class Frozen(BaseModel):
+    """What every value in a run file is: immutable, without unknown keys; NaN and infinities are strings in JSON."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class Latency(Frozen):

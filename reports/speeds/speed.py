@@ -37,6 +37,17 @@ class Speed:
         """The geometric mean of the processes' medians: the logs of times are what is averaged and compared."""
         return statistics.geometric_mean(self.medians_ns)
 
+    @property
+    def interval_ns(self) -> tuple[float, float]:
+        """The range of the processes' medians; of a single process, the interval of its median.
+
+        The latter says nothing of where the median of the next process would lie.
+        """
+        if len(self.rounds) > 1:
+            return min(self.medians_ns), max(self.medians_ns)
+        (only,) = self.rounds
+        return only.low_ns, only.high_ns
+
     @cached_property
     def spread(self) -> float | None:
         """How far process medians lie apart, as a share of the time (deviation of their logs); None: one process."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.crashes import died_at, last_words
+from attncheck.reports.analysis.crashes import died_at, last_words, raised_at
 from attncheck.reports.analysis.graph_levels import (
     LevelRow,
     legend,
@@ -20,7 +20,6 @@ from attncheck.reports.analysis.graph_levels import (
 )
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import Summary, Tally, summarise
-from attncheck.reports.analysis.tracebacks import raised_at
 from attncheck.reports.analysis.utilities import (
     HEADINGS,
     LEGEND,

@@ -6,6 +6,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
+from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
 from attncheck.reports.run_file.records import (
     OUTCOMES,
     BackendInfo,
@@ -13,8 +14,6 @@ from attncheck.reports.run_file.records import (
     Environment,
     Errored,
     Failed,
-    GraphLevels,
-    GraphProbe,
     Passed,
     Record,
     RunFooter,

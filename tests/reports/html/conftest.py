@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from attncheck.reports.html import render_runs
+from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
 from attncheck.reports.run_file.records import (
     BackendInfo,
     Crashed,
     Environment,
     Errored,
     Failed,
-    GraphLevels,
-    GraphProbe,
     Passed,
     Record,
     RunFooter,
