@@ -21,7 +21,8 @@ from attncheck.harness.run.run_header import make_header
 from attncheck.harness.run.selection import check_seed, check_timed, select_cases
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import Summary, Verdict, summarise
-from attncheck.reports.run_file.records import FALLEN_SHORT, Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 from attncheck.reports.terminal import run as terminal
 
 Candidate = str | type[AttentionBackend] | Callable[..., object]

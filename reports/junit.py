@@ -11,16 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.rounds import Question, questions
-from attncheck.reports.run_file.records import (
-    Crashed,
-    Errored,
-    Record,
-    RunHeader,
-    Unavailable,
-    Unsupported,
-    XFailed,
-    timing_of,
-)
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Crashed, Errored, Record, Unavailable, Unsupported, XFailed, timing_of
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.speeds.tables import time_unit

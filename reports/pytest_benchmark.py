@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from attncheck.errors import QuestionError
 from attncheck.reports.analysis.phrases import one_line
-from attncheck.reports.run_file.records import Environment, Record
+from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.run_file.timings import TIMING, DeviceState, Part
 from attncheck.reports.speeds.speed import Speed, speeds

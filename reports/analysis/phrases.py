@@ -12,18 +12,8 @@ from attncheck.reports.analysis.graph_levels import LevelRow
 from attncheck.reports.analysis.reasons import joined, shortened
 from attncheck.reports.analysis.summary import Gap, Summary
 from attncheck.reports.run_file.graph_levels import GraphLevel, GraphProbe
-from attncheck.reports.run_file.records import (
-    OUTCOMES,
-    UTILITIES,
-    BackendInfo,
-    Crashed,
-    Errored,
-    Failed,
-    Record,
-    RunHeader,
-    SuiteInfo,
-    XPassed,
-)
+from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import OUTCOMES, UTILITIES, Crashed, Errored, Failed, Record, XPassed
 from attncheck.reports.run_file.store import Run
 
 

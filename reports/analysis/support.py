@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import (
     EXAMINED,
     FALLEN_SHORT,
@@ -20,7 +21,6 @@ from attncheck.reports.run_file.records import (
     Failed,
     Passed,
     Record,
-    RunHeader,
     Unsupported,
     XFailed,
     XPassed,

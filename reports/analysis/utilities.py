@@ -7,17 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from attncheck.reports.run_file.records import (
-    UTILITIES,
-    Crashed,
-    Errored,
-    Failed,
-    Passed,
-    Record,
-    RunHeader,
-    Unsupported,
-    XFailed,
-)
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import UTILITIES, Crashed, Errored, Failed, Passed, Record, Unsupported, XFailed
 
 Word = Literal["equal", "drifted", "judged", "differs", "missing", "errored", "crashed", "stale", "expected"]
 

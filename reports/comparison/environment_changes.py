@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attncheck.reports.comparison.speed_changes import SpeedChange
-from attncheck.reports.run_file.records import BackendInfo, Environment, RunHeader
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader
 from attncheck.reports.run_file.timings import Timing
 from attncheck.reports.speeds.speed import Speed
 

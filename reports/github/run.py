@@ -16,7 +16,8 @@ from attncheck.reports.github.annotations import annotation, as_shown
 from attncheck.reports.markdown import markup
 from attncheck.reports.markdown.run import check_table, failures
 from attncheck.reports.markdown.speeds import listed, means
-from attncheck.reports.run_file.records import EXAMINED, Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import EXAMINED, Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import doubts, fastest_note, speed_notes
 from attncheck.reports.speeds.speed import speeds

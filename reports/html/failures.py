@@ -10,7 +10,8 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.reasons import without_figures
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import Summary
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, XFailed, graph_of
 
 SHOWN = 40
 """Kinds of failures told beside the records, which tell all of them."""

@@ -17,7 +17,7 @@ from attncheck.reports.html.budget_chart import BudgetUse, budget_chart, budget_
 from attncheck.reports.html.failures import Expected, Failure, expected, failures
 from attncheck.reports.html.speed_view import SpeedView, speed_view
 from attncheck.reports.html.support_view import Matrix, Tone, matrix
-from attncheck.reports.run_file.records import BackendInfo
+from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.store import Run
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from attncheck.reports.markdown import markup
 from attncheck.reports.markdown.graph_levels import graph_levels
 from attncheck.reports.markdown.speeds import speeds_section
 from attncheck.reports.markdown.support import support
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, XFailed, graph_of
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import speeds
 

@@ -1,25 +1,21 @@
 """What a run leaves behind: one frozen, typed value a line of a run file.
 
-A run is a :class:`RunHeader`, any number of records, and a :class:`RunFooter`. A record says who was asked which case,
-which check looked, and what came of it. Each outcome is a class of its own with the fields that outcome has:
-a failure has figures and a summary, an unsupported case has reasons, and nothing has both. Models are strict about
-their keys: a line this version does not understand is an error, never half a record.
+A run is a :class:`RunHeader`, any number of records, and a :class:`RunFooter`. A record names the backend, the case and
+the check, and has their outcome. Each outcome is a class of its own with the fields that outcome has: a failure has
+figures and a summary, an unsupported case has reasons, and nothing has both. A new measurement of a check is a field of
+:class:`_MeasuredRecord`, and of the harness's ``Measurements``.
 
-Must not know: torch, tensors, cases, backends. A report renders on a laptop from these values alone.
+Models are strict about their keys: a line this version does not understand is an error, never half a record. A report
+renders on a laptop from these values alone.
 """
 
-import hashlib
-import json
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
 from attncheck.reports.run_file.graph_levels import GraphLevels
+from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.timings import Frozen, Timing
-
-FORMAT = 1
-"""Version of the run file. Raised when an older reader would misread a newer file; what it refuses, such as an outcome
-or a key it does not know, it does not misread."""
 
 Figure = int | float
 Outcome = Literal["passed", "failed", "errored", "crashed", "unsupported", "unavailable", "xfailed", "xpassed"]
@@ -102,20 +98,42 @@ class _RecordBase(Frozen):
         return f"{self.suite}/{self.case_id}"
 
 
-class Passed(_RecordBase):
-    """The check holds. ``figures`` measure by how much, ``notes`` say what a reader should know all the same.
+class _LevelRecord(_RecordBase):
+    """What a record may carry besides its outcome, even where nothing was examined; None for other checks.
 
-    Here and in the other outcomes: ``graph`` only of the check ``cudagraph``, ``timing`` only of the check ``timing``.
+    ``graph``: of the check ``cudagraph``.
     """
+
+    graph: GraphLevels | None = None
+
+    @model_serializer(mode="wrap")
+    def _with_measurements_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The fields to write: what was measured is long, and comes behind the outcome."""
+        written: dict[str, Any] = write(self)
+        return written | {name: written.pop(name) for name in _MEASUREMENTS if name in written}
+
+
+class _MeasuredRecord(_LevelRecord):
+    """What a record may carry where the case was examined. A new kind of measurement is a field here.
+
+    ``timing``: of the check ``timing``.
+    """
+
+    timing: Timing | None = None
+
+
+_MEASUREMENTS = tuple(name for name in _MeasuredRecord.model_fields if name not in _RecordBase.model_fields)
+
+
+class Passed(_MeasuredRecord):
+    """The check holds. ``figures`` measure by how much, ``notes`` say what a reader should know all the same."""
 
     outcome: Literal["passed"] = "passed"
     figures: dict[str, Figure] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    graph: GraphLevels | None = None
-    timing: Timing | None = None
 
 
-class Failed(_RecordBase):
+class Failed(_MeasuredRecord):
     """The answer is wrong. ``summary``: one line, where and how much; ``meaning``: what it looks like, if known."""
 
     outcome: Literal["failed"] = "failed"
@@ -123,8 +141,6 @@ class Failed(_RecordBase):
     summary: str
     meaning: str | None = None
     details: tuple[str, ...] = ()
-    graph: GraphLevels | None = None
-    timing: Timing | None = None
 
 
 class Errored(_RecordBase):
@@ -151,13 +167,12 @@ class Crashed(_RecordBase):
     output: str = ""
 
 
-class Unsupported(_RecordBase):
+class Unsupported(_LevelRecord):
     """Not examined: the backend declares it cannot (``by`` backend), or no code of attncheck asks it yet."""
 
     outcome: Literal["unsupported"] = "unsupported"
     reasons: tuple[str, ...] = Field(min_length=1)
     by: Literal["backend", "attncheck"] = "backend"
-    graph: GraphLevels | None = None
 
 
 class Unavailable(_RecordBase):
@@ -167,24 +182,20 @@ class Unavailable(_RecordBase):
     reasons: tuple[str, ...] = Field(min_length=1)
 
 
-class XFailed(_RecordBase):
+class XFailed(_MeasuredRecord):
     """Fell short, as expected. ``underlying`` and ``summary``: what happened; ``reason``: why it was expected."""
 
     outcome: Literal["xfailed"] = "xfailed"
     underlying: Literal["failed", "errored", "crashed"]
     summary: str
     reason: str
-    graph: GraphLevels | None = None
-    timing: Timing | None = None
 
 
-class XPassed(_RecordBase):
+class XPassed(_MeasuredRecord):
     """Expected to fall short for ``reason``, and passed: the expectation is out of date."""
 
     outcome: Literal["xpassed"] = "xpassed"
     reason: str
-    graph: GraphLevels | None = None
-    timing: Timing | None = None
 
 
 Record = Annotated[
@@ -195,84 +206,17 @@ Record = Annotated[
 
 def graph_of(record: Record) -> GraphLevels | None:
     """The CUDA-graph levels a record carries; None for other checks, and where nothing was examined."""
-    return None if isinstance(record, Errored | Crashed | Unavailable) else record.graph
+    return record.graph if isinstance(record, _LevelRecord) else None
 
 
 def timing_of(record: Record) -> Timing | None:
     """The times a record carries; None for other checks, and where nothing was timed."""
-    return record.timing if isinstance(record, Passed | Failed | XFailed | XPassed) else None
+    return record.timing if isinstance(record, _MeasuredRecord) else None
 
 
-class Environment(Frozen):
-    """The machine and the versions a run was made with. ``driver`` and ``capability`` are None on a CPU."""
-
-    attncheck: str
-    python: str
-    torch: str
-    numpy: str
-    platform: str
-    cpu: str
-    cores: int
-    device: str
-    device_name: str
-    capability: str | None = None
-    driver: str | None = None
-    deterministic: bool = False
-    tf32: bool = False
-    git_commit: str | None = None
-
-    @property
-    def digest(self) -> str:
-        """12 hex digits over every field: equal digests, equal circumstances."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()[:12]
-
-
-class BackendInfo(Frozen):
-    """A backend of the run: its conventions are the differences that are not bugs, shown beside its name.
-
-    ``required_environment``: the environment variables its process was started with, as it requires.
-    """
-
-    name: str
-    ref: str
-    version: str = ""
-    conventions: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
-    features: tuple[str, ...] = ()
-    required_environment: dict[str, str] = Field(default_factory=dict)
-
-
-class SuiteInfo(Frozen):
-    """A suite of the run: ``ref`` is what to type after ``--suite``, ``digest`` stands for the cases selected."""
-
-    name: str
-    ref: str
-    cases: int
-    digest: str = ""
-
-
-class RunHeader(Frozen):
-    """First line of a run file. ``started`` is an ISO 8601 time with its offset; ``command`` the words typed.
-
-    ``rounds``: in how many processes of each backend, one after another, it was timed.
-    """
-
-    kind: Literal["header"] = "header"
-    format: int = FORMAT
-    started: str
-    environment: Environment
-    suites: tuple[SuiteInfo, ...]
-    checks: tuple[str, ...]
-    device: str
-    seed: int
-    rounds: int = 1
-    backends: tuple[BackendInfo, ...]
-    command: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def suite_ref(self, name: str) -> str:
-        """What to type after ``--suite`` for the suite called ``name``; the name itself if the header lacks it."""
-        return next((suite.ref for suite in self.suites if suite.name == name), name)
+def without_outcome(record: Record) -> dict[str, Any]:
+    """The fields of a record that stay where its outcome is replaced: its identity, and what was measured."""
+    return {name: getattr(record, name) for name in _MeasuredRecord.model_fields if name in type(record).model_fields}
 
 
 class RunFooter(Frozen):

@@ -28,7 +28,8 @@ from attncheck.reports.analysis.utilities import (
     known_departures,
     provider_title,
 )
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, RunHeader, graph_of
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, graph_of
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import speeds
 from attncheck.reports.terminal.columns import WIDTH, table, wrap

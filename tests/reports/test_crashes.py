@@ -10,7 +10,8 @@ import pytest
 
 from attncheck.reports.analysis.crashes import died_at, last_words, raised_at
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.records import Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.terminal import run as terminal
 

@@ -11,7 +11,8 @@ import pytest
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.output import STEP_SUMMARY
 from attncheck.harness.cli.report import ReportFormat
-from attncheck.reports.run_file.records import BackendInfo, Environment, Failed, Passed, RunHeader, SuiteInfo
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Failed, Passed
 from attncheck.reports.run_file.store import RunWriter
 from attncheck.reports.run_file.timings import Latency, Timing
 

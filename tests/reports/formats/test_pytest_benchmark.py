@@ -13,7 +13,8 @@ import pytest
 
 from attncheck.errors import QuestionError
 from attncheck.reports.pytest_benchmark import names_of, render_run
-from attncheck.reports.run_file.records import Record, RunFooter, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record, RunFooter
 from attncheck.reports.run_file.store import Run
 
 Make = Callable[..., Record]

@@ -8,7 +8,8 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.rounds import questions
 from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.records import BUDGET_SHARE, Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import BUDGET_SHARE, Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
 

@@ -11,20 +11,8 @@ import pytest
 
 from attncheck.reports.html import render_runs
 from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
-from attncheck.reports.run_file.records import (
-    BackendInfo,
-    Crashed,
-    Environment,
-    Errored,
-    Failed,
-    Passed,
-    Record,
-    RunFooter,
-    RunHeader,
-    SuiteInfo,
-    Unsupported,
-    XFailed,
-)
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, Record, RunFooter, Unsupported, XFailed
 from attncheck.reports.run_file.store import Run, count_outcomes
 from attncheck.reports.run_file.timings import Ceilings, DeviceState, Kernel, Latency, Part, Timing
 
