@@ -54,12 +54,12 @@ def compare(
     --check timing --rounds N`; 5 rounds a side are the least, 10 the usual. The smallest differences are told between
     two backends of one run, whose processes took turns: `attncheck compare RUN RUN --match OLD=NEW`.
     """
-    from attncheck.reports.comparison.compare import Terms, compare_runs
+    from attncheck.reports.comparison.compare import ComparisonTerms, compare_runs
     from attncheck.reports.comparison.thresholds import parse_thresholds
     from attncheck.reports.run_file.store import read_run
 
     effect = min_effect / 100
-    terms = Terms(effect=effect, thresholds=parse_thresholds(fail_on or (), least=effect))
+    terms = ComparisonTerms(effect=effect, thresholds=parse_thresholds(fail_on or (), least=effect))
     backends = _pairs(match or ())
     compared = compare_runs(read_run(base), read_run(new), backends=backends, terms=terms)
     rendered = _RENDERERS[form](compared, output is None and use_color())

@@ -19,7 +19,7 @@ from attncheck.harness.checks.timing.sampling import Samples, samples_of
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.pytest_plugin.items import CheckItem, Collection
 from attncheck.harness.run.evaluation import environment_of
-from attncheck.reports.pytest_benchmark import MACHINE, extra_info, machine_of, names_of
+from attncheck.reports.pytest_benchmark import MACHINE, benchmark_names, extra_info, machine_of
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.timings import Part
 from attncheck.reports.speeds.speed import speeds
@@ -105,7 +105,7 @@ class Benchmarks:
         item, session, stopwatch = self._item, self._session, Stopwatch()
         if item is None:
             raise ValueError("no item has begun")
-        names = names_of(item.case.suite, item.case.id, item.backend.name, part)
+        names = benchmark_names(item.case.suite, item.case.id, item.backend.name, part)
         own = {"timer": NameWrapper(stopwatch.read), "group": names.group, "cprofile": False}
         fixture: Any = BenchmarkFixture(
             item,

@@ -17,7 +17,7 @@ LEGEND_OF_EMULATION = "emulated: no GPU, the operators of forward are recorded a
 
 
 @dataclass(frozen=True)
-class SharedResult:
+class LevelResult:
     """One result, and all ``cases`` (``suite/id``) it stands for."""
 
     graph: GraphLevels
@@ -34,7 +34,7 @@ class LevelRow:
 
     backend: str
     graph: GraphLevels
-    results: tuple[SharedResult, ...]
+    results: tuple[LevelResult, ...]
     notes: tuple[str, ...] = ()
     repeats: bool = False
 
@@ -145,6 +145,6 @@ def without_reasons(graph: GraphLevels) -> GraphLevels:
     return graph.model_copy(update={"probes": probes})
 
 
-def _results(members: Mapping[GraphLevels, Iterable[str]]) -> tuple[SharedResult, ...]:
-    results = (SharedResult(graph, tuple(cases)) for graph, cases in members.items())
+def _results(members: Mapping[GraphLevels, Iterable[str]]) -> tuple[LevelResult, ...]:
+    results = (LevelResult(graph, tuple(cases)) for graph, cases in members.items())
     return tuple(sorted(results, key=lambda result: -len(result.cases)))

@@ -5,7 +5,7 @@ Pure values: nothing here measures.
 
 from typing import Literal
 
-from attncheck.reports.run_file.timings import Frozen
+from attncheck.reports.run_file.timings import RunFileValue
 
 CUDAGRAPH = "cudagraph"
 """The check whose records carry CUDA-graph levels."""
@@ -20,7 +20,7 @@ GraphRecorder = Literal["cuda", "emulated"]
 """How graphs were made: real ones on a GPU, or their emulation on a machine without one."""
 
 
-class GraphProbe(Frozen):
+class GraphProbe(RunFileValue):
     """One sequence of captures and replays that a backend of ``level`` must get right, and what came of it.
 
     ``reason``: why it failed, was not run, or could not be examined here; empty where it passed.
@@ -32,7 +32,7 @@ class GraphProbe(Frozen):
     reason: str = ""
 
 
-class GraphLevels(Frozen):
+class GraphLevels(RunFileValue):
     """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and every probe.
 
     ``notes``: what a reader should know of how it was measured.

@@ -6,14 +6,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from attncheck.reports.run_file.timings import Frozen
+from attncheck.reports.run_file.timings import RunFileValue
 
 FORMAT = 1
 """Version of the run file. Raised when an older reader would misread a newer file; what it refuses, such as an outcome
 or a key it does not know, it does not misread."""
 
 
-class Environment(Frozen):
+class Environment(RunFileValue):
     """The machine and the versions a run was made with. ``driver`` and ``capability`` are None on a CPU."""
 
     attncheck: str
@@ -38,7 +38,7 @@ class Environment(Frozen):
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
-class BackendInfo(Frozen):
+class BackendInfo(RunFileValue):
     """A backend of the run: its conventions are the differences that are not bugs, shown beside its name.
 
     ``required_environment``: the environment variables its process was started with, as it requires.
@@ -52,7 +52,7 @@ class BackendInfo(Frozen):
     required_environment: dict[str, str] = Field(default_factory=dict)
 
 
-class SuiteInfo(Frozen):
+class SuiteInfo(RunFileValue):
     """A suite of the run: ``ref`` is what to type after ``--suite``, ``digest`` stands for the cases selected."""
 
     name: str
@@ -61,7 +61,7 @@ class SuiteInfo(Frozen):
     digest: str = ""
 
 
-class RunHeader(Frozen):
+class RunHeader(RunFileValue):
     """First line of a run file. ``started`` is an ISO 8601 time with its offset; ``command`` the words typed.
 
     ``rounds``: in how many processes of each backend, one after another, it was timed.

@@ -15,7 +15,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_se
 
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.timings import Frozen, Timing
+from attncheck.reports.run_file.timings import RunFileValue, Timing
 
 Figure = int | float
 Outcome = Literal["passed", "failed", "errored", "crashed", "unsupported", "unavailable", "xfailed", "xpassed"]
@@ -65,7 +65,7 @@ class RecordKey(NamedTuple):
         return f"{self.suite}/{self.case_id}, check {self.check}, seed {self.seed}, backend {self.backend}{which}"
 
 
-class _RecordBase(Frozen):
+class _RecordBase(RunFileValue):
     """What every record says. ``backend_ref`` is what to type after ``--backend``; ``environment`` is a digest.
 
     ``needs``: the features the case takes, and its sizes and forms as ``key=value`` (``head_size=64``). ``round``: in
@@ -219,7 +219,7 @@ def without_outcome(record: Record) -> dict[str, Any]:
     return {name: getattr(record, name) for name in _MeasuredRecord.model_fields if name in type(record).model_fields}
 
 
-class RunFooter(Frozen):
+class RunFooter(RunFileValue):
     """Last line of a run file that came to its end. ``counts`` are per outcome, ``errors`` failed the run besides."""
 
     kind: Literal["footer"] = "footer"

@@ -24,13 +24,13 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A time or a rate: its logarithm is taken, and it divides."""
 
 
-class Frozen(BaseModel):
+class RunFileValue(BaseModel):
     """What every value in a run file is: immutable, without unknown keys; NaN and infinities are strings in JSON."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-class Latency(Frozen):
+class Latency(RunFileValue):
     """How long one part of a step took in one process.
 
     ``low_ns``, ``high_ns``: a 95 % bootstrap interval of the median. ``samples_ns``: every sample, in the order taken.
@@ -49,7 +49,7 @@ class Latency(Frozen):
     flops: NonNegativeInt | None = None
 
 
-class Ceilings(Frozen):
+class Ceilings(RunFileValue):
     """What the device could do in the same process: a large copy, and a large matrix product in the layer's dtype."""
 
     copy_bytes_per_s: Positive
@@ -61,7 +61,7 @@ class Ceilings(Frozen):
         return 1e9 * max(moved_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
 
 
-class Kernel(Frozen):
+class Kernel(RunFileValue):
     """A kernel that ran in one step, as the profiler names it, and how long its ``count`` launches took together."""
 
     name: str
@@ -69,7 +69,7 @@ class Kernel(Frozen):
     duration_ns: float
 
 
-class DeviceState(Frozen):
+class DeviceState(RunFileValue):
     """What the driver says of the device while it was timed; ``throttle_reasons``: empty where nothing held it back."""
 
     sm_clock_mhz: int | None = None
@@ -78,7 +78,7 @@ class DeviceState(Frozen):
     throttle_reasons: tuple[str, ...] = ()
 
 
-class Timing(Frozen):
+class Timing(RunFileValue):
     """What one process measured of one case.
 
     ``cache``: whether the device's last-level cache was flushed before each sample. ``ceilings``: None where they were

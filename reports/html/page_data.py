@@ -2,7 +2,7 @@
 
 What many records say alike (reasons, needs, levels) stands there once and is referred to by number. The text is safe
 within a ``<script>``: nothing in it can end the element, and what a terminal or a reader of bidirectional text would
-obey is taken out. Must not know: how the rows look.
+obey is taken out.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.html.cleaning import clean_json
+from attncheck.reports.html.safe_text import clean_json
 from attncheck.reports.run_file.records import (
     BUDGET_SHARE,
     OUTCOMES,
@@ -56,7 +56,7 @@ class _Pool:
         return f"[{','.join(self._numbers)}]"
 
 
-def catalogue(runs: Sequence[Run], names: Sequence[str]) -> str:
+def page_data(runs: Sequence[Run], names: Sequence[str]) -> str:
     """JSON of every record and every speed of the runs, called ``names``, for a ``<script>`` that is data.
 
     ``groups``: of each backend and case, ``[run, backend, suite, case id, needs, records]``, a record being ``[check,
