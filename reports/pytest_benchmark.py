@@ -14,7 +14,7 @@ from attncheck.reports.analysis.phrases import one_line
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.run_file.timings import TIMING, DeviceState, Part
+from attncheck.reports.run_file.timings import TIMING, DeviceState, StepPart
 from attncheck.reports.speeds.speed import Speed, speeds
 
 MACHINE = "attncheck"
@@ -31,7 +31,7 @@ class BenchmarkNames(NamedTuple):
     params: dict[str, str]
 
 
-def benchmark_names(suite: str, case_id: str, backend: str, part: Part) -> BenchmarkNames:
+def benchmark_names(suite: str, case_id: str, backend: str, part: StepPart) -> BenchmarkNames:
     """The names of one part of one case of one backend; ``fullname`` is the pytest item's id and the part."""
     param = f"{backend}-{part}"
     return BenchmarkNames(

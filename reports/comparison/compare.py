@@ -18,7 +18,7 @@ from attncheck.reports.comparison.matching import OneSidedCases, RunMatching, is
 from attncheck.reports.comparison.outcome_changes import OutcomeChange, compare_outcomes
 from attncheck.reports.comparison.speed_changes import ComparisonTerms, SpeedChange, SpeedPair, compare_speeds
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.run_file.timings import PARTS, Part
+from attncheck.reports.run_file.timings import PARTS, StepPart
 from attncheck.reports.speeds.speed import Speed, speeds
 
 __all__ = [
@@ -118,9 +118,9 @@ def _pair_speeds(base: Run, new: Run, matching: RunMatching) -> tuple[list[Speed
     return pairs, lone
 
 
-def _speeds(run: Run) -> dict[tuple[str, str], dict[Part, Speed]]:
+def _speeds(run: Run) -> dict[tuple[str, str], dict[StepPart, Speed]]:
     """By backend and case."""
-    found: dict[tuple[str, str], dict[Part, Speed]] = {}
+    found: dict[tuple[str, str], dict[StepPart, Speed]] = {}
     for speed in speeds(run.records):
         found.setdefault((speed.backend, speed.case), {})[speed.part] = speed
     return found

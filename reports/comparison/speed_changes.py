@@ -13,7 +13,7 @@ from attncheck.reports.comparison import significance
 from attncheck.reports.comparison.power import MOST_ROUNDS, ProcessNoise, rounds_needed
 from attncheck.reports.comparison.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS
 from attncheck.reports.comparison.thresholds import SlowdownThresholds
-from attncheck.reports.run_file.timings import Part
+from attncheck.reports.run_file.timings import StepPart
 from attncheck.reports.speeds.speed import Speed
 
 SpeedVerdict = Literal["slower", "faster", "same", "cannot tell"]
@@ -34,7 +34,7 @@ class SpeedChange:
 
     backend: str
     case: str
-    part: Part
+    part: StepPart
     base: Speed
     new: Speed
     ratio: float
@@ -77,7 +77,7 @@ class ComparisonTerms:
     margin: float = MARGIN
     thresholds: SlowdownThresholds = field(default_factory=SlowdownThresholds)
 
-    def margin_of(self, case: str, part: Part) -> float:
+    def margin_of(self, case: str, part: StepPart) -> float:
         """The share of the time within which times of ``part`` of ``case`` count as the same."""
         return max(self.thresholds.share(case, part) or self.margin, self.effect)
 

@@ -17,7 +17,7 @@ from attncheck.reports.comparison.power import ProcessNoise, smallest_slowdown
 from attncheck.reports.comparison.significance import FAMILY_LEVEL
 from attncheck.reports.comparison.speed_changes import VERDICTS, SpeedVerdict
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.run_file.timings import PARTS, Part
+from attncheck.reports.run_file.timings import PARTS, StepPart
 from attncheck.reports.speeds.tables import time_unit
 
 CHANGED: tuple[SpeedVerdict, ...] = ("slower", "faster")
@@ -106,7 +106,7 @@ def unclear(changes: Iterable[SpeedChange]) -> tuple[tuple[SpeedChange, ...], ..
     return tuple(sorted(widest, key=lambda members: -len(members)))
 
 
-def counts_by_part(changes: Sequence[SpeedChange]) -> dict[Part, dict[SpeedVerdict, int]]:
+def counts_by_part(changes: Sequence[SpeedChange]) -> dict[StepPart, dict[SpeedVerdict, int]]:
     """How many pairs of each part have each verdict; parts without a pair are left out."""
     counts = Counter((change.part, change.verdict) for change in changes)
     timed = {change.part for change in changes}

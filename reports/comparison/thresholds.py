@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from attncheck.errors import QuestionError, UnknownNameError, shorten
-from attncheck.reports.run_file.timings import PARTS, Part
+from attncheck.reports.run_file.timings import PARTS, StepPart
 
 EVERYTHING = "*"
 
@@ -28,7 +28,7 @@ class SlowdownThreshold:
     """
 
     pattern: str
-    part: Part | None
+    part: StepPart | None
     share: float
     text: str
 
@@ -43,7 +43,7 @@ class SlowdownThresholds:
 
     members: tuple[SlowdownThreshold, ...] = ()
 
-    def share(self, case: str, part: Part) -> float | None:
+    def share(self, case: str, part: StepPart) -> float | None:
         """How much slower, as a share of the time, is too slow for ``part`` of ``case``; None: it cannot be."""
         if not self.members:
             return 0.0

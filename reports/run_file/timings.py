@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 TIMING = "timing"
 """The check whose records carry times."""
 
-Part = Literal["forward", "build", "decode", "prefill"]
+StepPart = Literal["forward", "build", "decode", "prefill"]
 
-PARTS: tuple[Part, ...] = ("forward", "build", "decode", "prefill")
+PARTS: tuple[StepPart, ...] = ("forward", "build", "decode", "prefill")
 """``forward``: the whole batch, its new rows written too; ``build``: the metadata of it, on the host. ``decode``,
 ``prefill``: ``forward`` of that part of a mixed batch alone."""
 
@@ -38,7 +38,7 @@ class Latency(RunFileValue):
     least that the part has to move and compute; None where that means nothing, as of ``build``.
     """
 
-    part: Part
+    part: StepPart
     clock: ClockName
     median_ns: Positive
     low_ns: Positive
@@ -92,7 +92,7 @@ class Timing(RunFileValue):
     device: DeviceState | None = None
     notes: tuple[str, ...] = ()
 
-    def latency(self, part: Part) -> Latency | None:
+    def latency(self, part: StepPart) -> Latency | None:
         """The latency of one part, if it was measured."""
         return next((each for each in self.latencies if each.part == part), None)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from attncheck.reports.run_file.records import Passed, Record, XPassed
-from attncheck.reports.run_file.timings import PARTS, TIMING, Latency, Part, Timing
+from attncheck.reports.run_file.timings import PARTS, TIMING, Latency, StepPart, Timing
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Speed:
 
     backend: str
     case: str
-    part: Part
+    part: StepPart
     rounds: tuple[Latency, ...]
     timings: tuple[Timing, ...]
 
