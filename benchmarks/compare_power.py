@@ -26,9 +26,9 @@ from scipy import special
 from tabulate import tabulate
 
 from attncheck.reports.comparison.compare import compare_runs
-from attncheck.reports.comparison.power import Noise, smallest_slowdown
+from attncheck.reports.comparison.power import ProcessNoise, smallest_slowdown
 from attncheck.reports.comparison.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS, estimate_ratio
-from attncheck.reports.comparison.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+from attncheck.reports.comparison.speed_changes import ComparisonTerms, SpeedChange, SpeedPair, compare_speeds
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.run_file.timings import PARTS
 from attncheck.reports.speeds.speed import Speed, speeds
@@ -192,7 +192,7 @@ def print_simulations(comparisons: int, seed: int) -> None:
     spreads, rounds = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2), (5, 10, 20, 40, 80)
     level = FAMILY_LEVEL / CASES
     table = [
-        [f"{spread:.1%}", *(f"{smallest_slowdown(Noise(spread), count, level=level):.1%}" for count in rounds)]
+        [f"{spread:.1%}", *(f"{smallest_slowdown(ProcessNoise(spread), count, level=level):.1%}" for count in rounds)]
         for spread in spreads
     ]
     print(tabulate([["spread", *map(str, rounds)], *table], "firstrow", stralign="right"))
@@ -212,7 +212,7 @@ def halves(found: Sequence[Speed], pairs: int, seed: int) -> Iterator[list[Speed
             even = len(order) // 2 * 2
             one, other = (_rounds(speed, order[offset:even:2]) for offset in (0, 1))
             split.append(SpeedPair(speed.backend, one, other, in_turns=not splits))
-        yield list(compare_speeds(split, Terms()))
+        yield list(compare_speeds(split, ComparisonTerms()))
         compared += len(split)
         splits += 1
 
@@ -260,7 +260,9 @@ def print_spread(path: str, found: Sequence[Speed]) -> None:
         spreads = sorted(speed.spread for speed in found if speed.part == part and speed.spread is not None)
         if len(spreads) > 1:
             tenths = statistics.quantiles(spreads, n=10)
-            allowed = (smallest_slowdown(Noise(tenths[4]), rounds, level=level) for rounds in (ROUNDS, 2 * ROUNDS))
+            allowed = (
+                smallest_slowdown(ProcessNoise(tenths[4]), rounds, level=level) for rounds in (ROUNDS, 2 * ROUNDS)
+            )
             rows.append(
                 [part, len(spreads), *(f"{share:.1%}" for share in (tenths[0], tenths[4], tenths[8], *allowed))]
             )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from attncheck.reports.run_file.records import Passed, Record
 from attncheck.reports.run_file.store import Run, RunWriter, read_run
-from attncheck.reports.run_file.timings import TIMING, Ceilings, Latency, Part, Timing
+from attncheck.reports.run_file.timings import TIMING, Ceilings, Latency, StepPart, Timing
 
 SECONDS = 5.0
 CEILINGS = Ceilings(copy_bytes_per_s=4e12, matmul_flops_per_s=6e14, dtype="bfloat16")
@@ -47,7 +47,7 @@ def timed(run: Run, count: int, rounds: int, samples: int) -> Iterator[Record]:
         yield record.model_copy(update={**told, "timing": Timing(latencies=parts, ceilings=CEILINGS)})
 
 
-def latency(luck: random.Random, part: Part, size: int, samples: int) -> Latency:
+def latency(luck: random.Random, part: StepPart, size: int, samples: int) -> Latency:
     """One part of one process, with times about ``size`` microseconds."""
     times = tuple(int(size * 1000 * luck.lognormvariate(0, 0.05)) for _ in range(samples))
     work = {"moved_bytes": size * 10**6, "flops": size * 10**8} if part == "forward" else {}

@@ -20,8 +20,9 @@ from attncheck.harness.run.evaluation import Examiner, RunPlan, UnavailableBacke
 from attncheck.harness.run.run_header import make_header
 from attncheck.harness.run.selection import check_seed, check_timed, select_cases
 from attncheck.reports.analysis.repro import python_ref
-from attncheck.reports.analysis.summary import Summary, Verdict, summarise
-from attncheck.reports.run_file.records import FALLEN_SHORT, Record, RunHeader
+from attncheck.reports.analysis.summary import RunSummary, RunVerdict, summarise
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 from attncheck.reports.terminal import run as terminal
 
 Candidate = str | type[AttentionBackend] | Callable[..., object]
@@ -35,12 +36,12 @@ class Examination:
     records: tuple[Record, ...]
 
     @cached_property
-    def summary(self) -> Summary:
+    def summary(self) -> RunSummary:
         """The records counted, by check, by suite, and what was not examined."""
         return summarise(self.records, checks=self.header.checks)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RunVerdict:
         """``passed``, ``failed``, or ``not examined`` where every case was unsupported or unavailable."""
         return self.summary.verdict
 

@@ -10,17 +10,9 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.rounds import Question, questions
-from attncheck.reports.run_file.records import (
-    Crashed,
-    Errored,
-    Record,
-    RunHeader,
-    Unavailable,
-    Unsupported,
-    XFailed,
-    timing_of,
-)
+from attncheck.reports.analysis.rounds import WorstRound, worst_rounds
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Crashed, Errored, Record, Unavailable, Unsupported, XFailed, timing_of
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.speeds.tables import time_unit
@@ -51,9 +43,9 @@ def _suites(run: Run) -> Iterator[ET.Element]:
     latencies: dict[tuple[str, str], list[Speed]] = {}
     for speed in speeds(run.records):
         latencies.setdefault((speed.backend, speed.case), []).append(speed)
-    groups: dict[tuple[str, str], list[Question]] = {}
-    for question in questions(run.records):
-        groups.setdefault((question.record.suite, question.record.backend), []).append(question)
+    groups: dict[tuple[str, str], list[WorstRound]] = {}
+    for worst in worst_rounds(run.records):
+        groups.setdefault((worst.record.suite, worst.record.backend), []).append(worst)
     for (suite, backend), asked in groups.items():
         cases = [_case(each, run.header, durations[_test_of(each.record)], latencies) for each in asked]
         yield _suite(f"{suite}.{backend}", run.header, cases, _properties(run.header, backend))
@@ -103,16 +95,16 @@ def _properties(header: RunHeader, backend: str) -> list[tuple[str, str]]:
 
 
 def _case(
-    question: Question, header: RunHeader, duration_s: float, latencies: dict[tuple[str, str], list[Speed]]
+    worst: WorstRound, header: RunHeader, duration_s: float, latencies: dict[tuple[str, str], list[Speed]]
 ) -> ET.Element:
-    record = question.record
+    record = worst.record
     case = ET.Element(
         "testcase",
         classname=_text(f"attncheck.{record.suite}.{record.case_id}.{record.backend}"),
         name=_text(record.check),
         time=_seconds(duration_s),
     )
-    rounds = f"in {question.short} of {question.rounds} rounds: " if question.rounds > 1 else ""
+    rounds = f"in {worst.short} of {worst.rounds} rounds: " if worst.rounds > 1 else ""
     match record:
         case Unsupported() | Unavailable():
             reasons = "; ".join(record.reasons)
@@ -122,7 +114,7 @@ def _case(
             ET.SubElement(case, "skipped", type=record.outcome, message=_text(message))
         case Errored() | Crashed():
             _add(case, "error", record.outcome, rounds + phrases.what_happened(record), _story(record, header))
-        case _ if question.short:
+        case _ if worst.short:
             _add(case, "failure", record.outcome, rounds + phrases.what_happened(record), _story(record, header))
         case _ if timing_of(record) is not None:
             printed = ET.SubElement(case, "system-out")

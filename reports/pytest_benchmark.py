@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 
 from attncheck.errors import QuestionError
 from attncheck.reports.analysis.phrases import one_line
-from attncheck.reports.run_file.records import Environment, Record
+from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.run_file.timings import TIMING, DeviceState, Part
+from attncheck.reports.run_file.timings import TIMING, DeviceState, StepPart
 from attncheck.reports.speeds.speed import Speed, speeds
 
 MACHINE = "attncheck"
 """The key of pytest-benchmark's ``machine_info`` under which our own facts stand."""
 
 
-class Names(NamedTuple):
+class BenchmarkNames(NamedTuple):
     """How pytest-benchmark knows one benchmark: files are compared by ``fullname``, tables made by ``group``."""
 
     name: str
@@ -30,10 +31,10 @@ class Names(NamedTuple):
     params: dict[str, str]
 
 
-def names_of(suite: str, case_id: str, backend: str, part: Part) -> Names:
+def benchmark_names(suite: str, case_id: str, backend: str, part: StepPart) -> BenchmarkNames:
     """The names of one part of one case of one backend; ``fullname`` is the pytest item's id and the part."""
     param = f"{backend}-{part}"
-    return Names(
+    return BenchmarkNames(
         name=one_line(f"{case_id}[{param}]"),
         fullname=one_line(f"attncheck::{suite}::{case_id}::{backend}::{TIMING}[{part}]"),
         group=one_line(f"{suite}/{case_id} {part}"),
@@ -109,7 +110,7 @@ def render_run(run: Run) -> str:
 
 
 def _benchmark(speed: Speed, record: Record) -> dict[str, Any]:
-    names = names_of(record.suite, record.case_id, speed.backend, speed.part)
+    names = benchmark_names(record.suite, record.case_id, speed.backend, speed.part)
     samples = [sample / 1e9 for latency in speed.rounds for sample in latency.samples_ns]
     return {
         "group": names.group,

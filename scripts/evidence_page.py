@@ -11,7 +11,8 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.markdown import markup
 from attncheck.reports.markdown.graph_agreement import compare, render
-from attncheck.reports.run_file.records import FALLEN_SHORT, Environment
+from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.records import FALLEN_SHORT
 from attncheck.reports.run_file.store import Run
 
 HEAD = """\

@@ -9,7 +9,7 @@ from speed_rounds import CEILINGS, ROUNDS, Timing
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.markdown import markup
-from attncheck.reports.run_file.records import Environment
+from attncheck.reports.run_file.header import Environment
 
 HEAD = """\
 The candidates that bring real kernels: the built-in suites at full size, how long a step takes, and what a memory

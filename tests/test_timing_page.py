@@ -15,7 +15,7 @@ import pytest
 from attncheck.harness.checks.timing import neighbours
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.reports.comparison import significance
-from attncheck.reports.comparison.power import Noise, smallest_slowdown
+from attncheck.reports.comparison.power import ProcessNoise, smallest_slowdown
 from attncheck.reports.run_file.store import RunWriter, read_run
 from attncheck.reports.speeds.tables import FASTEST_ROUNDS
 
@@ -115,7 +115,7 @@ def test_the_slowdowns_that_are_found_are_those_of_the_theory():
     assert len(rounds) == len(rows) == 4
     for spread, cells in rows:
         level = significance.FAMILY_LEVEL / int(pairs)
-        found = [smallest_slowdown(Noise(int(spread) / 100), number, level=level) for number in rounds]
+        found = [smallest_slowdown(ProcessNoise(int(spread) / 100), number, level=level) for number in rounds]
         assert [cell.strip() for cell in cells.split("|")] == [f"{share:.1%}" for share in found]
 
 

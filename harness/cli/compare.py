@@ -2,20 +2,21 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attncheck.errors import QuestionError, shorten
 from attncheck.harness.cli.output import refuse_input, use_color, write_output
+from attncheck.reports.formats import FORMATS
 
+_RENDERERS = {name: form.render_comparison for name, form in FORMATS.items() if form.render_comparison is not None}
+_ABOUT = [FORMATS[name].about_comparison for name in _RENDERERS]
 
-class ComparisonFormat(StrEnum):
-    """How a comparison is written."""
-
-    TERMINAL = "terminal"
-    MARKDOWN = "markdown"
-    GITHUB = "github"
+if TYPE_CHECKING:  # a type checker knows no enum whose members are computed
+    ComparisonFormat = str
+else:
+    ComparisonFormat = StrEnum("ComparisonFormat", {name: name for name in _RENDERERS})
 
 
 def compare(
@@ -43,10 +44,8 @@ def compare(
     ] = 1.0,
     form: Annotated[
         ComparisonFormat,
-        typer.Option(
-            "--format", help="Text for a terminal, Markdown, or a GitHub step summary with annotations of what failed."
-        ),
-    ] = ComparisonFormat.TERMINAL,
+        typer.Option("--format", help=f"{', '.join(_ABOUT[:-1])}, or {_ABOUT[-1]}."),
+    ] = "terminal",
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
 ) -> int:
     """Compare run NEW with run BASE: what is slower, faster or the same, and which outcomes changed.
@@ -55,27 +54,18 @@ def compare(
     --check timing --rounds N`; 5 rounds a side are the least, 10 the usual. The smallest differences are told between
     two backends of one run, whose processes took turns: `attncheck compare RUN RUN --match OLD=NEW`.
     """
-    from attncheck.reports.comparison.compare import Terms, compare_runs
+    from attncheck.reports.comparison.compare import ComparisonTerms, compare_runs
     from attncheck.reports.comparison.thresholds import parse_thresholds
-    from attncheck.reports.github import comparison as github
-    from attncheck.reports.markdown import comparison as markdown
     from attncheck.reports.run_file.store import read_run
-    from attncheck.reports.terminal import comparison as terminal
 
     effect = min_effect / 100
-    terms = Terms(effect=effect, thresholds=parse_thresholds(fail_on or (), least=effect))
+    terms = ComparisonTerms(effect=effect, thresholds=parse_thresholds(fail_on or (), least=effect))
     backends = _pairs(match or ())
     compared = compare_runs(read_run(base), read_run(new), backends=backends, terms=terms)
-    if form == ComparisonFormat.TERMINAL:
-        text = terminal.render_comparison(compared, color=output is None and use_color()) + "\n"
-    elif form == ComparisonFormat.MARKDOWN:
-        text = markdown.render_comparison(compared)
-    else:
-        text = github.render_summary(compared)
+    rendered = _RENDERERS[form](compared, output is None and use_color())
     refuse_input(output, (base, new))
-    write_output(text, output, is_summary=form == ComparisonFormat.GITHUB)
-    if form == ComparisonFormat.GITHUB:
-        typer.echo("".join(f"{line}\n" for line in github.annotations(compared)), nl=False)
+    write_output(rendered.text, output, is_summary=FORMATS[form].is_step_summary)
+    typer.echo(rendered.log, nl=False)
     return 1 if compared.is_regression else 0
 
 

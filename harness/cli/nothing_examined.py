@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from attncheck.errors import SelectionError
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.summary import summarise
-from attncheck.reports.run_file.records import Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record
 
 
 def refuse_empty_run(records: Sequence[Record], header: RunHeader, *, by_name: bool) -> None:

@@ -19,7 +19,8 @@ from attncheck.harness.run.selection import DEFAULT_SUITES, Selection
 from attncheck.harness.workers.protocol import Assignment
 from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.worker_pool import WorkerPool
-from attncheck.reports.run_file.records import Environment, Record
+from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.records import Record
 
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from attncheck.harness.providers.plan import ProviderPlan
     from attncheck.harness.run.expectations import Expectations
     from attncheck.harness.run.selection import Selection
-    from attncheck.reports.run_file.records import Record, RunHeader
+    from attncheck.reports.run_file.header import RunHeader
+    from attncheck.reports.run_file.records import Record
 
 RESULTS = Path("results")
 

@@ -1,7 +1,4 @@
-"""From what came of a subject to a record, and how a run with providers announces itself.
-
-Must not know: how a subject is examined.
-"""
+"""From what came of a subject to a record, and how a run with providers announces itself."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +17,8 @@ from attncheck.harness.providers.questions import Subject
 from attncheck.harness.run.evaluation import OURSELVES
 from attncheck.harness.run.outcomes import Circumstances, record_of
 from attncheck.reports.analysis.phrases import plural
-from attncheck.reports.run_file.records import UTILITIES, BackendInfo, Passed, Record, RunHeader, SuiteInfo, XPassed
+from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import UTILITIES, Passed, Record, XPassed, without_outcome
 
 SHOWN_DIFFERENCES = 5
 
@@ -95,9 +93,9 @@ def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstan
         circumstances, SubjectIdentity(subject.key), provider, UTILITIES, finding, perf_counter() - began
     )
     if examined is not None and isinstance(record, Passed) and _is_stale(provider, examined):
-        who = record.key._asdict() | {"backend_ref": record.backend_ref, "duration_s": record.duration_s}
         told = "; ".join(departure.what for departure in examined.stale)
-        return XPassed(**who, reason=f"known in {provider.departures.version}, and no longer there: {told}")
+        reason = f"known in {provider.departures.version}, and no longer there: {told}"
+        return XPassed(**without_outcome(record), reason=reason)
     return record
 
 

@@ -19,9 +19,9 @@ from attncheck.harness.checks.timing.sampling import Samples, samples_of
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.pytest_plugin.items import CheckItem, Collection
 from attncheck.harness.run.evaluation import environment_of
-from attncheck.reports.pytest_benchmark import MACHINE, extra_info, machine_of, names_of
+from attncheck.reports.pytest_benchmark import MACHINE, benchmark_names, extra_info, machine_of
 from attncheck.reports.run_file.records import Record
-from attncheck.reports.run_file.timings import Part
+from attncheck.reports.run_file.timings import StepPart
 from attncheck.reports.speeds.speed import speeds
 
 WARM_UPS = 3
@@ -52,13 +52,13 @@ class Benchmarks:
     def __init__(self, session: Any) -> None:
         self._session = session
         self._item: TimingItem | None = None
-        self._fixtures: dict[Part, tuple[Any, Stopwatch]] = {}
+        self._fixtures: dict[StepPart, tuple[Any, Stopwatch]] = {}
 
     def begin(self, item: "TimingItem") -> None:
         """What is sampled from now on is of ``item``."""
         self._item, self._fixtures = item, {}
 
-    def sample(self, part: Part, take: Callable[[], int], settings: TimingSettings) -> Samples:
+    def sample(self, part: StepPart, take: Callable[[], int], settings: TimingSettings) -> Samples:
         """Samples of one part by ``benchmark.pedantic``: as many as fit into ``--benchmark-max-time``.
 
         No fewer than ``--benchmark-min-rounds``, no more than ``settings`` has at most; one where they are disabled.
@@ -93,19 +93,19 @@ class Benchmarks:
             fixture, _ = self._fixtures[speed.part]
             fixture.extra_info.update(extra_info(speed, record))
 
-    def _repeat(self, part: Part, samples_ns: tuple[int, ...]) -> None:
+    def _repeat(self, part: StepPart, samples_ns: tuple[int, ...]) -> None:
         fixture, stopwatch = self._new(part)
         left = iter(samples_ns)
         fixture.pedantic(lambda: stopwatch.advance(next(left)), rounds=len(samples_ns))
 
-    def _new(self, part: Part) -> tuple[Any, Stopwatch]:
+    def _new(self, part: StepPart) -> tuple[Any, Stopwatch]:
         from pytest_benchmark.fixture import BenchmarkFixture
         from pytest_benchmark.utils import NameWrapper
 
         item, session, stopwatch = self._item, self._session, Stopwatch()
         if item is None:
             raise ValueError("no item has begun")
-        names = names_of(item.case.suite, item.case.id, item.backend.name, part)
+        names = benchmark_names(item.case.suite, item.case.id, item.backend.name, part)
         own = {"timer": NameWrapper(stopwatch.read), "group": names.group, "cprofile": False}
         fixture: Any = BenchmarkFixture(
             item,

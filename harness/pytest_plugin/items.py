@@ -25,7 +25,8 @@ from attncheck.harness.run.run_header import make_header
 from attncheck.harness.run.selection import Selection, check_seed, select_cases
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.analysis import phrases
-from attncheck.reports.run_file.records import FALLEN_SHORT, Errored, Record, RunHeader, Unavailable, Unsupported
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import FALLEN_SHORT, Errored, Record, Unavailable, Unsupported
 from attncheck.reports.run_file.timings import TIMING
 from attncheck.reports.terminal import run as terminal
 

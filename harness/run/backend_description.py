@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from attncheck.errors import QuestionError
-from attncheck.reports.run_file.records import BackendInfo
+from attncheck.reports.run_file.header import BackendInfo
 
 
 class BackendDescription(BaseModel):

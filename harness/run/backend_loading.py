@@ -16,7 +16,7 @@ from attncheck.harness.driver.observation import printable
 from attncheck.harness.run.backend_description import BackendDescription, lacking, unloadable
 from attncheck.harness.run.evaluation import UnavailableBackend
 from attncheck.harness.run.selection import DEFAULT_SUITES
-from attncheck.reports.run_file.records import BackendInfo
+from attncheck.reports.run_file.header import BackendInfo
 
 
 def load_backend(ref: str) -> LoadedBackend | UnavailableBackend:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import attncheck
-from attncheck.reports.run_file.records import Environment
+from attncheck.reports.run_file.header import Environment
 
 
 def collect_environment(device: str) -> Environment:

@@ -32,7 +32,8 @@ from attncheck.harness.run.environment import collect_environment
 from attncheck.harness.run.outcomes import Circumstances, record_of, unavailable
 from attncheck.harness.run.selection import checks_of
 from attncheck.harness.truth.truth import Truth, truth_of
-from attncheck.reports.run_file.records import Environment, Record
+from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.records import Record
 
 OURSELVES = "attncheck itself"
 """The stage of an exception that no backend raised: a fault of attncheck, which ends the command line with 3."""

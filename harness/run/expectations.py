@@ -15,8 +15,6 @@ a run in which it does not turn up says so and does not fail.
 A record that fell short as an entry says becomes ``xfailed``; one that passed although expected to fall short becomes
 ``xpassed`` and fails the run. An entry that matches no case of the run's suites, or that no record bears out, fails the
 run as well, by its line. Entries for suites, backends, cases or checks this run leaves out are not looked at.
-
-Must not know: how records come about.
 """
 
 from collections.abc import Sequence
@@ -39,8 +37,7 @@ from attncheck.reports.run_file.records import (
     Record,
     XFailed,
     XPassed,
-    graph_of,
-    timing_of,
+    without_outcome,
 )
 
 
@@ -197,23 +194,18 @@ class Expectations:
             if not wanted.is_about(record):
                 continue
             self._seen.add(entry)
-            who = record.key._asdict() | {
-                name: getattr(record, name) for name in ("backend_ref", "needs", "duration_s")
-            }
             if isinstance(record, Failed | Errored | Crashed) and wanted.foresees(record):
                 self._met.add(entry)
                 return XFailed(
-                    **who,
+                    **without_outcome(record),
                     underlying=record.outcome,
                     summary=what_happened(record),
                     reason=wanted.reason,
-                    graph=graph_of(record),
-                    timing=timing_of(record),
                 )
             if isinstance(record, Passed) and wanted.says is None:
                 self._met.add(entry)  # not borne out, but its record says so
                 reason = f"{wanted.reason} ({entry.place.file}:{entry.place.line})"
-                return XPassed(**who, reason=reason, graph=record.graph, timing=record.timing)
+                return XPassed(**without_outcome(record), reason=reason)
         return record
 
     def unmet(self, *, stopped_early: bool = False) -> list[str]:

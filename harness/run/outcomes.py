@@ -3,12 +3,12 @@
 Runner, engine, command line and plugin all go through here. Must not know: how anything was examined.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from attncheck.backends.declarations import needs_of
 from attncheck.cases.model import Case
-from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined
 from attncheck.harness.driver.observation import Raised
 from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, Record, Unavailable, Unsupported
 
@@ -70,20 +70,13 @@ def record_of(
     """The record of one finding. A backend that raised has ``errored``, whatever it raised: it declared the case."""
     common = _identity(circumstances, case, backend, check) | {"duration_s": round(duration_s, 6)}
     match finding:
-        case Holds(figures, notes, graph, timing):
-            return Passed(**common, figures=dict(figures), notes=notes, graph=graph, timing=timing)
-        case Broken(summary, figures, meaning, details, graph, timing):
-            return Failed(
-                **common,
-                figures=dict(figures),
-                summary=summary,
-                meaning=meaning,
-                details=details,
-                graph=graph,
-                timing=timing,
-            )
-        case NotExamined(reasons, by, graph):
-            return Unsupported(**common, reasons=reasons, by=by, graph=graph)
+        case Holds(figures, notes):
+            return Passed(**common, **_measured(finding), figures=dict(figures), notes=notes)
+        case Broken(summary, figures, meaning, details):
+            told: dict[str, Any] = {"summary": summary, "meaning": meaning, "details": details}
+            return Failed(**common, **_measured(finding), figures=dict(figures), **told)
+        case NotExamined(reasons, by):
+            return Unsupported(**common, **_measured(finding), reasons=reasons, by=by)
         case Raised():
             return Errored(
                 **common,
@@ -92,6 +85,12 @@ def record_of(
                 message=finding.message,
                 traceback=finding.trace,
             )
+
+
+def _measured(finding: Measurements) -> dict[str, Any]:
+    """What the finding measured, by the name of the record's field; a record without the field refuses it."""
+    values = {each.name: getattr(finding, each.name) for each in fields(Measurements)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def unavailable(

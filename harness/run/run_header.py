@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from attncheck.harness.run.evaluation import RunPlan
 from attncheck.harness.run.selection import Selection
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
-from attncheck.reports.run_file.records import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.run_file.store import now
 
 

@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.reports.run_file.records import Environment, Record
+from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.records import Record
 
 
 class _Message(BaseModel):

@@ -24,7 +24,8 @@ from attncheck.harness.run.timing_rounds import RoundQuestions, in_turn, timed_q
 from attncheck.harness.workers.protocol import Begun, Described, Done, Examine, HarnessFailure, Refused, format_message
 from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
-from attncheck.reports.run_file.records import EXAMINED, Environment, Record
+from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.records import EXAMINED, Record
 
 _ROOM_FOR_REQUESTS = 2**15
 """Bytes of requests sent ahead: they fit into a pipe that nobody reads for long."""

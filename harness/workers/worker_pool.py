@@ -13,7 +13,7 @@ from attncheck.harness.run.backend_description import BackendDescription, lackin
 from attncheck.harness.workers.protocol import Assignment, Described, HarnessFailure, Refused
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.analysis.crashes import last_words
-from attncheck.reports.run_file.records import BackendInfo
+from attncheck.reports.run_file.header import BackendInfo
 
 
 class WorkerError(Exception):

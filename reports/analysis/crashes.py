@@ -1,22 +1,36 @@
-"""What a process that died left in what it printed: where it was, and its last words.
+"""Where something was raised or died, from the text alone: the run may be from another machine.
 
-The stack is the one :mod:`faulthandler` writes, innermost call first; from the text alone. Must not know: records, how
-a process is watched, where anything is installed here.
+Of a traceback, the line to show is the author's own, not the library's that noticed. Of a process that died, it is the
+top of the stack that :mod:`faulthandler` writes, innermost call first, with the last lines printed.
 """
 
 import re
 from collections.abc import Iterator
 
-from attncheck.reports.analysis.tracebacks import is_foreign
-
 SHOWN_FRAMES = 3
 SHOWN_LINES = 4
 
+_RAISED = re.compile(r'File "(?P<path>[^"]+)", line \d+')
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d[\d.]*/|^<")
+_HARNESS = "/attncheck/harness/"
+_ATTNCHECK_INSTALLED = re.compile(r"/(?:site|dist)-packages/attncheck/")
 _THREAD = re.compile(r"(?P<current>Current )?[Tt]hread 0x[0-9a-f]+.* \(most recent call first\):")
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?:\d+|\?\?\?) in ')
 _STACK_LINE = re.compile(
     r"<no Python frame>$|Extension modules: |Current thread's C stack trace|Binary file \"|\.\.\.$"
 )
+
+
+def raised_at(traceback: str) -> str:
+    """The innermost ``File ..., line ..., in ...`` of neither an installed library nor attncheck's harness.
+
+    The last one where all are of these; empty where there is none. Backends that come with attncheck are no
+    library, wherever it is installed.
+    """
+    places = [line.strip() for line in traceback.splitlines()]
+    frames = [(match["path"], place) for place in places if (match := _RAISED.match(place))]
+    own = [place for path, place in frames if not _is_foreign(path)]
+    return (own or [place for _, place in frames] or [""])[-1]
 
 
 def died_at(output: str) -> tuple[str, ...]:
@@ -26,7 +40,7 @@ def died_at(output: str) -> tuple[str, ...]:
     that died (it ran no Python), the stacks of all are taken.
     """
     frames = list(_frames(output))
-    own = [place for path, place in frames if not is_foreign(path)]
+    own = [place for path, place in frames if not _is_foreign(path)]
     return tuple((own or [place for _, place in frames])[:SHOWN_FRAMES])
 
 
@@ -47,3 +61,10 @@ def _frames(output: str) -> Iterator[tuple[str, str]]:
     for line in lines[first:end]:
         if match := _FRAME.match(line):
             yield match["path"], line
+
+
+def _is_foreign(path: str) -> bool:
+    """Whether a file belongs to an installed library, to Python or to attncheck's harness."""
+    if _HARNESS in path:
+        return True
+    return _INSTALLED.search(path) is not None and not _ATTNCHECK_INSTALLED.search(path)

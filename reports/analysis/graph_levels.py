@@ -8,18 +8,8 @@ by ``terminal`` and ``markdown_levels``. Must not know: what a probe does, colou
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from attncheck.reports.run_file.records import (
-    CUDAGRAPH,
-    EXAMINED,
-    GRAPH_LEVELS,
-    OUTCOMES,
-    GraphLevel,
-    GraphLevels,
-    GraphProbe,
-    Record,
-    XFailed,
-    graph_of,
-)
+from attncheck.reports.run_file.graph_levels import CUDAGRAPH, GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
+from attncheck.reports.run_file.records import EXAMINED, OUTCOMES, Record, XFailed, graph_of
 
 LEGEND = "probes: passed of examined; head-room: more is measured than declared"
 
@@ -27,7 +17,7 @@ LEGEND_OF_EMULATION = "emulated: no GPU, the operators of forward are recorded a
 
 
 @dataclass(frozen=True)
-class SharedResult:
+class LevelResult:
     """One result, and all ``cases`` (``suite/id``) it stands for."""
 
     graph: GraphLevels
@@ -44,7 +34,7 @@ class LevelRow:
 
     backend: str
     graph: GraphLevels
-    results: tuple[SharedResult, ...]
+    results: tuple[LevelResult, ...]
     notes: tuple[str, ...] = ()
     repeats: bool = False
 
@@ -155,6 +145,6 @@ def without_reasons(graph: GraphLevels) -> GraphLevels:
     return graph.model_copy(update={"probes": probes})
 
 
-def _results(members: Mapping[GraphLevels, Iterable[str]]) -> tuple[SharedResult, ...]:
-    results = (SharedResult(graph, tuple(cases)) for graph, cases in members.items())
+def _results(members: Mapping[GraphLevels, Iterable[str]]) -> tuple[LevelResult, ...]:
+    results = (LevelResult(graph, tuple(cases)) for graph, cases in members.items())
     return tuple(sorted(results, key=lambda result: -len(result.cases)))

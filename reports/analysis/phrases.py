@@ -10,21 +10,10 @@ from collections.abc import Sequence
 
 from attncheck.reports.analysis.graph_levels import LevelRow
 from attncheck.reports.analysis.reasons import joined, shortened
-from attncheck.reports.analysis.summary import Gap, Summary
-from attncheck.reports.run_file.records import (
-    OUTCOMES,
-    UTILITIES,
-    BackendInfo,
-    Crashed,
-    Errored,
-    Failed,
-    GraphLevel,
-    GraphProbe,
-    Record,
-    RunHeader,
-    SuiteInfo,
-    XPassed,
-)
+from attncheck.reports.analysis.summary import RunSummary, UnexaminedCases
+from attncheck.reports.run_file.graph_levels import GraphLevel, GraphProbe
+from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import OUTCOMES, UTILITIES, Crashed, Errored, Failed, Record, XPassed
 from attncheck.reports.run_file.store import Run
 
 
@@ -83,7 +72,7 @@ def _word(value: object) -> str:
     return "none" if value is None else printable(str(value))
 
 
-def gap(item: Gap, checks: int) -> str:
+def gap(item: UnexaminedCases, checks: int) -> str:
     """What was not examined, without the reasons: ``9 cases``, or ``41 cases (lse)`` where only some checks were not.
 
     ``checks`` is how many checks the run has.
@@ -92,12 +81,12 @@ def gap(item: Gap, checks: int) -> str:
     return f"{plural(item.cases, 'case')}{some}"
 
 
-def gap_outcome(item: Gap) -> str:
+def gap_outcome(item: UnexaminedCases) -> str:
     """The outcome's word, and whose limit it is where that is not the backend's."""
     return f"{item.outcome} by attncheck" if item.by == "attncheck" else item.outcome
 
 
-def gap_reasons(item: Gap) -> str:
+def gap_reasons(item: UnexaminedCases) -> str:
     """Why something was not examined, on one line."""
     return one_line("; ".join(item.reasons))
 
@@ -169,7 +158,7 @@ def _first_line(message: str) -> str:
     return next(iter(message.strip().splitlines()), "(no message)")
 
 
-def closing(summary: Summary, errors: Sequence[str] = (), *, complete: bool = True) -> str:
+def closing(summary: RunSummary, errors: Sequence[str] = (), *, complete: bool = True) -> str:
     """The last line: the verdict and how many of everything. ``errors`` fail a run whatever its records say.
 
     Counts are of questions (a check of a case of a backend), however often each was put.
@@ -190,7 +179,7 @@ def closing(summary: Summary, errors: Sequence[str] = (), *, complete: bool = Tr
     return f"{verdict}: {', '.join(sizes)}: {', '.join(counts) or 'no records'}{rounds}"
 
 
-def rounds_short(summary: Summary, record: Record) -> str:
+def rounds_short(summary: RunSummary, record: Record) -> str:
     """``in 3 of 10 rounds``, for a record that stands for several rounds; empty for any other."""
     short, rounds = summary.rounds.get(record.key, (1, 1))
     return f"in {short} of {rounds} rounds" if rounds > 1 else ""

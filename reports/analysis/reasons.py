@@ -15,7 +15,7 @@ _VIOLATION = re.compile(r"(?P<what>.+) at (?P<file>.+?):(?P<line>\d+) in (?P<fun
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ReasonPart:
     """One part between semicolons; with ``lines``, a violation in one function of one file."""
 
     what: str
@@ -23,7 +23,7 @@ class _Part:
     function: str = ""
     lines: tuple[str, ...] = ()
 
-    def holds(self, other: "_Part") -> bool:
+    def holds(self, other: "_ReasonPart") -> bool:
         """Whether ``other`` differs in nothing but its line; the first of a list follows what introduces the list."""
         is_alike = self.what == other.what or self.what.endswith(f": {other.what}")
         return is_alike and bool(other.lines) and (self.file, self.function) == (other.file, other.function)
@@ -34,10 +34,14 @@ class _Part:
 
 def joined(reason: str) -> str:
     """Violations that differ in their lines alone as one: ``.item() at mine.py:9, 10 in forward``."""
-    parts: list[_Part] = []
+    parts: list[_ReasonPart] = []
     for text in reason.split("; "):
         match = _VIOLATION.fullmatch(text)
-        part = _Part(match["what"], match["file"], match["function"], (match["line"],)) if match else _Part(text)
+        part = (
+            _ReasonPart(match["what"], match["file"], match["function"], (match["line"],))
+            if match
+            else _ReasonPart(text)
+        )
         same = next((index for index, earlier in enumerate(parts) if earlier.holds(part)), None)
         if same is None:
             parts.append(part)

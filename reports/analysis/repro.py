@@ -7,7 +7,8 @@ Must not know: anything but the record's fields and the run's header.
 
 import shlex
 
-from attncheck.reports.run_file.records import UTILITIES, Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import UTILITIES, Record
 
 
 def python_ref(name: str) -> str:

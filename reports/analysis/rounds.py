@@ -1,6 +1,6 @@
-"""A question that was put in several rounds, each in a process of its own, is one question: its worst outcome counts.
+"""A check that was made in several rounds, each in a process of its own, counts once: with its worst outcome.
 
-Without rounds, records go through untouched. Must not know: what was asked, how records are shown.
+A run without rounds keeps all its records.
 """
 
 import math
@@ -22,10 +22,10 @@ _WORST_FIRST: tuple[Outcome, ...] = (
 
 
 @dataclass(frozen=True)
-class Question:
+class WorstRound:
     """One check of one case of one backend. ``record``: the worst of its rounds, the first of those.
 
-    ``rounds``: how often it was asked, ``short``: in how many of them it fell short.
+    ``rounds``: how often it was made, ``short``: in how many of them it fell short.
     """
 
     record: Record
@@ -33,15 +33,15 @@ class Question:
     short: int
 
 
-def questions(records: Sequence[Record]) -> tuple[Question, ...]:
-    """The records of each question together, in the order in which questions first come."""
+def worst_rounds(records: Sequence[Record]) -> tuple[WorstRound, ...]:
+    """The worst round of each check of each case and backend, in the order in which these first come."""
     if not any(record.round for record in records):
-        return tuple(Question(record, 1, int(record.outcome in FALLEN_SHORT)) for record in records)
+        return tuple(WorstRound(record, 1, int(record.outcome in FALLEN_SHORT)) for record in records)
     asked: dict[RecordKey, list[Record]] = {}
     for record in records:
         asked.setdefault(record.key._replace(round=0), []).append(record)
     return tuple(
-        Question(min(members, key=_badness), len(members), sum(each.outcome in FALLEN_SHORT for each in members))
+        WorstRound(min(members, key=_badness), len(members), sum(each.outcome in FALLEN_SHORT for each in members))
         for members in asked.values()
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attncheck.reports.analysis.reasons import listed, without_first_figure
-from attncheck.reports.analysis.rounds import questions
+from attncheck.reports.analysis.rounds import worst_rounds
 from attncheck.reports.run_file.records import (
     BUDGET_SHARE,
     EXAMINED,
@@ -28,11 +28,11 @@ from attncheck.reports.run_file.records import (
     XFailed,
 )
 
-Verdict = Literal["passed", "failed", "not examined"]
+RunVerdict = Literal["passed", "failed", "not examined"]
 
 
 @dataclass(frozen=True)
-class Tally:
+class OutcomeCounts:
     """How often each outcome came, over some set of records; and the largest share of the error budget used."""
 
     counts: tuple[tuple[Outcome, int], ...] = ()
@@ -58,7 +58,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Gap:
+class UnexaminedCases:
     """Something not examined: one backend, one set of reasons, and the ``cases`` and ``checks`` it concerns.
 
     Reasons that differ in a size or a number at their beginning are one, which lists them.
@@ -73,7 +73,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """What the records of a run come to. Rows and columns keep the order in which records first name them.
 
     ``short`` are the records that fell short, ``expected`` those that did so as expected. Providers and their functions
@@ -88,18 +88,18 @@ class Summary:
     cases: int
     providers: tuple[str, ...]
     functions: int
-    total: Tally
-    by_backend: dict[str, Tally]
-    by_check: dict[tuple[str, str], Tally]
-    by_suite: dict[tuple[str, str], Tally]
-    gaps: tuple[Gap, ...]
+    total: OutcomeCounts
+    by_backend: dict[str, OutcomeCounts]
+    by_check: dict[tuple[str, str], OutcomeCounts]
+    by_suite: dict[tuple[str, str], OutcomeCounts]
+    gaps: tuple[UnexaminedCases, ...]
     short: tuple[Record, ...]
     expected: tuple[XFailed, ...]
     rounds: Mapping[RecordKey, tuple[int, int]] = field(default_factory=dict)
     most_rounds: int = 1
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RunVerdict:
         """``failed`` if any record fell short, ``not examined`` if none was examined, else ``passed``."""
         return verdict(self.total)
 
@@ -109,14 +109,14 @@ class Summary:
         return any(self.by_backend[backend].worst_share is not None for backend in self.backends)
 
 
-def verdict(total: Tally) -> Verdict:
+def verdict(total: OutcomeCounts) -> RunVerdict:
     """What a tally comes to; a run that examined nothing has not passed."""
     if total.short:
         return "failed"
     return "passed" if total.examined else "not examined"
 
 
-def tally(records: Iterable[Record]) -> Tally:
+def tally(records: Iterable[Record]) -> OutcomeCounts:
     """Count outcomes and find the largest budget share; a share that is NaN counts as infinite."""
     counts: Counter[Outcome] = Counter()
     worst: float | None = None
@@ -126,13 +126,13 @@ def tally(records: Iterable[Record]) -> Tally:
             share = float(record.figures[BUDGET_SHARE])
             share = math.inf if math.isnan(share) else share
             worst = share if worst is None else max(worst, share)
-    return Tally(tuple(counts.items()), worst)
+    return OutcomeCounts(tuple(counts.items()), worst)
 
 
-def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> Summary:
+def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> RunSummary:
     """Summarise the records of one run. ``checks`` gives the order of the columns; unnamed ones follow."""
-    asked = questions(records)
-    records = [question.record for question in asked]
+    asked = worst_rounds(records)
+    records = [each.record for each in asked]
     of_backends = [record for record in records if record.check != UTILITIES]
     of_providers = [record for record in records if record.check == UTILITIES]
     named = {record.check for record in of_backends}
@@ -144,7 +144,7 @@ def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> Summa
         groups.setdefault(("suite", record.backend, record.suite), []).append(record)
         groups.setdefault(("backend", record.backend, ""), []).append(record)
     tallies = {group: tally(members) for group, members in groups.items()}
-    return Summary(
+    return RunSummary(
         backends=_in_order(record.backend for record in of_backends),
         suites=_in_order(record.suite for record in of_backends),
         checks=tuple(ordered),
@@ -167,7 +167,7 @@ def _in_order(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _gaps(records: Sequence[Record], checks: Sequence[str]) -> tuple[Gap, ...]:
+def _gaps(records: Sequence[Record], checks: Sequence[str]) -> tuple[UnexaminedCases, ...]:
     """Everything not examined, like reasons of a backend together; backends in order, most cases first."""
     groups: dict[tuple[str, Outcome, str, tuple[str, ...]], list[Unsupported | Unavailable]] = {}
     for record in records:
@@ -176,7 +176,7 @@ def _gaps(records: Sequence[Record], checks: Sequence[str]) -> tuple[Gap, ...]:
             alike = tuple(map(without_first_figure, record.reasons))
             groups.setdefault((record.backend, record.outcome, by, alike), []).append(record)
     gaps = [
-        Gap(
+        UnexaminedCases(
             backend=backend,
             outcome=outcome,
             by=by,

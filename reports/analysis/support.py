@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import (
     EXAMINED,
     FALLEN_SHORT,
@@ -20,7 +21,6 @@ from attncheck.reports.run_file.records import (
     Failed,
     Passed,
     Record,
-    RunHeader,
     Unsupported,
     XFailed,
     XPassed,
@@ -44,7 +44,7 @@ UNCLEAR = "not declared, and no clear refusal"
 
 _AS_DECLARED = ("right", "short")
 
-Verdict = Literal["right", "short", "wrong", "died", "answered", "unclear", "refused", "left"]
+SupportVerdict = Literal["right", "short", "wrong", "died", "answered", "unclear", "refused", "left"]
 """What a :class:`SupportRow` comes to, in the words of its counts."""
 
 
@@ -75,11 +75,11 @@ class SupportRow:
         return _is_form(self.feature)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> SupportVerdict:
         """The count that matters most: of what was examined as declared, and where nothing was, the gravest."""
         if self.right or self.short:
             return "short" if self.short else "right"
-        gravest: tuple[tuple[Verdict, int], ...] = (
+        gravest: tuple[tuple[SupportVerdict, int], ...] = (
             ("wrong", self.wrong),
             ("died", self.died),
             ("answered", self.answered),

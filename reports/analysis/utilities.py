@@ -7,19 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from attncheck.reports.run_file.records import (
-    UTILITIES,
-    Crashed,
-    Errored,
-    Failed,
-    Passed,
-    Record,
-    RunHeader,
-    Unsupported,
-    XFailed,
-)
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import UTILITIES, Crashed, Errored, Failed, Passed, Record, Unsupported, XFailed
 
-Word = Literal["equal", "drifted", "judged", "differs", "missing", "errored", "crashed", "stale", "expected"]
+FunctionVerdict = Literal["equal", "drifted", "judged", "differs", "missing", "errored", "crashed", "stale", "expected"]
 
 HEADINGS = ("function", "verdict", "questions", "equal", "drifted", "judged", "differ")
 
@@ -35,7 +26,7 @@ class FunctionRow:
     """One function of one provider. ``counts``: questions in all, then by answer, in the order of the headings."""
 
     name: str
-    word: Word
+    word: FunctionVerdict
     counts: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -74,7 +65,7 @@ def _row(record: Record) -> FunctionRow:
     return FunctionRow(record.case_id, _word(record), counts, notes)
 
 
-def _word(record: Record) -> Word:
+def _word(record: Record) -> FunctionVerdict:
     match record:
         case Passed():
             if record.figures.get("judgements"):

@@ -8,15 +8,28 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from attncheck.reports.analysis.phrases import plural
-from attncheck.reports.comparison.environment_changes import Difference, another_device, differences, warnings_of_times
-from attncheck.reports.comparison.matching import Matching, OneSided, is_one_file, label, match_runs
+from attncheck.reports.comparison.environment_changes import (
+    EnvironmentChange,
+    another_device,
+    environment_changes,
+    warnings_of_times,
+)
+from attncheck.reports.comparison.matching import OneSidedCases, RunMatching, is_one_file, label, match_runs
 from attncheck.reports.comparison.outcome_changes import OutcomeChange, compare_outcomes
-from attncheck.reports.comparison.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+from attncheck.reports.comparison.speed_changes import ComparisonTerms, SpeedChange, SpeedPair, compare_speeds
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.run_file.timings import PARTS, Part
+from attncheck.reports.run_file.timings import PARTS, StepPart
 from attncheck.reports.speeds.speed import Speed, speeds
 
-__all__ = ["Difference", "OneSided", "OutcomeChange", "RunComparison", "SpeedChange", "Terms", "compare_runs"]
+__all__ = [
+    "ComparisonTerms",
+    "EnvironmentChange",
+    "OneSidedCases",
+    "OutcomeChange",
+    "RunComparison",
+    "SpeedChange",
+    "compare_runs",
+]
 
 
 @dataclass(frozen=True)
@@ -32,12 +45,12 @@ class RunComparison:
     new: Run
     speeds: tuple[SpeedChange, ...]
     outcomes: tuple[OutcomeChange, ...]
-    only_base: tuple[OneSided, ...] = ()
-    only_new: tuple[OneSided, ...] = ()
+    only_base: tuple[OneSidedCases, ...] = ()
+    only_new: tuple[OneSidedCases, ...] = ()
     changed_cases: tuple[str, ...] = ()
-    environments: tuple[Difference, ...] = ()
+    environments: tuple[EnvironmentChange, ...] = ()
     warnings: tuple[str, ...] = ()
-    terms: Terms = field(default_factory=Terms)
+    terms: ComparisonTerms = field(default_factory=ComparisonTerms)
 
     @property
     def is_regression(self) -> bool:
@@ -51,7 +64,7 @@ class RunComparison:
 
 
 def compare_runs(
-    base: Run, new: Run, *, backends: Mapping[str, str] | None = None, terms: Terms | None = None
+    base: Run, new: Run, *, backends: Mapping[str, str] | None = None, terms: ComparisonTerms | None = None
 ) -> RunComparison:
     """Compare two runs. ``backends`` names the backend of NEW that answers to one of BASE, where names differ.
 
@@ -61,7 +74,7 @@ def compare_runs(
         QuestionError: a backend that its run does not have, a file compared with itself, nothing in common, or a
             threshold that concerns no case.
     """
-    terms = terms or Terms()
+    terms = terms or ComparisonTerms()
     matching = match_runs(base, new, backends or {})
     terms.thresholds.refuse_unmatched(record.case for record in (*base.records, *new.records))
     outcomes = [change for answers in matching.answers if (change := compare_outcomes(*answers))]
@@ -77,13 +90,13 @@ def compare_runs(
         matching.only_base,
         matching.only_new,
         matching.changed,
-        differences(base.header, new.header, matching.backends),
+        environment_changes(base.header, new.header, matching.backends),
         tuple(warnings),
         terms,
     )
 
 
-def _pair_speeds(base: Run, new: Run, matching: Matching) -> tuple[list[SpeedPair], int]:
+def _pair_speeds(base: Run, new: Run, matching: RunMatching) -> tuple[list[SpeedPair], int]:
     """Both speeds of every part of the common cases, and how many parts have one where the other run timed others.
 
     A case that was timed in one run alone came out otherwise, and is told as such.
@@ -105,15 +118,15 @@ def _pair_speeds(base: Run, new: Run, matching: Matching) -> tuple[list[SpeedPai
     return pairs, lone
 
 
-def _speeds(run: Run) -> dict[tuple[str, str], dict[Part, Speed]]:
+def _speeds(run: Run) -> dict[tuple[str, str], dict[StepPart, Speed]]:
     """By backend and case."""
-    found: dict[tuple[str, str], dict[Part, Speed]] = {}
+    found: dict[tuple[str, str], dict[StepPart, Speed]] = {}
     for speed in speeds(run.records):
         found.setdefault((speed.backend, speed.case), {})[speed.part] = speed
     return found
 
 
-def _warnings(base: Run, new: Run, matching: Matching, lone: int) -> Iterator[str]:
+def _warnings(base: Run, new: Run, matching: RunMatching, lone: int) -> Iterator[str]:
     for side, run in (("BASE", base), ("NEW", new)):
         if not run.complete:
             yield f"{side} was cut off after {plural(len(run.records), 'record')}: {run.path}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attncheck.reports.comparison.speed_changes import SpeedChange
-from attncheck.reports.run_file.records import BackendInfo, Environment, RunHeader
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader
 from attncheck.reports.run_file.timings import Timing
 from attncheck.reports.speeds.speed import Speed
 
@@ -23,7 +23,7 @@ MOST = 0.9
 
 
 @dataclass(frozen=True)
-class Difference:
+class EnvironmentChange:
     """``field`` of the environment, the question or a backend, and what it was in either run."""
 
     field: str
@@ -31,7 +31,7 @@ class Difference:
     new: str
 
 
-def differences(base: RunHeader, new: RunHeader, backends: Mapping[str, str]) -> tuple[Difference, ...]:
+def environment_changes(base: RunHeader, new: RunHeader, backends: Mapping[str, str]) -> tuple[EnvironmentChange, ...]:
     """Every field of the environments, and what else of the headers matters to a comparison.
 
     ``backends``: the names of those compared, in BASE and NEW.
@@ -41,7 +41,7 @@ def differences(base: RunHeader, new: RunHeader, backends: Mapping[str, str]) ->
     fields.append(("checks", base.checks, new.checks))
     for one, other in backends.items():
         fields += _of_backend(one, _info(base, one), _info(new, other))
-    return tuple(Difference(name, _words(was), _words(now)) for name, was, now in fields if was != now)
+    return tuple(EnvironmentChange(name, _words(was), _words(now)) for name, was, now in fields if was != now)
 
 
 def another_device(base: Environment, new: Environment) -> str:

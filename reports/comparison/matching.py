@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attncheck.errors import QuestionError, UnknownNameError
 from attncheck.reports.analysis.phrases import plural
-from attncheck.reports.analysis.rounds import questions
+from attncheck.reports.analysis.rounds import worst_rounds
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 
@@ -18,7 +18,7 @@ ARROW = "->"
 
 
 @dataclass(frozen=True)
-class OneSided:
+class OneSidedCases:
     """What only one run asked of ``backend``: these ``cases``; all there are where the other run lacks the backend."""
 
     backend: str
@@ -27,7 +27,7 @@ class OneSided:
 
 
 @dataclass(frozen=True)
-class Matching:
+class RunMatching:
     """What two runs have in common.
 
     ``backends``: names in BASE and NEW. ``answers``: both records of every check of every common case, the worst of all
@@ -39,8 +39,8 @@ class Matching:
     backends: Mapping[str, str]
     answers: tuple[tuple[str, Record, Record], ...]
     cases: frozenset[tuple[str, str]]
-    only_base: tuple[OneSided, ...]
-    only_new: tuple[OneSided, ...]
+    only_base: tuple[OneSidedCases, ...]
+    only_new: tuple[OneSidedCases, ...]
     changed: tuple[str, ...]
     unasked: int
 
@@ -50,7 +50,7 @@ def label(base: str, new: str) -> str:
     return base if base == new else f"{base} {ARROW} {new}"
 
 
-def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> Matching:
+def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> RunMatching:
     """Match two runs. ``backends`` names the backend of NEW that answers to one of BASE, where names differ.
 
     Those it leaves out are matched by name, unless BASE and NEW are one file.
@@ -62,7 +62,7 @@ def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> Matching:
     before, after = _by_backend(base), _by_backend(new)
     answers: list[tuple[str, Record, Record]] = []
     cases: set[tuple[str, str]] = set()
-    only: tuple[list[OneSided], list[OneSided]] = ([], [])
+    only: tuple[list[OneSidedCases], list[OneSidedCases]] = ([], [])
     changed: dict[str, None] = {}
     unasked = 0
     for one, other in matched.items():
@@ -70,7 +70,7 @@ def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> Matching:
         hashes, hashes_anew = _hashes(asked.values()), _hashes(asked_anew.values())
         for side, name, own, foreign in ((0, one, hashes, hashes_anew), (1, other, hashes_anew, hashes)):
             if alone := tuple(case for case in own if case not in foreign):
-                only[side].append(OneSided(name, alone, is_whole=False))
+                only[side].append(OneSidedCases(name, alone, is_whole=False))
         common = {case for case in hashes if hashes_anew.get(case) == hashes[case]}
         changed.update(dict.fromkeys(case for case in hashes if case in hashes_anew and case not in common))
         cases.update((one, case) for case in common)
@@ -83,7 +83,9 @@ def match_runs(base: Run, new: Run, backends: Mapping[str, str]) -> Matching:
     if not cases:
         why = f"; {plural(len(changed), 'case')} of the same name changed" if changed else ""
         raise QuestionError(f"{base.path} and {new.path} have no case of a backend in common{why}")
-    return Matching(matched, tuple(answers), frozenset(cases), tuple(only[0]), tuple(only[1]), tuple(changed), unasked)
+    return RunMatching(
+        matched, tuple(answers), frozenset(cases), tuple(only[0]), tuple(only[1]), tuple(changed), unasked
+    )
 
 
 def _match_backends(base: Run, new: Run, told: Mapping[str, str]) -> dict[str, str]:
@@ -112,8 +114,8 @@ def is_one_file(base: Run, new: Run) -> bool:
 def _by_backend(run: Run) -> dict[str, dict[tuple[str, str], Record]]:
     """The worst record of each case (``suite/id``) and check of each backend; every backend of the header is there."""
     found: dict[str, dict[tuple[str, str], Record]] = {info.name: {} for info in run.header.backends}
-    for question in questions(run.records):
-        record = question.record
+    for worst in worst_rounds(run.records):
+        record = worst.record
         found.setdefault(record.backend, {})[record.case, record.check] = record
     return found
 
@@ -122,5 +124,5 @@ def _hashes(records: Iterable[Record]) -> dict[str, str]:
     return {record.case: record.case_hash for record in records}
 
 
-def _whole(name: str, records: Iterable[Record]) -> OneSided:
-    return OneSided(name, tuple(_hashes(records)), is_whole=True)
+def _whole(name: str, records: Iterable[Record]) -> OneSidedCases:
+    return OneSidedCases(name, tuple(_hashes(records)), is_whole=True)

@@ -7,22 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.run_file.records import (
-    GRAPH_LEVELS,
-    GraphLevel,
-    GraphLevels,
-    Outcome,
-    Record,
-    Unavailable,
-    Unsupported,
-    XFailed,
-    XPassed,
-    graph_of,
-)
+from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel, GraphLevels
+from attncheck.reports.run_file.records import Outcome, Record, Unavailable, Unsupported, XFailed, XPassed, graph_of
 
-Kind = Literal["worse", "better", "other"]
+OutcomeChangeKind = Literal["worse", "better", "other"]
 
-KINDS: tuple[Kind, ...] = ("worse", "better", "other")
+KINDS: tuple[OutcomeChangeKind, ...] = ("worse", "better", "other")
 """In the order they are reported."""
 
 _Stand = Literal["right", "short", "expected", "refused", "absent"]
@@ -67,7 +57,7 @@ class OutcomeChange:
     check: str
     before: Outcome
     after: Outcome
-    kind: Kind
+    kind: OutcomeChangeKind
     what: str
 
 
@@ -81,13 +71,13 @@ def compare_outcomes(backend: str, before: Record, after: Record) -> OutcomeChan
     return OutcomeChange(backend, after.case, after.check, before.outcome, after.outcome, kind, what)
 
 
-def _change_of_outcome(before: Record, after: Record) -> tuple[Kind, str] | None:
+def _change_of_outcome(before: Record, after: Record) -> tuple[OutcomeChangeKind, str] | None:
     if before.outcome == after.outcome:
         return None
     return _kind(before, after), _why(after)
 
 
-def _kind(before: Record, after: Record) -> Kind:
+def _kind(before: Record, after: Record) -> OutcomeChangeKind:
     stands = _STANDS[before.outcome], _STANDS[after.outcome]
     if isinstance(after, Unsupported) and after.by == "attncheck":
         return "other"  # the question is not asked any more
@@ -110,7 +100,7 @@ def _why(after: Record) -> str:
             return phrases.one_line(phrases.what_happened(after))
 
 
-def _change_of_levels(before: Record, after: Record) -> tuple[Kind, str] | None:
+def _change_of_levels(before: Record, after: Record) -> tuple[OutcomeChangeKind, str] | None:
     """Measured levels count before declared ones: to declare less, where less was measured all along, is no fall."""
     was, now = graph_of(before), graph_of(after)
     if was is None or now is None or (was.declared, was.measured) == (now.declared, now.measured):
@@ -125,7 +115,7 @@ def _change_of_levels(before: Record, after: Record) -> tuple[Kind, str] | None:
     return _kind_of_levels(was, now), "; ".join(told)
 
 
-def _kind_of_levels(was: GraphLevels, now: GraphLevels) -> Kind:
+def _kind_of_levels(was: GraphLevels, now: GraphLevels) -> OutcomeChangeKind:
     measured = 0 if was.measured is None or now.measured is None else _height(now.measured) - _height(was.measured)
     declared = _height(now.declared) - _height(was.declared)
     if measured < 0:

@@ -21,7 +21,7 @@ _MOST_LOG = math.log(1e6)
 
 
 @dataclass(frozen=True)
-class Noise:
+class ProcessNoise:
     """How far process medians lie apart, as a share of the time (deviation of the logs).
 
     ``in_turns``: the same of what a process does not share with the one beside it; None where they took no turns.
@@ -31,7 +31,7 @@ class Noise:
     in_turns: float | None = None
 
 
-def smallest_slowdown(noise: Noise, rounds: int, *, level: float, effect: float = EFFECT) -> float:
+def smallest_slowdown(noise: ProcessNoise, rounds: int, *, level: float, effect: float = EFFECT) -> float:
     """The least slowdown, as a share of the time, that ``rounds`` processes a side find four times in five.
 
     ``level``: two-sided, of one interval, as of :func:`attncheck.reports.comparison.significance.estimate_ratio`.
@@ -45,7 +45,7 @@ def smallest_slowdown(noise: Noise, rounds: int, *, level: float, effect: float 
     return math.expm1(min(math.log1p(effect) + errors, _MOST_LOG))
 
 
-def rounds_needed(noise: Noise, slowdown: float, *, level: float, effect: float = EFFECT) -> int | None:
+def rounds_needed(noise: ProcessNoise, slowdown: float, *, level: float, effect: float = EFFECT) -> int | None:
     """How many processes a side find ``slowdown`` four times in five; None: more than :data:`MOST_ROUNDS`.
 
     The least effect is never found more often than by luck, so that nothing is enough for a slowdown not above it.

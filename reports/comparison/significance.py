@@ -40,7 +40,7 @@ MARGIN = 0.05
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RatioEstimate:
     """Times of NEW over times of BASE: the ratio of their geometric means, and its interval."""
 
     ratio: float
@@ -50,7 +50,7 @@ class Estimate:
 
 def estimate_ratio(
     base: Sequence[float], new: Sequence[float], *, level: float, resolution: float = 0.0, in_turns: bool = False
-) -> Estimate:
+) -> RatioEstimate:
     """The ratio of two sets of positive times, at least two each, with a two-sided interval at ``1 - level``.
 
     ``resolution``: the step of the clock as a share of the time. All processes may round to the same step, and then
@@ -64,7 +64,7 @@ def estimate_ratio(
         half = _half_of_welch(one, other, level)
     half += math.log1p(resolution)
     difference = statistics.fmean(other) - statistics.fmean(one)
-    return Estimate(math.exp(difference), math.exp(difference - half), math.exp(difference + half))
+    return RatioEstimate(math.exp(difference), math.exp(difference - half), math.exp(difference + half))
 
 
 def pooled_spread(base: Sequence[float], new: Sequence[float]) -> float:

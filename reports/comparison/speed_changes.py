@@ -10,15 +10,15 @@ from itertools import pairwise
 from typing import Literal
 
 from attncheck.reports.comparison import significance
-from attncheck.reports.comparison.power import MOST_ROUNDS, Noise, rounds_needed
+from attncheck.reports.comparison.power import MOST_ROUNDS, ProcessNoise, rounds_needed
 from attncheck.reports.comparison.significance import EFFECT, FAMILY_LEVEL, MARGIN, MIN_ROUNDS
-from attncheck.reports.comparison.thresholds import Thresholds
-from attncheck.reports.run_file.timings import Part
+from attncheck.reports.comparison.thresholds import SlowdownThresholds
+from attncheck.reports.run_file.timings import StepPart
 from attncheck.reports.speeds.speed import Speed
 
-Verdict = Literal["slower", "faster", "same", "cannot tell"]
+SpeedVerdict = Literal["slower", "faster", "same", "cannot tell"]
 
-VERDICTS: tuple[Verdict, ...] = ("slower", "faster", "same", "cannot tell")
+VERDICTS: tuple[SpeedVerdict, ...] = ("slower", "faster", "same", "cannot tell")
 """In the order they are reported."""
 
 
@@ -34,16 +34,16 @@ class SpeedChange:
 
     backend: str
     case: str
-    part: Part
+    part: StepPart
     base: Speed
     new: Speed
     ratio: float
     low: float | None
     high: float | None
-    verdict: Verdict
+    verdict: SpeedVerdict
     reason: str = ""
     is_regression: bool = False
-    noise: Noise | None = None
+    noise: ProcessNoise | None = None
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class SpeedPair:
     in_turns: bool = False
 
     @property
-    def noise(self) -> Noise:
+    def noise(self) -> ProcessNoise:
         """How far processes lie apart; both sides need two at least, and as many where they took turns."""
         medians = self.base.medians_ns, self.new.medians_ns
         beside = significance.spread_in_turns(*medians) if self.in_turns else None
-        return Noise(significance.pooled_spread(*medians), beside)
+        return ProcessNoise(significance.pooled_spread(*medians), beside)
 
 
 @dataclass(frozen=True)
-class Terms:
+class ComparisonTerms:
     """What counts: the least ``effect`` told, the ``margin`` within which times are the same, what is too slow.
 
     Where a threshold concerns a pair, its share is the margin.
@@ -75,14 +75,14 @@ class Terms:
 
     effect: float = EFFECT
     margin: float = MARGIN
-    thresholds: Thresholds = field(default_factory=Thresholds)
+    thresholds: SlowdownThresholds = field(default_factory=SlowdownThresholds)
 
-    def margin_of(self, case: str, part: Part) -> float:
+    def margin_of(self, case: str, part: StepPart) -> float:
         """The share of the time within which times of ``part`` of ``case`` count as the same."""
         return max(self.thresholds.share(case, part) or self.margin, self.effect)
 
 
-def compare_speeds(pairs: Sequence[SpeedPair], terms: Terms, *, refusal: str = "") -> tuple[SpeedChange, ...]:
+def compare_speeds(pairs: Sequence[SpeedPair], terms: ComparisonTerms, *, refusal: str = "") -> tuple[SpeedChange, ...]:
     """A verdict a pair, in their order. ``refusal``: why the times of these runs cannot be compared at all, if so.
 
     Slower: the whole interval is above ``1 + effect``; faster: below its inverse; same: within the margin. Intervals
@@ -123,14 +123,14 @@ def _not_tested(pair: SpeedPair, reason: str) -> SpeedChange:
     return SpeedChange(pair.backend, base.case, base.part, base, new, ratio, None, None, "cannot tell", reason)
 
 
-def _tested(pair: SpeedPair, terms: Terms, level: float) -> SpeedChange:
+def _tested(pair: SpeedPair, terms: ComparisonTerms, level: float) -> SpeedChange:
     base, new = pair.base, pair.new
     step = clock_step(base, new)
     found = significance.estimate_ratio(
         base.medians_ns, new.medians_ns, level=level, resolution=step, in_turns=pair.in_turns
     )
     effect, margin = 1 + terms.effect, 1 + terms.margin_of(base.case, base.part)
-    verdict: Verdict
+    verdict: SpeedVerdict
     reason = ""
     if found.low > effect:
         verdict = "slower"
@@ -158,7 +158,7 @@ def _tested(pair: SpeedPair, terms: Terms, level: float) -> SpeedChange:
     )
 
 
-def _why_unclear(pair: SpeedPair, terms: Terms, level: float, step: float) -> str:
+def _why_unclear(pair: SpeedPair, terms: ComparisonTerms, level: float, step: float) -> str:
     """What stands between the figures and a verdict, and how many rounds would get past it."""
     if math.log1p(step) > math.log1p(terms.effect):
         return f"the clock counts in steps of {step:.1%} of the time"

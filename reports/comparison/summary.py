@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.analysis.reasons import without_figures
-from attncheck.reports.comparison.compare import OneSided, OutcomeChange, RunComparison, SpeedChange
+from attncheck.reports.comparison.compare import OneSidedCases, OutcomeChange, RunComparison, SpeedChange
 from attncheck.reports.comparison.outcome_changes import KINDS
-from attncheck.reports.comparison.power import Noise, smallest_slowdown
+from attncheck.reports.comparison.power import ProcessNoise, smallest_slowdown
 from attncheck.reports.comparison.significance import FAMILY_LEVEL
-from attncheck.reports.comparison.speed_changes import VERDICTS, Verdict
+from attncheck.reports.comparison.speed_changes import VERDICTS, SpeedVerdict
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.run_file.timings import PARTS, Part
+from attncheck.reports.run_file.timings import PARTS, StepPart
 from attncheck.reports.speeds.tables import time_unit
 
-CHANGED: tuple[Verdict, ...] = ("slower", "faster")
+CHANGED: tuple[SpeedVerdict, ...] = ("slower", "faster")
 """Verdicts that are told pair by pair."""
 
 _TIMES_AS_LONG = 3.0
@@ -57,7 +57,7 @@ class OutcomeGroup:
 
 
 @dataclass(frozen=True)
-class Power:
+class StatisticalPower:
     """What the pairs tested could have shown.
 
     ``noise``: of processes, in the middle of the pairs; ``slowdown``: the least that is found four times in five where
@@ -66,7 +66,7 @@ class Power:
 
     pairs: int
     rounds: int
-    noise: Noise
+    noise: ProcessNoise
     slowdown: float
 
     @property
@@ -89,7 +89,7 @@ def grouped_outcomes(changes: Iterable[OutcomeChange]) -> tuple[OutcomeGroup, ..
     return tuple(sorted(found, key=lambda group: (KINDS.index(group.first.kind), -len(group.cases))))
 
 
-def with_verdict(changes: Iterable[SpeedChange], verdict: Verdict) -> tuple[SpeedChange, ...]:
+def with_verdict(changes: Iterable[SpeedChange], verdict: SpeedVerdict) -> tuple[SpeedChange, ...]:
     """The pairs of one verdict; the largest changes first, and before them those that fail the comparison."""
     found = [change for change in changes if change.verdict == verdict]
     direction = -1 if verdict == "slower" else 1
@@ -106,25 +106,27 @@ def unclear(changes: Iterable[SpeedChange]) -> tuple[tuple[SpeedChange, ...], ..
     return tuple(sorted(widest, key=lambda members: -len(members)))
 
 
-def counts_by_part(changes: Sequence[SpeedChange]) -> dict[Part, dict[Verdict, int]]:
+def counts_by_part(changes: Sequence[SpeedChange]) -> dict[StepPart, dict[SpeedVerdict, int]]:
     """How many pairs of each part have each verdict; parts without a pair are left out."""
     counts = Counter((change.part, change.verdict) for change in changes)
     timed = {change.part for change in changes}
     return {part: {verdict: counts[part, verdict] for verdict in VERDICTS} for part in PARTS if part in timed}
 
 
-def power_of(comparison: RunComparison) -> Power | None:
+def power_of(comparison: RunComparison) -> StatisticalPower | None:
     """What the pairs that were tested could have shown; None: none was."""
     tested = [change for change in comparison.speeds if change.low is not None]
     noises = [change.noise for change in tested if change.noise is not None]
     if not noises:
         return None
     beside = [noise.in_turns for noise in noises if noise.in_turns is not None]
-    noise = Noise(statistics.median(each.spread for each in noises), statistics.median(beside) if beside else None)
+    noise = ProcessNoise(
+        statistics.median(each.spread for each in noises), statistics.median(beside) if beside else None
+    )
     rounds = min(len(speed.rounds) for each in tested for speed in (each.base, each.new))
     level = FAMILY_LEVEL / len(tested)
     slowdown = smallest_slowdown(noise, rounds, level=level, effect=comparison.terms.effect)
-    return Power(len(tested), rounds, noise, slowdown)
+    return StatisticalPower(len(tested), rounds, noise, slowdown)
 
 
 def run_in_words(run: Run) -> str:
@@ -134,7 +136,7 @@ def run_in_words(run: Run) -> str:
     return f"{run.path}: {header.started}, attncheck {env.attncheck}, torch {env.torch}, {env.device_name}{rounds}"
 
 
-def one_sided(item: OneSided, *, shown: int | None = None) -> str:
+def one_sided(item: OneSidedCases, *, shown: int | None = None) -> str:
     """What one run alone asked of a backend; at most ``shown`` cases by name (None: all)."""
     if item.is_whole:
         return f"backend {item.backend} ({plural(len(item.cases), 'case')})"

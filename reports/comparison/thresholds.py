@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from attncheck.errors import QuestionError, UnknownNameError, shorten
-from attncheck.reports.run_file.timings import PARTS, Part
+from attncheck.reports.run_file.timings import PARTS, StepPart
 
 EVERYTHING = "*"
 
@@ -21,14 +21,14 @@ _EXAMPLES = "write '5%', 'decode: 5%', 'decode/long-*: 5%' or 'decode@build: 20%
 
 
 @dataclass(frozen=True)
-class Threshold:
+class SlowdownThreshold:
     """A slowdown of ``share`` of the time or more is too much, in cases that match and in ``part`` (None: any).
 
     ``pattern``: a shell pattern of suites, or with a slash of ``suite/id``.
     """
 
     pattern: str
-    part: Part | None
+    part: StepPart | None
     share: float
     text: str
 
@@ -38,12 +38,12 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Thresholds:
+class SlowdownThresholds:
     """Every threshold asked for; none: any slowdown that is told is one too many."""
 
-    members: tuple[Threshold, ...] = ()
+    members: tuple[SlowdownThreshold, ...] = ()
 
-    def share(self, case: str, part: Part) -> float | None:
+    def share(self, case: str, part: StepPart) -> float | None:
         """How much slower, as a share of the time, is too slow for ``part`` of ``case``; None: it cannot be."""
         if not self.members:
             return 0.0
@@ -59,16 +59,16 @@ class Thresholds:
                 raise QuestionError(f"--fail-on {shorten(each.text)} matches no case of these runs (suites: {suites})")
 
 
-def parse_thresholds(texts: Sequence[str], *, least: float) -> Thresholds:
+def parse_thresholds(texts: Sequence[str], *, least: float) -> SlowdownThresholds:
     """Read what was typed after ``--fail-on``. ``least``: the least difference that is told, as a share.
 
     Raises:
         QuestionError: a text of another form, a part nobody knows, a share of less than ``least``.
     """
-    return Thresholds(tuple(_parse(text, least) for text in texts))
+    return SlowdownThresholds(tuple(_parse(text, least) for text in texts))
 
 
-def _parse(text: str, least: float) -> Threshold:
+def _parse(text: str, least: float) -> SlowdownThreshold:
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise QuestionError(f"--fail-on {shorten(text)} is not understood; {_EXAMPLES}")
@@ -81,4 +81,4 @@ def _parse(text: str, least: float) -> Threshold:
             f"--fail-on {shorten(text)}: differences below {100 * least:.3g}% are not told; give that or more, or a "
             "lower --min-effect"
         )
-    return Threshold(match["pattern"] or EVERYTHING, part, share, text)
+    return SlowdownThreshold(match["pattern"] or EVERYTHING, part, share, text)

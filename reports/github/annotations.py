@@ -9,20 +9,20 @@ from typing import Literal
 
 from attncheck.reports.analysis.phrases import one_line, printable
 
-Kind = Literal["error", "warning"]
+AnnotationKind = Literal["error", "warning"]
 
 MAX_ANNOTATIONS = 10
 """Errors, and warnings, of which GitHub shows no more for a step."""
 
 
-def annotation(kind: Kind, title: str, message: str, *, file: str = "") -> str:
+def annotation(kind: AnnotationKind, title: str, message: str, *, file: str = "") -> str:
     """``::kind file=...,title=...::message``, without its newline."""
     named = {"file": file, "title": one_line(title)}
     told = ",".join(f"{key}={_property(value)}" for key, value in named.items() if value)
     return f"::{kind} {told}::{_data(printable(message))}"
 
 
-def as_shown(commands: Sequence[str], kind: Kind) -> Sequence[str]:
+def as_shown(commands: Sequence[str], kind: AnnotationKind) -> Sequence[str]:
     """As many as GitHub shows; the last says how many more there are."""
     if len(commands) <= MAX_ANNOTATIONS:
         return commands

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.analysis.summary import Summary, summarise
+from attncheck.reports.analysis.summary import RunSummary, summarise
 from attncheck.reports.github.annotations import annotation, as_shown
 from attncheck.reports.markdown import markup
 from attncheck.reports.markdown.run import check_table, failures
 from attncheck.reports.markdown.speeds import listed, means
-from attncheck.reports.run_file.records import EXAMINED, Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import EXAMINED, Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import doubts, fastest_note, speed_notes
 from attncheck.reports.speeds.speed import speeds
@@ -94,7 +95,7 @@ def _errors(run: Run) -> Iterator[str]:
         yield annotation("error", title, message, file=_file_of(record, run.header))
 
 
-def _what(record: Record, counted: Summary) -> str:
+def _what(record: Record, counted: RunSummary) -> str:
     rounds = phrases.rounds_short(counted, record)
     return phrases.what_happened(record) + (f" ({rounds})" if rounds else "")
 

@@ -1,9 +1,10 @@
-"""What became of the first run in another, as the page shows it. Values for templates, unescaped.
+"""What became of the first run in another, as the page shows it: values for templates, and a chart of ratios.
 
-Must not know: HTML, when a change counts.
+Texts are unescaped. The chart has a row for each pair of times, its interval, and the line at which nothing changed.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,22 @@ from attncheck.reports.comparison.compare import OutcomeChange, RunComparison, S
 from attncheck.reports.comparison.outcome_changes import KINDS
 from attncheck.reports.comparison.speed_changes import VERDICTS
 from attncheck.reports.comparison.summary import verdict_of
-from attncheck.reports.html.change_chart import change_chart, in_order
+from attncheck.reports.html.drawing import BAD, CALM, GOOD, INK, MUTED, chart, plot_area, text
 from attncheck.reports.html.support_view import Tone
 from attncheck.reports.run_file.store import Run
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+    from matplotlib.figure import Figure
 
 MOST_ROWS = 400
 """Rows of a table; what there is no room for is counted."""
 CHARTED = 40
+"""Pairs of times in the chart."""
+
+WIDTH, ROW, NAME = 860, 17, 64
+
+_LOOKS = {"slower": (BAD, "X", 34), "faster": (GOOD, "D", 24), "same": (CALM, "o", 18), "cannot tell": (MUTED, "|", 30)}
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ def comparison_view(base: Run, new: Run, key: str, names: tuple[str, str]) -> Co
         found = compare_runs(base, new)
     except QuestionError as error:
         return ComparisonView(key, *names, refusal=str(error))
-    speeds = in_order(found.speeds)
+    speeds = _in_order(found.speeds)
     verdicts = Counter(change.verdict for change in speeds)
     return ComparisonView(
         key,
@@ -61,5 +68,46 @@ def comparison_view(base: Run, new: Run, key: str, names: tuple[str, str]) -> Co
         counts=tuple((verdict, verdicts[verdict]) for verdict in VERDICTS if verdicts[verdict]),
         speeds=speeds[:MOST_ROWS],
         outcomes=tuple(sorted(found.outcomes, key=lambda change: KINDS.index(change.kind)))[:MOST_ROWS],
-        chart=change_chart(key, speeds[:CHARTED]) if speeds else None,
+        chart=_change_chart(key, speeds[:CHARTED]) if speeds else None,
     )
+
+
+def _in_order(changes: Sequence[SpeedChange]) -> tuple[SpeedChange, ...]:
+    """The pairs by verdict, of each the furthest from 1.0 first."""
+    return tuple(
+        sorted(changes, key=lambda change: (VERDICTS.index(change.verdict), -max(change.ratio, 1 / change.ratio)))
+    )
+
+
+def _change_chart(name: str, changes: Sequence[SpeedChange]) -> "Markup":
+    """The chart of these pairs, one at least, from the top."""
+    names = [text(f"{change.backend}  {change.case}  {change.part}", NAME) for change in changes]
+    ends = [end for change in changes for end in (change.ratio, change.low, change.high) if end is not None]
+    low, high = min(0.8, *ends) * 0.97, max(1.25, *ends) * 1.03
+
+    def draw(figure: "Figure") -> None:
+        from matplotlib.ticker import FixedLocator, NullLocator
+
+        axes = plot_area(figure, left=24 + round(6.0 * max(map(len, names))), right=24, top=10, bottom=40)
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+        axes.set_ylim(len(changes) - 0.4, -0.6)
+        axes.spines["left"].set_visible(False)
+        axes.set_yticks(range(len(changes)), names, color=INK)
+        ticks = [tick for tick in (0.1, 0.2, 0.5, 0.8, 0.9, 1, 1.1, 1.25, 2, 5, 10, 100) if low <= tick <= high]
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticklabels([f"{tick:g}" for tick in ticks])
+        axes.set_xlabel("time of the new run / time of the base run")
+        axes.grid(axis="x")
+        axes.axvline(1, color=INK, linewidth=1.0)
+        for row, change in enumerate(changes):
+            color, marker, size = _LOOKS[change.verdict]
+            if change.low is not None and change.high is not None:
+                axes.hlines(row, change.low, change.high, color=color, linewidth=1.6, alpha=0.6)
+            axes.scatter([change.ratio], [row], s=size, c=color, marker=marker, linewidths=1.4 if marker == "|" else 0)
+
+    told = "; ".join(
+        f"{name}: {change.ratio:.2f}, {change.verdict}" for name, change in zip(names, changes, strict=True)
+    )
+    return chart(name, f"Ratios of times. {told}", WIDTH, 54 + ROW * len(changes), draw)

@@ -17,10 +17,10 @@ MOST_PANELS = 6
 ALIKE = 2.0
 """Cases of one curve differ in operations a byte by less than this factor."""
 
-Needs = Mapping[str, tuple[str, ...]]
+CaseNeeds = Mapping[str, tuple[str, ...]]
 
 
-class Panel(NamedTuple):
+class LengthPanel(NamedTuple):
     """Cases that differ in little but their length: ``title``, what they have in common, and the speeds of them."""
 
     title: str
@@ -28,7 +28,7 @@ class Panel(NamedTuple):
     speeds: tuple[Speed, ...]
 
 
-class Work(NamedTuple):
+class LeastWork(NamedTuple):
     """What a case has to move and compute at least."""
 
     moved_bytes: int
@@ -40,19 +40,19 @@ class Work(NamedTuple):
         return self.flops / self.moved_bytes
 
 
-def work_of(speed: Speed) -> Work | None:
+def least_work(speed: Speed) -> LeastWork | None:
     """The work of a speed, where a record says it and it is more than nothing."""
     latency = speed.rounds[0]
-    return Work(latency.moved_bytes, latency.flops) if latency.moved_bytes and latency.flops else None
+    return LeastWork(latency.moved_bytes, latency.flops) if latency.moved_bytes and latency.flops else None
 
 
-def panels(speeds: Sequence[Speed], needs: Needs) -> tuple[Panel, ...]:
+def length_panels(speeds: Sequence[Speed], needs: CaseNeeds) -> tuple[LengthPanel, ...]:
     """The curves of latency over length that these speeds of ``forward`` allow, those of most cases first.
 
     ``needs``: what each case needs. One panel is cases of one suite that need the same, and have ids that differ in
     figures alone; of the others, those with about as many operations a byte. None has fewer than three sizes.
     """
-    work = {speed.case: own for speed in speeds if (own := work_of(speed)) is not None}
+    work = {speed.case: own for speed in speeds if (own := least_work(speed)) is not None}
     families: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for case in work:
         families.setdefault((without_figures(case), needs.get(case, ())), []).append(case)
@@ -74,22 +74,22 @@ def panels(speeds: Sequence[Speed], needs: Needs) -> tuple[Panel, ...]:
     return tuple(sorted(found, key=lambda panel: -len({speed.case for speed in panel.speeds}))[:MOST_PANELS])
 
 
-def _has_sizes(cases: Sequence[str], work: Mapping[str, Work]) -> bool:
+def _has_sizes(cases: Sequence[str], work: Mapping[str, LeastWork]) -> bool:
     """Whether these make a curve: three sizes or more, the greatest twice the least or more."""
     sizes = {work[case].moved_bytes for case in cases}
     return len(sizes) >= FEWEST_POINTS and max(sizes) >= ALIKE * min(sizes)
 
 
 def _panel(
-    name: str, needed: Sequence[str], cases: Sequence[str], work: Mapping[str, Work], speeds: Sequence[Speed]
-) -> Panel:
+    name: str, needed: Sequence[str], cases: Sequence[str], work: Mapping[str, LeastWork], speeds: Sequence[Speed]
+) -> LengthPanel:
     about = [*needed, f"{_range(sorted(work[case].intensity for case in cases))} flop/byte"]
     members = set(cases)
     own = tuple(speed for speed in speeds if speed.case in members)
-    return Panel(f"{name}, {plural(len(cases), 'case')}", ", ".join(about), own)
+    return LengthPanel(f"{name}, {plural(len(cases), 'case')}", ", ".join(about), own)
 
 
-def _alike(cases: Sequence[str], work: Mapping[str, Work]) -> list[list[str]]:
+def _alike(cases: Sequence[str], work: Mapping[str, LeastWork]) -> list[list[str]]:
     """Cases by their operations a byte, those within a factor of :data:`ALIKE` of the least together."""
     found: list[list[str]] = []
     for case in sorted(cases, key=lambda case: work[case].intensity):

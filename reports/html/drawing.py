@@ -31,16 +31,19 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
 """Beside its colour, what tells a series apart."""
 
 
-class Style(NamedTuple):
+class SeriesStyle(NamedTuple):
     """What a series looks like: ``color`` is a stand-in, ``marker`` a word of matplotlib."""
 
     color: str
     marker: str
 
 
-def styles(names: Iterable[str]) -> dict[str, Style]:
+def series_styles(names: Iterable[str]) -> dict[str, SeriesStyle]:
     """A style for each series, in their order; the thirteenth looks like the first."""
-    return {name: Style(SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]) for index, name in enumerate(names)}
+    return {
+        name: SeriesStyle(SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)])
+        for index, name in enumerate(names)
+    }
 
 
 def chart(name: str, label: str, width: int, height: int, draw: "Callable[[Figure], None]") -> "Markup":

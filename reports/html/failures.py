@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.reasons import without_figures
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.analysis.summary import Summary
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
+from attncheck.reports.analysis.summary import RunSummary
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, XFailed, graph_of
 
 SHOWN = 40
 """Kinds of failures told beside the records, which tell all of them."""
 
 
 @dataclass(frozen=True)
-class Failure:
+class AlikeFailures:
     """The story of ``record``, which speaks for ``others`` too: the same finding, but for figures.
 
     ``rounds``: in how many of its rounds, where there were several. ``trail``: a traceback, or what a process that died
@@ -36,14 +37,14 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedFailures:
     """Records of one backend and check that fell short for one reason; ``first`` is told, ``further`` are more."""
 
     first: XFailed
     further: int
 
 
-def failures(summary: Summary, header: RunHeader) -> tuple[Failure, ...]:
+def failures(summary: RunSummary, header: RunHeader) -> tuple[AlikeFailures, ...]:
     """One for each backend, check and finding, in the order of the records."""
     alike: dict[tuple[str, ...], list[Record]] = {}
     for record in summary.short:
@@ -51,12 +52,12 @@ def failures(summary: Summary, header: RunHeader) -> tuple[Failure, ...]:
     return tuple(_failure(summary, header, *records) for records in alike.values())
 
 
-def expected(records: Sequence[XFailed]) -> tuple[Expected, ...]:
+def expected(records: Sequence[XFailed]) -> tuple[ExpectedFailures, ...]:
     """One for each backend, reason and check."""
     alike: dict[tuple[str, str, str], list[XFailed]] = {}
     for record in records:
         alike.setdefault((record.backend, record.reason, record.check), []).append(record)
-    return tuple(Expected(first, len(further)) for first, *further in alike.values())
+    return tuple(ExpectedFailures(first, len(further)) for first, *further in alike.values())
 
 
 def figures_of(record: Record) -> dict[str, str]:
@@ -78,13 +79,13 @@ def _story(record: Record) -> tuple[str, ...]:
             return (what,)
 
 
-def _failure(summary: Summary, header: RunHeader, record: Record, *others: Record) -> Failure:
+def _failure(summary: RunSummary, header: RunHeader, record: Record, *others: Record) -> AlikeFailures:
     trail = ""
     if isinstance(record, Errored):
         trail = record.traceback or record.message
     elif isinstance(record, Crashed):
         trail = record.output
-    return Failure(
+    return AlikeFailures(
         record=record,
         others=others,
         what=phrases.what_happened(record),

@@ -15,13 +15,13 @@ from attncheck.errors import MissingExtraError
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.utilities import LEGEND
 from attncheck.reports.html.budget_chart import TALLEST
-from attncheck.reports.html.catalogue import catalogue
-from attncheck.reports.html.cleaning import clean
 from attncheck.reports.html.comparison_view import comparison_view
 from attncheck.reports.html.failures import SHOWN
+from attncheck.reports.html.page_data import page_data
 from attncheck.reports.html.run_view import FUNCTION_TONES, run_names, run_view
+from attncheck.reports.html.safe_text import clean
 from attncheck.reports.html.units import measured_time
-from attncheck.reports.run_file.records import GRAPH_LEVELS
+from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.tables import FASTEST_ROUNDS
 from attncheck.reports.terminal.speeds import averaged
@@ -64,7 +64,7 @@ def render_runs(runs: Sequence[Run]) -> str:
         policy=_policy(script),
         style=Markup(_text("page.css")),  # noqa: S704
         script=Markup(script),  # noqa: S704
-        data=Markup(catalogue(runs, names)),  # noqa: S704
+        data=Markup(page_data(runs, names)),  # noqa: S704
     )
 
 

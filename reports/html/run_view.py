@@ -10,20 +10,26 @@ from typing import TYPE_CHECKING
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import LevelRow, legend, level_notes, level_rows, unmeasured_cases
-from attncheck.reports.analysis.summary import Gap, Summary, Tally, summarise
+from attncheck.reports.analysis.summary import OutcomeCounts, RunSummary, UnexaminedCases, summarise
 from attncheck.reports.analysis.support import support_rows
-from attncheck.reports.analysis.utilities import FunctionRow, Word, function_rows, known_departures, provider_title
+from attncheck.reports.analysis.utilities import (
+    FunctionRow,
+    FunctionVerdict,
+    function_rows,
+    known_departures,
+    provider_title,
+)
 from attncheck.reports.html.budget_chart import BudgetUse, budget_chart, budget_uses
-from attncheck.reports.html.failures import Expected, Failure, expected, failures
+from attncheck.reports.html.failures import AlikeFailures, ExpectedFailures, expected, failures
 from attncheck.reports.html.speed_view import SpeedView, speed_view
-from attncheck.reports.html.support_view import Matrix, Tone, matrix
-from attncheck.reports.run_file.records import BackendInfo
+from attncheck.reports.html.support_view import SupportMatrix, Tone, support_matrix
+from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.store import Run
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-FUNCTION_TONES: Mapping[Word, Tone] = {
+FUNCTION_TONES: Mapping[FunctionVerdict, Tone] = {
     "equal": "good",
     "drifted": "calm",
     "judged": "calm",
@@ -38,7 +44,7 @@ FUNCTION_TONES: Mapping[Word, Tone] = {
 
 
 @dataclass(frozen=True)
-class Functions:
+class ProviderFunctions:
     """The functions of one provider, and what is known of those that depart: names and a sentence."""
 
     title: str
@@ -53,23 +59,23 @@ class RunView:
     run: Run
     key: str
     name: str
-    summary: Summary
+    summary: RunSummary
     verdict: str
     counts: str
     warning: str | None
     facts: Mapping[str, str]
     backends: tuple[BackendInfo, ...]
-    support: Matrix
+    support: SupportMatrix
     levels: tuple[LevelRow, ...]
     unmeasured: Mapping[str, Mapping[str, int]]
     level_legend: str
     level_notes: Mapping[str, tuple[str, ...]]
-    functions: tuple[Functions, ...]
+    functions: tuple[ProviderFunctions, ...]
     budgets: tuple[BudgetUse, ...]
     budget_chart: "Markup | None"
     speeds: SpeedView | None
-    failures: tuple[Failure, ...]
-    expected: tuple[Expected, ...]
+    failures: tuple[AlikeFailures, ...]
+    expected: tuple[ExpectedFailures, ...]
 
     @property
     def tone(self) -> Tone:
@@ -99,11 +105,11 @@ class RunView:
         )
         return tuple((anchor, title) for anchor, title, is_told in told if is_told)
 
-    def tally(self, backend: str, check: str) -> Tally | None:
+    def tally(self, backend: str, check: str) -> OutcomeCounts | None:
         """What a check of a backend came to; None where it has no record."""
         return self.summary.by_check.get((backend, check))
 
-    def gap_what(self, gap: Gap) -> str:
+    def gap_what(self, gap: UnexaminedCases) -> str:
         """How many cases, and which checks where only some were not made."""
         return phrases.gap(gap, len(self.summary.checks))
 
@@ -123,7 +129,7 @@ def run_view(run: Run, key: str, name: str) -> RunView:
         warning=phrases.incomplete(run),
         facts=_facts(run),
         backends=tuple(backend for backend in run.header.backends if backend.name in summary.backends),
-        support=matrix(support_rows(run.records, run.header), summary.backends),
+        support=support_matrix(support_rows(run.records, run.header), summary.backends),
         levels=levels,
         unmeasured=unmeasured_cases(run.records),
         level_legend=legend(levels),
@@ -176,6 +182,6 @@ def _on(is_on: bool) -> str:
     return "on" if is_on else "off"
 
 
-def _functions(run: Run, provider: str) -> Functions:
+def _functions(run: Run, provider: str) -> ProviderFunctions:
     rows = function_rows(run.records, provider)
-    return Functions(provider_title(run.header, provider), rows, known_departures(rows))
+    return ProviderFunctions(provider_title(run.header, provider), rows, known_departures(rows))

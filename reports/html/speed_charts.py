@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from attncheck.reports.html.curves import Panel, work_of
-from attncheck.reports.html.drawing import INK, MUTED, Style, chart, plot_area, text
-from attncheck.reports.html.intervals import interval
+from attncheck.reports.html.curves import LengthPanel, least_work
+from attncheck.reports.html.drawing import INK, MUTED, SeriesStyle, chart, plot_area, text
 from attncheck.reports.html.units import bytes_, digits, rate, time
 from attncheck.reports.run_file.timings import Ceilings
 from attncheck.reports.speeds.speed import Speed
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 430, 320
 
 
-def length_chart(name: str, panel: Panel, looks: Mapping[str, Style]) -> "Markup":
+def length_chart(name: str, panel: LengthPanel, looks: Mapping[str, SeriesStyle]) -> "Markup":
     """Latency over the least bytes to move, a curve a backend, and what the device would take at best."""
     by_backend = _by_backend(panel.speeds)
 
     def draw(figure: "Figure") -> None:
         axes = _log_axes(figure, "least bytes to move", "forward")
         for backend, speeds in by_backend.items():
-            found = [(work.moved_bytes, speed) for speed in speeds if (work := work_of(speed))]
+            found = [(work.moved_bytes, speed) for speed in speeds if (work := least_work(speed))]
             points = sorted(found, key=lambda point: point[0])
             xs = [moved for moved, _ in points]
             look = looks[backend]
@@ -42,11 +41,11 @@ def length_chart(name: str, panel: Panel, looks: Mapping[str, Style]) -> "Markup
                 markeredgewidth=0,
                 linewidth=1.3,
             )
-            spans = [interval(speed) for _, speed in points]
+            spans = [speed.interval_ns for _, speed in points]
             axes.vlines(
                 xs,
-                [span.low_ns for span in spans],
-                [span.high_ns for span in spans],
+                [low for low, _ in spans],
+                [high for _, high in spans],
                 color=look.color,
                 linewidth=2.4,
                 alpha=0.4,
@@ -62,11 +61,11 @@ def length_chart(name: str, panel: Panel, looks: Mapping[str, Style]) -> "Markup
     return chart(name, told, WIDTH, HEIGHT, draw)
 
 
-def roofline_charts(name: str, speeds: Sequence[Speed], looks: Mapping[str, Style]) -> dict[str, "Markup"]:
+def roofline_charts(name: str, speeds: Sequence[Speed], looks: Mapping[str, SeriesStyle]) -> dict[str, "Markup"]:
     """Achieved rate over operations a byte, under what the device copies and multiplies; one chart a dtype of these."""
     by_dtype: dict[str, list[Speed]] = {}
     for speed in speeds:
-        if work_of(speed) is not None and (ceilings := speed.timings[0].ceilings) is not None:
+        if least_work(speed) is not None and (ceilings := speed.timings[0].ceilings) is not None:
             by_dtype.setdefault(ceilings.dtype, []).append(speed)
     return {
         dtype: _roofline(f"{name}-{index}", dtype, members, looks)
@@ -74,7 +73,7 @@ def roofline_charts(name: str, speeds: Sequence[Speed], looks: Mapping[str, Styl
     }
 
 
-def build_chart(name: str, speeds: Sequence[Speed], looks: Mapping[str, Style]) -> "Markup | None":
+def build_chart(name: str, speeds: Sequence[Speed], looks: Mapping[str, SeriesStyle]) -> "Markup | None":
     """The build of the metadata over forward, a point a case: above the line, a step waits for its metadata."""
     forward = {(speed.backend, speed.case): speed for speed in speeds if speed.part == "forward"}
     pairs = [
@@ -100,7 +99,7 @@ def build_chart(name: str, speeds: Sequence[Speed], looks: Mapping[str, Style]) 
     return chart(name, f"Build over forward: build takes longer in {slow} of {len(pairs)}", WIDTH, HEIGHT, draw)
 
 
-def _roofline(name: str, dtype: str, speeds: Sequence[Speed], looks: Mapping[str, Style]) -> "Markup":
+def _roofline(name: str, dtype: str, speeds: Sequence[Speed], looks: Mapping[str, SeriesStyle]) -> "Markup":
     found = _ceilings(speeds)
     copy, product = _middle(found, _copy), _middle(found, _product)
     ridge = product / copy
@@ -109,7 +108,7 @@ def _roofline(name: str, dtype: str, speeds: Sequence[Speed], looks: Mapping[str
         axes = _log_axes(figure, "operations a byte", "")
         reached = []
         for backend, members in _by_backend(speeds).items():
-            points = [(work.intensity, speed.flops_per_s or 0.0) for speed in members if (work := work_of(speed))]
+            points = [(work.intensity, speed.flops_per_s or 0.0) for speed in members if (work := least_work(speed))]
             reached += points
             _scatter(axes, [x for x, _ in points], [y for _, y in points], looks[backend])
         low = min(x for x, _ in reached) / 2
@@ -166,7 +165,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return found[:: math.ceil(len(found) / 6)]
 
 
-def _scatter(axes: "Axes", xs: Sequence[float], ys: Sequence[float], look: Style) -> None:
+def _scatter(axes: "Axes", xs: Sequence[float], ys: Sequence[float], look: SeriesStyle) -> None:
     axes.scatter(xs, ys, s=20, c=look.color, marker=look.marker, linewidths=0, alpha=0.8)
 
 
@@ -175,7 +174,7 @@ def _least(speeds: Sequence[Speed]) -> list[tuple[int, float]]:
     if not (ceilings := _ceilings(speeds)):
         return []
     copy, product = _middle(ceilings, _copy), _middle(ceilings, _product)
-    work = {found for speed in speeds if (found := work_of(speed)) is not None}
+    work = {found for speed in speeds if (found := least_work(speed)) is not None}
     return sorted((each.moved_bytes, max(each.moved_bytes / copy, each.flops / product) * 1e9) for each in work)
 
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from attncheck.reports.html.curves import panels
-from attncheck.reports.html.drawing import Style, styles
-from attncheck.reports.html.intervals import interval
+from attncheck.reports.html.curves import length_panels
+from attncheck.reports.html.drawing import SeriesStyle, series_styles
 from attncheck.reports.html.speed_charts import build_chart, length_chart, roofline_charts
 from attncheck.reports.html.units import measured_time
 from attncheck.reports.run_file.store import Run
@@ -27,7 +26,7 @@ OPEN_BARS = 160
 """Up to so many bars, those of a suite are shown without being asked for."""
 
 
-class Bar(NamedTuple):
+class SpeedBar(NamedTuple):
     """One backend's time for ``forward`` of a case; ``share``, ``low``, ``high``: in hundredths of the scale."""
 
     backend: str
@@ -43,7 +42,7 @@ class CaseBars(NamedTuple):
     """The bars of one case."""
 
     case: str
-    bars: tuple[Bar, ...]
+    bars: tuple[SpeedBar, ...]
 
 
 class SuiteBars(NamedTuple):
@@ -55,7 +54,7 @@ class SuiteBars(NamedTuple):
     is_open: bool
 
 
-class Drawing(NamedTuple):
+class TitledChart(NamedTuple):
     """A chart, its heading, and what it shows."""
 
     title: str
@@ -68,8 +67,8 @@ class SpeedView:
     """What the page says of the times of one run."""
 
     summaries: tuple[SpeedTable, ...]
-    drawings: tuple[Drawing, ...]
-    looks: Mapping[str, Style]
+    drawings: tuple[TitledChart, ...]
+    looks: Mapping[str, SeriesStyle]
     bars: tuple[SuiteBars, ...]
     intervals: Literal["rounds", "process"]
     about: str
@@ -80,7 +79,7 @@ def speed_view(run: Run, name: str) -> SpeedView | None:
     """The view of a run's times, None where there are none; ``name`` is the run's own within the page."""
     if not (found := speeds(run.records)):
         return None
-    looks = styles(dict.fromkeys(speed.backend for speed in found))
+    looks = series_styles(dict.fromkeys(speed.backend for speed in found))
     return SpeedView(
         summaries=summary_tables(found),
         drawings=tuple(_drawings(run, found, looks, name)),
@@ -92,21 +91,21 @@ def speed_view(run: Run, name: str) -> SpeedView | None:
     )
 
 
-def _drawings(run: Run, found: Sequence[Speed], looks: Mapping[str, Style], name: str) -> list[Drawing]:
+def _drawings(run: Run, found: Sequence[Speed], looks: Mapping[str, SeriesStyle], name: str) -> list[TitledChart]:
     forward = [speed for speed in found if speed.part == "forward"]
     needs = {record.case: record.needs for record in run.records}
     drawings = [
-        Drawing(
+        TitledChart(
             f"Latency over length: {panel.title}", panel.about, length_chart(f"{name}-length-{index}", panel, looks)
         )
-        for index, panel in enumerate(panels(forward, needs))
+        for index, panel in enumerate(length_panels(forward, needs))
     ]
     drawings += [
-        Drawing(f"Roofline, {dtype}", "what forward achieves, under what the device copies and multiplies", drawn)
+        TitledChart(f"Roofline, {dtype}", "what forward achieves, under what the device copies and multiplies", drawn)
         for dtype, drawn in roofline_charts(f"{name}-roofline", forward, looks).items()
     ]
     if (drawn := build_chart(f"{name}-build", found, looks)) is not None:
-        drawings.append(Drawing("Build and forward", "above the line, making the metadata takes longer", drawn))
+        drawings.append(TitledChart("Build and forward", "above the line, making the metadata takes longer", drawn))
     return drawings
 
 
@@ -127,19 +126,18 @@ def _bars(found: Sequence[Speed], backends: Sequence[str]) -> tuple[SuiteBars, .
     return tuple(suites)
 
 
-def _case_bars(own: Sequence[Speed], backends: Sequence[str]) -> tuple[Bar, ...]:
-    intervals = [interval(speed) for speed in own]
+def _case_bars(own: Sequence[Speed], backends: Sequence[str]) -> tuple[SpeedBar, ...]:
     first = fastest({speed.backend: speed.medians_ns for speed in own})
-    full = max(*(each.high_ns for each in intervals), *(speed.median_ns for speed in own)) / 100
+    full = max(*(speed.interval_ns[1] for speed in own), *(speed.median_ns for speed in own)) / 100
     return tuple(
-        Bar(
+        SpeedBar(
             speed.backend,
             backends.index(speed.backend),
             measured_time(speed.median_ns),
             round(speed.median_ns / full, 1),
-            round(each.low_ns / full, 1),
-            round(each.high_ns / full, 1),
+            round(speed.interval_ns[0] / full, 1),
+            round(speed.interval_ns[1] / full, 1),
             speed.backend == first,
         )
-        for speed, each in zip(own, intervals, strict=True)
+        for speed in own
     )

@@ -34,7 +34,7 @@ WORDS = {
 }
 
 
-class Cell(NamedTuple):
+class FeatureCell(NamedTuple):
     """A feature of a backend: its colour, whether it is declared where that matters, and what was found."""
 
     tone: Tone
@@ -42,7 +42,7 @@ class Cell(NamedTuple):
     words: str
 
 
-class Values(NamedTuple):
+class FormValues(NamedTuple):
     """The values of one form that share a verdict."""
 
     tone: Tone
@@ -50,14 +50,14 @@ class Values(NamedTuple):
     values: tuple[str, ...]
 
 
-class Matrix(NamedTuple):
+class SupportMatrix(NamedTuple):
     """Rows of a feature or form and a cell a backend, None where no case says anything."""
 
-    features: Mapping[str, tuple[Cell | None, ...]]
-    forms: Mapping[str, tuple[tuple[Values, ...], ...]]
+    features: Mapping[str, tuple[FeatureCell | None, ...]]
+    forms: Mapping[str, tuple[tuple[FormValues, ...], ...]]
 
 
-def matrix(rows: Sequence[SupportRow], backends: Sequence[str]) -> Matrix:
+def support_matrix(rows: Sequence[SupportRow], backends: Sequence[str]) -> SupportMatrix:
     """The matrix of these backends, in their order; features by name, forms as they first come."""
     features = {(row.feature, row.backend): _cell(row) for row in rows if not row.is_form}
     forms: dict[tuple[str, str], list[SupportRow]] = {}
@@ -66,25 +66,25 @@ def matrix(rows: Sequence[SupportRow], backends: Sequence[str]) -> Matrix:
             forms.setdefault((row.feature.partition("=")[0], row.backend), []).append(row)
     names = sorted({feature for feature, _ in features})
     keys = dict.fromkeys(key for key, _ in forms)
-    return Matrix(
+    return SupportMatrix(
         {name: tuple(features.get((name, backend)) for backend in backends) for name in names},
         {key: tuple(_values(forms.get((key, backend), ())) for backend in backends) for key in keys},
     )
 
 
-def _cell(row: SupportRow) -> Cell:
+def _cell(row: SupportRow) -> FeatureCell:
     declared, _, words = row.in_words.rpartition("declared: ")
-    return Cell(TONES[row.verdict], f"{declared}declared" if words != row.in_words else "", words)
+    return FeatureCell(TONES[row.verdict], f"{declared}declared" if words != row.in_words else "", words)
 
 
-def _values(rows: Sequence[SupportRow]) -> tuple[Values, ...]:
+def _values(rows: Sequence[SupportRow]) -> tuple[FormValues, ...]:
     found: dict[str, list[tuple[str, str]]] = {}
     for row in rows:
         value = row.feature.partition("=")[2]
         counted = f" ({row.right} of {row.right + row.short} right)" if row.verdict == "short" else ""
         found.setdefault(row.verdict, []).append((value, f"{value}{counted}"))
     return tuple(
-        Values(TONES[verdict], WORDS[verdict], tuple(shown for _, shown in sorted(found[verdict], key=_by_size)))
+        FormValues(TONES[verdict], WORDS[verdict], tuple(shown for _, shown in sorted(found[verdict], key=_by_size)))
         for verdict in WORDS
         if verdict in found
     )

@@ -10,16 +10,8 @@ from typing import Literal
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import broken_probe
 from attncheck.reports.markdown import markup
-from attncheck.reports.run_file.records import (
-    Crashed,
-    Errored,
-    GraphLevels,
-    GraphProbe,
-    Record,
-    Unavailable,
-    Unsupported,
-    graph_of,
-)
+from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
+from attncheck.reports.run_file.records import Crashed, Errored, Record, Unavailable, Unsupported, graph_of
 
 CHECK = "cudagraph"
 

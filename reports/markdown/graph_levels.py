@@ -10,7 +10,7 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import LevelRow, legend, level_notes
 from attncheck.reports.analysis.reasons import joined, without_figures
 from attncheck.reports.markdown import markup
-from attncheck.reports.run_file.records import GraphProbe
+from attncheck.reports.run_file.graph_levels import GraphProbe
 
 SHOWN_REASONS = 5
 """Reasons told where cases differ in figures alone, those with most cases first."""

@@ -12,13 +12,14 @@ from attncheck.reports.analysis.crashes import died_at
 from attncheck.reports.analysis.graph_levels import level_rows, unmeasured_cases, without_reasons
 from attncheck.reports.analysis.reasons import without_figures
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.analysis.summary import Summary, Tally, summarise
+from attncheck.reports.analysis.summary import OutcomeCounts, RunSummary, summarise
 from attncheck.reports.analysis.utilities import HEADINGS, LEGEND, function_rows, known_departures, provider_title
 from attncheck.reports.markdown import markup
 from attncheck.reports.markdown.graph_levels import graph_levels
 from attncheck.reports.markdown.speeds import speeds_section
 from attncheck.reports.markdown.support import support
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, RunHeader, XFailed, graph_of
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, XFailed, graph_of
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import speeds
 
@@ -67,7 +68,7 @@ def _circumstances(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _backends(run: Run, summary: Summary) -> list[str]:
+def _backends(run: Run, summary: RunSummary) -> list[str]:
     """The tables of backends; none in a run that examined providers only."""
     if summary.providers and not summary.backends:
         return []
@@ -93,7 +94,7 @@ def _functions(run: Run, provider: str) -> list[str]:
     ]
 
 
-def _suite_table(summary: Summary, header: RunHeader) -> str:
+def _suite_table(summary: RunSummary, header: RunHeader) -> str:
     worst = ["worst error (budgets)"] if summary.has_errors_measured else []
     rows = [
         [
@@ -107,7 +108,7 @@ def _suite_table(summary: Summary, header: RunHeader) -> str:
     return markup.table(["backend", *summary.suites, *worst, "not examined"], rows)
 
 
-def check_table(summary: Summary) -> str:
+def check_table(summary: RunSummary) -> str:
     """Backends down, checks across: passed of examined."""
     rows = [
         [markup.escaped(backend), *(_cell(summary.by_check.get((backend, check))) for check in summary.checks)]
@@ -126,7 +127,7 @@ def _backend(name: str, header: RunHeader) -> str:
     return f"{markup.escaped(name)}{version}{stated}"
 
 
-def _cell(tally: Tally | None) -> str:
+def _cell(tally: OutcomeCounts | None) -> str:
     if tally is None or not tally.examined:
         return "-"
     text = f"{tally['passed']}/{tally.examined}"
@@ -137,7 +138,7 @@ def _run_errors(errors: Sequence[str]) -> list[str]:
     return ["## Errors of the run", "\n".join(f"- {markup.escaped(error)}" for error in errors)] if errors else []
 
 
-def failures(summary: Summary, header: RunHeader) -> list[str]:
+def failures(summary: RunSummary, header: RunHeader) -> list[str]:
     """A heading, then each finding in full; nothing where nothing fell short."""
     if not summary.short:
         return []
@@ -164,7 +165,7 @@ def _story_key(record: Record) -> tuple[object, ...]:
     return about, phrases.what_happened(record)
 
 
-def _failure(records: Sequence[Record], summary: Summary, header: RunHeader) -> str:
+def _failure(records: Sequence[Record], summary: RunSummary, header: RunHeader) -> str:
     """The story of the first record, which speaks for all; the others are named."""
     record, *further = records
     more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
@@ -214,7 +215,7 @@ def _expected(records: Iterable[XFailed]) -> list[str]:
     return sections
 
 
-def _gaps(summary: Summary) -> list[str]:
+def _gaps(summary: RunSummary) -> list[str]:
     if not summary.gaps:
         return ["## Not examined", "Nothing was left out of what this run asked."]
     rows = [

@@ -5,11 +5,11 @@ Must not know: what a feature means, how records came about.
 
 from collections.abc import Sequence
 
-from attncheck.reports.analysis.support import ANSWERS, SupportRow, Verdict, support_rows
+from attncheck.reports.analysis.support import ANSWERS, SupportRow, SupportVerdict, support_rows
 from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.store import Run
 
-_VERDICTS: dict[Verdict, str] = {
+_VERDICTS: dict[SupportVerdict, str] = {
     "right": "",
     "short": "some cases fall short",
     "wrong": "**not declared, accepted and wrong**",
@@ -56,7 +56,7 @@ def _feature_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
 
 def _form_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
     """A row a key; of each backend the values, those alike together."""
-    values: dict[tuple[str, str], dict[Verdict, list[str]]] = {}
+    values: dict[tuple[str, str], dict[SupportVerdict, list[str]]] = {}
     for row in rows:
         key, _, value = row.feature.partition("=")
         shown = f"{value} ({row.right} of {row.right + row.short} right)" if row.verdict == "short" else value

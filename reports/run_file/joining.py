@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attncheck.errors import RunFileError
-from attncheck.reports.run_file.records import RunHeader
+from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.store import Run, RunWriter
 
 

@@ -1,25 +1,21 @@
 """What a run leaves behind: one frozen, typed value a line of a run file.
 
-A run is a :class:`RunHeader`, any number of records, and a :class:`RunFooter`. A record says who was asked which case,
-which check looked, and what came of it. Each outcome is a class of its own with the fields that outcome has:
-a failure has figures and a summary, an unsupported case has reasons, and nothing has both. Models are strict about
-their keys: a line this version does not understand is an error, never half a record.
+A run is a :class:`RunHeader`, any number of records, and a :class:`RunFooter`. A record names the backend, the case and
+the check, and has their outcome. Each outcome is a class of its own with the fields that outcome has: a failure has
+figures and a summary, an unsupported case has reasons, and nothing has both. A new measurement of a check is a field of
+:class:`_MeasuredRecord`, and of the harness's ``Measurements``.
 
-Must not know: torch, tensors, cases, backends. A report renders on a laptop from these values alone.
+Models are strict about their keys: a line this version does not understand is an error, never half a record. A report
+renders on a laptop from these values alone.
 """
 
-import hashlib
-import json
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
-from attncheck.reports.run_file.timings import Timing
-from attncheck.reports.run_file.values import Frozen
-
-FORMAT = 1
-"""Version of the run file. Raised when an older reader would misread a newer file; what it refuses, such as an outcome
-or a key it does not know, it does not misread."""
+from attncheck.reports.run_file.graph_levels import GraphLevels
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.timings import RunFileValue, Timing
 
 Figure = int | float
 Outcome = Literal["passed", "failed", "errored", "crashed", "unsupported", "unavailable", "xfailed", "xpassed"]
@@ -46,9 +42,6 @@ EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "crashe
 UTILITIES = "utilities"
 """The check, and the suite, of records about a provider: one a function, whose name is the case's id."""
 
-CUDAGRAPH = "cudagraph"
-"""The check whose records carry CUDA-graph levels."""
-
 BUDGET_SHARE = "budget_share"
 """The figure that says which share of the error budget the worst row used; above 1.0 the answer is wrong."""
 
@@ -72,7 +65,7 @@ class RecordKey(NamedTuple):
         return f"{self.suite}/{self.case_id}, check {self.check}, seed {self.seed}, backend {self.backend}{which}"
 
 
-class _RecordBase(Frozen):
+class _RecordBase(RunFileValue):
     """What every record says. ``backend_ref`` is what to type after ``--backend``; ``environment`` is a digest.
 
     ``needs``: the features the case takes, and its sizes and forms as ``key=value`` (``head_size=64``). ``round``: in
@@ -105,55 +98,42 @@ class _RecordBase(Frozen):
         return f"{self.suite}/{self.case_id}"
 
 
-GraphLevel = Literal["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"]
-"""vLLM's ``AttentionCGSupport`` by name."""
+class _LevelRecord(_RecordBase):
+    """What a record may carry besides its outcome, even where nothing was examined; None for other checks.
 
-GRAPH_LEVELS: tuple[GraphLevel, ...] = ("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
-"""Every level, lowest first: what a backend of one level can do, it can do at every level below."""
-
-GraphRecorder = Literal["cuda", "emulated"]
-"""How graphs were made: real ones on a GPU, or their emulation on a machine without one."""
-
-
-class GraphProbe(Frozen):
-    """One sequence of captures and replays that a backend of ``level`` must get right, and what came of it.
-
-    ``reason``: why it failed, was not run, or could not be examined here; empty where it passed.
+    ``graph``: of the check ``cudagraph``.
     """
 
-    name: str
-    level: GraphLevel
-    outcome: Literal["passed", "failed", "not examined", "not run"]
-    reason: str = ""
+    graph: GraphLevels | None = None
+
+    @model_serializer(mode="wrap")
+    def _with_measurements_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The fields to write: what was measured is long, and comes behind the outcome."""
+        written: dict[str, Any] = write(self)
+        return written | {name: written.pop(name) for name in _MEASUREMENTS if name in written}
 
 
-class GraphLevels(Frozen):
-    """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and every probe.
+class _MeasuredRecord(_LevelRecord):
+    """What a record may carry where the case was examined. A new kind of measurement is a field here.
 
-    ``notes``: what a reader should know of how it was measured.
+    ``timing``: of the check ``timing``.
     """
 
-    declared: GraphLevel
-    measured: GraphLevel | None
-    recorder: GraphRecorder
-    probes: tuple[GraphProbe, ...] = ()
-    notes: tuple[str, ...] = ()
+    timing: Timing | None = None
 
 
-class Passed(_RecordBase):
-    """The check holds. ``figures`` measure by how much, ``notes`` say what a reader should know all the same.
+_MEASUREMENTS = tuple(name for name in _MeasuredRecord.model_fields if name not in _RecordBase.model_fields)
 
-    Here and in the other outcomes: ``graph`` only of the check ``cudagraph``, ``timing`` only of the check ``timing``.
-    """
+
+class Passed(_MeasuredRecord):
+    """The check holds. ``figures`` measure by how much, ``notes`` say what a reader should know all the same."""
 
     outcome: Literal["passed"] = "passed"
     figures: dict[str, Figure] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    graph: GraphLevels | None = None
-    timing: Timing | None = None
 
 
-class Failed(_RecordBase):
+class Failed(_MeasuredRecord):
     """The answer is wrong. ``summary``: one line, where and how much; ``meaning``: what it looks like, if known."""
 
     outcome: Literal["failed"] = "failed"
@@ -161,8 +141,6 @@ class Failed(_RecordBase):
     summary: str
     meaning: str | None = None
     details: tuple[str, ...] = ()
-    graph: GraphLevels | None = None
-    timing: Timing | None = None
 
 
 class Errored(_RecordBase):
@@ -189,13 +167,12 @@ class Crashed(_RecordBase):
     output: str = ""
 
 
-class Unsupported(_RecordBase):
+class Unsupported(_LevelRecord):
     """Not examined: the backend declares it cannot (``by`` backend), or no code of attncheck asks it yet."""
 
     outcome: Literal["unsupported"] = "unsupported"
     reasons: tuple[str, ...] = Field(min_length=1)
     by: Literal["backend", "attncheck"] = "backend"
-    graph: GraphLevels | None = None
 
 
 class Unavailable(_RecordBase):
@@ -205,24 +182,20 @@ class Unavailable(_RecordBase):
     reasons: tuple[str, ...] = Field(min_length=1)
 
 
-class XFailed(_RecordBase):
+class XFailed(_MeasuredRecord):
     """Fell short, as expected. ``underlying`` and ``summary``: what happened; ``reason``: why it was expected."""
 
     outcome: Literal["xfailed"] = "xfailed"
     underlying: Literal["failed", "errored", "crashed"]
     summary: str
     reason: str
-    graph: GraphLevels | None = None
-    timing: Timing | None = None
 
 
-class XPassed(_RecordBase):
+class XPassed(_MeasuredRecord):
     """Expected to fall short for ``reason``, and passed: the expectation is out of date."""
 
     outcome: Literal["xpassed"] = "xpassed"
     reason: str
-    graph: GraphLevels | None = None
-    timing: Timing | None = None
 
 
 Record = Annotated[
@@ -233,87 +206,20 @@ Record = Annotated[
 
 def graph_of(record: Record) -> GraphLevels | None:
     """The CUDA-graph levels a record carries; None for other checks, and where nothing was examined."""
-    return None if isinstance(record, Errored | Crashed | Unavailable) else record.graph
+    return record.graph if isinstance(record, _LevelRecord) else None
 
 
 def timing_of(record: Record) -> Timing | None:
     """The times a record carries; None for other checks, and where nothing was timed."""
-    return record.timing if isinstance(record, Passed | Failed | XFailed | XPassed) else None
+    return record.timing if isinstance(record, _MeasuredRecord) else None
 
 
-class Environment(Frozen):
-    """The machine and the versions a run was made with. ``driver`` and ``capability`` are None on a CPU."""
-
-    attncheck: str
-    python: str
-    torch: str
-    numpy: str
-    platform: str
-    cpu: str
-    cores: int
-    device: str
-    device_name: str
-    capability: str | None = None
-    driver: str | None = None
-    deterministic: bool = False
-    tf32: bool = False
-    git_commit: str | None = None
-
-    @property
-    def digest(self) -> str:
-        """12 hex digits over every field: equal digests, equal circumstances."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+def without_outcome(record: Record) -> dict[str, Any]:
+    """The fields of a record that stay where its outcome is replaced: its identity, and what was measured."""
+    return {name: getattr(record, name) for name in _MeasuredRecord.model_fields if name in type(record).model_fields}
 
 
-class BackendInfo(Frozen):
-    """A backend of the run: its conventions are the differences that are not bugs, shown beside its name.
-
-    ``required_environment``: the environment variables its process was started with, as it requires.
-    """
-
-    name: str
-    ref: str
-    version: str = ""
-    conventions: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
-    features: tuple[str, ...] = ()
-    required_environment: dict[str, str] = Field(default_factory=dict)
-
-
-class SuiteInfo(Frozen):
-    """A suite of the run: ``ref`` is what to type after ``--suite``, ``digest`` stands for the cases selected."""
-
-    name: str
-    ref: str
-    cases: int
-    digest: str = ""
-
-
-class RunHeader(Frozen):
-    """First line of a run file. ``started`` is an ISO 8601 time with its offset; ``command`` the words typed.
-
-    ``rounds``: in how many processes of each backend, one after another, it was timed.
-    """
-
-    kind: Literal["header"] = "header"
-    format: int = FORMAT
-    started: str
-    environment: Environment
-    suites: tuple[SuiteInfo, ...]
-    checks: tuple[str, ...]
-    device: str
-    seed: int
-    rounds: int = 1
-    backends: tuple[BackendInfo, ...]
-    command: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def suite_ref(self, name: str) -> str:
-        """What to type after ``--suite`` for the suite called ``name``; the name itself if the header lacks it."""
-        return next((suite.ref for suite in self.suites if suite.name == name), name)
-
-
-class RunFooter(Frozen):
+class RunFooter(RunFileValue):
     """Last line of a run file that came to its end. ``counts`` are per outcome, ``errors`` failed the run besides."""
 
     kind: Literal["footer"] = "footer"

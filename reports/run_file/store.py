@@ -24,17 +24,8 @@ from typing import Self
 from pydantic import ValidationError
 
 from attncheck.errors import RunFileError
-from attncheck.reports.run_file.records import (
-    FORMAT,
-    OUTCOMES,
-    Outcome,
-    Record,
-    RecordKey,
-    RunFooter,
-    RunHeader,
-    format_line,
-    parse_line,
-)
+from attncheck.reports.run_file.header import FORMAT, RunHeader
+from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, RecordKey, RunFooter, format_line, parse_line
 
 SYNC_EVERY_S = 1.0
 

@@ -1,20 +1,18 @@
 """What timing leaves in a record: raw samples of each part of a step, what they come to, and what the machine can do.
 
-Times are nanoseconds. Pure values: nothing here measures. Must not know: clocks, tensors, how a time is shown.
+Times are nanoseconds. Pure values: nothing here measures.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt
-
-from attncheck.reports.run_file.values import Frozen
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 TIMING = "timing"
 """The check whose records carry times."""
 
-Part = Literal["forward", "build", "decode", "prefill"]
+StepPart = Literal["forward", "build", "decode", "prefill"]
 
-PARTS: tuple[Part, ...] = ("forward", "build", "decode", "prefill")
+PARTS: tuple[StepPart, ...] = ("forward", "build", "decode", "prefill")
 """``forward``: the whole batch, its new rows written too; ``build``: the metadata of it, on the host. ``decode``,
 ``prefill``: ``forward`` of that part of a mixed batch alone."""
 
@@ -26,7 +24,13 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A time or a rate: its logarithm is taken, and it divides."""
 
 
-class Latency(Frozen):
+class RunFileValue(BaseModel):
+    """What every value in a run file is: immutable, without unknown keys; NaN and infinities are strings in JSON."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Latency(RunFileValue):
     """How long one part of a step took in one process.
 
     ``low_ns``, ``high_ns``: a 95 % bootstrap interval of the median. ``samples_ns``: every sample, in the order taken.
@@ -34,7 +38,7 @@ class Latency(Frozen):
     least that the part has to move and compute; None where that means nothing, as of ``build``.
     """
 
-    part: Part
+    part: StepPart
     clock: ClockName
     median_ns: Positive
     low_ns: Positive
@@ -45,7 +49,7 @@ class Latency(Frozen):
     flops: NonNegativeInt | None = None
 
 
-class Ceilings(Frozen):
+class Ceilings(RunFileValue):
     """What the device could do in the same process: a large copy, and a large matrix product in the layer's dtype."""
 
     copy_bytes_per_s: Positive
@@ -57,7 +61,7 @@ class Ceilings(Frozen):
         return 1e9 * max(moved_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
 
 
-class Kernel(Frozen):
+class Kernel(RunFileValue):
     """A kernel that ran in one step, as the profiler names it, and how long its ``count`` launches took together."""
 
     name: str
@@ -65,7 +69,7 @@ class Kernel(Frozen):
     duration_ns: float
 
 
-class DeviceState(Frozen):
+class DeviceState(RunFileValue):
     """What the driver says of the device while it was timed; ``throttle_reasons``: empty where nothing held it back."""
 
     sm_clock_mhz: int | None = None
@@ -74,7 +78,7 @@ class DeviceState(Frozen):
     throttle_reasons: tuple[str, ...] = ()
 
 
-class Timing(Frozen):
+class Timing(RunFileValue):
     """What one process measured of one case.
 
     ``cache``: whether the device's last-level cache was flushed before each sample. ``ceilings``: None where they were
@@ -88,7 +92,7 @@ class Timing(Frozen):
     device: DeviceState | None = None
     notes: tuple[str, ...] = ()
 
-    def latency(self, part: Part) -> Latency | None:
+    def latency(self, part: StepPart) -> Latency | None:
         """The latency of one part, if it was measured."""
         return next((each for each in self.latencies if each.part == part), None)
 

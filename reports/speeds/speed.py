@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from attncheck.reports.run_file.records import Passed, Record, XPassed
-from attncheck.reports.run_file.timings import PARTS, TIMING, Latency, Part, Timing
+from attncheck.reports.run_file.timings import PARTS, TIMING, Latency, StepPart, Timing
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Speed:
 
     backend: str
     case: str
-    part: Part
+    part: StepPart
     rounds: tuple[Latency, ...]
     timings: tuple[Timing, ...]
 
@@ -36,6 +36,17 @@ class Speed:
     def median_ns(self) -> float:
         """The geometric mean of the processes' medians: the logs of times are what is averaged and compared."""
         return statistics.geometric_mean(self.medians_ns)
+
+    @property
+    def interval_ns(self) -> tuple[float, float]:
+        """The range of the processes' medians; of a single process, the interval of its median.
+
+        The latter says nothing of where the median of the next process would lie.
+        """
+        if len(self.rounds) > 1:
+            return min(self.medians_ns), max(self.medians_ns)
+        (only,) = self.rounds
+        return only.low_ns, only.high_ns
 
     @cached_property
     def spread(self) -> float | None:

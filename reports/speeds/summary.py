@@ -7,7 +7,7 @@ know: formats, how a time was measured.
 import statistics
 from collections.abc import Sequence
 
-from attncheck.reports.run_file.timings import Part
+from attncheck.reports.run_file.timings import StepPart
 from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.speeds.tables import (
     FASTEST,
@@ -58,7 +58,7 @@ def _table(suite: str, speeds: Sequence[Speed]) -> SpeedTable:
     return without_empty_columns(SpeedTable(suite, headings, tuple(rows), first is not None, len(shared)))
 
 
-def _by_backend(speeds: Sequence[Speed], part: Part) -> dict[str, dict[str, Speed]]:
+def _by_backend(speeds: Sequence[Speed], part: StepPart) -> dict[str, dict[str, Speed]]:
     found: dict[str, dict[str, Speed]] = {}
     for speed in speeds:
         if speed.part == part:

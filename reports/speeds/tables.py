@@ -21,7 +21,7 @@ NOTHING = "-"
 
 
 @dataclass(frozen=True)
-class Unit:
+class ColumnUnit:
     """The unit of a column: what one is worth of what was measured; ``decimals`` None: three digits, wherever."""
 
     name: str
@@ -50,21 +50,21 @@ class SpeedTable:
     averaged: int | None = None
 
 
-def time_unit(nanoseconds: Iterable[float]) -> Unit:
+def time_unit(nanoseconds: Iterable[float]) -> ColumnUnit:
     """The unit for times of one table: the largest of ns, us, ms and s of which the smallest of them has one."""
     names = {1.0: "ns", 1e3: "us", 1e6: "ms", 1e9: "s"}
     smallest = min(nanoseconds, default=1.0)
     size = _largest_within(names, smallest)
     digits = smallest / size
-    return Unit(names[size], size, 2 if digits < 10 else 1 if digits < 100 else 0)
+    return ColumnUnit(names[size], size, 2 if digits < 10 else 1 if digits < 100 else 0)
 
 
-def rate_unit(rates: Iterable[float | None], what: str) -> Unit:
+def rate_unit(rates: Iterable[float | None], what: str) -> ColumnUnit:
     """The unit for rates of one table, such as ``GB/s``: the largest of which the largest of them has one."""
     names = {1e6: f"M{what}/s", 1e9: f"G{what}/s", 1e12: f"T{what}/s"}
     largest = max((rate for rate in rates if rate is not None), default=1e9)
     size = _largest_within(names, largest)
-    return Unit(names[size], size)
+    return ColumnUnit(names[size], size)
 
 
 def _largest_within(sizes: Iterable[float], value: float) -> float:
@@ -167,7 +167,7 @@ def spread_text(speed: Speed) -> str:
     return NOTHING if speed.spread is None else f"{speed.spread:.1%}"
 
 
-def interval_text(speed: Speed, unit: Unit) -> str:
+def interval_text(speed: Speed, unit: ColumnUnit) -> str:
     """The interval of the median within one process, in the unit of the table."""
     return f"{unit.text(speed.rounds[0].low_ns)} to {unit.text(speed.rounds[0].high_ns)}"
 

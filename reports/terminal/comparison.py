@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from attncheck.reports.analysis.phrases import cut, one_line, plural
 from attncheck.reports.comparison import summary
-from attncheck.reports.comparison.compare import OneSided, RunComparison, SpeedChange
-from attncheck.reports.comparison.speed_changes import VERDICTS, Verdict
+from attncheck.reports.comparison.compare import OneSidedCases, RunComparison, SpeedChange
+from attncheck.reports.comparison.speed_changes import VERDICTS, SpeedVerdict
 from attncheck.reports.comparison.summary import OutcomeGroup
 from attncheck.reports.terminal.columns import WIDTH, table, wrap
 
@@ -60,7 +60,7 @@ def _asked(comparison: RunComparison) -> str:
     return "\n".join(wrap(one_line(line)) for line in lines)
 
 
-def _one_sided(side: str, items: Iterable[OneSided]) -> list[str]:
+def _one_sided(side: str, items: Iterable[OneSidedCases]) -> list[str]:
     return [f"in {side} only: {summary.one_sided(item, shown=SHOWN_CASES)}" for item in items]
 
 
@@ -81,7 +81,7 @@ def _outcome(group: OutcomeGroup, color: bool) -> str:
     return "\n".join([_painted(heading, first.kind, color), story])
 
 
-def _speeds(comparison: RunComparison, verdict: Verdict, color: bool) -> str:
+def _speeds(comparison: RunComparison, verdict: SpeedVerdict, color: bool) -> str:
     changes = summary.with_verdict(comparison.speeds, verdict)
     if not changes:
         return ""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.crashes import died_at, last_words
+from attncheck.reports.analysis.crashes import died_at, last_words, raised_at
 from attncheck.reports.analysis.graph_levels import (
     LevelRow,
     legend,
@@ -19,8 +19,7 @@ from attncheck.reports.analysis.graph_levels import (
     without_reasons,
 )
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.analysis.summary import Summary, Tally, summarise
-from attncheck.reports.analysis.tracebacks import raised_at
+from attncheck.reports.analysis.summary import OutcomeCounts, RunSummary, summarise
 from attncheck.reports.analysis.utilities import (
     HEADINGS,
     LEGEND,
@@ -29,7 +28,8 @@ from attncheck.reports.analysis.utilities import (
     known_departures,
     provider_title,
 )
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, RunHeader, graph_of
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, graph_of
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import speeds
 from attncheck.reports.terminal.columns import WIDTH, table, wrap
@@ -87,7 +87,7 @@ def render(
     return "\n\n".join(section for section in sections if section)
 
 
-def _check_table(summary: Summary, color: bool) -> str:
+def _check_table(summary: RunSummary, color: bool) -> str:
     """Backends down, checks across: passed of examined."""
     if not summary.backends:
         return ""
@@ -153,7 +153,7 @@ def _measured(row: LevelRow, color: bool) -> str:
     return text if row.graph.measured is None else _paint(text, "31" if row.falls_short else "32", color)
 
 
-def _suite_table(summary: Summary, color: bool) -> str:
+def _suite_table(summary: RunSummary, color: bool) -> str:
     """Suites down, backends across, or the other way where few suites meet many backends: passed of examined."""
     cells = [
         [_cell(summary.by_suite.get((backend, suite)), color) for backend in summary.backends]
@@ -181,7 +181,7 @@ def _paint_word(row: FunctionRow, color: bool) -> str:
     return _paint(row.word, code, color)
 
 
-def _cell(tally: Tally | None, color: bool) -> str:
+def _cell(tally: OutcomeCounts | None, color: bool) -> str:
     if tally is None or not tally.examined:
         return "-"
     return _paint(f"{tally['passed']}/{tally.examined}", "31" if tally.short else "32", color)
@@ -191,7 +191,7 @@ def _paint(text: str, code: str, color: bool) -> str:
     return f"\033[{code}m{text}\033[0m" if color else text
 
 
-def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
+def _failures(summary: RunSummary, header: RunHeader, color: bool) -> list[str]:
     """Each failure in full, up to :data:`SHOWN_FAILURES` a backend and check, then how many more there are.
 
     What fell short in the same words under several checks, as an exception does, is told once; so are CUDA-graph
@@ -218,7 +218,7 @@ def _failures(summary: Summary, header: RunHeader, color: bool) -> list[str]:
     return shown
 
 
-def _paragraph(records: Sequence[Record], summary: Summary, header: RunHeader, color: bool) -> str:
+def _paragraph(records: Sequence[Record], summary: RunSummary, header: RunHeader, color: bool) -> str:
     """Who, which case, which checks; then the story of the first record, which speaks for all."""
     first, checks = records[0], ", ".join(dict.fromkeys(record.check for record in records))
     rounds = phrases.rounds_short(summary, first)
@@ -247,7 +247,7 @@ def story(record: Record, header: RunHeader | None = None) -> str:
     return "\n".join([*folded, f"repeat: {command}"])
 
 
-def _gaps(summary: Summary) -> str:
+def _gaps(summary: RunSummary) -> str:
     """What was not examined and why; backends with the same gap share a paragraph."""
     owners: dict[str, list[str]] = {}
     left_out: dict[str, int] = {}
@@ -263,7 +263,7 @@ def _gaps(summary: Summary) -> str:
     return "\n".join(["not examined", *lines]) if lines else ""
 
 
-def _expected(summary: Summary) -> str:
+def _expected(summary: RunSummary) -> str:
     reasons = Counter((record.backend, record.reason) for record in summary.expected)
     return "\n".join(
         wrap(f"fell short as expected: {phrases.one_line(backend)}, {count} times: {phrases.printable(reason)}")
@@ -271,7 +271,7 @@ def _expected(summary: Summary) -> str:
     )
 
 
-def _conventions(header: RunHeader, summary: Summary) -> str:
+def _conventions(header: RunHeader, summary: RunSummary) -> str:
     """Each backend's conventions, those that are alike together; beside a foreign backend's name its version."""
     groups: dict[str, list[str]] = {}
     for backend in header.backends:

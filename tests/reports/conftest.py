@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.records import BackendInfo, Environment, Record, RunHeader, SuiteInfo, parse_line
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Record, parse_line
 from attncheck.reports.run_file.store import RunWriter, read_run
 
 ENVIRONMENT = Environment(

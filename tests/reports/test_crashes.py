@@ -1,4 +1,4 @@
-"""What a dead process left is told: where it was, its last words, and nothing that could drive a terminal."""
+"""The frame that is shown is the author's; what a dead process left is told, and cannot drive a terminal."""
 
 import re
 import subprocess
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.reports.analysis.crashes import died_at, last_words
+from attncheck.reports.analysis.crashes import died_at, last_words, raised_at
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.records import Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.terminal import run as terminal
 
@@ -19,6 +20,8 @@ Make = Callable[..., Record]
 HARNESS = "/src/attncheck/harness/stages.py"
 TORCH = "/venv/lib/python3.12/site-packages/torch/_ops.py"
 STANDARD = "/usr/lib/python3.12/threading.py"
+WATCH = "/src/attncheck/harness/graphs/watch.py"
+LIBRARY64 = "/usr/lib64/python3.12/contextlib.py"
 MINE = "/home/me/mine.py"
 HOW = "--check numerics --device cpu --in-process"
 
@@ -146,3 +149,44 @@ def test_markdown_tells_deaths_at_one_place_once(make: Make, write: Callable[...
     assert "With the same death: smoke/c1\n" in text
     assert text.count("Repeat:") == 4
     assert text.count("The end of what it printed:") == 2
+
+
+def traceback(*paths: str) -> str:
+    frames = [
+        f'  File "{path}", line {number}, in call\n    work()\n    ~~~~^^' for number, path in enumerate(paths, start=1)
+    ]
+    return "\n".join(["Traceback (most recent call last):", *frames, "RuntimeError: no"])
+
+
+@pytest.mark.parametrize(
+    ("paths", "line"),
+    [
+        ((WATCH, MINE), 2),
+        ((WATCH, MINE, TORCH), 2),
+        ((WATCH, MINE, WATCH, TORCH), 2),
+        ((WATCH, MINE, "/home/me/helper.py", LIBRARY64, TORCH), 3),
+        ((WATCH, MINE, "/usr/lib/python3/dist-packages/triton/runtime.py"), 2),
+        ((WATCH, MINE, "<string>", "<frozen importlib._bootstrap>"), 2),
+        ((WATCH, "/venv/lib/python3.12/site-packages/attncheck/backends/torch_sdpa.py", TORCH), 2),
+        ((WATCH, "/venv/lib/python3.12/site-packages/attncheck/harness/stages.py", MINE, TORCH), 3),
+        (("/home/me/attncheck/.venv/lib/python3.12/site-packages/torch/_ops.py", "/home/me/attncheck/mine.py"), 2),
+        ((MINE, "/home/me/attncheck/.venv/lib/python3.12/site-packages/torch/_ops.py"), 1),
+    ],
+)
+def test_the_innermost_frame_of_the_author_is_shown(paths: tuple[str, ...], line: int) -> None:
+    assert raised_at(traceback(*paths)) == f'File "{paths[line - 1]}", line {line}, in call'
+
+
+@pytest.mark.parametrize("paths", [(WATCH,), (WATCH, TORCH), (WATCH, TORCH, LIBRARY64)])
+def test_the_last_frame_is_shown_where_none_is_the_authors(paths: tuple[str, ...]) -> None:
+    assert raised_at(traceback(*paths)) == f'File "{paths[-1]}", line {len(paths)}, in call'
+
+
+def test_a_message_without_frames_has_no_place() -> None:
+    assert raised_at("") == ""
+    assert raised_at("RuntimeError: killed by signal 9") == ""
+
+
+def test_the_last_of_chained_errors_counts() -> None:
+    chained = f"{traceback(MINE, TORCH)}\n\nDuring handling of this another came:\n\n{traceback(WATCH, WATCH, MINE)}"
+    assert raised_at(chained) == f'File "{MINE}", line 3, in call'

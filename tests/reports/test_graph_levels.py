@@ -9,7 +9,9 @@ import pytest
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import level_rows
-from attncheck.reports.run_file.records import GraphProbe, Record, RunHeader
+from attncheck.reports.run_file.graph_levels import GraphProbe
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import RunWriter, read_run
 from attncheck.reports.terminal import run as terminal
 

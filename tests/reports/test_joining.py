@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from attncheck.errors import RunFileError
+from attncheck.reports.run_file.header import BackendInfo, RunHeader
 from attncheck.reports.run_file.joining import join_runs
-from attncheck.reports.run_file.records import BackendInfo, Record, RunHeader
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run, RunWriter, read_run
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from attncheck.reports.analysis.graph_levels import level_rows, unmeasured_cases
-from attncheck.reports.run_file.records import BUDGET_SHARE, Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import BUDGET_SHARE, Record
 from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]

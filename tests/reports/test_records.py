@@ -6,20 +6,16 @@ import math
 import pytest
 from pydantic import ValidationError
 
+from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import (
     OUTCOMES,
-    BackendInfo,
     Crashed,
-    Environment,
     Errored,
     Failed,
-    GraphLevels,
-    GraphProbe,
     Passed,
     Record,
     RunFooter,
-    RunHeader,
-    SuiteInfo,
     Unavailable,
     Unsupported,
     XFailed,
@@ -27,6 +23,7 @@ from attncheck.reports.run_file.records import (
     format_line,
     graph_of,
     parse_line,
+    without_outcome,
 )
 
 WHO = {
@@ -107,6 +104,22 @@ def test_levels_come_back_equal_with_every_probe(record: Record) -> None:
     again = parse_line(format_line(record.model_copy(update={"graph": LEVELS})))
     assert not isinstance(again, RunHeader | RunFooter)
     assert graph_of(again) == LEVELS
+
+
+@pytest.mark.parametrize("record", ONE_OF_EACH)
+def test_what_was_measured_is_written_last(record: Record) -> None:
+    measured = [name for name in ("graph", "timing") if name in type(record).model_fields]
+    keys = list(json.loads(format_line(record)))
+    assert keys[:2] == ["kind", "suite"]
+    assert keys[len(keys) - len(measured) :] == measured
+    assert set(keys) == set(type(record).model_fields)
+
+
+def test_another_outcome_keeps_who_was_asked_and_what_was_measured() -> None:
+    failed = ONE_OF_EACH[1].model_copy(update={"graph": LEVELS, "needs": ("sinks",), "duration_s": 0.5, "round": 2})
+    again = XFailed(**without_outcome(failed), underlying="failed", summary="7 of 40 rows", reason="known")
+    assert (again.key, again.needs, again.duration_s, again.graph) == (failed.key, ("sinks",), 0.5, LEVELS)
+    assert graph_of(XFailed(**without_outcome(ONE_OF_EACH[2]), underlying="errored", summary="", reason="")) is None
 
 
 def test_most_records_have_no_levels() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.records import BUDGET_SHARE, Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import BUDGET_SHARE, Record
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.terminal import run as terminal
 

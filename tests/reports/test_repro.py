@@ -5,7 +5,8 @@ import subprocess
 from collections.abc import Callable
 
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.run_file.records import Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record
 
 Make = Callable[..., Record]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from attncheck.errors import RunFileError
-from attncheck.reports.run_file.records import Record, RunHeader, graph_of
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record, graph_of
 from attncheck.reports.run_file.store import RunWriter, read_run
 
 Make = Callable[..., Record]

@@ -6,7 +6,8 @@ import pytest
 
 from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR, SupportRow, support_rows
 from attncheck.reports.markdown.support import support
-from attncheck.reports.run_file.records import BackendInfo, Record
+from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 
 

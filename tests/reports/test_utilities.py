@@ -8,7 +8,8 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.analysis.utilities import function_rows, known_departures, provider_title
-from attncheck.reports.run_file.records import BackendInfo, Passed, Record, RunHeader, SuiteInfo
+from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Passed, Record
 from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]

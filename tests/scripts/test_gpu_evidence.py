@@ -9,16 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.reports.run_file.records import (
-    BackendInfo,
-    Environment,
-    Failed,
-    GraphLevels,
-    GraphProbe,
-    Passed,
-    RunHeader,
-    SuiteInfo,
-)
+from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Failed, Passed
 from attncheck.reports.run_file.store import RunWriter, read_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -13,7 +13,8 @@ import torch
 from attncheck.cases.loader import load_suite, suite_names
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.environment import collect_environment
-from attncheck.reports.run_file.records import BackendInfo, Passed, RunHeader, SuiteInfo
+from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Passed
 from attncheck.reports.run_file.store import RunWriter, read_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -69,16 +69,16 @@ def judge(measurement: LevelMeasurement) -> Finding:
             notes.append(f"head-room: {declared.name} is declared, {reached.name} measured")
         if broke is not None and is_unseen:
             notes.append(f"above {reached.name} nothing is known: probe {broke[0].name!r} {broke[1]}")
-        return Holds(figures, tuple(notes), graph)
+        return Holds(figures, tuple(notes), graph=graph)
     probe, reason = broke
     if isinstance(reason, UnmeasuredProbe):
-        return NotExamined((f"level {declared.name}, probe {probe.name!r}: {reason}",), "attncheck", graph)
+        return NotExamined((f"level {declared.name}, probe {probe.name!r}: {reason}",), "attncheck", graph=graph)
     return Broken(
         f"declared {declared.name}, measured {reached.name}: probe {probe.name!r} broke: {reason.what}",
         figures,
         reason.why,
         (f"the probe shows whether {probe.establishes}",),
-        graph,
+        graph=graph,
     )
 
 

@@ -22,7 +22,7 @@ from attncheck.harness.driver.construction import builder_arguments
 from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference.spec import AttentionCGSupport
-from attncheck.reports.run_file.records import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
+from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
 
 _TOLD = 10
 """Requests of a step whose lengths are told."""

@@ -32,12 +32,12 @@ from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
-from attncheck.reports.run_file.timings import Ceilings, Part, Timing
+from attncheck.reports.run_file.timings import Ceilings, StepPart, Timing
 
 _PLAYED = ("split_kv", "dcp", "micro_batch")
 
 
-def take_samples(_part: Part, take: Callable[[], int], settings: TimingSettings) -> Samples:
+def take_samples(_part: StepPart, take: Callable[[], int], settings: TimingSettings) -> Samples:
     """As many as the median of a part needs."""
     return sample(take, settings)
 

@@ -31,7 +31,7 @@ from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
-from attncheck.reports.run_file.timings import ClockName, Kernel, Latency, Part
+from attncheck.reports.run_file.timings import ClockName, Kernel, Latency, StepPart
 
 NEWCOMERS = (1, GLANCE), 6
 """Samples of problems that no call has seen: glances, and a look. Each needs a truth of its own."""
@@ -39,7 +39,7 @@ NEWCOMERS = (1, GLANCE), 6
 WARM_UPS = 2
 """Calls before any is timed: a first one may compile."""
 
-Sampler = Callable[[Part, Callable[[], int], TimingSettings], Samples]
+Sampler = Callable[[StepPart, Callable[[], int], TimingSettings], Samples]
 """Takes samples of a part by calling what gives one, in nanoseconds: warm-ups first, the samples last."""
 
 
@@ -201,7 +201,7 @@ class TimingMeasurement:
             step.take()
         return step
 
-    def _sampled(self, part: Part, step: TimedStep) -> Samples:
+    def _sampled(self, part: StepPart, step: TimedStep) -> Samples:
         return self._bench.sampler(part, step.take, self._bench.settings)
 
     def _is_replayed(self, problem: Problem) -> bool:
@@ -231,7 +231,7 @@ def _tokens(count: int) -> str:
     return "a token" if count == 1 else f"{count} tokens"
 
 
-def _latency(part: Part, clock: ClockName, samples: Samples, case: Case | None = None) -> Latency:
+def _latency(part: StepPart, clock: ClockName, samples: Samples, case: Case | None = None) -> Latency:
     """``case``: what was computed, if that is counted."""
     work = None if case is None else work_of(case)
     return Latency(

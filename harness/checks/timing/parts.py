@@ -9,21 +9,21 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.reference.spec import PaddingSpec, RequestSpec
-from attncheck.reports.run_file.timings import Part
+from attncheck.reports.run_file.timings import StepPart
 
 DISTANCES = (1, 8)
 """How many tokens a neighbour is shorter. At 1 nothing is aligned any more, which costs honest kernels something."""
 
 
-def parts_of(problem: Problem) -> dict[Part, Problem]:
+def parts_of(problem: Problem) -> dict[StepPart, Problem]:
     """The decodes and the prefills of a mixed batch, each without padding; empty for any other batch."""
     requests = problem.case.batch.requests
     decodes = tuple(request for request in requests if request.query_len == 1)
     prefills = tuple(request for request in requests if request.query_len > 1)
     if not decodes or not prefills or not problem.has_pool:
         return {}
-    found: dict[Part, Problem] = {}
-    parts: tuple[tuple[Part, tuple[RequestSpec, ...]], ...] = (("decode", decodes), ("prefill", prefills))
+    found: dict[StepPart, Problem] = {}
+    parts: tuple[tuple[StepPart, tuple[RequestSpec, ...]], ...] = (("decode", decodes), ("prefill", prefills))
     for name, own in parts:
         part = _asked(problem, name, own, PaddingSpec())
         if part is not None:

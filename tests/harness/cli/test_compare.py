@@ -9,15 +9,8 @@ import pytest
 
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.output import STEP_SUMMARY
-from attncheck.reports.run_file.records import (
-    BackendInfo,
-    Environment,
-    Passed,
-    Record,
-    RunHeader,
-    SuiteInfo,
-    Unsupported,
-)
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Passed, Record, Unsupported
 from attncheck.reports.run_file.store import RunWriter
 from attncheck.reports.run_file.timings import Latency, Timing
 

@@ -13,7 +13,7 @@ from attncheck.harness.providers.questions import Subject, SubjectSetting, quest
 from attncheck.harness.providers.records import announced, examine_providers
 from attncheck.harness.run.outcomes import Circumstances
 from attncheck.reports.analysis.utilities import function_rows
-from attncheck.reports.run_file.records import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
 
 PAD = Subject("PAD_SLOT_ID", lambda _: [question("its value")], lambda target: target, is_function=False)
 KNOWN = Departure("PAD_SLOT_ID", "judgement", "is 0", places=("returned",))

@@ -9,17 +9,9 @@ import pytest
 
 from attncheck.errors import CaseFileError
 from attncheck.harness.run.expectations import Expectations, load_expectations
-from attncheck.reports.run_file.records import (
-    Failed,
-    GraphLevels,
-    Passed,
-    Record,
-    RunFooter,
-    RunHeader,
-    XFailed,
-    XPassed,
-    parse_line,
-)
+from attncheck.reports.run_file.graph_levels import GraphLevels
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Failed, Passed, Record, RunFooter, XFailed, XPassed, parse_line
 
 
 @dataclass(frozen=True)

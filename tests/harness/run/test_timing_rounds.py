@@ -23,7 +23,7 @@ from attncheck.harness.run.timing_rounds import (
 from attncheck.harness.workers.protocol import Assignment
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reference.spec_names import DEFAULT_CHECKS
-from attncheck.reports.run_file.records import BackendInfo
+from attncheck.reports.run_file.header import BackendInfo
 
 
 def test_times_are_asked_apart_from_all_other_checks(make_case: Any) -> None:

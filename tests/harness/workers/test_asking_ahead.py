@@ -16,7 +16,8 @@ from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, format_message
 from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.worker_pool import WorkerPool
-from attncheck.reports.run_file.records import BackendInfo, Passed, Record
+from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.records import Passed, Record
 
 ENVIRONMENT = environment_of("cpu")
 LEAST_PIPE = 2**16

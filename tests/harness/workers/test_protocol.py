@@ -18,7 +18,8 @@ from attncheck.harness.workers.protocol import (
     parse_answer,
     parse_request,
 )
-from attncheck.reports.run_file.records import BackendInfo, Errored, Passed
+from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.records import Errored, Passed
 
 WHO = {
     "suite": "s",

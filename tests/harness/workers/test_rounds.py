@@ -16,7 +16,8 @@ from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine
 from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError
-from attncheck.reports.run_file.records import BackendInfo, Crashed, Record
+from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.records import Crashed, Record
 
 ENVIRONMENT = environment_of("cpu")
 DEATH = ProcessEndedError("killed by SIGSEGV", "the end of it")

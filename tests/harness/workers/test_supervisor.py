@@ -18,7 +18,8 @@ from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, Har
 from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError
-from attncheck.reports.run_file.records import BackendInfo, Crashed, Errored, Passed, Record
+from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.records import Crashed, Errored, Passed, Record
 
 ENVIRONMENT = environment_of("cpu")
 CHECKS = ("numerics", "lse")

@@ -15,7 +15,7 @@ from attncheck.harness.workers import worker_pool as workers
 from attncheck.harness.workers.protocol import Answer, Assignment, Described, HarnessFailure, Refused, Request
 from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
-from attncheck.reports.run_file.records import BackendInfo
+from attncheck.reports.run_file.header import BackendInfo
 
 ASSIGNMENT = Assignment(
     suites=("smoke",),

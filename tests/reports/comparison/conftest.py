@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from attncheck.reports.comparison.compare import RunComparison, compare_runs
-from attncheck.reports.run_file.records import BackendInfo, Record, RunHeader
+from attncheck.reports.run_file.header import BackendInfo, RunHeader
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run, RunWriter, read_run
 from attncheck.reports.run_file.timings import Latency, Timing
 from attncheck.reports.speeds.speed import Speed

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from attncheck.errors import QuestionError, UnknownNameError
-from attncheck.reports.comparison.compare import RunComparison, Terms, compare_runs
+from attncheck.reports.comparison.compare import ComparisonTerms, RunComparison, compare_runs
 from attncheck.reports.comparison.thresholds import parse_thresholds
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
@@ -41,9 +41,9 @@ def test_a_slowdown_alone_is_a_regression_unless_the_threshold_lets_it_pass(
 ) -> None:
     sides = timed(around(1e6)), timed(around(1.1e6, seed=1))
     assert compare(*sides).is_regression
-    assert not compare(*sides, terms=Terms(thresholds=parse_thresholds(["20%"], least=0.01))).is_regression
+    assert not compare(*sides, terms=ComparisonTerms(thresholds=parse_thresholds(["20%"], least=0.01))).is_regression
     with pytest.raises(QuestionError, match="matches no case"):
-        compare(*sides, terms=Terms(thresholds=parse_thresholds(["decode: 5%"], least=0.01)))
+        compare(*sides, terms=ComparisonTerms(thresholds=parse_thresholds(["decode: 5%"], least=0.01)))
 
 
 def test_only_changes_for_the_worse_are_a_regression(compare: Compare, make: Make) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.comparison.compare import RunComparison, Terms
+from attncheck.reports.comparison.compare import ComparisonTerms, RunComparison
 from attncheck.reports.comparison.summary import change_text, closing, grouped_outcomes, power_of, unclear, with_verdict
 from attncheck.reports.comparison.thresholds import parse_thresholds
 from attncheck.reports.github import comparison as github
@@ -102,7 +102,7 @@ def test_what_fails_is_an_error_on_github_and_what_cannot_be_told_a_warning(foun
 
 
 def test_slower_within_the_threshold_is_a_warning(compare: Compare, timed: Timed, around: Around) -> None:
-    terms = Terms(thresholds=parse_thresholds(["20%"], least=0.01))
+    terms = ComparisonTerms(thresholds=parse_thresholds(["20%"], least=0.01))
     mild = compare(timed(around(1e6)), timed(around(1.1e6, seed=1)), terms=terms)
     (line,) = github.annotations(mild)
     assert line.startswith("::warning title=1 time slower that --fail-on lets pass::reference, smoke/edge, forward: +")

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 from scipy import stats
 
-from attncheck.reports.comparison.power import Noise, rounds_needed, smallest_slowdown
+from attncheck.reports.comparison.power import ProcessNoise, rounds_needed, smallest_slowdown
 from attncheck.reports.comparison.significance import FAMILY_LEVEL, estimate_ratio, pooled_spread, spread_in_turns
-from attncheck.reports.comparison.speed_changes import SpeedChange, SpeedPair, Terms, compare_speeds
+from attncheck.reports.comparison.speed_changes import ComparisonTerms, SpeedChange, SpeedPair, compare_speeds
 from attncheck.reports.speeds.speed import Speed
 
 BASE = (100.0, 104.0, 97.0, 101.0, 99.0, 110.0)
@@ -39,21 +39,21 @@ def test_the_spread_is_of_each_side_around_its_own_middle() -> None:
 
 
 def test_more_rounds_find_less_and_as_many_as_are_needed_are_named() -> None:
-    level, noise = 1e-4, Noise(0.03)
+    level, noise = 1e-4, ProcessNoise(0.03)
     needed = rounds_needed(noise, 0.05, level=level)
     assert needed is not None
     assert smallest_slowdown(noise, needed, level=level) <= 0.05 < smallest_slowdown(noise, needed - 1, level=level)
     assert smallest_slowdown(noise, 5, level=level) > smallest_slowdown(noise, 50, level=level) > 0.01
     assert rounds_needed(noise, 0.01, level=level) is None  # the least that is told is never found
-    assert rounds_needed(Noise(0.9), 0.02, level=level) is None
-    quiet_beside = rounds_needed(Noise(0.03, in_turns=0.01), 0.05, level=level)
+    assert rounds_needed(ProcessNoise(0.9), 0.02, level=level) is None
+    quiet_beside = rounds_needed(ProcessNoise(0.03, in_turns=0.01), 0.05, level=level)
     assert quiet_beside is not None
     assert quiet_beside < needed
 
 
 @pytest.mark.parametrize("rounds", [5, 10, 30])
 def test_the_slowdown_said_to_be_found_four_times_in_five_is(rounds: int) -> None:
-    slowdown = smallest_slowdown(Noise(0.02), rounds, level=1e-4)
+    slowdown = smallest_slowdown(ProcessNoise(0.02), rounds, level=1e-4)
     drawn = Random(3)
     found = 0
     for _ in range(1000):
@@ -65,7 +65,7 @@ def test_the_slowdown_said_to_be_found_four_times_in_five_is(rounds: int) -> Non
 
 @pytest.mark.parametrize("rounds", [5, 10, 30])
 def test_so_it_is_of_processes_that_took_turns_on_a_machine_that_wanders(rounds: int) -> None:
-    slowdown = smallest_slowdown(Noise(0.2, in_turns=0.02), rounds, level=1e-4)
+    slowdown = smallest_slowdown(ProcessNoise(0.2, in_turns=0.02), rounds, level=1e-4)
     drawn = Random(3)
     found = 0
     for _ in range(1000):
@@ -103,7 +103,7 @@ def _verdicts(speed: Callable[..., Speed], draws: Sequence[tuple[Draw, Draw]], r
         SpeedPair("fast", speed([base() for _ in range(rounds)]), speed([new() for _ in range(rounds)]))
         for base, new in draws
     ]
-    return compare_speeds(pairs, Terms())
+    return compare_speeds(pairs, ComparisonTerms())
 
 
 def test_slow_ones_among_many_are_found_and_others_are_not_named(speed: Callable[..., Speed]) -> None:

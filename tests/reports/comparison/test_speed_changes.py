@@ -7,7 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attncheck.reports.comparison.speed_changes import SpeedChange, SpeedPair, Terms, clock_step, compare_speeds
+from attncheck.reports.comparison.speed_changes import (
+    ComparisonTerms,
+    SpeedChange,
+    SpeedPair,
+    clock_step,
+    compare_speeds,
+)
 from attncheck.reports.comparison.thresholds import parse_thresholds
 from attncheck.reports.speeds.speed import Speed
 
@@ -15,8 +21,8 @@ MakeSpeed = Callable[..., Speed]
 Around = Callable[..., list[float]]
 
 
-def one(base: Speed, new: Speed, terms: Terms | None = None) -> SpeedChange:
-    (change,) = compare_speeds([SpeedPair(base.backend, base, new)], terms or Terms())
+def one(base: Speed, new: Speed, terms: ComparisonTerms | None = None) -> SpeedChange:
+    (change,) = compare_speeds([SpeedPair(base.backend, base, new)], terms or ComparisonTerms())
     return change
 
 
@@ -39,7 +45,7 @@ def test_what_is_certain_and_below_the_least_effect_is_not_told(
 ) -> None:
     base, new = around(1e6, spread=1e-4), around(1e6 * factor, spread=1e-4, seed=1)
     assert one(speed(base), speed(new)).verdict == "same"
-    assert one(speed(base), speed(new), Terms(effect=0.005)).verdict == verdict
+    assert one(speed(base), speed(new), ComparisonTerms(effect=0.005)).verdict == verdict
 
 
 def test_a_wide_interval_tells_nothing_and_says_how_many_rounds_would(speed: MakeSpeed, around: Around) -> None:
@@ -80,9 +86,9 @@ def test_what_was_measured_otherwise_is_not_compared(
 def test_pairs_that_are_not_tested_leave_the_others_their_level(speed: MakeSpeed, around: Around) -> None:
     tested = SpeedPair("fast", speed(around(1e6)), speed(around(1.1e6, seed=1)))
     too_few = SpeedPair("fast", speed([1e6]), speed([1e6]))
-    (alone,) = compare_speeds([tested], Terms())
-    beside, *_ = compare_speeds([tested, too_few, too_few], Terms())
-    among, *_ = compare_speeds([tested] * 100, Terms())
+    (alone,) = compare_speeds([tested], ComparisonTerms())
+    beside, *_ = compare_speeds([tested, too_few, too_few], ComparisonTerms())
+    among, *_ = compare_speeds([tested] * 100, ComparisonTerms())
     assert alone == beside
     assert among.low is not None
     assert alone.low is not None
@@ -100,11 +106,11 @@ def test_times_of_a_coarse_clock_are_not_told_apart_by_a_step(speed: MakeSpeed) 
 def test_a_threshold_decides_what_fails_and_is_the_margin(speed: MakeSpeed, around: Around) -> None:
     base, new = speed(around(1e6)), speed(around(1.1e6, seed=1))
     for text, fails in (("5%", True), ("20%", False), ("smoke: 5%", True), ("other: 5%", False), ("@build: 5%", False)):
-        change = one(base, new, Terms(thresholds=parse_thresholds([text], least=0.01)))
+        change = one(base, new, ComparisonTerms(thresholds=parse_thresholds([text], least=0.01)))
         assert (change.verdict, change.is_regression) == ("slower", fails), text
     wide = speed(around(1e6, spread=0.04)), speed(around(1e6, spread=0.04, seed=1))
     assert one(*wide).verdict == "cannot tell"
-    assert one(*wide, Terms(thresholds=parse_thresholds(["20%"], least=0.01))).verdict == "same"
+    assert one(*wide, ComparisonTerms(thresholds=parse_thresholds(["20%"], least=0.01))).verdict == "same"
 
 
 medians = st.lists(st.floats(0.5e6, 2e6), min_size=5, max_size=8)

@@ -3,7 +3,7 @@
 import pytest
 
 from attncheck.errors import QuestionError, UnknownNameError
-from attncheck.reports.comparison.thresholds import Thresholds, parse_thresholds
+from attncheck.reports.comparison.thresholds import SlowdownThresholds, parse_thresholds
 
 LEAST = 0.01
 
@@ -37,7 +37,7 @@ def test_of_several_the_last_that_concerns_a_case_counts() -> None:
 
 
 def test_without_any_every_slowdown_is_too_much() -> None:
-    assert Thresholds().share("decode/a", "forward") == 0.0
+    assert SlowdownThresholds().share("decode/a", "forward") == 0.0
 
 
 @pytest.mark.parametrize(

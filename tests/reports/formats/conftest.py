@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.run_file.records import Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.speeds.speed import Speed, speeds
 
 

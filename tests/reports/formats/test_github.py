@@ -9,7 +9,8 @@ import pytest
 from attncheck.reports.analysis import phrases
 from attncheck.reports.github import run as github
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.records import Record, RunFooter, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record, RunFooter
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from attncheck.reports import junit
-from attncheck.reports.run_file.records import OUTCOMES, Record, RunFooter, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import OUTCOMES, Record, RunFooter
 from attncheck.reports.run_file.store import Run
 
 Make = Callable[..., Record]

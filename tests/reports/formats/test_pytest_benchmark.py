@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from attncheck.errors import QuestionError
-from attncheck.reports.pytest_benchmark import names_of, render_run
-from attncheck.reports.run_file.records import Record, RunFooter, RunHeader
+from attncheck.reports.pytest_benchmark import benchmark_names, render_run
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record, RunFooter
 from attncheck.reports.run_file.store import Run
 
 Make = Callable[..., Record]
@@ -117,6 +118,6 @@ def test_pytest_benchmark_itself_compares_two_of_them(timed: Make, timing_header
 
 
 def test_names_are_one_line_whatever_a_backend_is_called() -> None:
-    names = names_of("smoke", "edge", "evil\x1b[2J\nname", "forward")
+    names = benchmark_names("smoke", "edge", "evil\x1b[2J\nname", "forward")
     for text in (names.name, names.fullname, names.group, names.param):
         assert text.isprintable()

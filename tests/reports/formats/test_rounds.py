@@ -5,10 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.rounds import questions
+from attncheck.reports.analysis.rounds import worst_rounds
 from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.records import BUDGET_SHARE, Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import BUDGET_SHARE, Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
 
@@ -45,13 +46,13 @@ def test_questions_stay_apart_and_in_order(make: Make) -> None:
         make("passed", case_id="b"),
         *asked(make, "errored", "failed", case_id="b", backend="Wrong"),
     ]
-    found = [(each.record.case_id, each.record.outcome, each.rounds, each.short) for each in questions(records)]
+    found = [(each.record.case_id, each.record.outcome, each.rounds, each.short) for each in worst_rounds(records)]
     assert found == [("b", "failed", 2, 1), ("a", "passed", 2, 0), ("b", "passed", 1, 0), ("b", "errored", 2, 2)]
 
 
 def test_without_rounds_records_are_what_they_are(make: Make) -> None:
     records = [make("passed"), make("failed", check="lse")]
-    assert [each.record for each in questions(records)] == records
+    assert [each.record for each in worst_rounds(records)] == records
     assert summarise(records).rounds == {}
 
 

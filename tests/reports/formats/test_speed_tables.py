@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.records import Record, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import legend, speed_notes
 from attncheck.reports.speeds.speed import Speed, speeds

@@ -10,24 +10,11 @@ from typing import Any
 import pytest
 
 from attncheck.reports.html import render_runs
-from attncheck.reports.run_file.records import (
-    BackendInfo,
-    Crashed,
-    Environment,
-    Errored,
-    Failed,
-    GraphLevels,
-    GraphProbe,
-    Passed,
-    Record,
-    RunFooter,
-    RunHeader,
-    SuiteInfo,
-    Unsupported,
-    XFailed,
-)
+from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, Record, RunFooter, Unsupported, XFailed
 from attncheck.reports.run_file.store import Run, count_outcomes
-from attncheck.reports.run_file.timings import Ceilings, DeviceState, Kernel, Latency, Part, Timing
+from attncheck.reports.run_file.timings import Ceilings, DeviceState, Kernel, Latency, StepPart, Timing
 
 ENVIRONMENT = Environment(
     attncheck="0.1.0",
@@ -46,7 +33,9 @@ CEILINGS = Ceilings(copy_bytes_per_s=4e12, matmul_flops_per_s=6e14, dtype="bfloa
 NEEDS = ("attn_type=decoder", "dtype=bfloat16", "head_size=128", "block_size=16", "layout=NHD", "kv_cache_dtype=auto")
 
 
-def latency(part: Part, samples_ns: Sequence[int], moved_bytes: int | None = None, flops: int | None = None) -> Latency:
+def latency(
+    part: StepPart, samples_ns: Sequence[int], moved_bytes: int | None = None, flops: int | None = None
+) -> Latency:
     ordered = sorted(samples_ns)
     middle = ordered[len(ordered) // 2]
     return Latency(

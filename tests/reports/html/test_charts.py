@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from attncheck.reports.html.budget_chart import TALLEST, budget_chart, budget_uses
-from attncheck.reports.html.curves import panels
-from attncheck.reports.html.drawing import BAD, SERIES, chart, plot_area, styles
+from attncheck.reports.html.curves import length_panels
+from attncheck.reports.html.drawing import BAD, SERIES, chart, plot_area, series_styles
 from attncheck.reports.html.speed_charts import build_chart, length_chart, roofline_charts
 from attncheck.reports.html.units import measured_time, time
 from attncheck.reports.run_file.records import Failed
@@ -98,7 +98,7 @@ def test_a_name_that_the_measuring_font_cannot_show_is_drawn_all_the_same(record
 
 
 def test_series_differ_in_colour_and_in_shape() -> None:
-    looks = styles(f"backend {index}" for index in range(12))
+    looks = series_styles(f"backend {index}" for index in range(12))
     assert len({look.color for look in looks.values()}) == len({look.marker for look in looks.values()}) == 12
 
 
@@ -109,7 +109,7 @@ def times(timed: Any) -> Any:
 
 def test_cases_that_differ_in_length_make_a_curve(times: Any) -> None:
     forward = [speed for speed in times if speed.part == "forward"]
-    found = panels(forward, {})
+    found = length_panels(forward, {})
     assert [panel.title for panel in found] == ["lengths/decode.*, 4 cases", "lengths/prefill.*, 4 cases"]
     # 8 queries of 32 heads over keys of 8 heads in bfloat16: 32 / 8 operations a byte, however long.
     assert [panel.about for panel in found] == ["4 flop/byte", "512 to 4,096 flop/byte"]
@@ -126,17 +126,17 @@ def test_other_cases_are_joined_by_what_they_need_and_do_to_a_byte(times: Any) -
         for speed in times
         if speed.part == "forward" and speed.case in names
     ]
-    assert [panel.title for panel in panels(renamed, {})] == ["lengths, 4 cases"]
+    assert [panel.title for panel in length_panels(renamed, {})] == ["lengths, 4 cases"]
     apart = {name: (("sinks",) if name.endswith("a") else ()) for name in names.values()}
-    assert [panel.title for panel in panels(renamed, apart)] == ["lengths, 3 cases"]
+    assert [panel.title for panel in length_panels(renamed, apart)] == ["lengths, 3 cases"]
     apart["lengths/b"] = ("alibi",)
-    assert panels(renamed, apart) == ()  # two sizes are no curve
+    assert length_panels(renamed, apart) == ()  # two sizes are no curve
 
 
 def test_the_roofline_is_below_every_time(times: Any) -> None:
     forward = [speed for speed in times if speed.part == "forward"]
-    looks = styles(["one", "two"])
-    svg = length_chart("lengths", panels(forward, {})[0], looks)
+    looks = series_styles(["one", "two"])
+    svg = length_chart("lengths", length_panels(forward, {})[0], looks)
     (dashed,) = re.findall(r'd="(M [^"]+)"[^>]*stroke-dasharray[^>]*stroke: var\(--ink\)', svg)
     floor = [float(y) for y in re.findall(r" [\d.]+ ([\d.]+)\n", dashed)]
     for color in ("var(--series-0)", "var(--series-1)"):
@@ -160,8 +160,8 @@ def test_cases_of_one_size_and_ceilings_that_differ_make_one_line(times: Any, ti
     ]
     twins = [record.model_copy(update={"case_id": record.case_id.replace("decode", "decode.7")}) for record in decodes]
     forward = [speed for speed in speeds([*decodes, *twins]) if speed.part == "forward"]
-    (panel,) = panels(forward, {})
-    svg = length_chart("lengths", panel, styles(["one", "two"]))
+    (panel,) = length_panels(forward, {})
+    svg = length_chart("lengths", panel, series_styles(["one", "two"]))
     (dashed,) = re.findall(r'd="(M [^"]+)"[^>]*stroke-dasharray[^>]*stroke: var\(--ink\)', svg)
     assert len(re.findall(r"[ML] ", dashed)) == 3
     assert len(dots(svg, "var(--series-0)")) == 6
@@ -169,14 +169,14 @@ def test_cases_of_one_size_and_ceilings_that_differ_make_one_line(times: Any, ti
 
 def test_each_dtype_of_ceilings_has_its_roofline(times: Any) -> None:
     forward = [speed for speed in times if speed.part == "forward"]
-    drawn = roofline_charts("roofline", forward, styles(["one", "two"]))
+    drawn = roofline_charts("roofline", forward, series_styles(["one", "two"]))
     assert list(drawn) == ["bfloat16"]
     assert ">copy 4 TB/s<" in drawn["bfloat16"]
     assert ">matmul 600 TFLOP/s<" in drawn["bfloat16"]
 
 
 def test_the_build_is_drawn_beside_forward(times: Any) -> None:
-    looks = styles(["one", "two"])
+    looks = series_styles(["one", "two"])
     svg = str(build_chart("build", times, looks))
     assert len(dots(svg, "var(--series-0)")) == 8
     slower = sum(

@@ -11,7 +11,7 @@ from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.analysis.support import SupportRow
 from attncheck.reports.html.failures import expected, failures
 from attncheck.reports.html.speed_view import speed_view
-from attncheck.reports.html.support_view import matrix
+from attncheck.reports.html.support_view import support_matrix
 from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, XFailed
 
 
@@ -23,7 +23,7 @@ def test_a_cell_says_in_words_and_tone_what_was_found() -> None:
         SupportRow("two", "sinks", is_declared=False, wrong=1, refused=2),
         SupportRow("two", "lse", is_declared=True, left=5),
     ]
-    found = matrix(rows, ["one", "two", "three"]).features
+    found = support_matrix(rows, ["one", "two", "three"]).features
     assert list(found) == ["alibi", "lse", "sinks"]
     assert found["alibi"] == (("good", "", "yes (3)"), ("calm", "not declared", "refused (4)"), None)
     assert found["lse"] == (None, ("none", "declared", "not examined"), None)
@@ -37,7 +37,7 @@ def test_values_of_a_form_stand_under_their_verdict_by_size() -> None:
     sizes = [SupportRow("one", f"head_size={size}", is_declared=True, right=1) for size in (128, 64, 8)]
     sizes += [SupportRow("one", "head_size=72", is_declared=False, refused=1)]
     sizes += [SupportRow("one", "head_size=96", is_declared=True, right=1, short=2)]
-    ((cell,),) = matrix(sizes, ["one"]).forms.values()
+    ((cell,),) = support_matrix(sizes, ["one"]).forms.values()
     assert cell == (
         ("good", "right", ("8", "64", "128")),
         ("bad", "some fall short", ("96 (1 of 3 right)",)),

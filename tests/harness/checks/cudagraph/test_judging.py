@@ -9,7 +9,7 @@ from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement, Pro
 from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.reference.spec import AttentionCGSupport
-from attncheck.reports.run_file.records import GRAPH_LEVELS, GraphLevels
+from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevels
 
 NEVER, SINGLE, UNIFORM, ALWAYS = (AttentionCGSupport[name] for name in GRAPH_LEVELS)
 

@@ -2,7 +2,7 @@
 
 What many records say alike (reasons, needs, levels) stands there once and is referred to by number. The text is safe
 within a ``<script>``: nothing in it can end the element, and what a terminal or a reader of bidirectional text would
-obey is taken out. Must not know: how the rows look.
+obey is taken out.
 """
 
 import math
@@ -11,8 +11,7 @@ from typing import Any
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import repro_command
-from attncheck.reports.html.cleaning import clean_json
-from attncheck.reports.html.intervals import interval
+from attncheck.reports.html.safe_text import clean_json
 from attncheck.reports.run_file.records import (
     BUDGET_SHARE,
     OUTCOMES,
@@ -57,7 +56,7 @@ class _Pool:
         return f"[{','.join(self._numbers)}]"
 
 
-def catalogue(runs: Sequence[Run], names: Sequence[str]) -> str:
+def page_data(runs: Sequence[Run], names: Sequence[str]) -> str:
     """JSON of every record and every speed of the runs, called ``names``, for a ``<script>`` that is data.
 
     ``groups``: of each backend and case, ``[run, backend, suite, case id, needs, records]``, a record being ``[check,
@@ -112,8 +111,8 @@ def _speed_rows(index: int, run: Run, pools: Mapping[str, _Pool]) -> list[list[A
             case_id(speed),
             speed.part,
             _figure(speed.median_ns),
-            _figure(interval(speed).low_ns),
-            _figure(interval(speed).high_ns),
+            _figure(speed.interval_ns[0]),
+            _figure(speed.interval_ns[1]),
             len(speed.rounds),
             _figure(speed.spread),
             _figure(speed.bytes_per_s),

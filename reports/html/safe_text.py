@@ -1,6 +1,6 @@
 """Text of foreign code made fit for a page: what a browser would obey rather than show is replaced.
 
-Escaping for HTML is left to what writes it. Must not know: where the text stands.
+Escaping for HTML is left to what writes it.
 """
 
 import json

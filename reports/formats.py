@@ -1,0 +1,112 @@
+"""Every format of `attncheck report` and `attncheck compare`, in one table: a new format is one entry of it.
+
+A function of the table loads what it needs when it is called, since some formats need packages that others do without.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from attncheck.reports.comparison.compare import RunComparison
+    from attncheck.reports.run_file.store import Run
+
+
+class RenderedReport(NamedTuple):
+    """``text``: the report, for stdout or a file. ``log``: what is printed to stdout in any case."""
+
+    text: str
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class ReportFormat:
+    """How one format shows runs and, where it can, a comparison; the second argument says whether to use colours.
+
+    ``about_runs``, ``about_comparison``: its words in the help of the commands. ``advice``: what to do with several
+    runs, of a format that takes one. ``is_step_summary``: the text belongs into the summary of a GitHub step.
+    """
+
+    about_runs: str
+    render_runs: "Callable[[Sequence[Run], bool], RenderedReport]"
+    about_comparison: str = ""
+    render_comparison: "Callable[[RunComparison, bool], RenderedReport] | None" = None
+    advice: str = ""
+    is_step_summary: bool = False
+
+
+def _terminal_runs(runs: "Sequence[Run]", color: bool) -> RenderedReport:
+    from attncheck.reports.terminal import run as terminal
+
+    return RenderedReport("\n\n".join(terminal.render_run(run, color=color) for run in runs) + "\n")
+
+
+def _terminal_comparison(comparison: "RunComparison", color: bool) -> RenderedReport:
+    from attncheck.reports.terminal import comparison as terminal
+
+    return RenderedReport(terminal.render_comparison(comparison, color=color) + "\n")
+
+
+def _markdown_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+    from attncheck.reports.markdown import run as markdown
+
+    return RenderedReport("\n".join(markdown.render_run(run) for run in runs))
+
+
+def _markdown_comparison(comparison: "RunComparison", _color: bool) -> RenderedReport:
+    from attncheck.reports.markdown import comparison as markdown
+
+    return RenderedReport(markdown.render_comparison(comparison))
+
+
+def _html_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+    from attncheck.reports import html
+
+    return RenderedReport(html.render_runs(runs))
+
+
+def _junit_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+    from attncheck.reports import junit
+
+    return RenderedReport(junit.render_runs(runs))
+
+
+def _github_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+    from attncheck.reports.github import run as github
+
+    return RenderedReport(github.summary(runs), github.annotations(runs))
+
+
+def _github_comparison(comparison: "RunComparison", _color: bool) -> RenderedReport:
+    from attncheck.reports.github import comparison as github
+
+    log = "".join(f"{line}\n" for line in github.annotations(comparison))
+    return RenderedReport(github.render_summary(comparison), log)
+
+
+def _pytest_benchmark_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+    from attncheck.reports import pytest_benchmark
+
+    return RenderedReport("".join(pytest_benchmark.render_run(run) for run in runs))
+
+
+FORMATS: Mapping[str, ReportFormat] = {
+    "terminal": ReportFormat("Text for a terminal", _terminal_runs, "Text for a terminal", _terminal_comparison),
+    "markdown": ReportFormat("Markdown", _markdown_runs, "Markdown", _markdown_comparison),
+    "html": ReportFormat("one self-contained HTML page", _html_runs),
+    "junit": ReportFormat("JUnit XML", _junit_runs),
+    "github": ReportFormat(
+        "for GitHub Actions a step summary (added to $GITHUB_STEP_SUMMARY where that is set and no --output given) and "
+        "annotations (to stdout)",
+        _github_runs,
+        "a GitHub step summary with annotations of what failed",
+        _github_comparison,
+        is_step_summary=True,
+    ),
+    "pytest-benchmark": ReportFormat(
+        "the JSON of pytest-benchmark, of one run",
+        _pytest_benchmark_runs,
+        advice="convert each by itself, and let `pytest-benchmark compare` read the files together",
+    ),
+}
+"""By the word after ``--format``, in the order of the help."""
