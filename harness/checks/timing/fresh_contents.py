@@ -6,9 +6,7 @@ that every row of their request sees, with no modifier that counts positions, ma
 allows less, since fixed weights stand between it and the heads: the rotated parts are permuted with their part of the
 query, and the sign of a request's latent rows is turned with the rest of its query and its output. Norms and largest
 elements stay, and so do budgets; codes of FP8 stay codes. Several problems of other seeds, in other pages, take turns,
-so that not even the scores of the last call serve the next. What stays alike, such as the magnitudes of a query, tells
-which problem it is: against a backend that keeps answers by those there are problems that no call has seen. All is
-drawn from the system's entropy.
+so that not even the scores of the last call serve the next. All is drawn from the system's entropy.
 
 Nothing is repeated, and no right answer exists before it is asked for, which is after the call. Must not know:
 backends, clocks.
@@ -165,14 +163,6 @@ class FreshContents:
         choice = self._below(len(self.bases) - (self._last >= 0 and len(self.bases) > 1))
         self._last = choice + (len(self.bases) > 1 and 0 <= self._last <= choice)
         base = self.bases[self._last]
-        return Contents(base, self._twist(base))
-
-    def never_seen(self) -> Contents:
-        """Contents of a problem that no call has seen in any order of its channels.
-
-        Raises QuestionError where its truth cannot be had.
-        """
-        base = self._other_base()
         return Contents(base, self._twist(base))
 
     def some(self, count: int, limit: int) -> Tensor:

@@ -19,7 +19,6 @@ from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.lse import lse_shares
 from attncheck.harness.checks.numerics import summarize
 from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
-from attncheck.harness.checks.timing.hooks import active_modes, added_kernels
 from attncheck.harness.checks.timing.lent_buffers import span
 from attncheck.harness.driver.observation import still_unwritten
 from attncheck.harness.driver.output_buffers import GuardedBuffer, read_result
@@ -37,11 +36,6 @@ _LATE_S = 0.2
 
 _NEAR = 0.1
 """A relative error up to which a wrong row is an inexact one."""
-
-AFTERWARDS = "what is called next, while no clock runs, can do work of the call, or learn of contents beforehand"
-"""What is wrong with whatever a backend leaves behind in the interpreter."""
-
-_clone = torch._C.TensorBase.clone
 
 
 class UntrustworthyTimeError(AttncheckError):
@@ -78,28 +72,18 @@ def copy_answer(
     spans: dict[str, tuple[int, int]],
     *,
     must_be_buffer: bool,
-    modes: tuple[int, int],
 ) -> TimedAnswer:
-    """The answer in ``returned``, or in the buffers, copied.
+    """Copy the answer in ``returned``, or in the buffers. ``spans``: the memory that was lent for reading.
 
-    ``spans``: the memory that was lent for reading. ``modes``: those that were active before the call.
-
-    Nothing that can be replaced from Python is called before the copies are made.
+    The copies are made first, so that they come right behind the call in the order of the stream.
     """
     fault = meaning = None
     rows = out.rows
-    are_others_active, kernels = active_modes() != modes, added_kernels()
-    own = other = _clone(rows)
+    own = other = rows.clone()
     if type(returned) is Tensor and not must_be_buffer:
-        other = _clone(returned)
-    whole_lse = None if lse is None else _clone(lse.rows)
-    if are_others_active:
-        fault = "forward left a mode of torch active behind it"
-        meaning = AFTERWARDS
-    elif kernels:
-        fault = f"kernels registered for operators of ATen: {', '.join(kernels)}"
-        meaning = AFTERWARDS
-    elif isinstance(returned, Tensor) and type(returned) is not Tensor:
+        other = returned.clone()
+    whole_lse = None if lse is None else lse.rows.clone()
+    if isinstance(returned, Tensor) and type(returned) is not Tensor:
         fault = f"forward returned a {type(returned).__name__}; the contract says a torch.Tensor"
         meaning = "a subclass may be computed when it is looked at, after the clock has stopped"
     else:
@@ -147,7 +131,7 @@ class AnswerJudge:
         self._earlier.append(asked)
 
     def look_again(self) -> None:
-        """At the latest answer: raises FoundOutError where it has changed since."""
+        """At the latest answer: raises UntrustworthyTimeError where it has changed since."""
         if self._latest is not None and self._latest[2].has_changed():
             raise UntrustworthyTimeError(
                 Broken(
@@ -158,7 +142,7 @@ class AnswerJudge:
             )
 
     def finish(self) -> None:
-        """The last answer, judged in full; raises FoundOutError."""
+        """The last answer, judged in full; raises UntrustworthyTimeError."""
         if self._latest is not None:
             asked, rows, answer = self._latest
             if len(rows) and float(_shares(asked, rows, answer.output).max()) > 1:

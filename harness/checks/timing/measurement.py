@@ -5,7 +5,7 @@ Must not know: records, how a sample is judged.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,12 +14,11 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.cudagraph.recorder import recorder_for
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.checks.timing.cache_flush import Flush
 from attncheck.harness.checks.timing.clock import clock_for
-from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
-from attncheck.harness.checks.timing.hooks import active_modes
-from attncheck.harness.checks.timing.judgement import AFTERWARDS, UntrustworthyTimeError
-from attncheck.harness.checks.timing.neighbours import GLANCE, Neighbour, compare
+from attncheck.harness.checks.timing.device_api import CacheFlush
+from attncheck.harness.checks.timing.fresh_contents import FreshContents
+from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
+from attncheck.harness.checks.timing.neighbours import Neighbour, compare
 from attncheck.harness.checks.timing.parts import DISTANCES, neighbour_of, parts_of
 from attncheck.harness.checks.timing.profiler import kernels_of
 from attncheck.harness.checks.timing.replay import allows_graph
@@ -32,9 +31,6 @@ from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
 from attncheck.reports.run_file.timings import ClockName, Kernel, Latency, Part
-
-NEWCOMERS = (1, GLANCE), 6
-"""Samples of problems that no call has seen: glances, and a look. Each needs a truth of its own."""
 
 WARM_UPS = 2
 """Calls before any is timed: a first one may compile."""
@@ -50,9 +46,7 @@ class TimingConditions:
     device: torch.device
     settings: TimingSettings
     sampler: Sampler
-    flush: Flush
-    modes: tuple[int, int] = field(default_factory=active_modes)
-    """Modes of torch that are active without a backend."""
+    flush: CacheFlush
 
     @property
     def is_cold(self) -> bool:
@@ -61,7 +55,10 @@ class TimingConditions:
 
 
 class TimingMeasurement:
-    """One backend on one problem. Raises StageError for what the backend raised, FoundOutError where it cheats."""
+    """One backend on one problem.
+
+    Raises StageError for what the backend raised, UntrustworthyTimeError where it cheats.
+    """
 
     def __init__(
         self, bench: TimingConditions, backend: type[AttentionBackend], problem: Problem, truth: Truth
@@ -70,10 +67,6 @@ class TimingMeasurement:
         self._parts = parts_of(problem)
         self._session = Session(backend, problem, bench.device, capture_sizes=self._capture_sizes())
         self._latest = Latest()
-        if active_modes() != bench.modes:
-            raise UntrustworthyTimeError(
-                Broken("a mode of torch was left active before any call was timed", meaning=AFTERWARDS)
-            )
         self._fresh = FreshContents(problem, truth, bench.device)
         self._own = self._step("forward", self._fresh)
         self._notes: list[str] = []
@@ -137,34 +130,6 @@ class TimingMeasurement:
                 )
             )
         self._notes += [_slower(neighbour) for neighbour in seen if neighbour.is_notable]
-
-    def look_at_newcomers(self) -> None:
-        """Problems that no call has seen have to take about as long as those that took turns.
-
-        Whoever keeps answers and finds them again by what permutations and signs leave as it was is fast with those
-        alone. The sample that a newcomer is held against is taken after its truth was worked out, too.
-        """
-        coming: list[Contents] = []
-
-        def own() -> int:
-            coming.append(self._fresh.never_seen())
-            self._own.take()  # what the truth took from caches and clocks is no newcomer's fault
-            return self._own.take()
-
-        try:
-            seen = compare(0, own, lambda: self._own.take(coming.pop()), *NEWCOMERS)
-        except QuestionError:
-            return
-        if seen.is_suspect:
-            raise UntrustworthyTimeError(
-                Broken(
-                    f"forward takes {seen.ratio:.3g} times as long on a problem of which no call has seen anything",
-                    {"newcomer_ratio": seen.ratio},
-                    "results are kept, and found again by what is alike in contents that are permuted",
-                )
-            )
-        if seen.is_notable:
-            self._notes.append(f"forward takes {seen.ratio:.3g} times as long on problems that no call has seen")
 
     def finish(self) -> None:
         """The last answer, once more."""

@@ -1,10 +1,10 @@
-"""Whether a batch is fast only because it is known: others of nearly its shape, and others of other contents.
+"""Whether a batch is fast only because its shape is known: it is held against others of nearly its shape.
 
 Cannot see: one that is served well within :data:`TOO_FAST`, nor one whose neighbours are known as well. Must not
 know: backends, how a step is taken.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -41,18 +41,15 @@ class Neighbour:
         return self.least > TOO_FAST
 
 
-def compare(
-    distance: int, own: Take, neighbour: Take, glances: Sequence[int] = (GLANCE,), look: int = LOOK
-) -> Neighbour:
-    """Samples of both, taken in turns; more of them only where those before are conspicuous. Both have been warmed up.
+def compare(distance: int, own: Take, neighbour: Take) -> Neighbour:
+    """Compare samples of both, taken in turns; more of them only where the first are conspicuous.
 
-    ``glances``: how many are taken each time; ``look``: how many, of each side, the last time.
+    Both have been warmed up.
     """
-    for count in glances:
-        owns, others = _in_turns(own, neighbour, count)
-        if median(others) <= NOTABLE * median(owns):
-            return Neighbour(distance, median(others) / max(1.0, median(owns)), 0.0)
-    owns, others = _in_turns(own, neighbour, look)
+    owns, others = _in_turns(own, neighbour, GLANCE)
+    if median(others) <= NOTABLE * median(owns):
+        return Neighbour(distance, median(others) / max(1.0, median(owns)), 0.0)
+    owns, others = _in_turns(own, neighbour, LOOK)
     least = median_interval(others)[0] / max(1.0, median_interval(owns)[1])
     return Neighbour(distance, median(others) / max(1.0, median(owns)), least)
 

@@ -17,10 +17,8 @@ from attncheck.harness.checks.cudagraph.recorder import Recorder
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.timing.cache_written import require_stored
 from attncheck.harness.checks.timing.clock import Clock, EventClock, HostClock, nothing
-from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
-from attncheck.harness.checks.timing.hooks import active_modes, added_kernels, replaced, tracers
+from attncheck.harness.checks.timing.fresh_contents import FreshContents
 from attncheck.harness.checks.timing.judgement import (
-    AFTERWARDS,
     AnswerJudge,
     TimedAnswer,
     UntrustworthyTimeError,
@@ -90,8 +88,6 @@ class TimedStep:
         self._order = call_backend("builder", lambda: request_order(problem, session.threshold))
         self._judge = AnswerJudge(name, contents, self._backend.conventions)
         self._host = HostClock(clock.wait)
-        self._modes = active_modes()
-        self._must_be_buffer = self._backend.accept_output_buffer  # once: a property could do the work of a call
         self._scale = output_scale_of(problem, self._device)
         self._recorder = recorder
         self._replay: Replay | None = None
@@ -106,13 +102,13 @@ class TimedStep:
         """The largest error so far, in budgets."""
         return self._judge.worst
 
-    def take(self, asked: Contents | None = None) -> int:
-        """Nanoseconds of one ``forward``, on contents that no call has seen; ``asked``: on these.
+    def take(self) -> int:
+        """Return the nanoseconds of one ``forward``, on contents that no call has seen.
 
-        Raises StageError for what the backend raised, FoundOutError where its answer is none.
+        Raises StageError for what the backend raised, UntrustworthyTimeError where its answer is none.
         """
         self._latest.give_way(self._judge)
-        asked = asked or self._contents.next()
+        asked = self._contents.next()
         problem = asked.problem()
         step, fresh = self._fresh(problem)
         self._fill(problem, step)
@@ -160,7 +156,7 @@ class TimedStep:
         return call
 
     def finish(self) -> None:
-        """The last answer, once more: raises FoundOutError."""
+        """The last answer, once more: raises UntrustworthyTimeError."""
         if self._latest.judge is self._judge:
             self._judge.look_again()
         self._judge.finish()
@@ -227,14 +223,11 @@ class TimedStep:
         if session.pool is not None:
             spans["the cache"] = span(session.pool.kv_cache)
         forward = self._bound(call, metadata) if self._replay is None else self._replay.forward
-        due: list[Callable[[], object]] = [forward]
         returned: list[object] = []
         answers: list[TimedAnswer] = []
-        found: list[tuple[object, object]] = []
-        was_traced_by = tracers()
-        _require_untouched("build")
-        if active_modes() != self._modes:
-            raise _left("build left a mode of torch active behind it")
+
+        def kept(run: Callable[[], object]) -> Callable[[], None]:
+            return lambda: returned.append(run())
 
         def before() -> None:
             self._flush()
@@ -243,14 +236,8 @@ class TimedStep:
                 memory.lse.refill(num_rows)
             memory.lent.load_rows(fresh)
             if isinstance(self._clock, HostClock):  # of events, which lie on the device, an empty call takes nothing
-                due.append(nothing)
-                self._empty_ns.append(self._clock.time(timed))
-                for each in (due, returned, found):
-                    each.pop()
-
-        def timed() -> None:
-            returned.append(due[-1]())
-            found.append(tracers())  # under the clock: one that comes to act later could be gone again by then
+                self._empty_ns.append(self._clock.time(kept(nothing)))
+                returned.clear()
 
         def after() -> None:
             answers.append(
@@ -260,19 +247,15 @@ class TimedStep:
                     memory.lse,
                     num_rows,
                     spans,
-                    must_be_buffer=self._must_be_buffer,
-                    modes=self._modes,
+                    must_be_buffer=self._backend.accept_output_buffer,
                 )
             )
 
         with torch.no_grad():
             taken = call_backend(
                 "forward",
-                lambda: self._clock.time(timed, before=before, after=after),
+                lambda: self._clock.time(kept(forward), before=before, after=after),
             )
-        if found[0] != was_traced_by:
-            raise _left("forward left a function behind it that Python calls at every event")
-        _require_untouched("forward")
         empty = median(self._empty_ns) if self._empty_ns else 0
         return answers[0], max(1, taken - int(empty))  # a time of nothing is less than a clock can tell
 
@@ -292,15 +275,6 @@ class TimedStep:
             memory.lse,
             self._scale,
         )
-
-
-def _require_untouched(stage_name: str) -> None:
-    if names := (*replaced(), *added_kernels()):
-        raise _left(f"after {stage_name} these are not torch's own: {', '.join(names[:5])}")
-
-
-def _left(what: str) -> UntrustworthyTimeError:
-    return UntrustworthyTimeError(Broken(what, meaning=AFTERWARDS))
 
 
 def _copied(call: ForwardCall) -> ForwardCall:

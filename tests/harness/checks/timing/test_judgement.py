@@ -10,7 +10,6 @@ from attncheck.harness.checks.timing.judgement import (
     AnswerJudge,
     TimedAnswer,
     UntrustworthyTimeError,
-    active_modes,
     copy_answer,
 )
 from attncheck.harness.driver.output_buffers import GuardedBuffer
@@ -150,12 +149,10 @@ class Own(torch.Tensor):
 
 
 class TestForm:
-    """``answer_of``."""
+    """``copy_answer``."""
 
-    def answer(self, returned, out, *, spans=None, must_be_buffer=True, modes=None):
-        return copy_answer(
-            returned, out, None, 2, spans or {}, must_be_buffer=must_be_buffer, modes=modes or active_modes()
-        )
+    def answer(self, returned, out, *, spans=None, must_be_buffer=True):
+        return copy_answer(returned, out, None, 2, spans or {}, must_be_buffer=must_be_buffer)
 
     @pytest.fixture
     def out(self):
@@ -187,8 +184,3 @@ class TestForm:
         answer = self.answer(query, out, spans=spans, must_be_buffer=False)
         assert "memory of query" in answer.fault
         assert "an input is handed back" in answer.meaning
-
-    def test_a_mode_that_stays_is_a_fault(self, out):
-        dispatch, functions = active_modes()
-        answer = self.answer(out.handed_out(), out, modes=(dispatch + 1, functions))
-        assert "mode of torch" in answer.fault

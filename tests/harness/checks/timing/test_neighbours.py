@@ -49,17 +49,3 @@ def test_what_noise_may_have_made_is_not_even_notable():
     found, taken = compared([1000, 1000, 4000, 4000, 1000], [4500, 900, 4500, 4500, 1000])
     assert taken == GLANCE + LOOK
     assert not found.is_notable
-
-
-def test_glances_grow_while_they_are_conspicuous():
-    own, neighbour = cycle([1000]), iter([4000, 900, 1000, 1100])
-    found = compare(0, lambda: next(own), lambda: next(neighbour), (1, 3), 6)
-    assert (found.ratio, found.least) == (1, 0)
-    assert next(neighbour, None) is None
-
-
-def test_a_look_may_be_shorter():
-    taken = []
-    found = compare(0, lambda: 1000, lambda: taken.append(1) or 4000, (1, 3), 6)
-    assert len(taken) == 1 + 3 + 6
-    assert found.is_suspect

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.harness.checks.timing import clock as clock_module
@@ -234,30 +233,3 @@ def test_a_reader_learns_what_the_clock_of_a_device_met(case):
     behind, late = step.notes
     assert behind.startswith("forward: in 4 of 20 calls the host fell behind")
     assert late.startswith("forward: in 3 of 20 calls work went on elsewhere")
-
-
-def test_a_mode_that_the_builder_leaves_is_seen_though_forward_ends_it(case):
-    modes = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            return function(*args, **(kwargs or {}))
-
-    class Builder(ReferenceBuilder):
-        def build(self, *arguments, **keywords):
-            modes.append(Mode())
-            modes[-1].__enter__()
-            return super().build(*arguments, **keywords)
-
-    class Impl(ReferenceImpl):
-        def forward(self, *arguments, **keywords):
-            modes.pop().__exit__(None, None, None)
-            return super().forward(*arguments, **keywords)
-
-    step = step_of(backend_of(Impl, Builder), case)
-    try:
-        with pytest.raises(UntrustworthyTimeError, match="build left a mode of torch active"):
-            step.take()
-    finally:
-        for mode in modes:
-            mode.__exit__(None, None, None)
