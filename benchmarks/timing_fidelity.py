@@ -27,8 +27,8 @@ from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.timing.clock import clock_for
+from attncheck.harness.checks.timing.device_state import kernels_of
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
-from attncheck.harness.checks.timing.profiler import kernels_of
 from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem

@@ -17,12 +17,12 @@ from attncheck.backends.interpreter import ENVIRONMENT, MARK, is_interpreted
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.checks.timing.ceilings import measure_ceilings
 from attncheck.harness.checks.timing.clock import clock_for
 from attncheck.harness.checks.timing.device_api import CacheFlush, replaced_clocks
 from attncheck.harness.checks.timing.device_state import state_under_load
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
 from attncheck.harness.checks.timing.measurement import Sampler, TimingConditions, TimingMeasurement
+from attncheck.harness.checks.timing.roofline import measure_ceilings
 from attncheck.harness.checks.timing.sampling import Samples, sample
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.driver.foreign_code import call_backend

@@ -20,9 +20,11 @@ from attncheck.harness.checks.lse import lse_shares
 from attncheck.harness.checks.numerics import summarize
 from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
 from attncheck.harness.checks.timing.lent_buffers import span
+from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import still_unwritten
 from attncheck.harness.driver.output_buffers import GuardedBuffer, read_result
 from attncheck.harness.problem.output_quantisation import output_codes, output_error
+from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.tolerance import share_of_budget
 
 JUDGED_ELEMENTS = 1 << 18
@@ -34,8 +36,14 @@ _REMEMBERED = 64
 _LATE_S = 0.2
 """How long a wrong output is watched, in case it changes yet."""
 
+CHECKED_ROWS = 64
+"""New rows that are read back from the cache after a call; which, cannot be foreseen."""
+
 _NEAR = 0.1
-"""A relative error up to which a wrong row is an inexact one."""
+"""A relative error up to which a wrong row is an inexact one, and a stored row the one that was handed over.
+
+Codes in a cache are coarser than rows.
+"""
 
 
 class UntrustworthyTimeError(AttncheckError):
@@ -187,6 +195,36 @@ class AnswerJudge:
             raise UntrustworthyTimeError(
                 Broken(summary, {"calls": self.num_judged, "budget_share": float(shares.max())})
             )
+
+
+def require_stored(name: str, pool: KVPool, problem: Problem, contents: FreshContents) -> None:
+    """Raise UntrustworthyTimeError if new rows of ``problem`` are not in the cache. Do nothing without a codec.
+
+    To leave the write out saves time, and the output does not show it. Cannot see: single wrong elements, which
+    ``cache_write`` looks for; a codec, which is the backend's own, that writes what is missing where it is asked to
+    read, or makes it up.
+    """
+    if pool.codec is None:
+        return
+    new = problem.new_keys[problem.new_keys >= 0]
+    new = new[contents.some(len(new), CHECKED_ROWS).cpu()]
+    if not len(new):
+        return
+    slots = problem.key_slots[new]
+    missing = torch.zeros(len(new), dtype=torch.bool)
+    for found, given in zip(pool.read_image(pool.bytes(), slots), (problem.keys, problem.values), strict=True):
+        wanted = given[new].double().flatten(1)
+        error = (found.double().flatten(1) - wanted).norm(dim=1)
+        missing |= ~(error <= _NEAR * wanted.norm(dim=1)).cpu()
+    if bool(missing.any()):
+        slot = int(slots[missing][0])
+        raise UntrustworthyTimeError(
+            Broken(
+                f"{name}: {int(missing.sum())} of {len(new)} new rows looked at are not in the cache, first: "
+                f"{problem.slot_name(slot)}",
+                meaning="the cache write is left out under the clock, or left to later",
+            )
+        )
 
 
 def _shares(asked: Contents, rows: Tensor, output: Tensor) -> Tensor:

@@ -16,16 +16,15 @@ from attncheck.harness.checks.cudagraph.recorder import recorder_for
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.timing.clock import clock_for
 from attncheck.harness.checks.timing.device_api import CacheFlush
+from attncheck.harness.checks.timing.device_state import kernels_of
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
-from attncheck.harness.checks.timing.neighbours import Neighbour, compare
-from attncheck.harness.checks.timing.parts import DISTANCES, neighbour_of, parts_of
-from attncheck.harness.checks.timing.profiler import kernels_of
+from attncheck.harness.checks.timing.neighbours import DISTANCES, Neighbour, compare, neighbour_of, parts_of
 from attncheck.harness.checks.timing.replay import allows_graph
+from attncheck.harness.checks.timing.roofline import work_of
 from attncheck.harness.checks.timing.sampling import Samples, samples_of
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
-from attncheck.harness.checks.timing.work import work_of
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem

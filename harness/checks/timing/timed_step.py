@@ -15,7 +15,6 @@ import torch
 from attncheck.harness.checks.cudagraph.persistent_inputs import each_of
 from attncheck.harness.checks.cudagraph.recorder import Recorder
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.checks.timing.cache_written import require_stored
 from attncheck.harness.checks.timing.clock import Clock, EventClock, HostClock, nothing
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
 from attncheck.harness.checks.timing.judgement import (
@@ -23,6 +22,7 @@ from attncheck.harness.checks.timing.judgement import (
     TimedAnswer,
     UntrustworthyTimeError,
     copy_answer,
+    require_stored,
 )
 from attncheck.harness.checks.timing.lent_buffers import LentBuffers, span
 from attncheck.harness.checks.timing.replay import Replay, capture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attncheck.harness.checks.timing import device_api
-from attncheck.harness.checks.timing.device_api import replaced_clocks
+from attncheck.harness.checks.timing.device_api import CacheFlush, replaced_clocks
 
 FILE = """
 import time
@@ -118,3 +118,21 @@ class TestCudaApi:
     def test_a_stream_is_made_current_again(self, journal):
         device_api.cuda_api("cuda:1").make_current("side")
         assert journal == [("_set_stream", "side")]
+
+
+def test_a_cpu_is_not_flushed():
+    flush = CacheFlush("cpu")
+    flush()
+    assert flush.num_bytes == 0
+
+
+def test_a_flush_writes_twice_the_cache(monkeypatch):
+    properties = type("Properties", (), {"L2_cache_size": 1000})
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: empty(*size, dtype=dtype).fill_(7))
+    flush = CacheFlush("cuda")
+    assert flush.num_bytes == 2000
+    flush()
+    assert flush._buffer.shape == (2000,)
+    assert not flush._buffer.any()
