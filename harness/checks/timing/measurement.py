@@ -12,6 +12,8 @@ import torch
 from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
+from attncheck.harness.checks.cudagraph.check import unexamined_reasons
+from attncheck.harness.checks.cudagraph.measurement import level_for
 from attncheck.harness.checks.cudagraph.recorder import recorder_for
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.timing.clock import clock_for
@@ -20,7 +22,6 @@ from attncheck.harness.checks.timing.device_state import kernels_of
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
 from attncheck.harness.checks.timing.neighbours import DISTANCES, Neighbour, compare, neighbour_of, parts_of
-from attncheck.harness.checks.timing.replay import allows_graph
 from attncheck.harness.checks.timing.roofline import work_of
 from attncheck.harness.checks.timing.sampling import Samples, samples_of
 from attncheck.harness.checks.timing.settings import TimingSettings
@@ -29,6 +30,7 @@ from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
+from attncheck.reference.spec import AttentionCGSupport, BatchSpec
 from attncheck.reports.run_file.timings import ClockName, Kernel, Latency, Part
 
 WARM_UPS = 2
@@ -176,6 +178,21 @@ class TimingMeasurement:
         replayed = [each for each in (self._problem, *self._parts.values()) if self._is_replayed(each)]
         batches = [problem.case.batch for problem in replayed]
         return tuple(sorted({batch.num_tokens + batch.padding.tokens for batch in batches}))
+
+
+def allows_graph(backend: type[AttentionBackend], problem: Problem) -> bool:
+    """Whether the level that the backend declares holds for such a batch. Raises StageError where it is no level."""
+    if unexamined_reasons(problem.case):
+        return False
+    return level_for(backend, problem).value >= level_of(problem.case.batch).value
+
+
+def level_of(batch: BatchSpec) -> AttentionCGSupport:
+    """The lowest level whose graphs hold such a batch."""
+    query_lens = {request.query_len for request in batch.requests}
+    if query_lens == {1}:
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    return AttentionCGSupport.UNIFORM_BATCH if len(query_lens) == 1 else AttentionCGSupport.ALWAYS
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from attncheck.harness.checks.timing.clock import HostClock
 from attncheck.harness.checks.timing.device_api import CacheFlush
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
-from attncheck.harness.checks.timing.measurement import TimingConditions, TimingMeasurement
-from attncheck.harness.checks.timing.replay import allows_graph, level_of
+from attncheck.harness.checks.timing.measurement import TimingConditions, TimingMeasurement, allows_graph, level_of
 from attncheck.harness.checks.timing.sampling import sample
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
