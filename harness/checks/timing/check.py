@@ -68,7 +68,7 @@ class TimingCheck:
         measurement = TimingMeasurement(bench, backend.backend, problem, truth)
         latencies = measurement.latencies()
         state = state_under_load(bench.device, measurement.call_once_more)
-        measurement.look_at_neighbours()
+        measurement.compare_neighbours()
         kernels = measurement.kernels() if bench.settings.kernels else ()
         measurement.finish()
         if replaced := replaced_clocks():

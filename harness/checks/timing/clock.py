@@ -26,13 +26,13 @@ MARGIN_NS = 20_000
 """By how much a hold is longer than was needed before, and a device may be idle later than it used to be."""
 
 
-def nothing() -> None:
-    """Does nothing."""
+def do_nothing() -> None:
+    """Do nothing."""
 
 
 @contextmanager
-def garbage_kept() -> Iterator[None]:
-    """Python collects none meanwhile: what a collection takes depends on what everybody else has allocated."""
+def collection_paused() -> Iterator[None]:
+    """Keep Python from collecting garbage: what a collection takes depends on what all others have allocated."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -51,8 +51,8 @@ class Clock(Protocol):
         self,
         call: Callable[[], object],
         *,
-        before: Callable[[], object] = nothing,
-        after: Callable[[], object] = nothing,
+        before: Callable[[], object] = do_nothing,
+        after: Callable[[], object] = do_nothing,
     ) -> int:
         """Nanoseconds that ``call`` takes, with all it has begun.
 
@@ -83,13 +83,13 @@ class HostClock:
         self,
         call: Callable[[], object],
         *,
-        before: Callable[[], object] = nothing,
-        after: Callable[[], object] = nothing,
+        before: Callable[[], object] = do_nothing,
+        after: Callable[[], object] = do_nothing,
     ) -> int:
         """See :class:`Clock`."""
         before()
         self.wait()
-        with garbage_kept():
+        with collection_paused():
             began = host_ns()
             call()
             if self._wait is not None:
@@ -145,8 +145,8 @@ class EventClock:
         self,
         call: Callable[[], object],
         *,
-        before: Callable[[], object] = nothing,
-        after: Callable[[], object] = nothing,
+        before: Callable[[], object] = do_nothing,
+        after: Callable[[], object] = do_nothing,
     ) -> int:
         """See :class:`Clock`."""
         api = self._api
@@ -155,7 +155,7 @@ class EventClock:
         is_held = self._is_holding and not is_guard
         api.synchronize()
         stream = api.current()
-        with garbage_kept():
+        with collection_paused():
             began = api.now_ns()
             if is_held:
                 api.hold(self._hold_ns)

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attncheck.reports.run_file.timings import DeviceState, Kernel
 
-Ask = Callable[[Sequence[str]], str | None]
+CommandRunner = Callable[[Sequence[str]], str | None]
 """What a command prints; None where it is missing, fails or does not answer."""
 
 REASONS = {
@@ -36,7 +36,7 @@ MASKS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """The mask's name, and what drivers before 535 call it."""
 
 
-def ask(command: Sequence[str]) -> str | None:
+def run_command(command: Sequence[str]) -> str | None:
     """Runs a command, for five seconds at most."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603 (fixed words)
@@ -45,7 +45,7 @@ def ask(command: Sequence[str]) -> str | None:
     return done.stdout
 
 
-def device_state(device: torch.device | str, ask: Ask = ask) -> DeviceState | None:
+def device_state(device: torch.device | str, ask: CommandRunner = run_command) -> DeviceState | None:
     """The state of a CUDA device now; None for others, and where nvidia-smi is missing or knows no such GPU.
 
     A figure that the driver does not tell is None.
@@ -54,8 +54,10 @@ def device_state(device: torch.device | str, ask: Ask = ask) -> DeviceState | No
     return None if gpu is None else state_of(gpu, ask)
 
 
-def state_under_load(device: torch.device | str, work: Callable[[], object], ask: Ask = ask) -> DeviceState | None:
-    """The same, asked while ``work`` is done again and again: an idle device clocks down, and nothing holds it back.
+def state_under_load(
+    device: torch.device | str, work: Callable[[], object], ask: CommandRunner = run_command
+) -> DeviceState | None:
+    """Return the same while ``work`` is done again and again: an idle device clocks down, and nothing holds it back.
 
     Raises what ``work`` raises.
     """
@@ -69,7 +71,7 @@ def state_under_load(device: torch.device | str, work: Callable[[], object], ask
     return asked.result()
 
 
-def state_of(gpu: str, ask: Ask) -> DeviceState | None:
+def state_of(gpu: str, ask: CommandRunner) -> DeviceState | None:
     """The state of the GPU that nvidia-smi knows by this identifier."""
     for mask in MASKS:
         fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", mask)

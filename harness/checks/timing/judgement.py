@@ -1,8 +1,7 @@
 """Whether an answer given under the clock is one: of the right form, right for these contents, and final.
 
-What is wrong is told with the trick that it looks like: kernels, generated ones above all, have been seen to leave work
-to a stream or a thread, to hand out tensors that are evaluated when they are looked at, and to give answers they had.
-Must not know: clocks, how a call is made.
+A finding names the trick that it looks like. Kernels, generated ones above all, have been seen to leave work to a
+stream or a thread, to hand out tensors that are evaluated when they are looked at, and to give answers they had.
 """
 
 import math
@@ -128,7 +127,7 @@ class AnswerJudge:
         layer = asked.base.problem.layer
         limit = max(1, JUDGED_ELEMENTS // answer.output[0].numel()) if len(rows) else 0
         self.notes = () if limit >= len(rows) else (_sampled(self.name, limit, len(rows)),)
-        which = self._source.some(len(rows), len(rows) if self._latest is None else limit)
+        which = self._source.random_indices(len(rows), len(rows) if self._latest is None else limit)
         self._latest = (asked, rows, answer)
         share = float(_shares(asked, rows[which], answer.output[which]).max()) if len(which) else 0.0
         self.worst = max(self.worst, share)
@@ -138,8 +137,8 @@ class AnswerJudge:
             self._judge_lse(asked, rows[which], answer.lse[which])
         self._earlier.append(asked)
 
-    def look_again(self) -> None:
-        """At the latest answer: raises UntrustworthyTimeError where it has changed since."""
+    def require_unchanged(self) -> None:
+        """Raise UntrustworthyTimeError where the latest answer has changed since."""
         if self._latest is not None and self._latest[2].has_changed():
             raise UntrustworthyTimeError(
                 Broken(
@@ -207,7 +206,7 @@ def require_stored(name: str, pool: KVPool, problem: Problem, contents: FreshCon
     if pool.codec is None:
         return
     new = problem.new_keys[problem.new_keys >= 0]
-    new = new[contents.some(len(new), CHECKED_ROWS).cpu()]
+    new = new[contents.random_indices(len(new), CHECKED_ROWS).cpu()]
     if not len(new):
         return
     slots = problem.key_slots[new]

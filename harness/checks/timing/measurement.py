@@ -1,7 +1,4 @@
-"""All that is timed of one backend on one problem: the batch, its parts, and neighbours that it is held against.
-
-Must not know: records, how a sample is judged.
-"""
+"""All that is timed of one backend on one problem: the batch, its parts, and neighbours that it is held against."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +22,7 @@ from attncheck.harness.checks.timing.neighbours import DISTANCES, Neighbour, com
 from attncheck.harness.checks.timing.roofline import work_of
 from attncheck.harness.checks.timing.sampling import Samples, samples_of
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
+from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
@@ -67,7 +64,7 @@ class TimingMeasurement:
         self._bench, self._backend, self._problem = bench, backend, problem
         self._parts = parts_of(problem)
         self._session = Session(backend, problem, bench.device, capture_sizes=self._capture_sizes())
-        self._latest = Latest()
+        self._latest = LatestAnswer()
         self._fresh = FreshContents(problem, truth, bench.device)
         self._own = self._step("forward", self._fresh)
         self._notes: list[str] = []
@@ -106,8 +103,8 @@ class TimingMeasurement:
         """As for a sample of the batch, which is none."""
         self._own.take()
 
-    def look_at_neighbours(self) -> None:
-        """Batches of nearly the same shape have to take about as long."""
+    def compare_neighbours(self) -> None:
+        """Raise UntrustworthyTimeError unless batches of nearly the same shape take about as long."""
         seen: list[Neighbour] = []
         for distance in DISTANCES:
             asked = neighbour_of(self._problem, distance)
@@ -138,7 +135,7 @@ class TimingMeasurement:
 
     def kernels(self) -> tuple[Kernel, ...]:
         """What runs in one ``forward``."""
-        return kernels_of(self._own.bare(), self._bench.device)
+        return kernels_of(self._own.unjudged_call(), self._bench.device)
 
     def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
         """Contents of ``problem``; None where the backend does not claim to serve it, or its truth cannot be had."""
@@ -181,14 +178,17 @@ class TimingMeasurement:
 
 
 def allows_graph(backend: type[AttentionBackend], problem: Problem) -> bool:
-    """Whether the level that the backend declares holds for such a batch. Raises StageError where it is no level."""
+    """Return whether the level that the backend declares allows a graph of such a batch.
+
+    Raises StageError where it declares no level.
+    """
     if unexamined_reasons(problem.case):
         return False
     return level_for(backend, problem).value >= level_of(problem.case.batch).value
 
 
 def level_of(batch: BatchSpec) -> AttentionCGSupport:
-    """The lowest level whose graphs hold such a batch."""
+    """Return the lowest level whose graphs hold such a batch."""
     query_lens = {request.query_len for request in batch.requests}
     if query_lens == {1}:
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -23,10 +23,10 @@ TOO_FAST = 2.0
 """How many times as long all neighbours must take for a batch to be a special case."""
 
 NOTABLE = 1.25
-"""From how many times on it is said."""
+"""From how many times on a note says so."""
 
-GLANCE, LOOK = 3, 10
-"""Samples of each side: to see that there is nothing, and to be sure that there is."""
+FEW_SAMPLES, MORE_SAMPLES = 3, 10
+"""Samples of each side: to see that there is no difference, and to be sure that there is one."""
 
 Take = Callable[[], int]
 
@@ -111,10 +111,10 @@ def compare(distance: int, own: Take, neighbour: Take) -> Neighbour:
 
     Both have been warmed up.
     """
-    owns, others = _in_turns(own, neighbour, GLANCE)
+    owns, others = _in_turns(own, neighbour, FEW_SAMPLES)
     if median(others) <= NOTABLE * median(owns):
         return Neighbour(distance, median(others) / max(1.0, median(owns)), 0.0)
-    owns, others = _in_turns(own, neighbour, LOOK)
+    owns, others = _in_turns(own, neighbour, MORE_SAMPLES)
     least = median_interval(others)[0] / max(1.0, median_interval(owns)[1])
     return Neighbour(distance, median(others) / max(1.0, median(owns)), least)
 

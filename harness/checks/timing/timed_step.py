@@ -1,8 +1,7 @@
 """One batch of one backend, timed again and again: new contents in the same memory, every answer judged.
 
 The order is a model runner's: the cache and the metadata are there, ``build`` is timed by the host, then the rows of
-the layer arrive, and the cache write and ``forward`` are timed, with nothing of the harness in between. Must not know:
-which batches are timed, how many samples are taken.
+the layer arrive, and the cache write and ``forward`` are timed, with nothing of the harness in between.
 """
 
 from collections import deque
@@ -15,7 +14,7 @@ import torch
 from attncheck.harness.checks.cudagraph.capture import CapturedForward, capture_forward
 from attncheck.harness.checks.cudagraph.recorder import Recorder
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.checks.timing.clock import Clock, EventClock, HostClock, nothing
+from attncheck.harness.checks.timing.clock import Clock, EventClock, HostClock, do_nothing
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
 from attncheck.harness.checks.timing.judgement import (
     AnswerJudge,
@@ -49,15 +48,18 @@ class LentMemory:
 
 
 @dataclass
-class Latest:
-    """Who judged the latest answer of a session: it has to stay as it is until the next call, of whatever batch."""
+class LatestAnswer:
+    """The latest answer of a session, by its judge. It has to stay as it is until the next call, of any batch."""
 
     judge: AnswerJudge | None = None
 
-    def give_way(self, judge: AnswerJudge | None) -> None:
-        """To a call that ``judge`` will judge. Raises UntrustworthyTimeError where the latest answer has changed."""
+    def start_next(self, judge: AnswerJudge | None) -> None:
+        """Check that the latest answer has not changed, and go on to a call that ``judge`` will judge.
+
+        Raises UntrustworthyTimeError where it has changed.
+        """
         if self.judge is not None:
-            self.judge.look_again()
+            self.judge.require_unchanged()
         self.judge = judge
 
 
@@ -71,7 +73,7 @@ class TimedStep:
         contents: FreshContents,
         clock: Clock,
         flush: Flusher,
-        latest: Latest,
+        latest: LatestAnswer,
         memory: LentMemory | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -105,7 +107,7 @@ class TimedStep:
 
         Raises StageError for what the backend raised, UntrustworthyTimeError where its answer is none.
         """
-        self._latest.give_way(self._judge)
+        self._latest.start_next(self._judge)
         asked = self._contents.next()
         problem = asked.problem()
         step, fresh = self._fresh(problem)
@@ -137,9 +139,9 @@ class TimedStep:
         """How ``forward`` is timed."""
         return self._clock.name if self._replay is None else "graph"
 
-    def bare(self) -> Callable[[], object]:
-        """One more ``forward`` on new contents, to be looked at by other means than a clock; nobody judges it."""
-        self._latest.give_way(None)
+    def unjudged_call(self) -> Callable[[], object]:
+        """Return one more ``forward`` on new contents, to be examined by other means than a clock; it is not judged."""
+        self._latest.start_next(None)
         problem = self._contents.next().problem()
         step, fresh = self._fresh(problem)
         self._fill(problem, step)
@@ -156,7 +158,7 @@ class TimedStep:
     def finish(self) -> None:
         """The last answer, once more: raises UntrustworthyTimeError."""
         if self._latest.judge is self._judge:
-            self._judge.look_again()
+            self._judge.require_unchanged()
         self._judge.finish()
 
     def _clock_notes(self) -> Iterator[str]:
@@ -235,7 +237,7 @@ class TimedStep:
             buffers.refill(num_rows)
             inputs.load_rows(fresh)
             if isinstance(self._clock, HostClock):  # of events, which lie on the device, an empty call takes nothing
-                self._empty_ns.append(self._clock.time(kept(nothing)))
+                self._empty_ns.append(self._clock.time(kept(do_nothing)))
                 returned.clear()
 
         def after() -> None:

@@ -9,7 +9,13 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from attncheck.harness.checks.timing import device_state as device_state_module
-from attncheck.harness.checks.timing.device_state import ask, device_state, kernels_of, state_of, state_under_load
+from attncheck.harness.checks.timing.device_state import (
+    device_state,
+    kernels_of,
+    run_command,
+    state_of,
+    state_under_load,
+)
 from attncheck.reports.run_file.timings import DeviceState, Kernel
 
 GPU = "GPU-0f0f"
@@ -111,15 +117,15 @@ def test_a_cpu_is_neither_asked_nor_put_to_work():
 
 
 def test_a_command_that_is_missing_fails_or_hangs_answers_nothing(monkeypatch):
-    assert ask(("attncheck-has-no-such-command",)) is None
-    assert ask(("false",)) is None
-    assert ask(("echo", "7")) == "7\n"
+    assert run_command(("attncheck-has-no-such-command",)) is None
+    assert run_command(("false",)) is None
+    assert run_command(("echo", "7")) == "7\n"
 
     def hang(command, timeout, **kwargs):
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", hang)
-    assert ask(("echo", "7")) is None
+    assert run_command(("echo", "7")) is None
 
 
 def test_operators_of_a_cpu():

@@ -51,7 +51,7 @@ def test_right_answers_pass(bench):
     for _ in range(5):
         asked = bench.source.next()
         bench.put(asked, bench.right(asked))
-        bench.judge.look_again()
+        bench.judge.require_unchanged()
     bench.judge.finish()
     assert bench.judge.worst <= 1
     assert bench.judge.num_judged == 5
@@ -90,7 +90,7 @@ def test_a_right_output_has_to_stay(bench):
     bench.put(asked, live)
     live[0] += 1
     with pytest.raises(UntrustworthyTimeError, match="changed after the clock had stopped"):
-        bench.judge.look_again()
+        bench.judge.require_unchanged()
 
 
 def test_a_lower_precision_is_told(bench):
@@ -130,7 +130,7 @@ def test_an_lse_is_taken_in_its_own_base(make_case):
 
 def test_of_many_rows_some_are_judged_and_at_last_all(bench, monkeypatch):
     monkeypatch.setattr(judgement, "JUDGED_ELEMENTS", 2 * 8 * 64)
-    monkeypatch.setattr(bench.source, "some", lambda count, limit: torch.arange(min(count, limit)))
+    monkeypatch.setattr(bench.source, "random_indices", lambda count, limit: torch.arange(min(count, limit)))
     asked = bench.source.next()
     bench.put(asked, bench.right(asked))
     wrong = bench.right(asked)

@@ -67,12 +67,12 @@ def test_what_is_raised_at_a_part_says_which(measure):
 def test_what_is_raised_at_a_neighbour_says_which(measure):
     made = measure(raising(lambda common: int(common.seq_lens.max()) == 39))
     with pytest.raises(StageError) as caught:
-        made.look_at_neighbours()
+        made.compare_neighbours()
     assert caught.value.raised.stage == "forward of the same batch, a token shorter"
 
 
 class TestNeighbours:
-    """``look_at_neighbours``, by ratios made by hand."""
+    """``compare_neighbours``, by ratios made by hand."""
 
     @pytest.fixture
     def seen(self, monkeypatch):
@@ -91,20 +91,20 @@ class TestNeighbours:
     def test_the_first_that_is_as_fast_is_enough(self, measure, seen):
         distances = seen(1.1)
         made = measure()
-        made.look_at_neighbours()
+        made.compare_neighbours()
         assert (distances, made.notes) == ([1], ())
 
     def test_one_that_is_as_fast_clears_the_batch(self, measure, seen):
         distances = seen(9.0, 1.2)
         made = measure()
-        made.look_at_neighbours()
+        made.compare_neighbours()
         assert distances == [1, 8]
         assert made.notes == ("forward takes 9 times as long where requests are a token shorter",)
 
     def test_less_than_twice_is_a_note(self, measure, seen):
         seen(9.0, 1.5)
         made = measure()
-        made.look_at_neighbours()
+        made.compare_neighbours()
         assert made.notes[1] == "forward takes 1.5 times as long where requests are 8 tokens shorter"
 
     def test_all_far_slower_is_a_special_case(self, measure, seen):
@@ -112,11 +112,11 @@ class TestNeighbours:
         with pytest.raises(
             UntrustworthyTimeError, match="3 times as long where requests are 8 tokens shorter"
         ) as caught:
-            measure().look_at_neighbours()
+            measure().compare_neighbours()
         assert "special-cased" in caught.value.finding.meaning
 
     def test_without_neighbours_nothing_is_said(self, measure, seen):
         distances = seen()
         made = measure(requests=((1, 1),))
-        made.look_at_neighbours()
+        made.compare_neighbours()
         assert (distances, made.notes) == ([], ())

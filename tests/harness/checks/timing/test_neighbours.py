@@ -4,7 +4,7 @@ from itertools import cycle
 
 import pytest
 
-from attncheck.harness.checks.timing.neighbours import GLANCE, LOOK, compare, neighbour_of, parts_of
+from attncheck.harness.checks.timing.neighbours import FEW_SAMPLES, MORE_SAMPLES, compare, neighbour_of, parts_of
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import AttentionType, RequestSpec
 
@@ -29,14 +29,14 @@ def compared(own, neighbour):
 @pytest.mark.parametrize("neighbour", [[500], [1000], [1200], [900, 1100]])
 def test_as_long_is_seen_at_a_glance(neighbour):
     found, taken = compared([1000], neighbour)
-    assert taken == GLANCE
+    assert taken == FEW_SAMPLES
     assert not found.is_notable
     assert not found.is_suspect
 
 
 def test_far_longer_is_suspect():
     found, taken = compared([1000, 1050, 980], [4000, 4100, 3900])
-    assert taken == GLANCE + LOOK
+    assert taken == FEW_SAMPLES + MORE_SAMPLES
     assert found.is_suspect
     assert found.ratio == pytest.approx(4, rel=0.1)
 
@@ -49,7 +49,7 @@ def test_somewhat_longer_is_notable_only():
 
 def test_what_noise_may_have_made_is_not_even_notable():
     found, taken = compared([1000, 1000, 4000, 4000, 1000], [4500, 900, 4500, 4500, 1000])
-    assert taken == GLANCE + LOOK
+    assert taken == FEW_SAMPLES + MORE_SAMPLES
     assert not found.is_notable
 
 

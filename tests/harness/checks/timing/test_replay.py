@@ -16,7 +16,7 @@ from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
 from attncheck.harness.checks.timing.measurement import TimingConditions, TimingMeasurement, allows_graph, level_of
 from attncheck.harness.checks.timing.sampling import sample
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
+from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -97,7 +97,7 @@ def timed(backend, recorder, make_case):
     session = Session(backend, problem, CPU, capture_sizes=(2,))
     contents = FreshContents(problem, None, CPU)
     return TimedStep(
-        "forward", session, contents, HostClock(), lambda: None, Latest(), recorder=recorder
+        "forward", session, contents, HostClock(), lambda: None, LatestAnswer(), recorder=recorder
     ), session.builder
 
 

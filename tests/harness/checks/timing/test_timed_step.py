@@ -9,7 +9,7 @@ from attncheck.harness.checks.timing.clock import EventClock
 from attncheck.harness.checks.timing.device_api import DeviceApi
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
-from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
+from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
@@ -48,7 +48,7 @@ def step_of(backend, case, log=None):
     problem = build_problem(case, 0)
     session = Session(backend, problem, CPU)
     contents = FreshContents(problem, None, CPU)
-    return TimedStep("forward", session, contents, Clock(log), lambda: log.append("flush"), Latest())
+    return TimedStep("forward", session, contents, Clock(log), lambda: log.append("flush"), LatestAnswer())
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_one_call_can_be_looked_at_by_other_means(case):
     step = step_of(backend_of(Impl), case)
     step.take()
     calls.clear()
-    bare = step.bare()
+    bare = step.unjudged_call()
     assert calls == []
     bare()
     assert calls == [False]
@@ -225,7 +225,12 @@ def test_a_reader_learns_what_the_clock_of_a_device_met(case):
     clock = EventClock("cuda", api)
     problem = build_problem(case, 0)
     step = TimedStep(
-        "forward", Session(backend_of(), problem, CPU), FreshContents(problem, None, CPU), clock, lambda: None, Latest()
+        "forward",
+        Session(backend_of(), problem, CPU),
+        FreshContents(problem, None, CPU),
+        clock,
+        lambda: None,
+        LatestAnswer(),
     )
     assert step.take() == 500_000
     assert (step.clock_name, step.notes) == ("events", ())
