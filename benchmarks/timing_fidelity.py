@@ -27,9 +27,9 @@ from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.timing.clock import clock_for
+from attncheck.harness.checks.timing.device_state import kernels_of
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
-from attncheck.harness.checks.timing.profiler import kernels_of
-from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
+from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.run.backend_loading import load_backend
@@ -135,8 +135,8 @@ def against_the_profiler(backend: LoadedBackend, device: torch.device) -> list[l
         )
         problem = build_problem(case, 0)
         session, clock = Session(backend.backend, problem, device), clock_for(device)
-        step = TimedStep("forward", session, FreshContents(problem, None, device), clock, lambda: None, Latest())
-        call = step.bare()
+        step = TimedStep("forward", session, FreshContents(problem, None, device), clock, lambda: None, LatestAnswer())
+        call = step.unjudged_call()
         clocked = [clock.time(call) for _ in range(2 * REPEATS)][REPEATS:]
         kernels = kernels_of(lambda call=call: [call() for _ in range(REPEATS)], device)  # type: ignore[misc]
         profiled_us = sum(kernel.duration_ns for kernel in kernels) / REPEATS / 1000

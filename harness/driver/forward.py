@@ -1,9 +1,10 @@
 """One entry into a backend's ``forward``, as the model's layer makes it, and what came out of it.
 
-The cache is written before, aliases are handed out. Must not know: sessions, what is judged.
+The three drivers bind the arguments here: the session of a case, of a CUDA graph, and of a timed step.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,95 +13,110 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.harness.driver.forward_calls import ForwardCall
+from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.output_buffers import GuardedBuffer, read_result
 from attncheck.harness.driver.results import CallResult
+from attncheck.harness.driver.step import Step
 from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.output_quantisation import output_codes
 from attncheck.harness.problem.problem import Problem
 
 
-def output_buffers(
-    backend: type[AttentionBackend], problem: Problem, num_tokens: int, num_rows: int, device: torch.device
-) -> tuple[GuardedBuffer, GuardedBuffer | None]:
-    """For the output of ``num_tokens`` rows, ``num_rows`` of them real, and for the LSE where it is declared."""
-    shape = (num_tokens, problem.layer.num_heads)
-    codes = output_codes(problem.layer)
-    dtype = problem.dtype if codes is None else codes.dtype
-    out = GuardedBuffer((*shape, problem.output_size), num_rows, dtype, device)
-    if "lse" not in backend.features:
-        return out, None
-    return out, GuardedBuffer(shape, num_rows, torch.float32, device)
+@dataclass(frozen=True)
+class OutputBuffers:
+    """What a call is handed for its answer.
 
-
-def output_scale_of(problem: Problem, device: torch.device) -> Tensor | None:
-    """``output_scale`` of a layer whose output is quantised: float32, one element."""
-    codes = output_codes(problem.layer)
-    return None if codes is None else torch.tensor([codes.scale], dtype=torch.float32, device=device)
-
-
-def bound_forward(
-    backend: type[AttentionBackend],
-    impl: Any,
-    attn_layer: LayerStub,
-    call: ForwardCall,
-    kv_cache: Tensor,
-    metadata: Any,
-    out: GuardedBuffer,
-    lse: GuardedBuffer | None,
-    output_scale: Tensor | None,
-) -> Callable[[], object]:
-    """One entry with all of its arguments bound, to be made under ``torch.no_grad()``; returns what ``forward`` does.
-
-    Nothing but the backend's own code is left to be run. The device is not waited for.
+    ``lse``: None where the backend declares none. ``scale``: float32, one element, of a layer whose output is
+    quantised.
     """
-    keywords = {} if lse is None else {"output_lse": lse.handed_out()}
-    if output_scale is not None:
-        keywords["output_scale"] = output_scale
-    # An alias: what the backend does to the tensor object must not reach ours.
-    cache, output = kv_cache.detach(), out.handed_out()
-    query, key, value, slots = call.query, call.key, call.value, call.common.slot_mapping
-    writes = not backend.forward_includes_kv_cache_update and metadata is not None and key is not None
 
-    enter = partial(impl.forward, attn_layer, query, key, value, cache, metadata, output=output, **keywords)
-    if not writes:
-        return enter  # without a frame of Python's on the way, which a clock would count
+    out: GuardedBuffer
+    lse: GuardedBuffer | None
+    scale: Tensor | None
 
-    def forward() -> object:
-        impl.do_kv_cache_update(attn_layer, key, value, cache, slots)
-        return enter()
+    def refill(self, num_rows: int) -> None:
+        """Mark everything as unwritten, for a call of ``num_rows`` real rows."""
+        self.out.refill(num_rows)
+        if self.lse is not None:
+            self.lse.refill(num_rows)
 
-    return forward
-
-
-def enter_forward(
-    backend: type[AttentionBackend],
-    impl: Any,
-    attn_layer: LayerStub,
-    call: ForwardCall,
-    kv_cache: Tensor,
-    metadata: Any,
-    out: GuardedBuffer,
-    lse: GuardedBuffer | None,
-    output_scale: Tensor | None,
-) -> object:
-    """What ``forward`` returns, under ``torch.no_grad()``; the device is not waited for."""
-    forward = bound_forward(backend, impl, attn_layer, call, kv_cache, metadata, out, lse, output_scale)
-    with torch.no_grad():
-        return forward()
+    def handed_out(self) -> dict[str, Tensor]:
+        """Return the keywords of ``forward``; the tensors are aliases of the same memory."""
+        keywords = {"output": self.out.handed_out()}
+        if self.lse is not None:
+            keywords["output_lse"] = self.lse.handed_out()
+        if self.scale is not None:
+            keywords["output_scale"] = self.scale
+        return keywords
 
 
-def result_of(
-    backend: type[AttentionBackend], call: ForwardCall, returned: object, out: GuardedBuffer, lse: GuardedBuffer | None
-) -> CallResult:
-    """What the call answered, which ``forward`` left in its buffers, or ``returned`` where it may."""
-    rows, protocol = read_result(returned, out, must_be_buffer=backend.accept_output_buffer)
-    is_buffer = rows is out.rows
-    return CallResult(
-        call=call,
-        output=rows,
-        lse=None if lse is None else lse.rows,
-        unwritten=out.unwritten_rows() if is_buffer else torch.zeros(len(rows), dtype=torch.bool, device=rows.device),
-        lse_unwritten=None if lse is None else lse.unwritten_rows(),
-        breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
-        protocol=protocol,
-    )
+@dataclass(frozen=True)
+class BackendLayer:
+    """An impl of a backend and the layer object that holds it."""
+
+    backend: type[AttentionBackend]
+    impl: Any
+    attn_layer: LayerStub
+
+    def output_buffers(self, problem: Problem, call: ForwardCall) -> OutputBuffers:
+        """Return new buffers for the answer to ``call``, on its device."""
+        device, shape = call.query.device, (len(call.query), problem.layer.num_heads)
+        codes, lse, scale = output_codes(problem.layer), None, None
+        dtype = problem.dtype if codes is None else codes.dtype
+        out = GuardedBuffer((*shape, problem.output_size), call.num_rows, dtype, device)
+        if "lse" in self.backend.features:
+            lse = GuardedBuffer(shape, call.num_rows, torch.float32, device)
+        if codes is not None:
+            scale = torch.tensor([codes.scale], dtype=torch.float32, device=device)
+        return OutputBuffers(out, lse, scale)
+
+    def store_new_rows(self, pool: KVPool, step: Step) -> None:
+        """Write the new rows of ``step`` to the cache, unless the backend brings a writer of its own."""
+        if not self.impl.brings_writer and step.key is not None and step.value is not None:
+            pool.write(step.slot_mapping, step.key, step.value)
+
+    def bind(
+        self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers
+    ) -> Callable[[], object]:
+        """Return one entry with all arguments bound, to be made under ``torch.no_grad()``. It gives what forward does.
+
+        ``kv_cache``: None where there is none. Only the backend's own code is left to run. The device is not waited
+        for.
+        """
+        query, key, value, slots = call.query, call.key, call.value, call.common.slot_mapping
+        if kv_cache is None:
+            kv_cache = torch.empty(0, dtype=query.dtype, device=query.device)
+        # An alias: what the backend does to the tensor object must not reach ours.
+        cache = kv_cache.detach()
+        enter = partial(self.impl.forward, self.attn_layer, query, key, value, cache, metadata, **buffers.handed_out())
+        if self.backend.forward_includes_kv_cache_update or metadata is None or key is None:
+            return enter  # without a frame of Python's on the way, which a clock would count
+
+        def forward() -> object:
+            self.impl.do_kv_cache_update(self.attn_layer, key, value, cache, slots)
+            return enter()
+
+        return forward
+
+    def enter(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
+        """Return what ``forward`` returns, under ``torch.no_grad()``; the device is not waited for."""
+        forward = self.bind(call, kv_cache, metadata, buffers)
+        with torch.no_grad():
+            return forward()
+
+    def result_of(self, call: ForwardCall, returned: object, buffers: OutputBuffers) -> CallResult:
+        """Return what the call answered, which ``forward`` left in its buffers, or ``returned`` where it may."""
+        out, lse = buffers.out, buffers.lse
+        rows, protocol = read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)
+        is_buffer = rows is out.rows
+        return CallResult(
+            call=call,
+            output=rows,
+            lse=None if lse is None else lse.rows,
+            unwritten=out.unwritten_rows()
+            if is_buffer
+            else torch.zeros(len(rows), dtype=torch.bool, device=rows.device),
+            lse_unwritten=None if lse is None else lse.unwritten_rows(),
+            breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
+            protocol=protocol,
+        )

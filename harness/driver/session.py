@@ -17,11 +17,11 @@ from attncheck.backends.declarations import is_merged
 from attncheck.harness.driver.changed_inputs import changed_inputs
 from attncheck.harness.driver.construction import construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import StageError, call_backend
-from attncheck.harness.driver.forward import enter_forward, output_buffers, output_scale_of, result_of
+from attncheck.harness.driver.forward import BackendLayer, OutputBuffers
 from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of, num_builders
 from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation, Raised
-from attncheck.harness.driver.output_buffers import GuardedBuffer, read_result
+from attncheck.harness.driver.output_buffers import read_result
 from attncheck.harness.driver.pool_filling import new_pool
 from attncheck.harness.driver.results import CallResult, merged, observed, placed
 from attncheck.harness.driver.step import Step, make_step, request_order
@@ -65,6 +65,7 @@ class Session:
         self._asked, self._capture_sizes = (problem, *later), capture_sizes
         self.attn_layer = LayerStub(problem.cache, device)
         self.impl = self.attn_layer.impl = call_backend("construct", lambda: construct_impl(backend, problem, device))
+        self.layer = BackendLayer(backend, self.impl, self.attn_layer)
         self._builders: list[Any] = []
         self._add_builder()
         self.pool: KVPool | None = None
@@ -99,11 +100,10 @@ class Session:
         try:
             step = self._step(fill)
             calls = self._calls(step)
-            kv_cache = self._empty_cache()
+            kv_cache = None
             if self.pool is not None:
                 kv_cache = self.pool.filled(fill.poison, fill.regions)
-                if not self.impl.brings_writer and step.key is not None and step.value is not None:
-                    self.pool.write(step.slot_mapping, step.key, step.value)
+                self.layer.store_new_rows(self.pool, step)
             before = self._image() if images else None
             # Micro-batches are built before the first of them runs; other calls are steps of their own.
             ahead = [self._build(call) for call in calls] if num_builders(step) > 1 else []
@@ -128,14 +128,12 @@ class Session:
         """The profiling call: no metadata, an empty cache. The output, in the step's order."""
         step = self._step(Fill(padding=0.0))
         call = self._calls(step)[0]
-        out, lse = self._buffers(call)
+        buffers = self.layer.output_buffers(self.problem, call)
         try:
-            returned = call_backend(
-                "forward without metadata", lambda: self._forward(call, self._empty_cache(), None, out, lse)
-            )
+            returned = call_backend("forward without metadata", lambda: self._forward(call, None, None, buffers))
         except StageError as failure:
             return failure.raised
-        return read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)[0]
+        return read_result(returned, buffers.out, must_be_buffer=self.backend.accept_output_buffer)[0]
 
     def _prepare(self) -> None:
         """Everything that depends on the problem."""
@@ -143,11 +141,12 @@ class Session:
         step = self._step(Fill())
         for _ in range(len(self._builders), num_builders(step)):
             self._add_builder()
-        self._bare_impl = self.impl
+        self._bare_layer = self.layer
         if self.problem.layer.sink_logits is not None and self._is_merged:
-            self._bare_impl = call_backend(
+            bare = call_backend(
                 "construct", lambda: construct_impl(self.backend, self.problem, self.device, with_sinks=False)
             )
+            self._bare_layer = replace(self.layer, impl=bare)
         self.pool = None
         if self.problem.has_pool:
             self.pool = call_backend("cache", lambda: new_pool(self.backend, self.problem, self.device, self.impl))
@@ -171,34 +170,28 @@ class Session:
             lambda: builder.build(common_prefix_len=call.common_prefix_len, common_attn_metadata=call.common),
         )
 
-    def _call(self, call: ForwardCall, kv_cache: Tensor, metadata: Any, before: Tensor | None) -> CallResult:
-        out, lse = self._buffers(call)
+    def _call(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, before: Tensor | None) -> CallResult:
+        buffers = self.layer.output_buffers(self.problem, call)
         try:
-            returned = call_backend("forward", lambda: self._forward(call, kv_cache, metadata, out, lse))
+            returned = call_backend("forward", lambda: self._forward(call, kv_cache, metadata, buffers))
         except StageError as failure:
-            touched = self._touched(out, before)
+            touched = self._touched(buffers, before)
             raise StageError(replace(failure.raised, touched=touched)) from failure
-        return result_of(self.backend, call, returned, out, lse)
-
-    def _buffers(self, call: ForwardCall) -> tuple[GuardedBuffer, GuardedBuffer | None]:
-        return output_buffers(self.backend, self.problem, len(call.query), call.num_rows, self.device)
+        return self.layer.result_of(call, returned, buffers)
 
     def _image(self) -> Tensor | None:
         """A copy of the cache's memory."""
         return None if self.pool is None else self.pool.bytes().clone()
 
-    def _touched(self, out: GuardedBuffer, before: Tensor | None) -> tuple[str, ...]:
+    def _touched(self, buffers: OutputBuffers, before: Tensor | None) -> tuple[str, ...]:
         """What a call changed before it raised; unknown where the device no longer answers after a fault on it."""
         try:
-            touched = ["the output"] if out.touched() else []
+            touched = ["the output"] if buffers.out.touched() else []
             if before is not None and self.pool is not None and not torch.equal(before, self.pool.bytes()):
                 touched.append("the cache")
         except RuntimeError:
             touched = ["the device"]
         return tuple(touched)
-
-    def _empty_cache(self) -> Tensor:
-        return torch.empty(0, dtype=self.problem.dtype, device=self.device)
 
     def _step(self, fill: Fill) -> Step:
         return make_step(
@@ -211,12 +204,9 @@ class Session:
             new_rows=fill.rows,
         )
 
-    def _forward(
-        self, call: ForwardCall, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
-    ) -> object:
-        impl = self.impl if call.carries_sinks else self._bare_impl
-        scale = output_scale_of(self.problem, self.device)
-        result = enter_forward(self.backend, impl, self.attn_layer, call, kv_cache, metadata, out, lse, scale)
+    def _forward(self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers) -> object:
+        layer = self.layer if call.carries_sinks else self._bare_layer
+        result = layer.enter(call, kv_cache, metadata, buffers)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return result

@@ -1,17 +1,16 @@
-"""Every trick known to make a kernel look fast is caught by ``timing``, and by no check of answers alone.
+"""Ten patterns that make a kernel look fast are caught by ``timing``, and by no check of answers alone.
 
 Clocks are stand-ins, so that nothing depends on how busy the machine is: one counts ATen's operators, one is the clock
 of CUDA over a device that is simulated.
 """
 
-import sys
 import time
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
@@ -31,10 +30,10 @@ MEANINGS = {
     "timing.py": {
         "LeavesWorkToAThread": "written after the clock had stopped",
         "EvaluatesLazily": "computed when it is looked at",
-        "LeavesAModeActive": "while no clock runs",
         "ReplacesTheClock": "were patched",
         "LowersThePrecision": "a lower precision",
         "LeavesOutTheWrite": "cache write is left out",
+        "ComputesWhileItBuilds": "",
         "KnowsTheShape": "a known shape is special-cased",
         "KeepsThePlan": "",
     },
@@ -42,21 +41,11 @@ MEANINGS = {
         "LeavesTheEarlierAnswer": "nothing was written",
         "HandsOutTheEarlierAnswer": "results are kept",
         "CachesByPointer": "results are kept",
+        "CachesByShape": "results are kept",
         "CachesByFingerprint": "results are kept",
         "KeepsTheWeights": "",
         "HandsBackItsInput": "an input is handed back",
         "FindsItsAnswerInMemory": "",
-        "LooksForTheTruth": "",
-    },
-    "timing_hooks.py": {
-        "WorksInAProfileFunction": "while no clock runs",
-        "WorksInAProperty": "nothing was written",
-        "WorksInAMethodOfTensor": "written after the clock had stopped",
-        "WorksInAKernelOfATen": "while no clock runs",
-        "LooksOnByAMode": "while no clock runs",
-        "LooksOnByAMethod": "while no clock runs",
-        "ChoosesTheOrder": "while no clock runs",
-        "KeepsAnswersByInvariants": "found again by what is alike",
     },
 }
 """What the finding must mean; empty: a wrong answer of no known sort."""
@@ -70,25 +59,6 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += 1
         return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture(autouse=True)
-def no_modes():
-    """Modes that a miniature leaves active are gone afterwards."""
-    before = torch._C._len_torch_dispatch_stack()
-    yield
-    while torch._C._len_torch_dispatch_stack() > before:
-        _pop_mode()
-
-
-@pytest.fixture(autouse=True)
-def untouched():
-    """What a miniature has put in place of something else is undone."""
-    profile = sys.getprofile()
-    yield
-    sys.setprofile(profile)
-    for name in {"copy_", "data_ptr"} & vars(torch.Tensor).keys():
-        delattr(torch.Tensor, name)
 
 
 class OperatorClock:
@@ -140,7 +110,6 @@ def test_a_trick_is_caught_under_the_clock(file, name, monkeypatch):
         (time, "perf_counter_ns"),
         (torch.cuda, "synchronize"),
         (torch.cuda.Event, "elapsed_time"),
-        (torch, "randperm"),
     ):
         monkeypatch.setattr(owner, attribute, getattr(owner, attribute))  # to be put back
     records = examined(load(f"{HERE / file}:{name}"), case_of("decode", CASE), "numerics", "timing")

@@ -1,9 +1,8 @@
-"""Answers that are not computed: kept from earlier calls, found in memory, or looked for in the harness itself.
+"""Answers that are not computed: kept from earlier calls, or found in memory.
 
 As in ``timing.py``, all are right in their first calls.
 """
 
-import gc
 import hashlib
 
 import torch
@@ -110,6 +109,17 @@ class CachesByPointer(Miniature):
             return query.data_ptr(), query.shape
 
 
+class CachesByShape(Miniature):
+    """Equal shapes, equal answers."""
+
+    class Impl(Caching):
+        def mark(self, query, caches, metadata):
+            if self.calls < HONEST_CALLS:
+                self.calls += 1
+                return self.calls, "honest"
+            return query.shape, metadata.common.block_table_tensor.shape
+
+
 class CachesByFingerprint(Miniature):
     """Equal sums of magnitudes, equal answers."""
 
@@ -173,14 +183,3 @@ class FindsItsAnswerInMemory(OwnMemory):
 
         def cheat(self, *arguments):
             pass
-
-
-class LooksForTheTruth(Miniature):
-    """Finds a float64 tensor of the output's shape among all objects of the process, and rounds it."""
-
-    class Impl(CheatingImpl):
-        def cheat(self, layer, query, key, value, caches, metadata, output, output_lse):
-            shape = (metadata.num_rows, *output.shape[1:])
-            for each in gc.get_objects():
-                if type(each) is torch.Tensor and each.dtype == torch.float64 and each.shape == shape:
-                    output[: metadata.num_rows] = each.to(output.dtype)

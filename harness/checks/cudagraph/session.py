@@ -15,18 +15,19 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
 from attncheck.cases.model import Case
+from attncheck.harness.checks.cudagraph.capture import CapturedForward, capture_forward
+from attncheck.harness.checks.cudagraph.graph_inputs import a_step_earlier, allocate_inputs, dummy_call
 from attncheck.harness.checks.cudagraph.metadata_trace import MetadataTrace, tensors_in, trace
-from attncheck.harness.checks.cudagraph.persistent_inputs import PersistentInputs, a_step_earlier, each_of
 from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recorder, Recording, UnseenError
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recorder, UnseenError
 from attncheck.harness.driver.changed_inputs import changed_inputs
 from attncheck.harness.driver.construction import construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import call_backend
-from attncheck.harness.driver.forward import enter_forward, output_buffers, output_scale_of, result_of
+from attncheck.harness.driver.forward import BackendLayer, OutputBuffers
 from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of
 from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation
-from attncheck.harness.driver.output_buffers import GuardedBuffer
+from attncheck.harness.driver.persistent_inputs import map_tensors
 from attncheck.harness.driver.pool_filling import new_pool
 from attncheck.harness.driver.results import CallResult, observed, placed
 from attncheck.harness.driver.step import Step, make_step, request_order
@@ -37,24 +38,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class CapturedGraph:
-    """One captured graph of one builder, and what its metadata were made of.
+class CapturedGraph(CapturedForward):
+    """One captured graph of one builder, and what its metadata were made of. ``read``: paths the graph reads."""
 
-    ``returned``: what ``forward`` returned at capture; its contents are every replay's own. ``read``: paths the graph
-    reads.
-    """
-
-    recording: Recording
-    out: GuardedBuffer
-    lse: GuardedBuffer | None
-    returned: object
+    buffers: OutputBuffers
     trace: MetadataTrace
     read: frozenset[str]
-
-    def replay(self) -> object:
-        """What ``forward`` would return."""
-        self.recording.replay()
-        return self.returned
 
 
 @dataclass(frozen=True)
@@ -98,48 +87,47 @@ class GraphSession:
         first = problems[0]
         self._attn_layer = LayerStub(first.cache, device)
         self.impl = self._attn_layer.impl = self._enter("construct", lambda: construct_impl(backend, first, device))
+        self._layer = BackendLayer(backend, self.impl, self._attn_layer)
         self._builders = [self._enter("builder", self._new_builder) for _ in range(probe.num_builders)]
         sizes = [(problem.case.batch.num_requests + problem.case.batch.padding.requests) for problem in problems]
         tokens = [(problem.case.batch.num_tokens + problem.case.batch.padding.tokens) for problem in problems]
         num_reqs = max(*sizes, *(bucket.num_reqs for bucket in probe.buckets))
         num_tokens = max(*tokens, *(bucket.num_tokens for bucket in probe.buckets))
-        width = max(problem.block_table.shape[1] for problem in problems)
-        self._inputs = PersistentInputs(problems, num_reqs, num_tokens, width, device)
+        self._width = max(problem.block_table.shape[1] for problem in problems)
+        self._inputs = allocate_inputs(first, num_reqs, num_tokens, self._width, device)
         recorder.mark_host(*self._inputs.host_twins)
-        self._output_scale = output_scale_of(first, device)
         self._pool = call_backend("cache", lambda: new_pool(backend, first, device, self.impl))
         self._pools: dict[Case, KVPool] = {first.case: self._pool}
 
     def capture(self, bucket: Bucket) -> CapturedBucket | CaptureError | UnseenError:
         """The bucket's graphs. Raises StageError where building or warming up breaks."""
         self._pool.filled()
-        call = self._inputs.load_dummies(bucket, longest=self._probe.dummy_lens == "longest")
+        dummy = dummy_call(self._problems[0], bucket, self._width, longest=self._probe.dummy_lens == "longest")
+        call = self._inputs.load(dummy)
         return self._captured(call, self._pool, lambda builder, common: builder.build_for_cudagraph_capture(common))
 
     def step(self, turn: ProbeStep, problem: Problem, capture: CapturedBucket | None) -> list[StepResult]:
         """One step by the graphs of ``capture``, or without any; one result a builder. Raises StageError."""
         step, pool, call = self._begin(turn, problem)
-        lent = each_of(call, Tensor.clone)
+        lent = map_tensors(call, Tensor.clone)
         traces, forwards = [], []
         for index, builder in enumerate(self._builders):
             metadata = self._enter("build", partial(self._build, builder, turn, call.common))
             traces.append(trace(metadata))
             if capture is None:
-                out, lse = output_buffers(self.backend, problem, len(call.query), step.num_rows, self.device)
-                forwards.append((out, lse, self._eager(call, pool, metadata, out, lse)))
+                buffers = self._layer.output_buffers(problem, call)
+                forwards.append((buffers, self._eager(call, pool, metadata, buffers)))
             else:
                 graph = capture.graphs[index]
-                forwards.append((graph.out, graph.lse, graph.replay))
+                forwards.append((graph.buffers, graph.replay))
             del metadata  # a graph must not live on what a step's metadata would have let go of
         taken = []
-        for (out, lse, run), made_of in zip(forwards, traces, strict=True):
+        for (buffers, run), made_of in zip(forwards, traces, strict=True):
             self._fill(pool, step)
-            out.refill(step.num_rows)
-            if lse is not None:
-                lse.refill(step.num_rows)
+            buffers.refill(step.num_rows)
             before = pool.bytes().clone()
             returned = call_backend("forward" if capture is None else "replay", run)
-            result = result_of(self.backend, call, returned, out, lse)
+            result = self._layer.result_of(call, returned, buffers)
             taken.append(StepResult(self._observe(step, lent, result, pool, before), pool, made_of))
         return taken
 
@@ -183,8 +171,7 @@ class GraphSession:
         """The cache before a step: poison where nobody owns it, and new rows that no writer brings."""
         huge = float(torch.finfo(step.problem.dtype).max) / 4
         pool.filled(huge if self.is_pool_finite else math.nan)
-        if not self.impl.brings_writer and step.key is not None and step.value is not None:
-            pool.write(step.slot_mapping, step.key, step.value)
+        self._layer.store_new_rows(pool, step)
 
     def _build(self, builder: Any, turn: ProbeStep, common: CommonAttentionMetadata) -> Any:
         if turn.draft_index is not None:
@@ -206,49 +193,33 @@ class GraphSession:
     def _record(
         self, call: ForwardCall, kv_cache: Tensor, build: Callable[[CommonAttentionMetadata], Any]
     ) -> CapturedGraph | CaptureError | UnseenError:
-        out, lse = output_buffers(self.backend, self._problems[0], len(call.query), call.num_rows, self.device)
+        buffers = self._layer.output_buffers(self._problems[0], call)
         latest: dict[str, Tensor] = {}
         traces: list[MetadataTrace] = []
-        returned: list[object] = []
 
-        def prepare() -> Forward:
-            lent = each_of(call, Tensor.detach)  # a run that resizes what it was lent must not spoil the next
-            metadata = call_backend("build for capture", partial(build, lent.common))
+        def on_metadata(metadata: Any) -> None:
             latest.clear()
             latest.update(tensors_in(metadata))
             traces.append(trace(metadata))
-            returned.clear()  # what a warm-up returned is not the graph's
-            forward = self._forward(lent, kv_cache, metadata, out, lse)
-            return lambda: returned.append(forward())
 
-        def attempt() -> Recording | CaptureError | UnseenError:
-            try:
-                return self.recorder.record(prepare)
-            except (CaptureError, UnseenError) as refusal:
-                return refusal
-
-        recording = call_backend("warm-up for capture", attempt)
-        if isinstance(recording, CaptureError | UnseenError):
-            return recording
+        captured = capture_forward(
+            self.recorder,
+            call,
+            build,
+            lambda lent, metadata: self._layer.enter(lent, kv_cache, metadata, buffers),
+            on_metadata,
+        )
+        if not isinstance(captured, CapturedForward):
+            return captured
+        recording = captured.recording
         read = frozenset(path for path, tensor in latest.items() if recording.reads(tensor) is not False)
         latest.clear()
-        return CapturedGraph(recording, out, lse, returned[-1], traces[-1], read)
+        return CapturedGraph(recording, captured.returned, buffers, traces[-1], read)
 
-    def _forward(
-        self, call: ForwardCall, kv_cache: Tensor, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
-    ) -> Forward:
-        return lambda: enter_forward(
-            self.backend, self.impl, self._attn_layer, call, kv_cache, metadata, out, lse, self._output_scale
-        )
-
-    def _eager(
-        self, call: ForwardCall, pool: KVPool, metadata: Any, out: GuardedBuffer, lse: GuardedBuffer | None
-    ) -> Forward:
-        forward = self._forward(call, pool.kv_cache, metadata, out, lse)
-
+    def _eager(self, call: ForwardCall, pool: KVPool, metadata: Any, buffers: OutputBuffers) -> Forward:
         def run() -> object:
             with self.recorder.watching():
-                returned = forward()
+                returned = self._layer.enter(call, pool.kv_cache, metadata, buffers)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             return returned

@@ -1,13 +1,10 @@
 """``timing``: how long one step takes, measured on contents that are new at every call, each answer judged.
 
 The times of ``forward``, which writes the new rows to the cache as the contract has it, of ``build`` on the host, and
-of the decodes and the prefills of a mixed batch alone. Whatever makes a time that no honest kernel has breaks the
-check: a wrong answer in any call, work that goes on when the clock has stopped, a clock that was replaced, something
-left in the interpreter that could work or look on between calls, a shape or a problem that alone is fast. Cannot see:
-what the same kernel takes in another process (medians differ by tens of per cent on shared machines); a backend that
-reads or changes the harness's own objects, to learn how the contents were made or to judge itself; what a thread, a
-codec or a property of the backend prepares of the context, which is there before the clock starts, without a query; a
-codec that makes up what it should read from the cache. Needs runs of the backend.
+of the decodes and the prefills of a mixed batch alone. A time that no honest kernel has breaks the check: a wrong
+answer in any call, work that goes on when the clock has stopped, a clock that was replaced, a shape that alone is fast.
+Cannot see: what the same kernel takes in another process; a backend that attacks the interpreter of its own process
+(``docs/timing.md`` has the threat model). Needs runs of the backend.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,13 +17,12 @@ from attncheck.backends.interpreter import ENVIRONMENT, MARK, is_interpreted
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.checks.timing.cache_flush import Flush
-from attncheck.harness.checks.timing.ceilings import measure_ceilings
-from attncheck.harness.checks.timing.clock import clock_for, tampered
+from attncheck.harness.checks.timing.clock import clock_for
+from attncheck.harness.checks.timing.device_api import CacheFlush, replaced_clocks
 from attncheck.harness.checks.timing.device_state import state_under_load
-from attncheck.harness.checks.timing.hooks import active_modes
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
 from attncheck.harness.checks.timing.measurement import Sampler, TimingConditions, TimingMeasurement
+from attncheck.harness.checks.timing.roofline import measure_ceilings
 from attncheck.harness.checks.timing.sampling import Samples, sample
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.driver.foreign_code import call_backend
@@ -47,13 +43,12 @@ class TimingCheck:
 
     def __init__(self, device: torch.device, settings: TimingSettings, sampler: Sampler = take_samples) -> None:
         self._device, self._settings, self._sampler = device, settings, sampler
-        self._modes = active_modes()
         self._ceilings: dict[str, Ceilings] = {}
 
     @cached_property
     def _bench(self) -> TimingConditions:
         """Made when it is needed: what it flushes a cache with takes memory of the device."""
-        return TimingConditions(self._device, self._settings, self._sampler, Flush(self._device), self._modes)
+        return TimingConditions(self._device, self._settings, self._sampler, CacheFlush(self._device))
 
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
         """The finding for one case. Raises StageError for what the backend raised."""
@@ -73,11 +68,10 @@ class TimingCheck:
         measurement = TimingMeasurement(bench, backend.backend, problem, truth)
         latencies = measurement.latencies()
         state = state_under_load(bench.device, measurement.call_once_more)
-        measurement.look_at_neighbours()
-        measurement.look_at_newcomers()
+        measurement.compare_neighbours()
         kernels = measurement.kernels() if bench.settings.kernels else ()
         measurement.finish()
-        if replaced := tampered():
+        if replaced := replaced_clocks():
             return Broken(
                 f"replaced while the backend was loaded or ran: {', '.join(replaced)}",
                 meaning="clocks, events or synchronisation were patched; attncheck's own references were not",

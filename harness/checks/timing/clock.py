@@ -1,11 +1,10 @@
-"""Clocks that a backend cannot fool from Python, if this module is imported before it is.
+"""Clocks that go on with their own references when a backend, imported later, replaces what they were taken from.
 
 :class:`HostClock` for what is done when a call returns: everything on a CPU, and the host's part of a step.
-:class:`EventClock` for the work of a device. Must not know: backends, cases, how many samples are taken.
+:class:`EventClock` for the work of a device.
 """
 
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -13,10 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from attncheck.harness.checks.timing.device_api import DeviceApi, cuda_api, host_ns
-from attncheck.harness.checks.timing.tampering import watch
 from attncheck.reports.run_file.timings import ClockName
 
-__all__ = ["Clock", "EventClock", "HostClock", "clock_for", "host_ns", "tampered"]
+__all__ = ["Clock", "EventClock", "HostClock", "clock_for", "host_ns"]
 
 LONGEST_HOLD_NS = 10_000_000
 """For how long a device is held back at most, while a call is issued."""
@@ -28,17 +26,13 @@ MARGIN_NS = 20_000
 """By how much a hold is longer than was needed before, and a device may be idle later than it used to be."""
 
 
-_stop_collecting = gc.disable
-"""Once more behind the call: who has it started again, and a callback of its own in it, could work before ``after``."""
-
-
-def nothing() -> None:
-    """Does nothing."""
+def do_nothing() -> None:
+    """Do nothing."""
 
 
 @contextmanager
-def garbage_kept() -> Iterator[None]:
-    """Python collects none meanwhile: what a collection takes depends on what everybody else has allocated."""
+def collection_paused() -> Iterator[None]:
+    """Keep Python from collecting garbage: what a collection takes depends on what all others have allocated."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -57,8 +51,8 @@ class Clock(Protocol):
         self,
         call: Callable[[], object],
         *,
-        before: Callable[[], object] = nothing,
-        after: Callable[[], object] = nothing,
+        before: Callable[[], object] = do_nothing,
+        after: Callable[[], object] = do_nothing,
     ) -> int:
         """Nanoseconds that ``call`` takes, with all it has begun.
 
@@ -89,19 +83,18 @@ class HostClock:
         self,
         call: Callable[[], object],
         *,
-        before: Callable[[], object] = nothing,
-        after: Callable[[], object] = nothing,
+        before: Callable[[], object] = do_nothing,
+        after: Callable[[], object] = do_nothing,
     ) -> int:
         """See :class:`Clock`."""
         before()
         self.wait()
-        with garbage_kept():
+        with collection_paused():
             began = host_ns()
             call()
             if self._wait is not None:
                 self._wait()
             ended = host_ns()
-            _stop_collecting()
             after()
         return ended - began
 
@@ -152,8 +145,8 @@ class EventClock:
         self,
         call: Callable[[], object],
         *,
-        before: Callable[[], object] = nothing,
-        after: Callable[[], object] = nothing,
+        before: Callable[[], object] = do_nothing,
+        after: Callable[[], object] = do_nothing,
     ) -> int:
         """See :class:`Clock`."""
         api = self._api
@@ -162,7 +155,7 @@ class EventClock:
         is_held = self._is_holding and not is_guard
         api.synchronize()
         stream = api.current()
-        with garbage_kept():
+        with collection_paused():
             began = api.now_ns()
             if is_held:
                 api.hold(self._hold_ns)
@@ -175,7 +168,6 @@ class EventClock:
             end = api.record(stream)
             is_ahead = not api.is_done(start)
             issued_ns = api.now_ns() - began
-            _stop_collecting()
             if api.current() != stream:
                 api.make_current(stream)
             after()
@@ -228,7 +220,3 @@ class EventClock:
 def clock_for(device: torch.device | str) -> Clock:
     """The clock for work on ``device``: events on CUDA, the host's elsewhere."""
     return EventClock(device) if torch.device(device).type == "cuda" else HostClock()
-
-
-tampered = watch(sys.modules[__name__], sys.modules[DeviceApi.__module__])
-"""Names of what is no longer what it was when this module was imported; see :func:`watch`. Empty: all is as it was."""

@@ -1,9 +1,7 @@
-"""What clocks call of Python and torch, taken when this module is imported: before any backend is, so none can fool it.
+"""What clocks call of Python and torch: references taken on import, which is before any backend is imported.
 
-A backend may replace ``time.perf_counter_ns``, ``torch.cuda.synchronize`` or the methods of ``torch.cuda.Event`` for
-everybody who looks them up after it. Here are the functions themselves, below torch's Python classes: those of
-``torch._C``, whose classes cannot be changed from Python. On a build without CUDA they are missing, and only
-:func:`cuda_api` needs them. Must not know: how a time is made of them.
+A backend may later replace ``time.perf_counter_ns``, ``torch.cuda.synchronize`` or a method of ``torch.cuda.Event``.
+The clocks go on with these references, and :func:`replaced_clocks` names what was replaced.
 """
 
 import time
@@ -19,28 +17,26 @@ host_ns = time.perf_counter_ns
 CYCLES_PER_NS = 2
 """At least as many as a GPU's clock has, so that a hold is no shorter than asked for."""
 
+# ``set_stream`` is not watched: vLLM replaces it, to know the current stream sooner.
+_WATCHED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("time", time, ("perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns")),
+    ("torch.cuda", torch.cuda, ("synchronize", "current_stream", "Event")),
+    ("torch.cuda.Event", torch.cuda.Event, ("record", "query", "elapsed_time")),
+)
+_TAKEN = [(f"{path}.{name}", owner, name, getattr(owner, name)) for path, owner, names in _WATCHED for name in names]
 
-def _of_torch(*names: str) -> Any:
-    """What ``torch._C`` has under this path; None on a build without CUDA."""
-    found: Any = torch._C
-    for name in names:
-        found = getattr(found, name, None)
-    return found
+_synchronize, _current_stream, _set_stream = torch.cuda.synchronize, torch.cuda.current_stream, torch.cuda.set_stream
+_on_device = torch.cuda.device
+_sleep: Any = torch.cuda._sleep
+_new_event: Any = torch.cuda.Event
+_record: Any = torch.cuda.Event.record
+_query: Any = torch.cuda.Event.query
+_elapsed_time: Any = torch.cuda.Event.elapsed_time
 
 
-_synchronize = _of_torch("_cuda_synchronize")
-_exchange_device = _of_torch("_cuda_exchangeDevice")
-_current_stream = _of_torch("_cuda_getCurrentStream")
-_set_stream = _of_torch("_cuda_setStream")
-_sleep = _of_torch("_cuda_sleep")
-_stream_cls = _of_torch("_CudaStreamBase")
-_event_cls = _of_torch("_CudaEventBase")
-_record = _of_torch("_CudaEventBase", "record")
-_query = _of_torch("_CudaEventBase", "query")
-_elapsed_time = _of_torch("_CudaEventBase", "elapsed_time")
-
-fill_zero: Callable[[torch.Tensor], object] = torch._C.TensorBase.zero_
-"""Sets a tensor to 0 on the current stream."""
+def replaced_clocks() -> tuple[str, ...]:
+    """Return the names of clocks, events and synchronisation that are not what they were on import."""
+    return tuple(label for label, owner, name, value in _TAKEN if getattr(owner, name, None) is not value)
 
 
 @dataclass(frozen=True)
@@ -64,37 +60,45 @@ class DeviceApi:
 
 
 def cuda_api(device: torch.device | str) -> DeviceApi:
-    """The API of a CUDA device, of the functions that were taken."""
+    """Return the API of a CUDA device, over the references taken on import."""
     _, _, number = str(torch.device(device)).partition(":")
     index = int(number) if number else torch.cuda.current_device()
 
-    def current() -> tuple[int, int, int]:
-        stream: tuple[int, int, int] = _current_stream(index)
-        return stream
-
-    def make_current(stream: tuple[int, int, int]) -> None:
-        stream_id, device_index, device_type = stream
-        _set_stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
-
-    def record(stream: tuple[int, int, int]) -> Any:
-        stream_id, device_index, device_type = stream
-        event = _event_cls(enable_timing=True)
-        _record(event, _stream_cls(stream_id=stream_id, device_index=device_index, device_type=device_type))
+    def record(stream: Any) -> Any:
+        event = _new_event(enable_timing=True)
+        _record(event, stream)
         return event
 
-    def on_device(function: Callable[..., Any], *args: Any) -> None:
-        before = _exchange_device(index)
-        try:
-            function(*args)
-        finally:
-            _exchange_device(before)
+    def hold(ns: int) -> None:
+        with _on_device(index):
+            _sleep(ns * CYCLES_PER_NS)
 
     return DeviceApi(
-        current=current,
-        make_current=make_current,
+        current=lambda: _current_stream(index),
+        make_current=_set_stream,
         record=record,
         is_done=lambda event: bool(_query(event)),
         elapsed_ms=lambda start, end: float(_elapsed_time(start, end)),
-        synchronize=lambda: on_device(_synchronize),
-        hold=lambda ns: on_device(_sleep, ns * CYCLES_PER_NS),
+        synchronize=lambda: _synchronize(index),
+        hold=hold,
     )
+
+
+class CacheFlush:
+    """Writes over the whole L2 cache of a CUDA device when called, on the current stream. Elsewhere it does nothing.
+
+    Every sample then reads its inputs from memory. ``num_bytes``: of the buffer it writes, twice the cache; 0 where
+    the device has none that is flushed. A CPU's caches are left alone: a sample follows on the copying of its inputs,
+    which fills them again.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.num_bytes = 0
+        if torch.device(device).type == "cuda":
+            self.num_bytes = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+        self._buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=device) if self.num_bytes else None
+
+    def __call__(self) -> None:
+        """Flush."""
+        if self._buffer is not None:
+            self._buffer.zero_()

@@ -1,17 +1,20 @@
-"""What the driver says of a GPU: its clock, its temperature, and what holds it back. Must not know: cases, times.
+"""What a device shows beside the clock: its frequency, temperature and throttling, and which kernels a call runs.
 
-Asked of nvidia-smi, which comes with the driver and needs no library of Python.
+The state comes from nvidia-smi, which comes with the driver and needs no library of Python; kernels from torch's
+profiler.
 """
 
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from attncheck.reports.run_file.timings import DeviceState
+from attncheck.reports.run_file.timings import DeviceState, Kernel
 
-Ask = Callable[[Sequence[str]], str | None]
+CommandRunner = Callable[[Sequence[str]], str | None]
 """What a command prints; None where it is missing, fails or does not answer."""
 
 REASONS = {
@@ -33,7 +36,7 @@ MASKS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """The mask's name, and what drivers before 535 call it."""
 
 
-def ask(command: Sequence[str]) -> str | None:
+def run_command(command: Sequence[str]) -> str | None:
     """Runs a command, for five seconds at most."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603 (fixed words)
@@ -42,7 +45,7 @@ def ask(command: Sequence[str]) -> str | None:
     return done.stdout
 
 
-def device_state(device: torch.device | str, ask: Ask = ask) -> DeviceState | None:
+def device_state(device: torch.device | str, ask: CommandRunner = run_command) -> DeviceState | None:
     """The state of a CUDA device now; None for others, and where nvidia-smi is missing or knows no such GPU.
 
     A figure that the driver does not tell is None.
@@ -51,8 +54,10 @@ def device_state(device: torch.device | str, ask: Ask = ask) -> DeviceState | No
     return None if gpu is None else state_of(gpu, ask)
 
 
-def state_under_load(device: torch.device | str, work: Callable[[], object], ask: Ask = ask) -> DeviceState | None:
-    """The same, asked while ``work`` is done again and again: an idle device clocks down, and nothing holds it back.
+def state_under_load(
+    device: torch.device | str, work: Callable[[], object], ask: CommandRunner = run_command
+) -> DeviceState | None:
+    """Return the same while ``work`` is done again and again: an idle device clocks down, and nothing holds it back.
 
     Raises what ``work`` raises.
     """
@@ -66,7 +71,7 @@ def state_under_load(device: torch.device | str, work: Callable[[], object], ask
     return asked.result()
 
 
-def state_of(gpu: str, ask: Ask) -> DeviceState | None:
+def state_of(gpu: str, ask: CommandRunner) -> DeviceState | None:
     """The state of the GPU that nvidia-smi knows by this identifier."""
     for mask in MASKS:
         fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", mask)
@@ -81,6 +86,38 @@ def state_of(gpu: str, ask: Ask) -> DeviceState | None:
                 throttle_reasons=tuple(name for bit, name in REASONS.items() if (active or 0) & bit),
             )
     return None
+
+
+def kernels_of(call: Callable[[], object], device: torch.device | str) -> tuple[Kernel, ...]:
+    """Return what ``call`` runs once, by torch's profiler: longest first, launches of one name taken together.
+
+    Profiling slows the host, not the kernels: it is done apart from the samples.
+
+    On CUDA: its kernels, copies and fills, with the time each takes on the device. Elsewhere, where no kernel has a
+    name, ATen's operators, with the time each takes without the operators it calls; what runs outside of torch is not
+    seen.
+    """
+    is_cuda = torch.device(device).type == "cuda"
+    kind = "CUDA" if is_cuda else "CPU"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    if is_cuda:
+        torch.cuda.synchronize(device)
+    with profile(activities=activities) as profiler:
+        call()
+        if is_cuda:
+            torch.cuda.synchronize(device)
+    counts, durations = Counter[str](), Counter[str]()
+    for event in profiler.events() or ():
+        if event.device_type.name != kind or getattr(event, "is_user_annotation", False):
+            continue
+        if not is_cuda and not event.name.startswith("aten::"):
+            continue
+        counts[event.name] += 1
+        duration_us = event.time_range.elapsed_us() if is_cuda else event.self_cpu_time_total
+        durations[event.name] += round(duration_us * 1000)
+    return tuple(
+        Kernel(name=name, count=counts[name], duration_ns=duration) for name, duration in durations.most_common()
+    )
 
 
 def _identifier(device: torch.device | str) -> str | None:

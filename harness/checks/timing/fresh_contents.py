@@ -6,12 +6,9 @@ that every row of their request sees, with no modifier that counts positions, ma
 allows less, since fixed weights stand between it and the heads: the rotated parts are permuted with their part of the
 query, and the sign of a request's latent rows is turned with the rest of its query and its output. Norms and largest
 elements stay, and so do budgets; codes of FP8 stay codes. Several problems of other seeds, in other pages, take turns,
-so that not even the scores of the last call serve the next. What stays alike, such as the magnitudes of a query, tells
-which problem it is: against a backend that keeps answers by those there are problems that no call has seen. All is
-drawn from the system's entropy.
+so that not even the scores of the last call serve the next. All is drawn from the system's entropy.
 
-Nothing is repeated, and no right answer exists before it is asked for, which is after the call. Must not know:
-backends, clocks.
+Nothing is repeated, and no right answer is computed before the call.
 """
 
 import os
@@ -103,32 +100,36 @@ class BaseProblem:
 
 @dataclass(frozen=True)
 class Contents:
-    """One question of many: ``base`` twisted."""
+    """One question of many: ``base``, transformed."""
 
     base: BaseProblem
-    twist: ContentsTransform
+    transform: ContentsTransform
 
     def problem(self) -> Problem:
         """The question, its tensors on the device."""
-        base, twist = self.base.problem, self.twist
-        query, keys, values = twist.query.of(base.query), base.keys[twist.key_order], base.values[twist.key_order]
-        if twist.key is not None:
-            keys = twist.key.of(keys)
-        if twist.request_sign is not None and base.layer.mla is not None:
-            keys = keys * twist.request_sign[self.base.request_of_key][:, None, None].to(keys.dtype) + 0.0
-            signs = twist.request_sign[self.base.request_of_row][:, None, None].to(query.dtype)
+        base, transform = self.base.problem, self.transform
+        query, keys, values = (
+            transform.query.of(base.query),
+            base.keys[transform.key_order],
+            base.values[transform.key_order],
+        )
+        if transform.key is not None:
+            keys = transform.key.of(keys)
+        if transform.request_sign is not None and base.layer.mla is not None:
+            keys = keys * transform.request_sign[self.base.request_of_key][:, None, None].to(keys.dtype) + 0.0
+            signs = transform.request_sign[self.base.request_of_row][:, None, None].to(query.dtype)
             nope = base.layer.mla.qk_nope_head_dim
             query = torch.cat([query[..., :nope] * signs + 0.0, query[..., nope:]], dim=-1)
-        return replace(base, query=query, keys=keys, values=twist.value.of(values))
+        return replace(base, query=query, keys=keys, values=transform.value.of(values))
 
     def right(self, rows: Tensor) -> tuple[Tensor, Budget]:
         """The right output of ``rows`` (int64), float64 ``[n, H, Dv]``, and the budget around it."""
-        truth, twist = self.base.truth, self.twist
+        truth, transform = self.base.truth, self.transform
         out = truth.out[rows]
-        if twist.output is not None:
-            out = twist.output.of(out)
-        if twist.request_sign is not None:
-            out = out * twist.request_sign[self.base.request_of_row[rows]][:, None, None]
+        if transform.output is not None:
+            out = transform.output.of(out)
+        if transform.request_sign is not None:
+            out = out * transform.request_sign[self.base.request_of_row[rows]][:, None, None]
         budget = truth.budget
         return out, Budget(budget.norm[rows], budget.peak[rows], budget.lse[rows])
 
@@ -165,18 +166,10 @@ class FreshContents:
         choice = self._below(len(self.bases) - (self._last >= 0 and len(self.bases) > 1))
         self._last = choice + (len(self.bases) > 1 and 0 <= self._last <= choice)
         base = self.bases[self._last]
-        return Contents(base, self._twist(base))
+        return Contents(base, self._random_transform(base))
 
-    def never_seen(self) -> Contents:
-        """Contents of a problem that no call has seen in any order of its channels.
-
-        Raises QuestionError where its truth cannot be had.
-        """
-        base = self._other_base()
-        return Contents(base, self._twist(base))
-
-    def some(self, count: int, limit: int) -> Tensor:
-        """int64: ``limit`` of ``count`` things, all where there are no more, ascending; which, nobody can foresee."""
+    def random_indices(self, count: int, limit: int) -> Tensor:
+        """Return ``limit`` of ``count`` indices (int64), ascending, drawn at random; all where there are no more."""
         if count <= limit:
             return torch.arange(count, device=self._device)
         chosen = torch.randperm(count, generator=self._random)[:limit]
@@ -186,7 +179,7 @@ class FreshContents:
         other = build_problem(self.bases[0].problem.case, self._below(2**31))
         return BaseProblem(_moved(other, self._device), truth_of(other, self._device, refuse_blindness=False))
 
-    def _twist(self, base: BaseProblem) -> ContentsTransform:
+    def _random_transform(self, base: BaseProblem) -> ContentsTransform:
         problem = base.problem
         order = torch.arange(len(problem.keys))
         for keys in base.movable:

@@ -1,8 +1,7 @@
 """Whether an answer given under the clock is one: of the right form, right for these contents, and final.
 
-What is wrong is told with the trick that it looks like: kernels, generated ones above all, have been seen to leave work
-to a stream or a thread, to hand out tensors that are evaluated when they are looked at, and to give answers they had.
-Must not know: clocks, how a call is made.
+A finding names the trick that it looks like. Kernels, generated ones above all, have been seen to leave work to a
+stream or a thread, to hand out tensors that are evaluated when they are looked at, and to give answers they had.
 """
 
 import math
@@ -19,11 +18,12 @@ from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.lse import lse_shares
 from attncheck.harness.checks.numerics import summarize
 from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
-from attncheck.harness.checks.timing.hooks import active_modes, added_kernels
-from attncheck.harness.checks.timing.lent_buffers import span
+from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import still_unwritten
 from attncheck.harness.driver.output_buffers import GuardedBuffer, read_result
+from attncheck.harness.driver.persistent_inputs import span
 from attncheck.harness.problem.output_quantisation import output_codes, output_error
+from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.tolerance import share_of_budget
 
 JUDGED_ELEMENTS = 1 << 18
@@ -35,13 +35,14 @@ _REMEMBERED = 64
 _LATE_S = 0.2
 """How long a wrong output is watched, in case it changes yet."""
 
+CHECKED_ROWS = 64
+"""New rows that are read back from the cache after a call; which, cannot be foreseen."""
+
 _NEAR = 0.1
-"""A relative error up to which a wrong row is an inexact one."""
+"""A relative error up to which a wrong row is an inexact one, and a stored row the one that was handed over.
 
-AFTERWARDS = "what is called next, while no clock runs, can do work of the call, or learn of contents beforehand"
-"""What is wrong with whatever a backend leaves behind in the interpreter."""
-
-_clone = torch._C.TensorBase.clone
+Codes in a cache are coarser than rows.
+"""
 
 
 class UntrustworthyTimeError(AttncheckError):
@@ -78,28 +79,18 @@ def copy_answer(
     spans: dict[str, tuple[int, int]],
     *,
     must_be_buffer: bool,
-    modes: tuple[int, int],
 ) -> TimedAnswer:
-    """The answer in ``returned``, or in the buffers, copied.
+    """Copy the answer in ``returned``, or in the buffers. ``spans``: the memory that was lent for reading.
 
-    ``spans``: the memory that was lent for reading. ``modes``: those that were active before the call.
-
-    Nothing that can be replaced from Python is called before the copies are made.
+    The copies are made first, so that they come right behind the call in the order of the stream.
     """
     fault = meaning = None
     rows = out.rows
-    are_others_active, kernels = active_modes() != modes, added_kernels()
-    own = other = _clone(rows)
+    own = other = rows.clone()
     if type(returned) is Tensor and not must_be_buffer:
-        other = _clone(returned)
-    whole_lse = None if lse is None else _clone(lse.rows)
-    if are_others_active:
-        fault = "forward left a mode of torch active behind it"
-        meaning = AFTERWARDS
-    elif kernels:
-        fault = f"kernels registered for operators of ATen: {', '.join(kernels)}"
-        meaning = AFTERWARDS
-    elif isinstance(returned, Tensor) and type(returned) is not Tensor:
+        other = returned.clone()
+    whole_lse = None if lse is None else lse.rows.clone()
+    if isinstance(returned, Tensor) and type(returned) is not Tensor:
         fault = f"forward returned a {type(returned).__name__}; the contract says a torch.Tensor"
         meaning = "a subclass may be computed when it is looked at, after the clock has stopped"
     else:
@@ -136,7 +127,7 @@ class AnswerJudge:
         layer = asked.base.problem.layer
         limit = max(1, JUDGED_ELEMENTS // answer.output[0].numel()) if len(rows) else 0
         self.notes = () if limit >= len(rows) else (_sampled(self.name, limit, len(rows)),)
-        which = self._source.some(len(rows), len(rows) if self._latest is None else limit)
+        which = self._source.random_indices(len(rows), len(rows) if self._latest is None else limit)
         self._latest = (asked, rows, answer)
         share = float(_shares(asked, rows[which], answer.output[which]).max()) if len(which) else 0.0
         self.worst = max(self.worst, share)
@@ -146,8 +137,8 @@ class AnswerJudge:
             self._judge_lse(asked, rows[which], answer.lse[which])
         self._earlier.append(asked)
 
-    def look_again(self) -> None:
-        """At the latest answer: raises FoundOutError where it has changed since."""
+    def require_unchanged(self) -> None:
+        """Raise UntrustworthyTimeError where the latest answer has changed since."""
         if self._latest is not None and self._latest[2].has_changed():
             raise UntrustworthyTimeError(
                 Broken(
@@ -158,7 +149,7 @@ class AnswerJudge:
             )
 
     def finish(self) -> None:
-        """The last answer, judged in full; raises FoundOutError."""
+        """The last answer, judged in full; raises UntrustworthyTimeError."""
         if self._latest is not None:
             asked, rows, answer = self._latest
             if len(rows) and float(_shares(asked, rows, answer.output).max()) > 1:
@@ -203,6 +194,36 @@ class AnswerJudge:
             raise UntrustworthyTimeError(
                 Broken(summary, {"calls": self.num_judged, "budget_share": float(shares.max())})
             )
+
+
+def require_stored(name: str, pool: KVPool, problem: Problem, contents: FreshContents) -> None:
+    """Raise UntrustworthyTimeError if new rows of ``problem`` are not in the cache. Do nothing without a codec.
+
+    To leave the write out saves time, and the output does not show it. Cannot see: single wrong elements, which
+    ``cache_write`` looks for; a codec, which is the backend's own, that writes what is missing where it is asked to
+    read, or makes it up.
+    """
+    if pool.codec is None:
+        return
+    new = problem.new_keys[problem.new_keys >= 0]
+    new = new[contents.random_indices(len(new), CHECKED_ROWS).cpu()]
+    if not len(new):
+        return
+    slots = problem.key_slots[new]
+    missing = torch.zeros(len(new), dtype=torch.bool)
+    for found, given in zip(pool.read_image(pool.bytes(), slots), (problem.keys, problem.values), strict=True):
+        wanted = given[new].double().flatten(1)
+        error = (found.double().flatten(1) - wanted).norm(dim=1)
+        missing |= ~(error <= _NEAR * wanted.norm(dim=1)).cpu()
+    if bool(missing.any()):
+        slot = int(slots[missing][0])
+        raise UntrustworthyTimeError(
+            Broken(
+                f"{name}: {int(missing.sum())} of {len(new)} new rows looked at are not in the cache, first: "
+                f"{problem.slot_name(slot)}",
+                meaning="the cache write is left out under the clock, or left to later",
+            )
+        )
 
 
 def _shares(asked: Contents, rows: Tensor, output: Tensor) -> Tensor:

@@ -1,40 +1,34 @@
-"""All that is timed of one backend on one problem: the batch, its parts, and neighbours that it is held against.
-
-Must not know: records, how a sample is judged.
-"""
+"""All that is timed of one backend on one problem: the batch, its parts, and neighbours that it is held against."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
+from attncheck.harness.checks.cudagraph.check import unexamined_reasons
+from attncheck.harness.checks.cudagraph.measurement import level_for
 from attncheck.harness.checks.cudagraph.recorder import recorder_for
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.checks.timing.cache_flush import Flush
 from attncheck.harness.checks.timing.clock import clock_for
-from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
-from attncheck.harness.checks.timing.hooks import active_modes
-from attncheck.harness.checks.timing.judgement import AFTERWARDS, UntrustworthyTimeError
-from attncheck.harness.checks.timing.neighbours import GLANCE, Neighbour, compare
-from attncheck.harness.checks.timing.parts import DISTANCES, neighbour_of, parts_of
-from attncheck.harness.checks.timing.profiler import kernels_of
-from attncheck.harness.checks.timing.replay import allows_graph
+from attncheck.harness.checks.timing.device_api import CacheFlush
+from attncheck.harness.checks.timing.device_state import kernels_of
+from attncheck.harness.checks.timing.fresh_contents import FreshContents
+from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
+from attncheck.harness.checks.timing.neighbours import DISTANCES, Neighbour, compare, neighbour_of, parts_of
+from attncheck.harness.checks.timing.roofline import work_of
 from attncheck.harness.checks.timing.sampling import Samples, samples_of
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
-from attncheck.harness.checks.timing.work import work_of
+from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
+from attncheck.reference.spec import AttentionCGSupport, BatchSpec
 from attncheck.reports.run_file.timings import ClockName, Kernel, Latency, StepPart
-
-NEWCOMERS = (1, GLANCE), 6
-"""Samples of problems that no call has seen: glances, and a look. Each needs a truth of its own."""
 
 WARM_UPS = 2
 """Calls before any is timed: a first one may compile."""
@@ -50,9 +44,7 @@ class TimingConditions:
     device: torch.device
     settings: TimingSettings
     sampler: Sampler
-    flush: Flush
-    modes: tuple[int, int] = field(default_factory=active_modes)
-    """Modes of torch that are active without a backend."""
+    flush: CacheFlush
 
     @property
     def is_cold(self) -> bool:
@@ -61,7 +53,10 @@ class TimingConditions:
 
 
 class TimingMeasurement:
-    """One backend on one problem. Raises StageError for what the backend raised, FoundOutError where it cheats."""
+    """One backend on one problem.
+
+    Raises StageError for what the backend raised, UntrustworthyTimeError where it cheats.
+    """
 
     def __init__(
         self, bench: TimingConditions, backend: type[AttentionBackend], problem: Problem, truth: Truth
@@ -69,11 +64,7 @@ class TimingMeasurement:
         self._bench, self._backend, self._problem = bench, backend, problem
         self._parts = parts_of(problem)
         self._session = Session(backend, problem, bench.device, capture_sizes=self._capture_sizes())
-        self._latest = Latest()
-        if active_modes() != bench.modes:
-            raise UntrustworthyTimeError(
-                Broken("a mode of torch was left active before any call was timed", meaning=AFTERWARDS)
-            )
+        self._latest = LatestAnswer()
         self._fresh = FreshContents(problem, truth, bench.device)
         self._own = self._step("forward", self._fresh)
         self._notes: list[str] = []
@@ -112,8 +103,8 @@ class TimingMeasurement:
         """As for a sample of the batch, which is none."""
         self._own.take()
 
-    def look_at_neighbours(self) -> None:
-        """Batches of nearly the same shape have to take about as long."""
+    def compare_neighbours(self) -> None:
+        """Raise UntrustworthyTimeError unless batches of nearly the same shape take about as long."""
         seen: list[Neighbour] = []
         for distance in DISTANCES:
             asked = neighbour_of(self._problem, distance)
@@ -138,41 +129,13 @@ class TimingMeasurement:
             )
         self._notes += [_slower(neighbour) for neighbour in seen if neighbour.is_notable]
 
-    def look_at_newcomers(self) -> None:
-        """Problems that no call has seen have to take about as long as those that took turns.
-
-        Whoever keeps answers and finds them again by what permutations and signs leave as it was is fast with those
-        alone. The sample that a newcomer is held against is taken after its truth was worked out, too.
-        """
-        coming: list[Contents] = []
-
-        def own() -> int:
-            coming.append(self._fresh.never_seen())
-            self._own.take()  # what the truth took from caches and clocks is no newcomer's fault
-            return self._own.take()
-
-        try:
-            seen = compare(0, own, lambda: self._own.take(coming.pop()), *NEWCOMERS)
-        except QuestionError:
-            return
-        if seen.is_suspect:
-            raise UntrustworthyTimeError(
-                Broken(
-                    f"forward takes {seen.ratio:.3g} times as long on a problem of which no call has seen anything",
-                    {"newcomer_ratio": seen.ratio},
-                    "results are kept, and found again by what is alike in contents that are permuted",
-                )
-            )
-        if seen.is_notable:
-            self._notes.append(f"forward takes {seen.ratio:.3g} times as long on problems that no call has seen")
-
     def finish(self) -> None:
         """The last answer, once more."""
         self._own.finish()
 
     def kernels(self) -> tuple[Kernel, ...]:
         """What runs in one ``forward``."""
-        return kernels_of(self._own.bare(), self._bench.device)
+        return kernels_of(self._own.unjudged_call(), self._bench.device)
 
     def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
         """Contents of ``problem``; None where the backend does not claim to serve it, or its truth cannot be had."""
@@ -212,6 +175,24 @@ class TimingMeasurement:
         replayed = [each for each in (self._problem, *self._parts.values()) if self._is_replayed(each)]
         batches = [problem.case.batch for problem in replayed]
         return tuple(sorted({batch.num_tokens + batch.padding.tokens for batch in batches}))
+
+
+def allows_graph(backend: type[AttentionBackend], problem: Problem) -> bool:
+    """Return whether the level that the backend declares allows a graph of such a batch.
+
+    Raises StageError where it declares no level.
+    """
+    if unexamined_reasons(problem.case):
+        return False
+    return level_for(backend, problem).value >= level_of(problem.case.batch).value
+
+
+def level_of(batch: BatchSpec) -> AttentionCGSupport:
+    """Return the lowest level whose graphs hold such a batch."""
+    query_lens = {request.query_len for request in batch.requests}
+    if query_lens == {1}:
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    return AttentionCGSupport.UNIFORM_BATCH if len(query_lens) == 1 else AttentionCGSupport.ALWAYS
 
 
 @contextmanager

@@ -1,25 +1,90 @@
-"""Whether a batch is fast only because it is known: others of nearly its shape, and others of other contents.
+"""Batches that are timed beside the case's own, and how their times compare.
 
-Cannot see: one that is served well within :data:`TOO_FAST`, nor one whose neighbours are known as well. Must not
-know: backends, how a step is taken.
+Two sorts: the decodes and the prefills of a mixed batch alone, and neighbours of nearly the same shape, by which a
+batch is found out that is fast only because its shape is known. Cannot see: a batch that is served well within
+:data:`TOO_FAST`, nor one whose neighbours are known as well.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from statistics import median
 
-from attncheck.harness.checks.timing.statistics import median_interval
+from attncheck.cases.model import Case
+from attncheck.errors import QuestionError
+from attncheck.harness.checks.timing.sampling import median_interval
+from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.reference.spec import PaddingSpec, RequestSpec
+from attncheck.reports.run_file.timings import StepPart
+
+DISTANCES = (1, 8)
+"""How many tokens a neighbour is shorter. At 1 nothing is aligned any more, which costs honest kernels something."""
 
 TOO_FAST = 2.0
 """How many times as long all neighbours must take for a batch to be a special case."""
 
 NOTABLE = 1.25
-"""From how many times on it is said."""
+"""From how many times on a note says so."""
 
-GLANCE, LOOK = 3, 10
-"""Samples of each side: to see that there is nothing, and to be sure that there is."""
+FEW_SAMPLES, MORE_SAMPLES = 3, 10
+"""Samples of each side: to see that there is no difference, and to be sure that there is one."""
 
 Take = Callable[[], int]
+
+
+def parts_of(problem: Problem) -> dict[StepPart, Problem]:
+    """The decodes and the prefills of a mixed batch, each without padding; empty for any other batch."""
+    requests = problem.case.batch.requests
+    decodes = tuple(request for request in requests if request.query_len == 1)
+    prefills = tuple(request for request in requests if request.query_len > 1)
+    if not decodes or not prefills or not problem.has_pool:
+        return {}
+    found: dict[StepPart, Problem] = {}
+    parts: tuple[tuple[StepPart, tuple[RequestSpec, ...]], ...] = (("decode", decodes), ("prefill", prefills))
+    for name, own in parts:
+        part = _asked(problem, name, own, PaddingSpec())
+        if part is not None:
+            found[name] = part
+    return found
+
+
+def neighbour_of(problem: Problem, distance: int) -> Problem | None:
+    """The batch with every context so many tokens shorter; with every query, where there is no such context.
+
+    None: no request is long enough. Query lengths of batches with a context are the same.
+    """
+    batch = problem.case.batch
+    shorter = tuple(_shorter(request, distance) for request in batch.requests)
+    if shorter == batch.requests and all(r.query_len > distance and not r.context_len for r in batch.requests):
+        if batch.path.name not in ("paged", "mla", "encoder_only", "local"):
+            return None
+        shorter = tuple(
+            replace(r, query_len=r.query_len - distance, seq_len=r.total_len - distance) for r in batch.requests
+        )
+    if shorter == batch.requests:
+        return None
+    return _asked(problem, f"{distance}-shorter", shorter, batch.padding)
+
+
+def _shorter(request: RequestSpec, distance: int) -> RequestSpec:
+    left = request.context_len - distance
+    if left < max(1, request.shared_prefix):
+        return request
+    encoder_len = request.encoder_len
+    if encoder_len is not None and encoder_len > distance:
+        encoder_len -= distance
+    return replace(request, seq_len=request.total_len - distance, encoder_len=encoder_len)
+
+
+def _asked(problem: Problem, name: str, requests: tuple[RequestSpec, ...], padding: PaddingSpec) -> Problem | None:
+    """Such a batch over the problem's cache; None: it is no question."""
+    case = problem.case
+    try:
+        batch = replace(case.batch, requests=requests, padding=padding)
+        cache = replace(case.cache, num_blocks=problem.num_blocks) if problem.has_pool else case.cache
+        asked: Case = replace(case, id=f"{case.id}.{name}", batch=batch, cache=cache)
+        return build_problem(asked, problem.seed)
+    except QuestionError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -41,18 +106,15 @@ class Neighbour:
         return self.least > TOO_FAST
 
 
-def compare(
-    distance: int, own: Take, neighbour: Take, glances: Sequence[int] = (GLANCE,), look: int = LOOK
-) -> Neighbour:
-    """Samples of both, taken in turns; more of them only where those before are conspicuous. Both have been warmed up.
+def compare(distance: int, own: Take, neighbour: Take) -> Neighbour:
+    """Compare samples of both, taken in turns; more of them only where the first are conspicuous.
 
-    ``glances``: how many are taken each time; ``look``: how many, of each side, the last time.
+    Both have been warmed up.
     """
-    for count in glances:
-        owns, others = _in_turns(own, neighbour, count)
-        if median(others) <= NOTABLE * median(owns):
-            return Neighbour(distance, median(others) / max(1.0, median(owns)), 0.0)
-    owns, others = _in_turns(own, neighbour, look)
+    owns, others = _in_turns(own, neighbour, FEW_SAMPLES)
+    if median(others) <= NOTABLE * median(owns):
+        return Neighbour(distance, median(others) / max(1.0, median(owns)), 0.0)
+    owns, others = _in_turns(own, neighbour, MORE_SAMPLES)
     least = median_interval(others)[0] / max(1.0, median_interval(owns)[1])
     return Neighbour(distance, median(others) / max(1.0, median(owns)), least)
 

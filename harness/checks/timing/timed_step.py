@@ -1,8 +1,7 @@
 """One batch of one backend, timed again and again: new contents in the same memory, every answer judged.
 
 The order is a model runner's: the cache and the metadata are there, ``build`` is timed by the host, then the rows of
-the layer arrive, and the cache write and ``forward`` are timed, with nothing of the harness in between. Must not know:
-which batches are timed, how many samples are taken.
+the layer arrive, and the cache write and ``forward`` are timed, with nothing of the harness in between.
 """
 
 from collections import deque
@@ -12,27 +11,23 @@ from statistics import median
 
 import torch
 
-from attncheck.harness.checks.cudagraph.persistent_inputs import each_of
+from attncheck.harness.checks.cudagraph.capture import CapturedForward, capture_forward
 from attncheck.harness.checks.cudagraph.recorder import Recorder
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.checks.timing.cache_written import require_stored
-from attncheck.harness.checks.timing.clock import Clock, EventClock, HostClock, nothing
-from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
-from attncheck.harness.checks.timing.hooks import active_modes, added_kernels, replaced, tracers
+from attncheck.harness.checks.timing.clock import Clock, EventClock, HostClock, do_nothing
+from attncheck.harness.checks.timing.fresh_contents import FreshContents
 from attncheck.harness.checks.timing.judgement import (
-    AFTERWARDS,
     AnswerJudge,
     TimedAnswer,
     UntrustworthyTimeError,
     copy_answer,
+    require_stored,
 )
-from attncheck.harness.checks.timing.lent_buffers import LentBuffers, span
-from attncheck.harness.checks.timing.replay import Replay, capture
 from attncheck.harness.driver.changed_inputs import changed_inputs
 from attncheck.harness.driver.foreign_code import call_backend
-from attncheck.harness.driver.forward import bound_forward, output_buffers, output_scale_of
+from attncheck.harness.driver.forward import OutputBuffers
 from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of
-from attncheck.harness.driver.output_buffers import GuardedBuffer
+from attncheck.harness.driver.persistent_inputs import PersistentInputs, map_tensors, span
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import Step, make_step, request_order
 from attncheck.harness.problem.problem import Problem
@@ -48,21 +43,23 @@ _EMPTY_CALLS = 15
 class LentMemory:
     """What a backend is lent in every call, and what it writes to."""
 
-    lent: LentBuffers
-    out: GuardedBuffer
-    lse: GuardedBuffer | None
+    inputs: PersistentInputs
+    buffers: OutputBuffers
 
 
 @dataclass
-class Latest:
-    """Who judged the latest answer of a session: it has to stay as it is until the next call, of whatever batch."""
+class LatestAnswer:
+    """The latest answer of a session, by its judge. It has to stay as it is until the next call, of any batch."""
 
     judge: AnswerJudge | None = None
 
-    def give_way(self, judge: AnswerJudge | None) -> None:
-        """To a call that ``judge`` will judge. Raises UntrustworthyTimeError where the latest answer has changed."""
+    def start_next(self, judge: AnswerJudge | None) -> None:
+        """Check that the latest answer has not changed, and go on to a call that ``judge`` will judge.
+
+        Raises UntrustworthyTimeError where it has changed.
+        """
         if self.judge is not None:
-            self.judge.look_again()
+            self.judge.require_unchanged()
         self.judge = judge
 
 
@@ -76,7 +73,7 @@ class TimedStep:
         contents: FreshContents,
         clock: Clock,
         flush: Flusher,
-        latest: Latest,
+        latest: LatestAnswer,
         memory: LentMemory | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -90,34 +87,33 @@ class TimedStep:
         self._order = call_backend("builder", lambda: request_order(problem, session.threshold))
         self._judge = AnswerJudge(name, contents, self._backend.conventions)
         self._host = HostClock(clock.wait)
-        self._modes = active_modes()
-        self._must_be_buffer = self._backend.accept_output_buffer  # once: a property could do the work of a call
-        self._scale = output_scale_of(problem, self._device)
         self._recorder = recorder
-        self._replay: Replay | None = None
+        self._replay: CapturedForward | None = None
         self._notes: tuple[str, ...] = ()
         self.build_ns: list[int] = []
         self._empty_ns: deque[int] = deque(maxlen=_EMPTY_CALLS)
         _, call = self._fresh(problem)
-        self.memory = self._new_memory(problem, call) if memory is None else memory
+        if memory is None:
+            memory = LentMemory(PersistentInputs(call), session.layer.output_buffers(problem, call))
+        self.memory = memory
 
     @property
     def worst(self) -> float:
         """The largest error so far, in budgets."""
         return self._judge.worst
 
-    def take(self, asked: Contents | None = None) -> int:
-        """Nanoseconds of one ``forward``, on contents that no call has seen; ``asked``: on these.
+    def take(self) -> int:
+        """Return the nanoseconds of one ``forward``, on contents that no call has seen.
 
-        Raises StageError for what the backend raised, FoundOutError where its answer is none.
+        Raises StageError for what the backend raised, UntrustworthyTimeError where its answer is none.
         """
-        self._latest.give_way(self._judge)
-        asked = asked or self._contents.next()
+        self._latest.start_next(self._judge)
+        asked = self._contents.next()
         problem = asked.problem()
         step, fresh = self._fresh(problem)
         self._fill(problem, step)
-        call = self.memory.lent.with_metadata_of(fresh)
-        lent = each_of(call, torch.Tensor.detach)
+        call = self.memory.inputs.load_metadata(fresh)
+        lent = map_tensors(call, torch.Tensor.detach)
         pristine = replace(fresh, common=_copied(call).common)
         if self._recorder is not None and self._replay is None:
             self._capture(self._recorder, call, fresh)
@@ -143,15 +139,15 @@ class TimedStep:
         """How ``forward`` is timed."""
         return self._clock.name if self._replay is None else "graph"
 
-    def bare(self) -> Callable[[], object]:
-        """One more ``forward`` on new contents, to be looked at by other means than a clock; nobody judges it."""
-        self._latest.give_way(None)
+    def unjudged_call(self) -> Callable[[], object]:
+        """Return one more ``forward`` on new contents, to be examined by other means than a clock; it is not judged."""
+        self._latest.start_next(None)
         problem = self._contents.next().problem()
         step, fresh = self._fresh(problem)
         self._fill(problem, step)
-        lent = each_of(self.memory.lent.with_metadata_of(fresh), torch.Tensor.detach)
-        forward = self._bound(lent, self._build(lent))
-        self.memory.lent.load_rows(fresh)
+        lent = map_tensors(self.memory.inputs.load_metadata(fresh), torch.Tensor.detach)
+        forward = self._session.layer.bind(lent, self._kv_cache, self._build(lent), self.memory.buffers)
+        self.memory.inputs.load_rows(fresh)
 
         def call() -> object:
             with torch.no_grad():
@@ -160,9 +156,9 @@ class TimedStep:
         return call
 
     def finish(self) -> None:
-        """The last answer, once more: raises FoundOutError."""
+        """The last answer, once more: raises UntrustworthyTimeError."""
         if self._latest.judge is self._judge:
-            self._judge.look_again()
+            self._judge.require_unchanged()
         self._judge.finish()
 
     def _clock_notes(self) -> Iterator[str]:
@@ -180,10 +176,6 @@ class TimedStep:
                 "device when the stream was done; it counts"
             )
 
-    def _new_memory(self, problem: Problem, call: ForwardCall) -> LentMemory:
-        out, lse = output_buffers(self._backend, problem, len(call.query), call.num_rows, self._device)
-        return LentMemory(LentBuffers(call), out, lse)
-
     def _fresh(self, problem: Problem) -> tuple[Step, ForwardCall]:
         step = make_step(problem, self._device, self._order, pad_seq_len=self._backend.conventions.pad_seq_len)
         (call,) = forward_calls_of(step, self._backend.features, self._session.threshold)
@@ -196,15 +188,19 @@ class TimedStep:
             return
         old = problem.old_keys
         pool.write(problem.key_slots[old], problem.keys[old], problem.values[old])
-        if not self._session.impl.brings_writer and step.key is not None and step.value is not None:
-            pool.write(step.slot_mapping, step.key, step.value)
+        self._session.layer.store_new_rows(pool, step)
 
     def _capture(self, recorder: Recorder, call: ForwardCall, fresh: ForwardCall) -> None:
-        common = call.common
-        recorder.mark_host(common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu)
-        self.memory.lent.load_rows(fresh)
-        captured = capture(recorder, self._session.builder, call, self._bound)
-        if isinstance(captured, Replay):
+        inputs, buffers, layer = self.memory.inputs, self.memory.buffers, self._session.layer
+        recorder.mark_host(*inputs.host_twins)
+        inputs.load_rows(fresh)
+        captured = capture_forward(
+            recorder,
+            call,
+            self._session.builder.build_for_cudagraph_capture,
+            lambda lent, metadata: layer.enter(lent, self._kv_cache, metadata, buffers),
+        )
+        if isinstance(captured, CapturedForward):
             self._replay = captured
         else:
             self._recorder = None
@@ -222,87 +218,53 @@ class TimedStep:
         return made[0]
 
     def _forward(self, call: ForwardCall, fresh: ForwardCall, metadata: object) -> tuple[TimedAnswer, int]:
-        memory, session, num_rows = self.memory, self._session, call.num_rows
-        spans = memory.lent.spans()
-        if session.pool is not None:
-            spans["the cache"] = span(session.pool.kv_cache)
-        forward = self._bound(call, metadata) if self._replay is None else self._replay.forward
-        due: list[Callable[[], object]] = [forward]
+        inputs, buffers, num_rows, kv_cache = self.memory.inputs, self.memory.buffers, call.num_rows, self._kv_cache
+        spans = inputs.spans()
+        if kv_cache is not None:
+            spans["the cache"] = span(kv_cache)
+        if self._replay is not None:
+            forward = self._replay.launch
+        else:
+            forward = self._session.layer.bind(call, kv_cache, metadata, buffers)
         returned: list[object] = []
         answers: list[TimedAnswer] = []
-        found: list[tuple[object, object]] = []
-        was_traced_by = tracers()
-        _require_untouched("build")
-        if active_modes() != self._modes:
-            raise _left("build left a mode of torch active behind it")
+
+        def kept(run: Callable[[], object]) -> Callable[[], None]:
+            return lambda: returned.append(run())
 
         def before() -> None:
             self._flush()
-            memory.out.refill(num_rows)
-            if memory.lse is not None:
-                memory.lse.refill(num_rows)
-            memory.lent.load_rows(fresh)
+            buffers.refill(num_rows)
+            inputs.load_rows(fresh)
             if isinstance(self._clock, HostClock):  # of events, which lie on the device, an empty call takes nothing
-                due.append(nothing)
-                self._empty_ns.append(self._clock.time(timed))
-                for each in (due, returned, found):
-                    each.pop()
-
-        def timed() -> None:
-            returned.append(due[-1]())
-            found.append(tracers())  # under the clock: one that comes to act later could be gone again by then
+                self._empty_ns.append(self._clock.time(kept(do_nothing)))
+                returned.clear()
 
         def after() -> None:
             answers.append(
                 copy_answer(
                     returned[0],
-                    memory.out,
-                    memory.lse,
+                    buffers.out,
+                    buffers.lse,
                     num_rows,
                     spans,
-                    must_be_buffer=self._must_be_buffer,
-                    modes=self._modes,
+                    must_be_buffer=self._backend.accept_output_buffer,
                 )
             )
 
         with torch.no_grad():
             taken = call_backend(
                 "forward",
-                lambda: self._clock.time(timed, before=before, after=after),
+                lambda: self._clock.time(kept(forward), before=before, after=after),
             )
-        if found[0] != was_traced_by:
-            raise _left("forward left a function behind it that Python calls at every event")
-        _require_untouched("forward")
         empty = median(self._empty_ns) if self._empty_ns else 0
         return answers[0], max(1, taken - int(empty))  # a time of nothing is less than a clock can tell
 
-    def _bound(self, call: ForwardCall, metadata: object) -> Callable[[], object]:
-        memory, session = self.memory, self._session
-        kv_cache = torch.empty(0, dtype=call.query.dtype, device=self._device)
-        if session.pool is not None:
-            kv_cache = session.pool.kv_cache
-        return bound_forward(
-            self._backend,
-            session.impl,
-            session.attn_layer,
-            call,
-            kv_cache,
-            metadata,
-            memory.out,
-            memory.lse,
-            self._scale,
-        )
-
-
-def _require_untouched(stage_name: str) -> None:
-    if names := (*replaced(), *added_kernels()):
-        raise _left(f"after {stage_name} these are not torch's own: {', '.join(names[:5])}")
-
-
-def _left(what: str) -> UntrustworthyTimeError:
-    return UntrustworthyTimeError(Broken(what, meaning=AFTERWARDS))
+    @property
+    def _kv_cache(self) -> torch.Tensor | None:
+        return None if self._session.pool is None else self._session.pool.kv_cache
 
 
 def _copied(call: ForwardCall) -> ForwardCall:
     """Copies of the metadata; without the rows, which are not there yet."""
-    return each_of(replace(call, query=call.query[:0], key=None, value=None), torch.Tensor.clone)
+    return map_tensors(replace(call, query=call.query[:0], key=None, value=None), torch.Tensor.clone)

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
-from attncheck.errors import QuestionError
 from attncheck.harness.checks.timing import measurement
-from attncheck.harness.checks.timing.cache_flush import Flush
+from attncheck.harness.checks.timing.device_api import CacheFlush
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
 from attncheck.harness.checks.timing.measurement import TimingConditions, TimingMeasurement
 from attncheck.harness.checks.timing.neighbours import Neighbour
@@ -18,7 +17,7 @@ from attncheck.harness.truth.truth import truth_of
 
 CPU = torch.device("cpu")
 BENCH = TimingConditions(
-    CPU, TimingSettings(limit_s=60, min_samples=1, max_samples=1), lambda _part, *take: sample(*take), Flush(CPU)
+    CPU, TimingSettings(limit_s=60, min_samples=1, max_samples=1), lambda _part, *take: sample(*take), CacheFlush(CPU)
 )
 
 
@@ -68,32 +67,12 @@ def test_what_is_raised_at_a_part_says_which(measure):
 def test_what_is_raised_at_a_neighbour_says_which(measure):
     made = measure(raising(lambda common: int(common.seq_lens.max()) == 39))
     with pytest.raises(StageError) as caught:
-        made.look_at_neighbours()
+        made.compare_neighbours()
     assert caught.value.raised.stage == "forward of the same batch, a token shorter"
 
 
-@pytest.mark.parametrize(("ratio", "notes"), [(1.2, ()), (1.5, ("1.5 times as long on problems that no call",))])
-def test_newcomers_that_take_a_little_longer_are_noted(measure, monkeypatch, ratio, notes):
-    monkeypatch.setattr(measurement, "compare", lambda *_: Neighbour(0, ratio, ratio))
-    made = measure()
-    made.look_at_newcomers()
-    assert len(made.notes) == len(notes)
-    assert all(part in note for part, note in zip(notes, made.notes, strict=True))
-
-
-def test_newcomers_are_new_and_judged(measure, monkeypatch):
-    made = measure()
-    given, take = [], made._own.take
-    monkeypatch.setattr(made._own, "take", lambda asked=None: (given.append(asked), take(asked))[1])
-    made.look_at_newcomers()
-    newcomers = [asked.base for asked in given if asked is not None]
-    known = made._fresh.bases
-    assert 1 <= len(newcomers) <= 1 + 3 + 6
-    assert len({base.problem.seed for base in (*known, *newcomers)}) == len(known) + len(newcomers)
-
-
 class TestNeighbours:
-    """``look_at_neighbours``, by ratios made by hand."""
+    """``compare_neighbours``, by ratios made by hand."""
 
     @pytest.fixture
     def seen(self, monkeypatch):
@@ -112,20 +91,20 @@ class TestNeighbours:
     def test_the_first_that_is_as_fast_is_enough(self, measure, seen):
         distances = seen(1.1)
         made = measure()
-        made.look_at_neighbours()
+        made.compare_neighbours()
         assert (distances, made.notes) == ([1], ())
 
     def test_one_that_is_as_fast_clears_the_batch(self, measure, seen):
         distances = seen(9.0, 1.2)
         made = measure()
-        made.look_at_neighbours()
+        made.compare_neighbours()
         assert distances == [1, 8]
         assert made.notes == ("forward takes 9 times as long where requests are a token shorter",)
 
     def test_less_than_twice_is_a_note(self, measure, seen):
         seen(9.0, 1.5)
         made = measure()
-        made.look_at_neighbours()
+        made.compare_neighbours()
         assert made.notes[1] == "forward takes 1.5 times as long where requests are 8 tokens shorter"
 
     def test_all_far_slower_is_a_special_case(self, measure, seen):
@@ -133,22 +112,11 @@ class TestNeighbours:
         with pytest.raises(
             UntrustworthyTimeError, match="3 times as long where requests are 8 tokens shorter"
         ) as caught:
-            measure().look_at_neighbours()
+            measure().compare_neighbours()
         assert "special-cased" in caught.value.finding.meaning
 
     def test_without_neighbours_nothing_is_said(self, measure, seen):
         distances = seen()
         made = measure(requests=((1, 1),))
-        made.look_at_neighbours()
+        made.compare_neighbours()
         assert (distances, made.notes) == ([], ())
-
-
-def test_where_no_newcomer_can_be_had_nothing_is_said(measure, monkeypatch):
-    made = measure()
-
-    def overflows():
-        raise QuestionError("honest kernels overflow")
-
-    monkeypatch.setattr(made._fresh, "never_seen", overflows)
-    made.look_at_newcomers()
-    assert made.notes == ()

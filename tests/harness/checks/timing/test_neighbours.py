@@ -1,10 +1,12 @@
-"""A batch against others of nearly its shape, by samples made by hand."""
+"""Batches that are timed beside a case's own, and their comparison, by samples made by hand."""
 
 from itertools import cycle
 
 import pytest
 
-from attncheck.harness.checks.timing.neighbours import GLANCE, LOOK, compare
+from attncheck.harness.checks.timing.neighbours import FEW_SAMPLES, MORE_SAMPLES, compare, neighbour_of, parts_of
+from attncheck.harness.problem.problem import build_problem
+from attncheck.reference.spec import AttentionType, RequestSpec
 
 
 def compared(own, neighbour):
@@ -27,14 +29,14 @@ def compared(own, neighbour):
 @pytest.mark.parametrize("neighbour", [[500], [1000], [1200], [900, 1100]])
 def test_as_long_is_seen_at_a_glance(neighbour):
     found, taken = compared([1000], neighbour)
-    assert taken == GLANCE
+    assert taken == FEW_SAMPLES
     assert not found.is_notable
     assert not found.is_suspect
 
 
 def test_far_longer_is_suspect():
     found, taken = compared([1000, 1050, 980], [4000, 4100, 3900])
-    assert taken == GLANCE + LOOK
+    assert taken == FEW_SAMPLES + MORE_SAMPLES
     assert found.is_suspect
     assert found.ratio == pytest.approx(4, rel=0.1)
 
@@ -47,19 +49,66 @@ def test_somewhat_longer_is_notable_only():
 
 def test_what_noise_may_have_made_is_not_even_notable():
     found, taken = compared([1000, 1000, 4000, 4000, 1000], [4500, 900, 4500, 4500, 1000])
-    assert taken == GLANCE + LOOK
+    assert taken == FEW_SAMPLES + MORE_SAMPLES
     assert not found.is_notable
 
 
-def test_glances_grow_while_they_are_conspicuous():
-    own, neighbour = cycle([1000]), iter([4000, 900, 1000, 1100])
-    found = compare(0, lambda: next(own), lambda: next(neighbour), (1, 3), 6)
-    assert (found.ratio, found.least) == (1, 0)
-    assert next(neighbour, None) is None
+def lengths(problem):
+    return [(request.query_len, request.num_keys) for request in problem.requests]
 
 
-def test_a_look_may_be_shorter():
-    taken = []
-    found = compare(0, lambda: 1000, lambda: taken.append(1) or 4000, (1, 3), 6)
-    assert len(taken) == 1 + 3 + 6
-    assert found.is_suspect
+def test_a_mixed_batch_is_taken_apart(make_case):
+    problem = build_problem(make_case((1, 37), (5, 40), (33, 33), (1, 130), padding=(2, 3)), 0)
+    parts = parts_of(problem)
+    assert {name: lengths(part) for name, part in parts.items()} == {
+        "decode": [(1, 37), (1, 130)],
+        "prefill": [(5, 40), (33, 33)],
+    }
+    for part in parts.values():
+        assert part.num_blocks == problem.num_blocks
+        assert (part.case.batch.padding.requests, part.case.batch.padding.tokens) == (0, 0)
+        assert part.layer == problem.layer
+
+
+@pytest.mark.parametrize("requests", [((1, 37), (1, 130)), ((5, 40), (33, 33))])
+def test_other_batches_have_no_parts(requests, make_case):
+    assert parts_of(build_problem(make_case(*requests), 0)) == {}
+
+
+def test_without_a_cache_there_are_no_decodes(make_case):
+    case = make_case((1, 1), (5, 5), attn_type=AttentionType.ENCODER_ONLY, causal=False)
+    assert parts_of(build_problem(case, 0)) == {}
+
+
+@pytest.mark.parametrize(
+    ("requests", "distance", "expected"),
+    [
+        (((1, 37), (5, 40)), 1, [(1, 36), (5, 39)]),
+        (((1, 37), (5, 40)), 8, [(1, 29), (5, 32)]),
+        (((1, 37), (5, 6)), 1, [(1, 36), (5, 6)]),  # a context there is does not vanish
+        (((1, 37), (33, 33)), 1, [(1, 36), (33, 33)]),
+        (((20, 20), (33, 33)), 1, [(19, 19), (32, 32)]),
+        (((1, 1), (33, 33)), 1, None),
+        (((1, 2),), 1, None),
+        (((4, 4),), 8, None),
+    ],
+)
+def test_a_neighbour_is_shorter(requests, distance, expected, make_case):
+    problem = build_problem(make_case(*requests), 0)
+    neighbour = neighbour_of(problem, distance)
+    assert (None if neighbour is None else lengths(neighbour)) == expected
+    if neighbour is not None:
+        assert neighbour.num_blocks == problem.num_blocks
+
+
+def test_a_prefix_that_is_shared_stays_whole(make_case):
+    shared = [RequestSpec(query_len=1, seq_len=n, shared_prefix=32) for n in (33, 40)]
+    neighbour = neighbour_of(build_problem(make_case(*shared), 0), 1)
+    assert lengths(neighbour) == [(1, 33), (1, 39)]
+
+
+def test_encoder_rows_are_shortened_with_the_context(make_case):
+    request = RequestSpec(query_len=2, seq_len=10, encoder_len=30)
+    case = make_case(request, attn_type=AttentionType.ENCODER_DECODER, causal=False, path="cross")
+    neighbour = neighbour_of(build_problem(case, 0), 1)
+    assert [(one.total_len, one.encoder_len) for one in neighbour.case.batch] == [(9, 29)]

@@ -9,15 +9,14 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceB
 from attncheck.backends.contract import AttentionCGSupport
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
 from attncheck.harness.checks.timing import measurement
-from attncheck.harness.checks.timing.cache_flush import Flush
 from attncheck.harness.checks.timing.clock import HostClock
+from attncheck.harness.checks.timing.device_api import CacheFlush
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
-from attncheck.harness.checks.timing.measurement import TimingConditions, TimingMeasurement
-from attncheck.harness.checks.timing.replay import allows_graph, level_of
+from attncheck.harness.checks.timing.measurement import TimingConditions, TimingMeasurement, allows_graph, level_of
 from attncheck.harness.checks.timing.sampling import sample
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
+from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -98,7 +97,7 @@ def timed(backend, recorder, make_case):
     session = Session(backend, problem, CPU, capture_sizes=(2,))
     contents = FreshContents(problem, None, CPU)
     return TimedStep(
-        "forward", session, contents, HostClock(), lambda: None, Latest(), recorder=recorder
+        "forward", session, contents, HostClock(), lambda: None, LatestAnswer(), recorder=recorder
     ), session.builder
 
 
@@ -147,7 +146,7 @@ def test_a_measurement_replays_what_it_can_capture(make_case, monkeypatch):
     monkeypatch.setattr(measurement.TimingMeasurement, "_is_replayed", lambda _self, asked: asked.case.batch == decodes)
     monkeypatch.setattr(measurement, "recorder_for", lambda _device: Recorder())
     settings = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
-    bench = TimingConditions(CPU, settings, lambda _part, take, asked: sample(take, asked), Flush(CPU))
+    bench = TimingConditions(CPU, settings, lambda _part, take, asked: sample(take, asked), CacheFlush(CPU))
     made = TimingMeasurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
     clocks = {latency.part: latency.clock for latency in made.latencies()}
     assert clocks == {"forward": "host", "build": "host", "decode": "graph", "prefill": "host"}

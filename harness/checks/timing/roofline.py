@@ -1,6 +1,6 @@
-"""The least that a step has to move and to compute, counted from the case. Must not know: backends, times.
+"""Both sides of a roofline: the least that a step has to move and to compute, and what the device can do at most.
 
-What it is held against is a roofline, so everything is counted once, however often a kernel does it:
+The least is counted from the case, everything once, however often a kernel does it:
 
 - bytes: query rows read and output rows written; new K/V rows read and written to the cache; of the context, the K/V
   rows that any row of the request sees (no window, chunk or causal mask leaves out), read once a KV head and not once a
@@ -11,20 +11,27 @@ What it is held against is a roofline, so everything is counted once, however of
 - latent attention: cache rows are read once for all heads, and the up-projections once. Of each request the cheaper
   form is counted: absorbed (queries and outputs are projected, all heads attend to rows of ``L + E``), as kernels do
   for decodes, or naive (keys and values are projected), as they do for prompts.
+
+What the device can do, copies and products of matrices, is measured in the process that times the backend, on random
+numbers (zeros can be faster), and the best of a few counts: on a shared machine that is nearest to what it can do. The
+sizes are big on a GPU, and small enough on a CPU to take under 0.3 s.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
+from attncheck.harness.checks.timing.clock import Clock, host_ns
 from attncheck.harness.problem.latent import naive_layer
 from attncheck.harness.problem.visible_span import visible_span
 from attncheck.reference import layer_params
 from attncheck.reference.spec import AttentionType, FastPrefillOptions, LayerSpec, MLASpec, RequestSpec, TreeOptions
+from attncheck.reports.run_file.timings import Ceilings
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes of an element, by the names of layers and caches."""
@@ -158,3 +165,57 @@ def _context_rows(seen: list[tuple[RequestSpec, VisibleKeys]]) -> int:
         total += max(0, end - max(first, reached))
         reached = max(reached, end)
     return total
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """copied: bytes that are copied. side: rows of the square matrices, at most. limit_ns: for each of the two."""
+
+    copied: int
+    side: int
+    repeats: int
+    limit_ns: int
+
+
+GPU = Sizes(copied=2**30, side=8192, repeats=10, limit_ns=500_000_000)
+CPU = Sizes(copied=2**25, side=1024, repeats=5, limit_ns=80_000_000)
+
+FIRST_SIDE = 128
+
+
+def measure_ceilings(device: torch.device | str, dtype: str, clock: Clock) -> Ceilings:
+    """Measure the ceilings of ``device``; ``dtype`` is a layer's, ``clock`` one that is used for nothing else.
+
+    Copied bytes count twice: they are read and written.
+    """
+    device, element = torch.device(device), DTYPES[dtype]
+    sizes, free = (GPU, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else (CPU, CPU.copied * 64)
+    generator = torch.Generator(device).manual_seed(0)
+    copied = min(sizes.copied, free // 8) // element.itemsize
+    source = torch.randn(copied, generator=generator, device=device, dtype=element)
+    target = torch.empty_like(source)
+    copy_ns = _best(lambda: target.copy_(source), clock, sizes)
+    copy_bytes, source, target = 2 * source.nbytes, torch.empty(0), torch.empty(0)  # the memory is free first
+
+    side, rate = FIRST_SIDE, 0.0
+    end = host_ns() + sizes.limit_ns
+    while True:
+        a, b = (torch.randn(side, side, generator=generator, device=device, dtype=element) for _ in range(2))
+        best_ns = _best(lambda a=a, b=b: a @ b, clock, sizes)  # type: ignore[misc]
+        rate = max(rate, 2 * side**3 / best_ns * 1e9)
+        # The next is eight times as much work.
+        if side == sizes.side or 12 * (side * side * element.itemsize) > free or host_ns() + 16 * best_ns > end:
+            break
+        side *= 2
+    return Ceilings(copy_bytes_per_s=copy_bytes / copy_ns * 1e9, matmul_flops_per_s=rate, dtype=dtype)
+
+
+def _best(call: Callable[[], object], clock: Clock, sizes: Sizes) -> int:
+    """The shortest of some repeats after the first, within the limit."""
+    end = host_ns() + sizes.limit_ns
+    times = [clock.time(call)]
+    for _ in range(sizes.repeats):
+        if host_ns() + times[-1] > end:
+            break
+        times.append(clock.time(call))
+    return max(1, min(times[1:] or times))

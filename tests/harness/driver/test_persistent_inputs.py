@@ -2,9 +2,9 @@
 
 import torch
 
-from attncheck.harness.checks.timing.lent_buffers import LentBuffers, span
 from attncheck.harness.driver.changed_inputs import changed_inputs
 from attncheck.harness.driver.forward_calls import forward_calls_of
+from attncheck.harness.driver.persistent_inputs import PersistentInputs, span
 from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem
 
@@ -24,8 +24,8 @@ def addresses(call):
 def test_a_step_is_lent_in_the_memory_of_the_first(make_case):
     first, second = call_of(make_case(), 0), call_of(make_case(), 1)
     where = addresses(first)
-    lent = LentBuffers(first)
-    call = lent.with_metadata_of(second)
+    lent = PersistentInputs(first)
+    call = lent.load_metadata(second)
     assert addresses(call) == where
     assert not torch.equal(call.query, second.query)  # the rows come when it is the layer's turn
     assert set(changed_inputs(second, call)) == {"query", "key", "value"}
@@ -37,22 +37,22 @@ def test_a_step_is_lent_in_the_memory_of_the_first(make_case):
 def test_a_smaller_step_has_the_front_of_it_and_a_table_as_wide(make_case):
     large, small = call_of(make_case((4, 130), (1, 60))), call_of(make_case((3, 40), (1, 20)))
     where, width = addresses(large), large.common.block_table_tensor.shape[1]
-    lent = LentBuffers(large)
-    call = lent.with_metadata_of(small)
+    lent = PersistentInputs(large)
+    call = lent.load_metadata(small)
     lent.load_rows(small)
     assert addresses(call) == where
     assert torch.equal(call.query, small.query)
     table, own = call.common.block_table_tensor, small.common.block_table_tensor
     assert table.shape == (2, width)
     assert torch.equal(table[:, : own.shape[1]], own)
-    assert not table[:, own.shape[1] :].any()
+    assert torch.equal(table[:, own.shape[1] :], own[:, -1:].expand(2, width - own.shape[1]))
     assert torch.equal(call.common.seq_lens, small.common.seq_lens)
 
 
 def test_a_larger_step_keeps_its_own_memory(make_case):
     large, small = call_of(make_case((4, 130), (1, 60))), call_of(make_case((3, 40), (1, 20)))
-    lent = LentBuffers(small)
-    call = lent.with_metadata_of(large)
+    lent = PersistentInputs(small)
+    call = lent.load_metadata(large)
     lent.load_rows(large)
     assert list(changed_inputs(large, call)) == []
     assert torch.equal(small.query, call_of(make_case((3, 40), (1, 20))).query)
@@ -60,7 +60,7 @@ def test_a_larger_step_keeps_its_own_memory(make_case):
 
 def test_spans_cover_what_is_lent(make_case):
     call = call_of(make_case())
-    spans = LentBuffers(call).spans()
+    spans = PersistentInputs(call).spans()
     assert spans["query"] == spans["key"] == spans["value"]  # slices of one tensor
     start, end = spans["query"]
     assert start <= call.value.data_ptr() < end

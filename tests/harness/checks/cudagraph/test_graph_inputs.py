@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncheck.cases.model import Case
-from attncheck.harness.checks.cudagraph.persistent_inputs import PersistentInputs
+from attncheck.harness.checks.cudagraph.graph_inputs import allocate_inputs, dummy_call
 from attncheck.harness.checks.cudagraph.probes import Bucket
 from attncheck.harness.driver.forward_calls import forward_calls_of
 from attncheck.harness.driver.step import make_step
@@ -31,13 +31,17 @@ def call_of(problem):
     return call
 
 
-def buffers_for(*problems, width=8):
-    return PersistentInputs(problems, num_reqs=4, num_tokens=8, width=width, device=CPU)
+def buffers_for(problem, width=8):
+    return allocate_inputs(problem, num_reqs=4, num_tokens=8, width=width, device=CPU)
+
+
+def dummy_of(problem, bucket, *, longest=False):
+    return buffers_for(problem).load(dummy_call(problem, bucket, 8, longest=longest))
 
 
 def test_a_later_step_lies_where_the_earlier_one_lay_and_says_something_else():
     first, second = problem_of([(1, 9), (1, 4), (1, 5)]), problem_of([(1, 2), (1, 13), (1, 6)])
-    inputs = buffers_for(first, second)
+    inputs = buffers_for(first)
     earlier = inputs.load(call_of(first))
     seen = earlier.common.seq_lens.tolist()
     later = inputs.load(call_of(second))
@@ -72,7 +76,7 @@ def test_entries_behind_a_request_name_pages_it_does_not_own():
 @pytest.mark.parametrize(("longest", "lens"), [(False, [2, 2, 3]), (True, [32, 32, 32])])
 def test_dummies_are_nan_and_write_nowhere(longest, lens):
     problem = problem_of([(1, 9), (1, 4), (1, 5)])
-    call = buffers_for(problem).load_dummies(Bucket(3, 7, None), longest=longest)
+    call = dummy_of(problem, Bucket(3, 7, None), longest=longest)
     assert call.common.seq_lens.tolist() == call.common.seq_lens_cpu.tolist() == lens
     assert call.common.query_start_loc.tolist() == [0, 2, 4, 7]
     assert (call.common.max_query_len, call.common.max_seq_len) == (7, 32)
@@ -83,13 +87,12 @@ def test_dummies_are_nan_and_write_nowhere(longest, lens):
 
 def test_a_uniform_graph_is_told_its_query_length():
     problem = problem_of([(1, 9)])
-    assert buffers_for(problem).load_dummies(Bucket(2, 6, 3), longest=False).common.max_query_len == 3
+    assert dummy_of(problem, Bucket(2, 6, 3)).common.max_query_len == 3
 
 
 def test_a_layer_that_shares_another_s_cache_is_handed_no_keys():
     problem = problem_of([(1, 9)], layer=replace(LAYER, kv_sharing=True))
-    inputs = buffers_for(problem)
-    for call in (inputs.load(call_of(problem)), inputs.load_dummies(Bucket(1, 1, 1), longest=False)):
+    for call in (buffers_for(problem).load(call_of(problem)), dummy_of(problem, Bucket(1, 1, 1))):
         assert call.key is None
         assert call.value is None
 

@@ -69,11 +69,11 @@ def test_rows_that_several_requests_share_stay_shared(make_case):
 
 def test_latent_rows_turn_their_sign_by_request_unless_requests_share_rows(make_case):
     apart = contents(build_problem(make_case(*SMALL, **LATENT), 0))
-    turned = {tuple(apart.next().twist.request_sign.tolist()) for _ in range(100)}
+    turned = {tuple(apart.next().transform.request_sign.tolist()) for _ in range(100)}
     assert {len(set(signs)) for signs in turned} == {1, 2}
     requests = [RequestSpec(query_len=1, seq_len=n, shared_prefix=32) for n in (33, 40)]
     shared = contents(build_problem(make_case(*requests, **LATENT), 0))
-    turned = {tuple(shared.next().twist.request_sign.tolist()) for _ in range(40)}
+    turned = {tuple(shared.next().transform.request_sign.tolist()) for _ in range(40)}
     assert turned == {(1, 1), (-1, -1)}
 
 
@@ -171,7 +171,7 @@ def test_the_right_answer_is_nowhere_before_it_is_asked_for(make_case):
 
 def test_some_rows_are_chosen_anew_each_time(make_case):
     made = contents(build_problem(make_case(*SMALL), 0))
-    chosen = [made.some(1000, 10).tolist() for _ in range(5)]
+    chosen = [made.random_indices(1000, 10).tolist() for _ in range(5)]
     assert len({tuple(rows) for rows in chosen}) == 5
     assert all(rows == sorted(set(rows)) and len(rows) == 10 for rows in chosen)
-    assert made.some(7, 10).tolist() == list(range(7))
+    assert made.random_indices(7, 10).tolist() == list(range(7))

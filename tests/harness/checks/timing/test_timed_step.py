@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.harness.checks.timing import clock as clock_module
@@ -10,7 +9,7 @@ from attncheck.harness.checks.timing.clock import EventClock
 from attncheck.harness.checks.timing.device_api import DeviceApi
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
-from attncheck.harness.checks.timing.timed_step import Latest, TimedStep
+from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
@@ -49,7 +48,7 @@ def step_of(backend, case, log=None):
     problem = build_problem(case, 0)
     session = Session(backend, problem, CPU)
     contents = FreshContents(problem, None, CPU)
-    return TimedStep("forward", session, contents, Clock(log), lambda: log.append("flush"), Latest())
+    return TimedStep("forward", session, contents, Clock(log), lambda: log.append("flush"), LatestAnswer())
 
 
 @pytest.fixture
@@ -206,7 +205,7 @@ def test_one_call_can_be_looked_at_by_other_means(case):
     step = step_of(backend_of(Impl), case)
     step.take()
     calls.clear()
-    bare = step.bare()
+    bare = step.unjudged_call()
     assert calls == []
     bare()
     assert calls == [False]
@@ -226,7 +225,12 @@ def test_a_reader_learns_what_the_clock_of_a_device_met(case):
     clock = EventClock("cuda", api)
     problem = build_problem(case, 0)
     step = TimedStep(
-        "forward", Session(backend_of(), problem, CPU), FreshContents(problem, None, CPU), clock, lambda: None, Latest()
+        "forward",
+        Session(backend_of(), problem, CPU),
+        FreshContents(problem, None, CPU),
+        clock,
+        lambda: None,
+        LatestAnswer(),
     )
     assert step.take() == 500_000
     assert (step.clock_name, step.notes) == ("events", ())
@@ -234,30 +238,3 @@ def test_a_reader_learns_what_the_clock_of_a_device_met(case):
     behind, late = step.notes
     assert behind.startswith("forward: in 4 of 20 calls the host fell behind")
     assert late.startswith("forward: in 3 of 20 calls work went on elsewhere")
-
-
-def test_a_mode_that_the_builder_leaves_is_seen_though_forward_ends_it(case):
-    modes = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            return function(*args, **(kwargs or {}))
-
-    class Builder(ReferenceBuilder):
-        def build(self, *arguments, **keywords):
-            modes.append(Mode())
-            modes[-1].__enter__()
-            return super().build(*arguments, **keywords)
-
-    class Impl(ReferenceImpl):
-        def forward(self, *arguments, **keywords):
-            modes.pop().__exit__(None, None, None)
-            return super().forward(*arguments, **keywords)
-
-    step = step_of(backend_of(Impl, Builder), case)
-    try:
-        with pytest.raises(UntrustworthyTimeError, match="build left a mode of torch active"):
-            step.take()
-    finally:
-        for mode in modes:
-            mode.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""What the check ``timing`` hands on: records' values, notes, and what a case_checks keeps."""
+"""What the check ``timing`` hands on: records' values, notes, and what a check keeps."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from attncheck.backends.registry import load
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.checks.timing import check as timing
-from attncheck.harness.checks.timing.cache_flush import Flush
 from attncheck.harness.checks.timing.check import TimingCheck, examine, unasked_reasons
+from attncheck.harness.checks.timing.device_api import CacheFlush
 from attncheck.harness.checks.timing.sampling import Samples
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.problem.problem import build_problem
@@ -59,21 +59,21 @@ def test_a_finding_has_figures_and_times(question):
 
 
 def test_ceilings_are_measured_once_a_dtype(question, make_case, measured):
-    case_checks = TimingCheck(CPU, SETTINGS, steady)
+    check = TimingCheck(CPU, SETTINGS, steady)
     for _ in range(2):
-        case_checks.examine(load("reference"), *question)
+        check.examine(load("reference"), *question)
     problem = build_problem(make_case((1, 21), (1, 40), dtype="float16"), 0)
-    case_checks.examine(load("reference"), problem, truth_of(problem, CPU, refuse_blindness=False))
+    check.examine(load("reference"), problem, truth_of(problem, CPU, refuse_blindness=False))
     assert measured == ["float32", "float16"]
 
 
-def test_a_desk_that_is_not_asked_takes_no_memory(question, monkeypatch):
+def test_a_check_that_is_not_run_takes_no_memory(question, monkeypatch):
     made = []
-    monkeypatch.setattr(timing, "Flush", lambda device: made.append(device) or Flush(device))
-    case_checks = TimingCheck(CPU, SETTINGS, steady)
+    monkeypatch.setattr(timing, "CacheFlush", lambda device: made.append(device) or CacheFlush(device))
+    check = TimingCheck(CPU, SETTINGS, steady)
     assert made == []
-    case_checks.examine(load("reference"), *question)
-    case_checks.examine(load("reference"), *question)
+    check.examine(load("reference"), *question)
+    check.examine(load("reference"), *question)
     assert made == [CPU]
 
 
@@ -94,7 +94,7 @@ def test_kernels_are_told_on_request(question):
 
 
 def test_a_clock_that_was_replaced_is_named(question, monkeypatch):
-    monkeypatch.setattr(timing, "tampered", lambda: ("time.perf_counter_ns",))
+    monkeypatch.setattr(timing, "replaced_clocks", lambda: ("time.perf_counter_ns",))
     found = TimingCheck(CPU, SETTINGS, steady).examine(load("reference"), *question)
     assert isinstance(found, Broken)
     assert "time.perf_counter_ns" in found.summary
@@ -105,7 +105,7 @@ def test_too_little_memory_is_nobodys_fault(question, monkeypatch):
         def __init__(self, *_):
             raise MemoryError("2 GiB more")
 
-    monkeypatch.setattr(timing, "Measurement", Hungry)
+    monkeypatch.setattr(timing, "TimingMeasurement", Hungry)
     found = TimingCheck(CPU, SETTINGS, steady).examine(load("reference"), *question)
     assert found == NotExamined(("out of memory for the contents of several problems: 2 GiB more",), "attncheck")
 

@@ -1,0 +1,113 @@
+"""What graphs read: buffers for the largest step of a probe, and the dummies a graph is captured with."""
+
+from dataclasses import replace
+from math import nan
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.checks.cudagraph.probes import Bucket
+from attncheck.harness.driver.forward_calls import ForwardCall
+from attncheck.harness.driver.persistent_inputs import PersistentInputs
+from attncheck.harness.problem.problem import Problem
+from attncheck.reference import CommonAttentionMetadata
+
+_UNOWNED = 16
+"""Columns of the fused tensor behind the last slice, which nobody owns."""
+
+
+def allocate_inputs(
+    problem: Problem, num_reqs: int, num_tokens: int, width: int, device: torch.device
+) -> PersistentInputs:
+    """Return buffers for steps of up to so many requests and tokens, with tables of ``width`` pages."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32, on: torch.device = device) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=on)
+
+    host = torch.device("cpu")
+    query, key, value = _fused_rows(problem, num_tokens, device)
+    largest = CommonAttentionMetadata(
+        query_start_loc=zeros(num_reqs + 1),
+        query_start_loc_cpu=zeros(num_reqs + 1, on=host),  # apart even where the device is the host
+        seq_lens=zeros(num_reqs),
+        seq_lens_cpu=zeros(num_reqs, on=host),
+        num_computed_tokens_cpu=zeros(num_reqs, on=host),
+        num_reqs=num_reqs,
+        num_actual_tokens=num_tokens,
+        max_query_len=num_tokens,
+        max_seq_len=width * problem.cache.block_size,
+        block_table_tensor=zeros(num_reqs, width),
+        slot_mapping=zeros(num_tokens, dtype=torch.int64),
+    )
+    return PersistentInputs(_call(problem, largest, query, key, value))
+
+
+def dummy_call(problem: Problem, bucket: Bucket, width: int, *, longest: bool) -> ForwardCall:
+    """Return the call a graph is captured with: NaN rows, slots of -1, the null page in every entry of the table.
+
+    ``longest``: the lengths are as long as a table of ``width`` pages has room for.
+    """
+    query_lens = torch.tensor(bucket.dummy_query_lens, dtype=torch.int32)
+    room = width * problem.cache.block_size
+    seq_lens = torch.full_like(query_lens, room) if longest else query_lens
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int()])
+    dummy = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens,
+        num_computed_tokens_cpu=seq_lens - query_lens,
+        num_reqs=bucket.num_reqs,
+        num_actual_tokens=bucket.num_tokens,
+        max_query_len=bucket.query_len or bucket.num_tokens,
+        max_seq_len=room,
+        block_table_tensor=torch.zeros(bucket.num_reqs, width, dtype=torch.int32),
+        slot_mapping=torch.full((bucket.num_tokens,), -1),
+        causal=problem.layer.is_causal,
+    )
+    query, key, value = (
+        torch.full((bucket.num_tokens, *rows.shape[1:]), nan, dtype=problem.dtype)
+        for rows in (problem.query, problem.keys, problem.values)
+    )
+    return _call(problem, dummy, query, key, value)
+
+
+def a_step_earlier(call: ForwardCall) -> ForwardCall:
+    """Return the same requests in the same pages, a token shorter; nothing is written."""
+    common = call.common
+    return replace(
+        call,
+        common=replace(
+            common,
+            seq_lens=(common.seq_lens - 1).clamp(min=0),
+            seq_lens_cpu=(common.seq_lens_cpu - 1).clamp(min=0),
+            num_computed_tokens_cpu=(common.num_computed_tokens_cpu - 1).clamp(min=0),
+            slot_mapping=torch.full_like(common.slot_mapping, -1),
+        ),
+    )
+
+
+def _call(problem: Problem, common: CommonAttentionMetadata, query: Tensor, key: Tensor, value: Tensor) -> ForwardCall:
+    """A call whose rows are all real; without keys where the layer shares another's cache."""
+    index = torch.arange(len(query))
+    has_keys = not problem.writes_nothing
+    return ForwardCall(
+        common=common,
+        query=query,
+        key=key if has_keys else None,
+        value=value if has_keys else None,
+        rows=index,
+        nth=index,
+        position=index,
+        num_key_rows=len(query) if has_keys else 0,
+    )
+
+
+def _fused_rows(problem: Problem, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as slices of one fused tensor, as a model's layer hands them."""
+    shapes = [tuple(rows.shape[1:]) for rows in (problem.query, problem.keys, problem.values)]
+    widths = [heads * size for heads, size in shapes]
+    fused = torch.zeros(num_tokens, sum(widths) + _UNOWNED, dtype=problem.dtype, device=device)
+    slices = fused[:, : sum(widths)].split(widths, dim=1)
+    query, key, value = (part.unflatten(1, shape) for part, shape in zip(slices, shapes, strict=True))
+    return query, key, value

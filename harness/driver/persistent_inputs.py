@@ -1,0 +1,102 @@
+"""The memory a model runner keeps for a step's inputs: the same addresses at every step, new contents.
+
+Metadata are filled in first, and the rows of a layer come when it is its turn.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from attncheck.harness.driver.forward_calls import ForwardCall
+
+_ROWS = ("query", "key", "value")
+
+
+class PersistentInputs:
+    """The tensors of ``largest``, for calls that are no larger: a smaller one gets the front of each.
+
+    A tensor that does not fit keeps its own memory.
+    """
+
+    def __init__(self, largest: ForwardCall) -> None:
+        self._own = largest
+
+    @property
+    def host_twins(self) -> tuple[Tensor, ...]:
+        """What lies on the host by the contract."""
+        common = self._own.common
+        return common.query_start_loc_cpu, common.seq_lens_cpu, common.num_computed_tokens_cpu
+
+    def load(self, call: ForwardCall) -> ForwardCall:
+        """Copy the contents of ``call`` into these buffers, and return the call over them."""
+        held = self.load_metadata(call)
+        self.load_rows(call)
+        return held
+
+    def load_metadata(self, call: ForwardCall) -> ForwardCall:
+        """Copy the metadata of ``call``, and return the call over these buffers; its rows hold what they held."""
+        common: dict[str, Any] = {}
+        for name, new in _tensors_of(call.common):
+            own = getattr(self._own.common, name)
+            if isinstance(own, Tensor):
+                common[name] = _filled(own, new)
+        rows: dict[str, Any] = {name: _front_of(getattr(self._own, name), getattr(call, name)) for name in _ROWS}
+        return replace(call, common=replace(call.common, **common), **rows)
+
+    def load_rows(self, call: ForwardCall) -> None:
+        """Copy query, key and value of ``call`` to where :meth:`load_metadata` said they lie."""
+        for name in _ROWS:
+            own, new = getattr(self._own, name), getattr(call, name)
+            if own is not None and new is not None and _fits(own, new):
+                own[: len(new)].copy_(new)
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """Return the :func:`span` of query, key, value and each tensor of the metadata, by name."""
+        named = {name: rows for name in _ROWS if (rows := getattr(self._own, name)) is not None}
+        named |= {f"metadata.{name}": tensor for name, tensor in _tensors_of(self._own.common)}
+        return {name: span(tensor) for name, tensor in named.items()}
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address, and the one behind the last, of the memory behind a tensor."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def map_tensors(call: ForwardCall, change: Callable[[Tensor], Tensor]) -> ForwardCall:
+    """Return the call with other tensors: copies, to compare with later, or aliases to lend."""
+    common: dict[str, Any] = {name: change(tensor) for name, tensor in _tensors_of(call.common)}
+    rows: dict[str, Any] = {name: None if (x := getattr(call, name)) is None else change(x) for name in _ROWS}
+    return replace(call, common=replace(call.common, **common), **rows)
+
+
+def _tensors_of(common: Any) -> Iterator[tuple[str, Tensor]]:
+    for field in fields(common):
+        if isinstance(value := getattr(common, field.name), Tensor):
+            yield field.name, value
+
+
+def _fits(own: Tensor, new: Tensor) -> bool:
+    return len(new) <= len(own) and own.shape[1:] == new.shape[1:]
+
+
+def _front_of(own: Tensor | None, new: Tensor | None) -> Tensor | None:
+    return new if own is None or new is None or not _fits(own, new) else own[: len(new)]
+
+
+def _filled(own: Tensor, new: Tensor) -> Tensor:
+    """Return the front of ``own`` with the contents of ``new``.
+
+    A narrower block table is widened by its last column: pages that no request here owns, as behind every request.
+    """
+    if new.ndim != own.ndim or any(n > o for n, o in zip(new.shape, own.shape, strict=True)):
+        return new
+    front = own[: len(new)]
+    if new.ndim == 2:
+        front[:, : new.shape[1]] = new
+        front[:, new.shape[1] :] = new[:, -1:]
+    else:
+        front.copy_(new)
+    return front
