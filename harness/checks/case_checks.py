@@ -72,35 +72,35 @@ class CaseChecks:
         if check == "claims":
             if isinstance(session, Raised):
                 return claims.broken_promise(session)
-            return claims.examine_declared(session, seen)
+            return claims.check_declared(session, seen)
         if isinstance(session, Raised):
             return session
         if isinstance(seen, Raised):
             return seen
         match check:
             case "numerics":
-                first = numerics.examine(self._problem, self._truth, seen)
+                first = numerics.check_numerics(self._problem, self._truth, seen)
                 if not isinstance(first, Holds):
                     return first
-                return next_step.examine(self._problem, self._truth, session, first)
+                return next_step.check_next_step(self._problem, self._truth, session, first)
             case "lse":
-                return lse.examine(self._problem, self._truth, seen, self._backend.conventions)
+                return lse.check_lse(self._problem, self._truth, seen, self._backend.conventions)
             case "cache_write":
-                return cache_write.examine(self._problem, session, seen)
+                return cache_write.check_cache_write(self._problem, session, seen)
             case "containment":
-                return containment.examine(self._problem, self._truth, session, seen)
+                return containment.check_containment(self._problem, self._truth, session, seen)
             case _:
                 raise ValueError(f"check {check!r} has no examiner; known: {', '.join(BACKEND_CHECKS)}")
 
     def _undeclared(self, check: str) -> Finding:
         if check != "claims":
             return NotExamined(self._reasons)
-        skipped = claims.unprobed(self._problem, self._backend.features)
+        skipped = claims.not_tried(self._problem, self._backend.features)
         if skipped is not None:
             return skipped
         session, seen = self._observe()
         attempt = session if isinstance(session, Raised) else seen
-        return claims.examine_undeclared(self._problem, self._truth, attempt, self._reasons)
+        return claims.check_undeclared(self._problem, self._truth, attempt, self._reasons)
 
     def _observe(self) -> tuple[Session | Raised, Observation | Raised]:
         if self._session is None:

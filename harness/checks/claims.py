@@ -20,7 +20,7 @@ NOT_REFUSABLE = frozenset({"short_keys"})
 """Features whose absence cannot be noticed without reading lengths on the host: compared only where declared."""
 
 
-def examine_declared(session: Session, seen: Observation | Raised) -> Finding:
+def check_declared(session: Session, seen: Observation | Raised) -> Finding:
     """A case the declarations accept: it must run, and so must the profiling call without metadata."""
     if isinstance(seen, Raised):
         return broken_promise(seen)
@@ -47,7 +47,7 @@ def broken_promise(raised: Raised) -> Broken:
     )
 
 
-def examine_undeclared(
+def check_undeclared(
     problem: Problem, truth: Truth, attempt: Observation | Raised, reasons: tuple[str, ...]
 ) -> Finding:
     """A case the declarations leave out, tried all the same: refusing is right, answering right is fine."""
@@ -70,7 +70,7 @@ def examine_undeclared(
     return Holds(notes=(f"{ANSWERED}: {'; '.join(reasons)}",))
 
 
-def unprobed(problem: Problem, features: frozenset[str]) -> NotExamined | None:
+def not_tried(problem: Problem, features: frozenset[str]) -> NotExamined | None:
     """Undeclared cases that are not tried at all, and why."""
     case = problem.case
     needs = required_features(case.layer, case.cache, case.batch, features) - features

@@ -31,12 +31,12 @@ _ROOM = 4.0
 _TAIL, _LEFT_BEHIND = "the unused tail of a last page", "pages the window has left behind"
 
 
-def examine(problem: Problem, truth: Truth, session: Session, seen: Observation) -> Finding:
+def check_containment(problem: Problem, truth: Truth, session: Session, seen: Observation) -> Finding:
     """Judge ``seen`` and several more steps, each with other rubbish where nobody should look."""
     fills = list(_fills(problem, session))
     if not fills:
         return NotExamined(("no cache and no padding: the batch owns all it is given",), "attncheck")
-    outside = examine_outside(problem, seen, session.backend.conventions)
+    outside = check_outside(problem, seen, session.backend.conventions)
     if outside is not None:
         return outside
     repeats = _Repeats(problem, truth, session, seen)
@@ -145,7 +145,7 @@ def _fills(problem: Problem, session: Session) -> Iterator[tuple[str, Fill]]:
         yield "zeros in place of NaN", Fill(padding=0.0)
 
 
-def examine_outside(problem: Problem, seen: Observation, conventions: Conventions) -> Broken | None:
+def check_outside(problem: Problem, seen: Observation, conventions: Conventions) -> Broken | None:
     """Zones around the outputs, and the padding rows of the output."""
     if seen.breaches:
         return Broken(f"rows outside of the {' and the '.join(seen.breaches)} buffer were written")

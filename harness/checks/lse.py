@@ -19,7 +19,7 @@ from attncheck.harness.truth.explain import explain_lse
 from attncheck.harness.truth.truth import Truth
 
 
-def examine(problem: Problem, truth: Truth, seen: Observation, conventions: Conventions) -> Finding:
+def check_lse(problem: Problem, truth: Truth, seen: Observation, conventions: Conventions) -> Finding:
     """Judge the LSE of one step."""
     if seen.lse is None:
         return NotExamined(("lse is not declared",))

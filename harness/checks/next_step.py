@@ -11,7 +11,7 @@ from functools import partial
 from attncheck.cases.model import Case
 from attncheck.cases.paths import implied_path
 from attncheck.harness.checks.findings import Broken, Finding
-from attncheck.harness.checks.numerics import examine as judge
+from attncheck.harness.checks.numerics import check_numerics as judge
 from attncheck.harness.driver.foreign_code import declared_reasons
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.driver.session import Fill, Session
@@ -23,7 +23,7 @@ _FIXED_ROWS = ("spec_decode", "tree", "fast_prefill")
 _CUT_BATCHES = ("cascade", "split_kv", "dcp", "micro_batch")
 
 
-def examine(problem: Problem, truth: Truth, session: Session, first: Finding) -> Finding:
+def check_next_step(problem: Problem, truth: Truth, session: Session, first: Finding) -> Finding:
     """``first`` if the next step is right as well, else what is wrong with it.
 
     A new impl and builder see other batches first, so that what they keep of them is not what they need.

@@ -25,7 +25,7 @@ class NamesRows(Protocol):
         """How a person would name a row."""
 
 
-def examine(problem: Problem, truth: Truth, seen: Observation) -> Finding:
+def check_numerics(problem: Problem, truth: Truth, seen: Observation) -> Finding:
     """Judge the output of one step."""
     shares = output_shares(truth, seen)
     worst = float(shares.max()) if shares.numel() else 0.0

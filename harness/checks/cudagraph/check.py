@@ -37,7 +37,7 @@ class GraphLevelCheck:
             if self._questions is None or self._questions[0] != asked:
                 self._questions = (asked, ProbeProblems(asked, self._seed, self._device))
             try:
-                self._findings[backend, asked] = judge(measure_level(backend, self._questions[1], self._device))
+                self._findings[backend, asked] = judge_level(measure_level(backend, self._questions[1], self._device))
             except QuestionError as error:
                 self._findings[backend, asked] = NotExamined((str(error),), "attncheck")
             except StageError as failure:
@@ -54,7 +54,7 @@ def unexamined_reasons(case: Case) -> tuple[str, ...]:
     return ()
 
 
-def judge(measurement: LevelMeasurement) -> Finding:
+def judge_level(measurement: LevelMeasurement) -> Finding:
     """A measurement held against what is declared."""
     declared, reached, broke = measurement.declared, measurement.reached, measurement.broke
     graph = measurement.levels

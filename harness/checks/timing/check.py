@@ -101,7 +101,7 @@ class TimingCheck:
         return self._ceilings[dtype]
 
 
-def examine(
+def check_timing(
     backend: LoadedBackend, problem: Problem, truth: Truth, device: torch.device, settings: TimingSettings
 ) -> Finding:
     """Time one case. Raises StageError for what the backend raised."""

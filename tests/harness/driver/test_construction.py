@@ -90,9 +90,9 @@ def test_bounds_hold_for_every_batch_that_follows(
     problem = build_problem(case, 0)
     truth = truth_of(problem, CPU)
     session = Session(backend, problem, CPU)
-    finding = numerics.examine(problem, truth, session.run())  # type: ignore[arg-type]
+    finding = numerics.check_numerics(problem, truth, session.run())  # type: ignore[arg-type]
     assert isinstance(finding, Holds), finding
-    assert next_step.examine(problem, truth, session, finding) is finding
+    assert next_step.check_next_step(problem, truth, session, finding) is finding
 
 
 def config_of(case: Any) -> Any:
