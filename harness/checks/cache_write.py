@@ -15,6 +15,7 @@ from torch import Tensor
 from attncheck.harness.checks import block_moves, fp8_write
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.fp8_write import Rows
+from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Fill, Session
@@ -185,3 +186,10 @@ def _meaning(problem: Problem, wrong: Tensor, mapped: Tensor) -> str | None:
     if not strays:
         return None
     return "rows were written where the slot mapping does not point"
+
+
+def _check(case: CheckedCase) -> Finding:
+    return check_cache_write(case.problem, *case.first_step())
+
+
+CHECK = Check(_check)

@@ -8,6 +8,7 @@ import torch
 
 from attncheck.backends.declarations import is_merged, required_features
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares, summarize
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Session
@@ -84,3 +85,22 @@ def not_tried(problem: Problem, features: frozenset[str]) -> NotExamined | None:
         return None
     names = ", ".join(sorted(missing))
     return NotExamined((f"{names}: compared only where declared, since refusing it needs the lengths on the host",))
+
+
+def _check(case: CheckedCase) -> Finding:
+    if case.undeclared:
+        return _check_undeclared_case(case)
+    session, seen = case.try_first_step()
+    return broken_promise(session) if isinstance(session, Raised) else check_declared(session, seen)
+
+
+def _check_undeclared_case(case: CheckedCase) -> Finding:
+    skipped = not_tried(case.problem, case.backend.features)
+    if skipped is not None:
+        return skipped
+    session, seen = case.try_first_step()
+    attempt = session if isinstance(session, Raised) else seen
+    return check_undeclared(case.problem, case.truth, attempt, case.undeclared)
+
+
+CHECK = Check(_check, tries_undeclared=True)

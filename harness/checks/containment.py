@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares, summarize
 from attncheck.harness.driver.observation import CANARY, Observation, Raised
 from attncheck.harness.driver.session import Fill, Session
@@ -218,3 +219,10 @@ def _meaning_of(leaks: Iterable[str]) -> str:
 
 def _huge(problem: Problem) -> float:
     return torch.finfo(problem.dtype).max / 4
+
+
+def _check(case: CheckedCase) -> Finding:
+    return check_containment(case.problem, case.truth, *case.first_step())
+
+
+CHECK = Check(_check)

@@ -15,6 +15,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement, UnmeasuredProbe, measure_level
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, RequestSpec
 
@@ -93,3 +94,16 @@ def _layer_and_cache(case: Case) -> Case:
         tolerance=case.tolerance,
         inputs=case.inputs,
     )
+
+
+def _check(case: CheckedCase) -> Finding:
+    levels = case.shared.get(GraphLevelCheck, lambda: GraphLevelCheck(case.problem.seed, case.device))
+    return levels.examine(case.backend, case.problem.case)
+
+
+def _not_applicable(case: Case, _features: frozenset[str]) -> NotExamined | None:
+    reasons = unexamined_reasons(case)
+    return NotExamined(reasons, "attncheck") if reasons else None
+
+
+CHECK = Check(_check, _not_applicable)

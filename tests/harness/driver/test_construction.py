@@ -7,7 +7,7 @@ import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder
 from attncheck.backends.current_config import get_current_vllm_config
-from attncheck.harness.checks import next_step, numerics
+from attncheck.harness.checks import numerics
 from attncheck.harness.checks.findings import Holds
 from attncheck.harness.driver.construction import construct_builder, construct_impl
 from attncheck.harness.driver.forward_calls import forward_calls_of, num_builders
@@ -92,7 +92,7 @@ def test_bounds_hold_for_every_batch_that_follows(
     session = Session(backend, problem, CPU)
     finding = numerics.check_numerics(problem, truth, session.run())  # type: ignore[arg-type]
     assert isinstance(finding, Holds), finding
-    assert next_step.check_next_step(problem, truth, session, finding) is finding
+    assert numerics.check_next_step(problem, truth, session, finding) is finding
 
 
 def config_of(case: Any) -> Any:
