@@ -111,7 +111,7 @@ class Examiner:
         self.environment = environment or environment_of(plan.device)
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
-        # Made here, before any backend runs: it remembers clocks and torch modes as they were.
+        # Given, not made at its first use: it needs the plan's settings, and clocks from before any backend ran.
         self._shared = SharedByChecks(clocks or TimingCheck(self.device, plan.timing))
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
