@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attncheck.harness.checks.cudagraph.emulation.operators import AnyOperator, Operator
-from attncheck.harness.checks.cudagraph.emulation.torch_functions import FACTS, Function
+from attncheck.harness.checks.cudagraph.emulation.torch_functions import FACTS, TorchFunction
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -20,7 +20,7 @@ _COMPILERS = frozenset({"torch._dynamo", "torch.nn.attention.flex_attention"})
 class FunctionMode(TorchFunctionMode):
     """Passes Python functions of torch to ``call``, but for those that look neither at contents nor at the device."""
 
-    def __init__(self, call: Callable[[Function, Args, Kwargs], object]) -> None:
+    def __init__(self, call: Callable[[TorchFunction, Args, Kwargs], object]) -> None:
         super().__init__()
         self._call = call
 

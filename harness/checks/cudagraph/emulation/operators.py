@@ -14,7 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 AnyOperator = OpOverload | HigherOrderOperator
 
-Work = Literal["view", "allocation", "constant", "read", "custom", "computation"]
+OperatorWork = Literal["view", "allocation", "constant", "read", "custom", "computation"]
 """view: moves no data. allocation: memory with undefined contents. constant: what it writes depends on no tensor's
 contents. read: its result is a Python value. custom: not torch's own. computation: everything else."""
 
@@ -41,7 +41,7 @@ class Operator:
     """One overload; ``name`` is without the overload's own."""
 
     name: str
-    work: Work
+    work: OperatorWork
     written: frozenset[int | str]
     """Positions and names of the arguments it writes."""
     is_dynamic: bool
@@ -114,7 +114,7 @@ def unseen_overload(func: object, args: tuple[object, ...], kwargs: dict[str, ob
     return func if isinstance(func, OpOverload) and passes_unseen(func) else None
 
 
-def _work(func: OpOverload, writes: bool, follows: bool) -> Work:
+def _work(func: OpOverload, writes: bool, follows: bool) -> OperatorWork:
     schema, tags = func._schema, func.tags
     if func.namespace not in _TORCHS_OWN:
         return "custom"

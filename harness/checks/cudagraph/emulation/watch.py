@@ -33,8 +33,8 @@ from attncheck.harness.checks.cudagraph.emulation.torch_functions import (
     EXPORTS,
     MAKERS,
     READERS,
-    Function,
     Memory,
+    TorchFunction,
     asks_device,
     constructors,
     destination,
@@ -58,7 +58,7 @@ class Watch:
         self._violations: dict[Violation, None] = {}
         self._host_reads: dict[str, None] = {}
         self._boundary: CodeType | None = None
-        self._function: Function | None = None
+        self._function: TorchFunction | None = None
         self._placed: Memory | None = None
         self._depth = 0
         self._is_opaque = False
@@ -117,7 +117,7 @@ class Watch:
 
     # Functions.
 
-    def function(self, func: Function, args: Args, kwargs: Kwargs) -> object:
+    def function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         """One call of a torch function, with what it says about memory."""
         outer = self._function, self._placed
         self._function, self._placed = func, None
@@ -143,7 +143,7 @@ class Watch:
         finally:
             self._function, self._placed = outer
 
-    def _read(self, func: Function, args: Args, kwargs: Kwargs) -> object:
+    def _read(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         if self._memory_of(tensors_among(args[:1])) == "device":
             if self._depth and func in EXPORTS:
                 self._is_opaque = True
@@ -153,7 +153,7 @@ class Watch:
             self._note_host_read(words(func, ""))
         return func(*args, **kwargs)
 
-    def _copy(self, func: Function, source: Tensor, args: Args, kwargs: Kwargs) -> object:
+    def _copy(self, func: TorchFunction, source: Tensor, args: Args, kwargs: Kwargs) -> object:
         wanted, here = destination(func, args, kwargs, self._host_device), self._memory_of((source,))
         if isinstance(wanted, Tensor):
             wanted = self._memory_of((wanted,))
@@ -169,7 +169,7 @@ class Watch:
         self._place(wanted, (result,))
         return result
 
-    def _place_of_new(self, func: Function, args: Args, kwargs: Kwargs) -> Memory | None:
+    def _place_of_new(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Memory | None:
         """Where a new tensor lies, as far as the function says."""
         named = destination(func, args, kwargs, self._host_device)
         if isinstance(named, str):
