@@ -44,7 +44,9 @@ class _Question:
     right: Function
 
 
-def examine(problem: Problem, backend: type[AttentionBackend], device: torch.device, first: Finding) -> Finding:
+def check_block_moves(
+    problem: Problem, backend: type[AttentionBackend], device: torch.device, first: Finding
+) -> Finding:
     """``first``, unless a function that moves pages does something else than asked."""
     offered = call_backend("functions", backend.functions)
     for question in _questions(problem, offered, device):

@@ -15,6 +15,7 @@ from torch import Tensor
 from attncheck.harness.checks import block_moves, fp8_write
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.fp8_write import Rows
+from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Fill, Session
@@ -30,7 +31,7 @@ _EXPLAINED = 0.98
 """Share of the wrong bytes that a fault has to explain."""
 
 
-def examine(problem: Problem, session: Session, seen: Observation) -> Finding:
+def check_cache_write(problem: Problem, session: Session, seen: Observation) -> Finding:
     """Judge what one step did to the cache and to its inputs, one more with extreme rows, and functions on pages."""
     finding = _examine_steps(problem, session, seen)
     pool = session.pool
@@ -40,7 +41,7 @@ def examine(problem: Problem, session: Session, seen: Observation) -> Finding:
         finding = replace(finding, details=(*finding.details, pool.note))
     if isinstance(finding, Broken | Raised) or pool is None:
         return finding
-    return block_moves.examine(problem, session.backend, session.device, finding)
+    return block_moves.check_block_moves(problem, session.backend, session.device, finding)
 
 
 def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Finding:
@@ -52,7 +53,7 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
     if not session.impl.brings_writer:
         return NotExamined(("the backend brings no writer: attncheck wrote the new K/V",))
     storable = problem.keys, problem.values
-    finding = judge(problem, pool, seen, storable, [storable])
+    finding = judge_pool(problem, pool, seen, storable, [storable])
     if not isinstance(finding, Holds) or not len(problem.new_keys):
         return finding
     storages = _storages(problem)
@@ -65,13 +66,13 @@ def _examine_steps(problem: Problem, session: Session, seen: Observation) -> Fin
     extreme = session.run(Fill(rows=rows))
     if isinstance(extreme, Raised):
         return extreme
-    again = judge(problem, pool, extreme, rows, honest)
+    again = judge_pool(problem, pool, extreme, rows, honest)
     if isinstance(again, Broken):
         return Broken(f"with rows {name}: {again.summary}", again.figures, again.meaning)
     return finding
 
 
-def judge(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, honest: Sequence[Rows]) -> Finding:
+def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, honest: Sequence[Rows]) -> Finding:
     """Compare the pool with what it should be after ``rows`` (keys and values of the problem's shapes) were brought.
 
     ``honest``: rows that the codec stores as right writers may store ``rows``, element by element.
@@ -185,3 +186,10 @@ def _meaning(problem: Problem, wrong: Tensor, mapped: Tensor) -> str | None:
     if not strays:
         return None
     return "rows were written where the slot mapping does not point"
+
+
+def _check(case: CheckedCase) -> Finding:
+    return check_cache_write(case.problem, *case.first_step())
+
+
+CHECK = Check(_check)

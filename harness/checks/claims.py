@@ -8,6 +8,7 @@ import torch
 
 from attncheck.backends.declarations import is_merged, required_features
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares, summarize
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Session
@@ -20,7 +21,7 @@ NOT_REFUSABLE = frozenset({"short_keys"})
 """Features whose absence cannot be noticed without reading lengths on the host: compared only where declared."""
 
 
-def examine_declared(session: Session, seen: Observation | Raised) -> Finding:
+def check_declared(session: Session, seen: Observation | Raised) -> Finding:
     """A case the declarations accept: it must run, and so must the profiling call without metadata."""
     if isinstance(seen, Raised):
         return broken_promise(seen)
@@ -47,7 +48,7 @@ def broken_promise(raised: Raised) -> Broken:
     )
 
 
-def examine_undeclared(
+def check_undeclared(
     problem: Problem, truth: Truth, attempt: Observation | Raised, reasons: tuple[str, ...]
 ) -> Finding:
     """A case the declarations leave out, tried all the same: refusing is right, answering right is fine."""
@@ -70,7 +71,7 @@ def examine_undeclared(
     return Holds(notes=(f"{ANSWERED}: {'; '.join(reasons)}",))
 
 
-def unprobed(problem: Problem, features: frozenset[str]) -> NotExamined | None:
+def not_tried(problem: Problem, features: frozenset[str]) -> NotExamined | None:
     """Undeclared cases that are not tried at all, and why."""
     case = problem.case
     needs = required_features(case.layer, case.cache, case.batch, features) - features
@@ -84,3 +85,22 @@ def unprobed(problem: Problem, features: frozenset[str]) -> NotExamined | None:
         return None
     names = ", ".join(sorted(missing))
     return NotExamined((f"{names}: compared only where declared, since refusing it needs the lengths on the host",))
+
+
+def _check(case: CheckedCase) -> Finding:
+    if case.undeclared:
+        return _check_undeclared_case(case)
+    session, seen = case.try_first_step()
+    return broken_promise(session) if isinstance(session, Raised) else check_declared(session, seen)
+
+
+def _check_undeclared_case(case: CheckedCase) -> Finding:
+    skipped = not_tried(case.problem, case.backend.features)
+    if skipped is not None:
+        return skipped
+    session, seen = case.try_first_step()
+    attempt = session if isinstance(session, Raised) else seen
+    return check_undeclared(case.problem, case.truth, attempt, case.undeclared)
+
+
+CHECK = Check(_check, tries_undeclared=True)

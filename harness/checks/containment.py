@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares, summarize
 from attncheck.harness.driver.observation import CANARY, Observation, Raised
 from attncheck.harness.driver.session import Fill, Session
@@ -31,12 +32,12 @@ _ROOM = 4.0
 _TAIL, _LEFT_BEHIND = "the unused tail of a last page", "pages the window has left behind"
 
 
-def examine(problem: Problem, truth: Truth, session: Session, seen: Observation) -> Finding:
+def check_containment(problem: Problem, truth: Truth, session: Session, seen: Observation) -> Finding:
     """Judge ``seen`` and several more steps, each with other rubbish where nobody should look."""
     fills = list(_fills(problem, session))
     if not fills:
         return NotExamined(("no cache and no padding: the batch owns all it is given",), "attncheck")
-    outside = examine_outside(problem, seen, session.backend.conventions)
+    outside = check_outside(problem, seen, session.backend.conventions)
     if outside is not None:
         return outside
     repeats = _Repeats(problem, truth, session, seen)
@@ -145,7 +146,7 @@ def _fills(problem: Problem, session: Session) -> Iterator[tuple[str, Fill]]:
         yield "zeros in place of NaN", Fill(padding=0.0)
 
 
-def examine_outside(problem: Problem, seen: Observation, conventions: Conventions) -> Broken | None:
+def check_outside(problem: Problem, seen: Observation, conventions: Conventions) -> Broken | None:
     """Zones around the outputs, and the padding rows of the output."""
     if seen.breaches:
         return Broken(f"rows outside of the {' and the '.join(seen.breaches)} buffer were written")
@@ -218,3 +219,10 @@ def _meaning_of(leaks: Iterable[str]) -> str:
 
 def _huge(problem: Problem) -> float:
     return torch.finfo(problem.dtype).max / 4
+
+
+def _check(case: CheckedCase) -> Finding:
+    return check_containment(case.problem, case.truth, *case.first_step())
+
+
+CHECK = Check(_check)

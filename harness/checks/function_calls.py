@@ -1,10 +1,7 @@
-"""Calling a function of a backend: what it raises is told by its name, what it changes is seen; reading its answer.
-
-Must not know: what any function is for.
-"""
+"""Calls functions that a backend offers, reads their answers, and finds where poison in their arguments shows."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +13,9 @@ from attncheck.harness.driver.kv_pool import flat_bytes
 from attncheck.harness.truth.tolerance import Budget, share_of_budget
 
 Function = Callable[..., Any]
+
+_Answer = TypeVar("_Answer")
+_Fill = TypeVar("_Fill")
 
 
 class FormError(AttncheckError):
@@ -79,3 +79,41 @@ def is_answer(got: Tensor, answer: Tensor, budget: Budget, dtype: torch.dtype) -
     error = torch.linalg.vector_norm(got - answer, dim=-1)
     rounding = 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(answer, dim=-1)
     return bool(((share_of_budget(got - answer, budget) <= 1) | (error <= rounding)).all())
+
+
+class Poisoning(Generic[_Answer, _Fill]):
+    """Calls of one function on one question, with and without poison, told apart by their bits.
+
+    ``call`` of None is the clean call, ``first`` its answer; ``moved`` gives bool, one a row, for two answers that are
+    not equal bit for bit, ``wrong`` for one outside of the budget. A function that does not repeat itself on equal
+    input is held to the budget.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[_Fill | None], _Answer],
+        first: _Answer,
+        moved: Callable[[_Answer, _Answer], Tensor],
+        wrong: Callable[[_Answer], Tensor],
+    ) -> None:
+        self._call, self._first, self._moved, self._wrong = call, first, moved, wrong
+        self.bitwise = not bool(moved(first, call(None)).any())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know of how answers were compared."""
+        if self.bitwise:
+            return ()
+        return ("compared within the budget: the function does not repeat itself on equal input",)
+
+    def reached(self, fill: _Fill) -> Tensor:
+        """Bool, one a row: where ``fill`` shows, and shows again, though the clean answer stays what it is."""
+        answer = self._call(fill)
+        if self.bitwise:
+            rows = self._moved(self._first, answer)
+            if not bool(rows.any()):
+                return rows
+            if not bool(self._moved(self._first, self._call(None)).any()):
+                return rows & self._moved(self._first, self._call(fill))
+            self.bitwise = False
+        return self._wrong(answer) & ~self._wrong(self._first)

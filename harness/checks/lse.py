@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
+from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares, summarize
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.problem.problem import Problem
@@ -19,7 +21,7 @@ from attncheck.harness.truth.explain import explain_lse
 from attncheck.harness.truth.truth import Truth
 
 
-def examine(problem: Problem, truth: Truth, seen: Observation, conventions: Conventions) -> Finding:
+def check_lse(problem: Problem, truth: Truth, seen: Observation, conventions: Conventions) -> Finding:
     """Judge the LSE of one step."""
     if seen.lse is None:
         return NotExamined(("lse is not declared",))
@@ -81,3 +83,15 @@ def _usual_mistakes(truth: Truth, output_holds: bool) -> Iterator[tuple[str, Ten
         sinks = torch.tensor(truth.params.sinks, dtype=torch.float64, device=truth.lse.device)
         bare = truth.lse + torch.log1p(-torch.exp(sinks - truth.lse))
         yield "the sinks are in the output but not in the LSE", bare
+
+
+def _check(case: CheckedCase) -> Finding:
+    _, seen = case.first_step()
+    return check_lse(case.problem, case.truth, seen, case.backend.conventions)
+
+
+def _not_applicable(_case: Case, features: frozenset[str]) -> NotExamined | None:
+    return None if "lse" in features else NotExamined(("feature 'lse' is not declared",))
+
+
+CHECK = Check(_check, _not_applicable)

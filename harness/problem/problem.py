@@ -135,7 +135,7 @@ class Problem:
     @property
     def inputs(self) -> frozenset[str]:
         """The bites planted in this problem."""
-        return DEFAULT_INPUTS if self.case.inputs is None else frozenset(self.case.inputs)
+        return planted_inputs(self.case)
 
     @cached_property
     def cu_seqlens_q(self) -> Tensor:
@@ -184,6 +184,11 @@ class Problem:
         return f"slot {slot} (page {block}, offset {offset}; {owner})"
 
 
+def planted_inputs(case: Case) -> frozenset[str]:
+    """Return the bites planted in the problems of ``case``."""
+    return DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)
+
+
 def build_problem(case: Case, seed: int) -> Problem:
     """The tensors of ``case`` under ``seed``. Raises SpecError where the pool cannot hold the batch."""
     stream = RandomStream(seed, case.hash)
@@ -193,7 +198,7 @@ def build_problem(case: Case, seed: int) -> Problem:
     finish_layout = lay_out(case, lengths, stream) if layer.has_cache else lambda: no_pool(len(specs), sum(lengths))
     requests = tuple(_place(specs, case))
     dtype = DTYPES[layer.dtype]
-    inputs = DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)
+    inputs = planted_inputs(case)
     total = sum(lengths)
     key_size, value_size = stored_sizes(layer)
     held_keys, held_values = key_storage(layer, case.cache), value_storage(layer, case.cache)

@@ -18,9 +18,9 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.case_checks import CaseChecks
-from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.checks.functions.check import FUNCTION_PATHS, FunctionChecks
+from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
 from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
@@ -112,8 +112,8 @@ class Examiner:
         self.environment = environment or environment_of(plan.device)
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
-        self._graphs = GraphLevelCheck(plan.seed, self.device)
-        self._clocks = clocks or TimingCheck(self.device, plan.timing)
+        # Given, not made at its first use: it needs the plan's settings, and clocks from before any backend ran.
+        self._shared = SharedByChecks(clocks or TimingCheck(self.device, plan.timing))
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
     def run(self) -> Iterator[Record]:
@@ -221,7 +221,7 @@ class Examiner:
     def _case_checks(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> CaseChecks | FunctionChecks:
         if case.batch.path.name in FUNCTION_PATHS:
             return FunctionChecks(backend.backend, case, self.plan.seed, self.device, reasons)
-        return CaseChecks(backend, *self._problem_and_truth(case), self.device, reasons, self._graphs, self._clocks)
+        return CaseChecks(CheckedCase(backend, *self._problem_and_truth(case), self.device, reasons, self._shared))
 
     def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:
         if self._latest is None or self._latest[0] != case:

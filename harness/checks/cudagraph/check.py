@@ -15,6 +15,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement, UnmeasuredProbe, measure_level
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, RequestSpec
 
@@ -37,7 +38,7 @@ class GraphLevelCheck:
             if self._questions is None or self._questions[0] != asked:
                 self._questions = (asked, ProbeProblems(asked, self._seed, self._device))
             try:
-                self._findings[backend, asked] = judge(measure_level(backend, self._questions[1], self._device))
+                self._findings[backend, asked] = judge_level(measure_level(backend, self._questions[1], self._device))
             except QuestionError as error:
                 self._findings[backend, asked] = NotExamined((str(error),), "attncheck")
             except StageError as failure:
@@ -54,7 +55,7 @@ def unexamined_reasons(case: Case) -> tuple[str, ...]:
     return ()
 
 
-def judge(measurement: LevelMeasurement) -> Finding:
+def judge_level(measurement: LevelMeasurement) -> Finding:
     """A measurement held against what is declared."""
     declared, reached, broke = measurement.declared, measurement.reached, measurement.broke
     graph = measurement.levels
@@ -93,3 +94,16 @@ def _layer_and_cache(case: Case) -> Case:
         tolerance=case.tolerance,
         inputs=case.inputs,
     )
+
+
+def _check(case: CheckedCase) -> Finding:
+    levels = case.shared.get(GraphLevelCheck, lambda: GraphLevelCheck(case.problem.seed, case.device))
+    return levels.examine(case.backend, case.problem.case)
+
+
+def _not_applicable(case: Case, _features: frozenset[str]) -> NotExamined | None:
+    reasons = unexamined_reasons(case)
+    return NotExamined(reasons, "attncheck") if reasons else None
+
+
+CHECK = Check(_check, _not_applicable)

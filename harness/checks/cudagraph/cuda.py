@@ -3,21 +3,34 @@
 One recorder has one memory pool, which all of its graphs share, as those of a serving engine do. A capture in which
 the host waits for the device is spoilt, and may spoil the process: so the last warm-up is a rehearsal in which every
 synchronising call raises, and nothing is captured whose rehearsal raised. Imports on a machine without a GPU.
-Must not know: probes, backends, what is judged.
+
+A graph goes on using memory that was released since its capture, whatever the allocator has put there meanwhile. So
+memory that a graph may use is kept alive, and overwritten once the backend has released it: a graph that reads it gives
+wrong answers every time, and one that writes it is found out. Zero, an index that every table has, causes no wild read.
 """
 
+import gc
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from traceback import extract_tb, walk_tb
+from types import CellType, FunctionType, ModuleType
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from attncheck.errors import AttncheckError
 from attncheck.harness.checks.cudagraph.call_sites import SourceLine, call_site_of
-from attncheck.harness.checks.cudagraph.held_memory import HeldMemory, MemoryBlock, tensors_within
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, RecorderName, Released, Violation
+from attncheck.harness.checks.cudagraph.recorder import (
+    CaptureError,
+    Forward,
+    RecorderName,
+    Released,
+    Violation,
+    count_uses,
+)
 
 WARM_UPS = 1
 """Runs before the rehearsal: what compiles, tunes or allocates at the first call may wait for the device there."""
@@ -25,9 +38,48 @@ WARM_UPS = 1
 SYNCHRONISED = "called a synchronizing CUDA operation"
 """What torch says where its sync-debug mode forbids to wait for the device."""
 
+_NAN = 0xFF
+"""A byte that makes NaN of every floating type, when it fills all bytes of a number."""
+
 
 class ReleasedMemoryError(AttncheckError):
     """A replay wrote to memory that nobody has held since the capture, and that may be anybody's by then."""
+
+
+@dataclass(eq=False)
+class MemoryBlock:
+    """All memory that a tensor is part of, as bytes; ``value`` is the byte that it is spoilt with."""
+
+    memory: Tensor
+    value: int
+    is_spoilt: bool = False
+
+    def spoil(self) -> None:
+        """Overwrite it, if nobody else holds it any more: NaN where floating-point numbers were, zeros elsewhere."""
+        if not self.is_spoilt and count_uses(self.memory) == count_uses(torch.empty(1)):
+            self.memory.fill_(self.value)
+            self.is_spoilt = True
+
+    def was_written(self) -> bool:
+        """Whether anybody has written to it since it was spoilt."""
+        return self.is_spoilt and bool(self.memory.ne(self.value).any())
+
+
+class HeldMemory:
+    """Blocks by their address. Graphs that use the same memory share its block, and it lives as long as one of them."""
+
+    def __init__(self) -> None:
+        self._blocks: WeakValueDictionary[int, MemoryBlock] = WeakValueDictionary()
+
+    def of(self, tensors: Iterable[Tensor]) -> tuple[MemoryBlock, ...]:
+        """The memory of ``tensors``, each block once; the tensors themselves are not held."""
+        found: dict[int, MemoryBlock] = {}
+        for tensor in tensors:
+            if tensor.layout == torch.strided and tensor.data_ptr():
+                memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+                block = MemoryBlock(memory, _NAN if tensor.is_floating_point() else 0)
+                found.setdefault(memory.data_ptr(), self._blocks.setdefault(memory.data_ptr(), block))
+        return tuple(found.values())
 
 
 class CudaRecording:
@@ -209,3 +261,27 @@ def _expression(error: BaseException, line: SourceLine | None) -> str:
                 return source.strip()
             return source.encode()[summary.colno : summary.end_colno].decode()
     return ""
+
+
+def tensors_within(root: object) -> list[Tensor]:
+    """Every tensor that ``root`` holds: through closures, arguments bound, attributes, containers.
+
+    Of a function only its closure is followed, and classes and modules not at all: what is global is not held by it.
+    """
+    found: list[Tensor] = []
+    seen = {id(root)}
+    pending = [root]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        if isinstance(item, type | ModuleType):
+            continue
+        held: list[object] | tuple[CellType, ...] = (
+            item.__closure__ or () if isinstance(item, FunctionType) else gc.get_referents(item)
+        )
+        for each in held:
+            if id(each) not in seen:
+                seen.add(id(each))
+                pending.append(each)
+    return found

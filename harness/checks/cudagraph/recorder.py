@@ -121,3 +121,8 @@ def recorder_for(device: torch.device) -> Recorder:
     from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder
 
     return EmulatedRecorder()
+
+
+def count_uses(tensor: Tensor) -> int:
+    """Return how many tensors share the memory of ``tensor``, and one or more for the call itself."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

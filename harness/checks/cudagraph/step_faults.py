@@ -39,12 +39,12 @@ def capture_fault(problem: Problem, capture: CapturedBucket) -> str | None:
 def step_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: StepResult) -> str | None:
     """What is wrong with one step: guards, padding rows, the cache, inputs, rows never written, output, LSE."""
     seen = taken.seen
-    outside = containment.examine_outside(problem, seen, conventions)
+    outside = containment.check_outside(problem, seen, conventions)
     if outside is not None:
         return outside.summary
     if taken.pool.codec is not None:
         rows = problem.keys, problem.values
-        written = cache_write.judge(problem, taken.pool, seen, rows, [rows])
+        written = cache_write.judge_pool(problem, taken.pool, seen, rows, [rows])
         if isinstance(written, Broken):
             return written.summary + (f" ({written.meaning})" if written.meaning else "")
     elif seen.changed:
@@ -56,7 +56,7 @@ def step_fault(problem: Problem, truth: Truth, conventions: Conventions, taken: 
     shares = output_shares(truth, seen)
     if bool((shares > 1).any()):
         return summarize(problem, shares)
-    log_sum = lse.examine(problem, truth, seen, conventions) if seen.lse is not None else None
+    log_sum = lse.check_lse(problem, truth, seen, conventions) if seen.lse is not None else None
     return f"LSE: {log_sum.summary}" if isinstance(log_sum, Broken) else None
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
-from attncheck.harness.problem.problem import DEFAULT_INPUTS
+from attncheck.harness.problem.problem import planted_inputs
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.truth.tolerance import Budget, allowed_errors, float32_bracket
 from attncheck.reference import Precision, causal_conv1d
@@ -100,7 +100,7 @@ class ConvProblem:
             for name, mask in self.regions().items():
                 if regions is None or name in regions:
                     states.masked_fill_(mask.to(device), poison)
-        if "views" in (DEFAULT_INPUTS if self.case.inputs is None else self.case.inputs):
+        if "views" in planted_inputs(self.case):
             wide = x.new_full((len(x), x.shape[1] + _SPARE), _RUBBISH)
             wide[:, : x.shape[1]] = x
             x, states = wide[:, : x.shape[1]], states.transpose(1, 2).contiguous().transpose(1, 2)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
-from attncheck.harness.problem.problem import DEFAULT_INPUTS
+from attncheck.harness.problem.problem import planted_inputs
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.truth.tolerance import Budget, K, allowed_errors, float32_bracket
 from attncheck.reference import Precision, merge_attn_states
@@ -86,7 +86,7 @@ class MergeProblem:
             (_littered(out, lse, rubbish).to(device), lse.to(device, copy=True))
             for out, lse in (reversed(states) if swapped else states)
         )
-        if "views" in _inputs(self.case):
+        if "views" in planted_inputs(self.case):
             wide = torch.full((*out_b.shape[:2], out_b.shape[2] + _SPARE), RUBBISH, dtype=out_b.dtype, device=device)
             wide[:, :, : out_b.shape[2]] = out_b
             out_b = wide[:, :, : out_b.shape[2]]
@@ -113,7 +113,7 @@ def build_merge(case: Case, seed: int) -> MergeProblem:
     new = torch.tensor([max(i + 1 + min(contexts[r], 0), 0) for r, i in rows])[:, None].expand(shape)
     noise_a, noise_b = stream.uniform(*shape), stream.uniform(*shape)
     lse_a, lse_b = _log(before) + noise_a, _log(new) + noise_b
-    inputs = _inputs(case)
+    inputs = planted_inputs(case)
     turn = (torch.arange(shape[0])[:, None] * 5 + torch.arange(shape[1])) % len(_KINDS)
     for number, (kind, needed) in enumerate(_KINDS):
         if needed is None or needed in inputs:
@@ -196,7 +196,3 @@ def _log(counts: Tensor) -> Tensor:
 
 def _finite_size(lse: Tensor) -> Tensor:
     return torch.where(torch.isinf(lse), 0.0, lse.double().abs())
-
-
-def _inputs(case: Case) -> frozenset[str]:
-    return DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)

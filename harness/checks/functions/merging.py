@@ -16,9 +16,8 @@ from torch import Tensor
 from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.checks.function_calls import FormError, Function, as_tensor, call, is_answer
+from attncheck.harness.checks.function_calls import FormError, Function, Poisoning, as_tensor, call, is_answer
 from attncheck.harness.checks.functions.merge_problem import RUBBISH, build_merge, merge_truth
-from attncheck.harness.checks.functions.poisoning import Poisoning
 from attncheck.harness.checks.lse import lse_shares
 from attncheck.harness.checks.numerics import summarize
 from attncheck.harness.truth.tolerance import share_of_budget

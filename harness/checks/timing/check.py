@@ -17,6 +17,7 @@ from attncheck.backends.interpreter import ENVIRONMENT, MARK, is_interpreted
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.timing.clock import clock_for
 from attncheck.harness.checks.timing.device_api import CacheFlush, replaced_clocks
 from attncheck.harness.checks.timing.device_state import state_under_load
@@ -95,7 +96,7 @@ class TimingCheck:
         return self._ceilings[dtype]
 
 
-def examine(
+def check_timing(
     backend: LoadedBackend, problem: Problem, truth: Truth, device: torch.device, settings: TimingSettings
 ) -> Finding:
     """Time one case. Raises StageError for what the backend raised."""
@@ -126,3 +127,16 @@ def _figures(timing: Timing) -> dict[str, float | int]:
     if forward is not None and (share := timing.roofline_share(forward)) is not None:
         figures["roofline_share"] = share
     return figures
+
+
+def _check(case: CheckedCase) -> Finding:
+    timing = case.shared.get(TimingCheck, lambda: TimingCheck(case.device, TimingSettings()))
+    return timing.examine(case.loaded, case.problem, case.truth)
+
+
+def _not_applicable(case: Case, features: frozenset[str]) -> NotExamined | None:
+    reasons = unasked_reasons(case, features)
+    return NotExamined(reasons, "attncheck") if reasons else None
+
+
+CHECK = Check(_check, _not_applicable)

@@ -7,7 +7,7 @@ import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.errors import ReferenceArgumentError
-from attncheck.harness.checks.block_moves import examine
+from attncheck.harness.checks.block_moves import check_block_moves
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference import copy_blocks, reshape_and_cache, swap_blocks
@@ -18,7 +18,7 @@ FIRST = Holds({"slots_written": 3})
 
 def judge(case: Any, first: Finding = FIRST, **functions: Any) -> Finding:
     backend = type("Mine", (ReferenceBackend,), {"functions": staticmethod(lambda: functions)})
-    return examine(build_problem(case, 0), backend, CPU, first)
+    return check_block_moves(build_problem(case, 0), backend, CPU, first)
 
 
 RIGHT = {"reshape_and_cache": reshape_and_cache, "copy_blocks": copy_blocks, "swap_blocks": swap_blocks}

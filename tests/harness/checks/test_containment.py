@@ -36,7 +36,7 @@ def examine(backend: Any, case: Any) -> Finding:
     session = Session(backend, problem, CPU)
     seen = session.run()
     assert isinstance(seen, Observation)
-    return containment.examine(problem, truth_of(problem, CPU), session, seen)
+    return containment.check_containment(problem, truth_of(problem, CPU), session, seen)
 
 
 def broken(backend: Any, case: Any) -> Broken:

@@ -25,7 +25,7 @@ def examine(case: Any, change: Any, conventions: Conventions | None = None) -> A
     assert isinstance(seen, Observation)
     assert seen.lse is not None
     changed = replace(seen, lse=change(seen.lse.clone()))
-    return lse.examine(problem, truth_of(problem, CPU), changed, conventions or Conventions())
+    return lse.check_lse(problem, truth_of(problem, CPU), changed, conventions or Conventions())
 
 
 def test_rows_that_see_nothing_must_have_minus_infinity(make_case: Any) -> None:

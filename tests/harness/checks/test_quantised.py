@@ -41,8 +41,8 @@ def findings(backend: Any, case: Any) -> dict[str, Finding]:
     assert isinstance(seen, Observation)
     truth = truth_of(problem, CPU)
     return {
-        "numerics": numerics.examine(problem, truth, seen),
-        "cache_write": cache_write.examine(problem, session, seen),
+        "numerics": numerics.check_numerics(problem, truth, seen),
+        "cache_write": cache_write.check_cache_write(problem, session, seen),
     }
 
 

@@ -7,7 +7,7 @@ import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder
 from attncheck.backends.impl import get_current_vllm_config
-from attncheck.harness.checks import next_step, numerics
+from attncheck.harness.checks import numerics
 from attncheck.harness.checks.findings import Holds
 from attncheck.harness.driver.construction import construct_builder, construct_impl
 from attncheck.harness.driver.forward_calls import forward_calls_of, num_builders
@@ -90,9 +90,9 @@ def test_bounds_hold_for_every_batch_that_follows(
     problem = build_problem(case, 0)
     truth = truth_of(problem, CPU)
     session = Session(backend, problem, CPU)
-    finding = numerics.examine(problem, truth, session.run())  # type: ignore[arg-type]
+    finding = numerics.check_numerics(problem, truth, session.run())  # type: ignore[arg-type]
     assert isinstance(finding, Holds), finding
-    assert next_step.examine(problem, truth, session, finding) is finding
+    assert numerics.check_next_step(problem, truth, session, finding) is finding
 
 
 def config_of(case: Any) -> Any:

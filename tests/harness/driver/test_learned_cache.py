@@ -46,7 +46,7 @@ def judged(backend: Any, case: Case) -> Finding:
     session = Session(backend, problem, CPU)
     seen = session.run()
     assert isinstance(seen, Observation)
-    return cache_write.examine(problem, session, seen)
+    return cache_write.check_cache_write(problem, session, seen)
 
 
 @pytest.mark.parametrize("apart", [True, False])

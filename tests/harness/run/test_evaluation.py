@@ -84,7 +84,7 @@ def test_a_fault_of_attncheck_costs_one_check_and_is_called_its_own(
     def broken(*_args: Any) -> None:
         raise IndexError("ours")
 
-    monkeypatch.setattr("attncheck.harness.checks.lse.examine", broken)
+    monkeypatch.setattr("attncheck.harness.checks.lse.check_lse", broken)
     records = examine(ReferenceBackend, make_case())
     assert outcomes(records) == dict.fromkeys(ALL, "passed") | {"lse": "errored"}
     record = records["lse"]

@@ -53,8 +53,8 @@ def findings(backend: Any, case: Any) -> dict[str, Any]:
     seen = Session(backend, problem, CPU).run()
     assert isinstance(seen, Observation)
     return {
-        "numerics": numerics.examine(problem, truth, seen),
-        "lse": lse.examine(problem, truth, seen, backend.conventions),
+        "numerics": numerics.check_numerics(problem, truth, seen),
+        "lse": lse.check_lse(problem, truth, seen, backend.conventions),
     }
 
 

@@ -32,7 +32,7 @@ def meaning(backend: Any, case: Any) -> str | None:
     problem = build_problem(case, 0)
     seen = Session(backend, problem, CPU).run()
     assert isinstance(seen, Observation)
-    finding = numerics.examine(problem, truth_of(problem, CPU), seen)
+    finding = numerics.check_numerics(problem, truth_of(problem, CPU), seen)
     assert isinstance(finding, Broken)
     return finding.meaning
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory
-from attncheck.harness.checks.cudagraph.emulation.operators import Operator, tensors_in
+from attncheck.harness.checks.cudagraph.emulation.operators import Operator, tensors_among
 from attncheck.harness.checks.cudagraph.recorder import ViolationKind
 
 _INDEX_PUTS = frozenset({"aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index_put"})
@@ -81,14 +81,14 @@ def _copies_from_host(call: OperatorCall, host: HostMemory) -> bool:
 
 
 def _has_mask(call: OperatorCall, host: HostMemory) -> bool:
-    return any(index.dtype in _MASK_DTYPES and not host.holds(index) for index in tensors_in(call.args[1]))
+    return any(index.dtype in _MASK_DTYPES and not host.holds(index) for index in tensors_among(call.args[1]))
 
 
 def _is_masked_fill(call: OperatorCall, host: HostMemory) -> bool:
     """One mask, of the device, and one number, of the host, that is not accumulated."""
     value = call.args[2]
     accumulates = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
-    indices = tuple(tensors_in(call.args[1]))
+    indices = tuple(tensors_among(call.args[1]))
     return (
         not accumulates
         and isinstance(value, Tensor)

@@ -14,7 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 AnyOperator = OpOverload | HigherOrderOperator
 
-Work = Literal["view", "allocation", "constant", "read", "custom", "computation"]
+OperatorWork = Literal["view", "allocation", "constant", "read", "custom", "computation"]
 """view: moves no data. allocation: memory with undefined contents. constant: what it writes depends on no tensor's
 contents. read: its result is a Python value. custom: not torch's own. computation: everything else."""
 
@@ -41,7 +41,7 @@ class Operator:
     """One overload; ``name`` is without the overload's own."""
 
     name: str
-    work: Work
+    work: OperatorWork
     written: frozenset[int | str]
     """Positions and names of the arguments it writes."""
     is_dynamic: bool
@@ -56,9 +56,9 @@ class Operator:
         """Those of the arguments that it writes."""
         for place in self.written:
             if isinstance(place, str):
-                yield from tensors_in(kwargs.get(place))
+                yield from tensors_among(kwargs.get(place))
             elif place < len(args):
-                yield from tensors_in(args[place])
+                yield from tensors_among(args[place])
 
 
 def describe(func: AnyOperator) -> Operator:
@@ -107,14 +107,14 @@ def unseen_overload(func: object, args: tuple[object, ...], kwargs: dict[str, ob
 
     Without one it is the host's business, such as what the CPU can do or a handle's release: no graph repeats it.
     """
-    if not isinstance(func, OpOverload | OpOverloadPacket) or not tensors_in((args, kwargs)):
+    if not isinstance(func, OpOverload | OpOverloadPacket) or not tensors_among((args, kwargs)):
         return None
     if isinstance(func, OpOverloadPacket):
         func = getattr(func, torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs))
     return func if isinstance(func, OpOverload) and passes_unseen(func) else None
 
 
-def _work(func: OpOverload, writes: bool, follows: bool) -> Work:
+def _work(func: OpOverload, writes: bool, follows: bool) -> OperatorWork:
     schema, tags = func._schema, func.tags
     if func.namespace not in _TORCHS_OWN:
         return "custom"
@@ -130,7 +130,7 @@ def _work(func: OpOverload, writes: bool, follows: bool) -> Work:
     return "computation"
 
 
-def tensors_in(value: object) -> tuple[Tensor, ...]:
+def tensors_among(value: object) -> tuple[Tensor, ...]:
     """The tensors of an argument or a result, in order: operators nest them in lists, tuples and dicts only."""
     found: list[Tensor] = []
     _collect(value, found)

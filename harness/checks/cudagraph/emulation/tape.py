@@ -13,8 +13,8 @@ from torch import Tensor
 
 from attncheck.harness.checks.cudagraph.call_sites import CallSite
 from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory, storage_key
-from attncheck.harness.checks.cudagraph.emulation.operators import AnyOperator, tensors_in
-from attncheck.harness.checks.cudagraph.recorder import Released
+from attncheck.harness.checks.cudagraph.emulation.operators import AnyOperator, tensors_among
+from attncheck.harness.checks.cudagraph.recorder import Released, count_uses
 
 Fresh = tuple[Tensor | None, ...]
 """What an operator returned; None where it returned memory it was given."""
@@ -142,7 +142,7 @@ class Tape:
             for step in self._steps:
                 result = step.func(*step.args, **step.kwargs)
                 if step.outputs:
-                    for output, new in zip(step.outputs, tensors_in(result), strict=True):
+                    for output, new in zip(step.outputs, tensors_among(result), strict=True):
                         if output is not None:
                             output.copy_(new)
 
@@ -152,16 +152,11 @@ class Tape:
 
     def released(self) -> Iterator[Released]:
         """Memory from before the recording that only tapes still hold, or that was moved by a resize."""
-        nobody = _uses(torch.empty(1)) - 1
+        nobody = count_uses(torch.empty(1)) - 1
         for key, outside in self._outside.items():
             moved = _address(outside.alias) != self._addresses[key]
-            if moved or _uses(outside.alias) - nobody <= sum(tape._references.get(key, 0) for tape in self._tapes):
+            if moved or count_uses(outside.alias) - nobody <= sum(tape._references.get(key, 0) for tape in self._tapes):
                 yield outside.released()
-
-
-def _uses(tensor: Tensor) -> int:
-    """How many tensors share the memory of ``tensor``, and how often asking counts."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _address(tensor: Tensor) -> int:

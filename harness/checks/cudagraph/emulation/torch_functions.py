@@ -11,35 +11,35 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
-Function = Callable[..., object]
+TorchFunction = Callable[..., object]
 """As a TorchFunctionMode gets it."""
 
 Memory = Literal["host", "device"]
 
-EXPORTS: frozenset[Function] = frozenset((Tensor.numpy, Tensor.__array__))
+EXPORTS: frozenset[TorchFunction] = frozenset((Tensor.numpy, Tensor.__array__))
 """What a tensor of a GPU refuses. Inside a custom operator it is how a kernel of the CPU gets at its memory."""
 
-READERS: frozenset[Function] = EXPORTS | {Tensor.tolist, Tensor.__repr__, Tensor.__str__, Tensor.__format__}
+READERS: frozenset[TorchFunction] = EXPORTS | {Tensor.tolist, Tensor.__repr__, Tensor.__str__, Tensor.__format__}
 """Read contents without an operator that says so."""
 
-ADDRESSES: frozenset[Function] = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__})
+ADDRESSES: frozenset[TorchFunction] = frozenset({Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__})
 """What hands memory to code that torch does not see."""
 
-COPIES: frozenset[Function] = frozenset(
+COPIES: frozenset[TorchFunction] = frozenset(
     {Tensor.to, Tensor.type_as, Tensor.cpu, torch.as_tensor, torch.asarray, torch.tensor}
 )
 """Bring a tensor to another device; on one device some of them return what they were given."""
 
-MAKERS: frozenset[Function] = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+MAKERS: frozenset[TorchFunction] = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 """Make a tensor of what they are given; tensors within lists are read one by one."""
 
-FACTS: frozenset[Function] = frozenset(
+FACTS: frozenset[TorchFunction] = frozenset(
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "layout", "itemsize", "ndim", "is_nested", "is_cuda", "requires_grad")
 ) | {Tensor.__len__, Tensor.dim, Tensor.size, Tensor.stride, Tensor.numel, Tensor.storage_offset}
 """Tell what is known without a look at the contents or the device, and call no operator."""
 
-_MOVES: frozenset[Function] = frozenset({Tensor.to, Tensor.type_as})
+_MOVES: frozenset[TorchFunction] = frozenset({Tensor.to, Tensor.type_as})
 
 _DEVICE_OF = Tensor.device.__get__
 _HOST = "cpu"
@@ -59,17 +59,17 @@ _WORDS: dict[str, str] = {
 
 
 @cache
-def constructors() -> frozenset[Function]:
+def constructors() -> frozenset[TorchFunction]:
     """Functions that make a tensor from no tensor, on the host unless ``device`` says otherwise."""
     return frozenset(_device_constructors())
 
 
-def asks_device(function: Function) -> bool:
+def asks_device(function: TorchFunction) -> bool:
     """Whether this reads ``tensor.device``."""
     return function == _DEVICE_OF
 
 
-def words(function: Function | None, operator_name: str) -> str:
+def words(function: TorchFunction | None, operator_name: str) -> str:
     """The call as its author wrote it, as far as that is known: ``.item()``, ``torch.nonzero()``, ``x[...]``."""
     name = str(getattr(function, "__name__", ""))
     if function is None or not name:
@@ -84,7 +84,7 @@ def words(function: Function | None, operator_name: str) -> str:
 
 
 def destination(
-    function: Function, args: tuple[object, ...], kwargs: dict[str, object], host_device: torch.device
+    function: TorchFunction, args: tuple[object, ...], kwargs: dict[str, object], host_device: torch.device
 ) -> Memory | Tensor | None:
     """Where a call puts its result: named (host, device), beside another tensor, or None where it does not say.
 

@@ -1,7 +1,7 @@
 """Watches what code does with tensors: an account of host memory, and, while a graph is recorded, its tape.
 
-Two torch modes report here. One sees operators; the other sees Python functions, which say what operators cannot: a
-read without an operator, and where a result was meant to lie. Must not know: probes, backends, how violations are told.
+Two torch modes pass their calls here. One sees operators; the other sees Python functions, which say what operators
+cannot: a read without an operator, and where a result is meant to lie.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,17 +13,17 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from attncheck.harness.checks.cudagraph.call_sites import find_call_site
 from attncheck.harness.checks.cudagraph.emulation.capture_rules import OperatorCall, forbidden
 from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory, storage_key
+from attncheck.harness.checks.cudagraph.emulation.modes import Args, FunctionMode, Kwargs, OperatorMode, uncompiled
 from attncheck.harness.checks.cudagraph.emulation.operators import (
     AnyOperator,
     Operator,
     describe,
-    tensors_in,
+    tensors_among,
     unseen_overload,
 )
 from attncheck.harness.checks.cudagraph.emulation.tape import Tape
@@ -31,21 +31,16 @@ from attncheck.harness.checks.cudagraph.emulation.torch_functions import (
     ADDRESSES,
     COPIES,
     EXPORTS,
-    FACTS,
     MAKERS,
     READERS,
-    Function,
     Memory,
+    TorchFunction,
     asks_device,
     constructors,
     destination,
     words,
 )
-from attncheck.harness.checks.cudagraph.emulation.uncompiled import uncompiled
 from attncheck.harness.checks.cudagraph.recorder import Violation, ViolationKind
-
-Args = tuple[object, ...]
-Kwargs = dict[str, object]
 
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -63,7 +58,7 @@ class Watch:
         self._violations: dict[Violation, None] = {}
         self._host_reads: dict[str, None] = {}
         self._boundary: CodeType | None = None
-        self._function: Function | None = None
+        self._function: TorchFunction | None = None
         self._placed: Memory | None = None
         self._depth = 0
         self._is_opaque = False
@@ -77,10 +72,15 @@ class Watch:
             return
         self._is_active = True
         try:
-            with uncompiled(), _Functions(self), _Operators(self):
+            with uncompiled(), self._modes():
                 yield
         finally:
             self._is_active = False
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        with FunctionMode(self.function), OperatorMode(self.operator, self.facts_of):
+            yield
 
     @contextmanager
     def recording(self, boundary: CodeType) -> Iterator[tuple[Tape, dict[Violation, None]]]:
@@ -117,7 +117,7 @@ class Watch:
 
     # Functions.
 
-    def function(self, func: Function, args: Args, kwargs: Kwargs) -> object:
+    def function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         """One call of a torch function, with what it says about memory."""
         outer = self._function, self._placed
         self._function, self._placed = func, None
@@ -131,18 +131,20 @@ class Watch:
             if func in ADDRESSES:
                 self._is_opaque = True
                 self.hands_out_memory |= self._depth == 0
-            if func in MAKERS and self._memory_of(tensors_in(args)) == "device":
+            if func in MAKERS and self._memory_of(tensors_among(args)) == "device":
                 self._report("host read", words(func, ""))
             self._placed = self._place_of_new(func, args, kwargs)
-            if (unseen := unseen_overload(func, args, kwargs)) and isinstance(_get_current_dispatch_mode(), _Operators):
+            if (unseen := unseen_overload(func, args, kwargs)) and isinstance(
+                _get_current_dispatch_mode(), OperatorMode
+            ):
                 with _pop_mode_temporarily():
                     return self.operator(unseen, args, kwargs)
             return func(*args, **kwargs)
         finally:
             self._function, self._placed = outer
 
-    def _read(self, func: Function, args: Args, kwargs: Kwargs) -> object:
-        if self._memory_of(tensors_in(args[:1])) == "device":
+    def _read(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+        if self._memory_of(tensors_among(args[:1])) == "device":
             if self._depth and func in EXPORTS:
                 self._is_opaque = True
             else:
@@ -151,7 +153,7 @@ class Watch:
             self._note_host_read(words(func, ""))
         return func(*args, **kwargs)
 
-    def _copy(self, func: Function, source: Tensor, args: Args, kwargs: Kwargs) -> object:
+    def _copy(self, func: TorchFunction, source: Tensor, args: Args, kwargs: Kwargs) -> object:
         wanted, here = destination(func, args, kwargs, self._host_device), self._memory_of((source,))
         if isinstance(wanted, Tensor):
             wanted = self._memory_of((wanted,))
@@ -167,14 +169,14 @@ class Watch:
         self._place(wanted, (result,))
         return result
 
-    def _place_of_new(self, func: Function, args: Args, kwargs: Kwargs) -> Memory | None:
+    def _place_of_new(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Memory | None:
         """Where a new tensor lies, as far as the function says."""
         named = destination(func, args, kwargs, self._host_device)
         if isinstance(named, str):
             return named
         if func in constructors():
             return "host"
-        return self._memory_of(tensors_in(args[:1])) if func is Tensor.new_tensor else None
+        return self._memory_of(tensors_among(args[:1])) if func is Tensor.new_tensor else None
 
     # Operators.
 
@@ -182,7 +184,7 @@ class Watch:
         """One call of an operator: judged, run, taped, and its result placed in the account."""
         with torch._C.DisableTorchFunction():
             operator = self.facts_of(func)
-            given = tensors_in((args, kwargs))
+            given = tensors_among((args, kwargs))
             call = OperatorCall(operator, args, kwargs, given, self.host.held(given))
             kind = None if self._tape is None else forbidden(call, self.host)
             if kind is not None:
@@ -204,7 +206,7 @@ class Watch:
             if operator.work in {"view", "read"}:
                 return result
             known = {storage_key(tensor) for tensor in given}
-            fresh = tuple(None if storage_key(tensor) in known else tensor for tensor in tensors_in(result))
+            fresh = tuple(None if storage_key(tensor) in known else tensor for tensor in tensors_among(result))
             self._place(memory, fresh)
             if tape is not None and frozen is not None:
                 tape.add(func, *frozen, fresh)
@@ -247,7 +249,7 @@ class Watch:
         with torch._C._EnableTorchFunction():
             result, is_opaque = self._run_inside(func, call.args, call.kwargs)
         known = {storage_key(tensor) for tensor in call.given}
-        fresh = tuple(None if storage_key(tensor) in known else tensor for tensor in tensors_in(result))
+        fresh = tuple(None if storage_key(tensor) in known else tensor for tensor in tensors_among(result))
         self._place(memory, fresh)
         if tape is not None and mark is not None and (is_opaque or not tape.has_grown_since(mark)):
             if call.on_host and len(self._host_reads) == num_host_reads:
@@ -266,7 +268,7 @@ class Watch:
         self._function, self._placed, self._is_opaque = None, None, False
         self._depth += 1
         try:
-            with _Functions(self), _Operators(self):
+            with self._modes():
                 result = kernel.call_boxed(_CPU_KEYS, *args, **kwargs)
             return result, self._is_opaque
         finally:
@@ -277,33 +279,3 @@ class Watch:
         """No Python code between a custom operator and this one, or only Triton's: more may be done there unseen."""
         place = find_call_site(Watch._run_inside.__code__)
         self._is_opaque |= place.line is None or place.interpreted
-
-
-class _Functions(TorchFunctionMode):
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func in FACTS:
-            return func(*args, **(kwargs or {}))
-        return self._watch.function(func, args, kwargs or {})
-
-
-class _Operators(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: torch would import the compiler with the first operator, and pass through it with each."""
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if self._watch.facts_of(func).is_composite:
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
-        return self._watch.operator(func, args, kwargs or {})

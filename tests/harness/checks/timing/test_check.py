@@ -6,7 +6,7 @@ import torch
 from attncheck.backends.registry import load
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.checks.timing import check as timing
-from attncheck.harness.checks.timing.check import TimingCheck, examine, unasked_reasons
+from attncheck.harness.checks.timing.check import TimingCheck, check_timing, unasked_reasons
 from attncheck.harness.checks.timing.device_api import CacheFlush
 from attncheck.harness.checks.timing.sampling import Samples
 from attncheck.harness.checks.timing.settings import TimingSettings
@@ -89,7 +89,7 @@ def test_a_device_that_was_held_back_is_noted(question, monkeypatch):
 
 def test_kernels_are_told_on_request(question):
     asked = TimingSettings(limit_s=60, min_samples=2, max_samples=2, kernels=True)
-    found = examine(load("torch_sdpa"), *question, CPU, asked)
+    found = check_timing(load("torch_sdpa"), *question, CPU, asked)
     assert any("scaled_dot_product" in kernel.name for kernel in found.timing.kernels)
 
 

@@ -112,7 +112,7 @@ def test_the_memory_it_was_given_is_known_by_its_name():
     assert recording.released() == ()
     given[0] = torch.ones(2)
     assert first_used(recording).startswith("_test.leaky_relu at ")
-    assert "test_emulation_unseen.py" in first_used(recording)
+    assert "test_unseen_operators.py" in first_used(recording)
 
 
 def test_within_an_operator_of_python_it_is_a_step_of_its_own():
@@ -129,7 +129,7 @@ def test_host_memory_that_it_hands_to_a_kernel_of_the_device_is_no_part_of_a_gra
     recorder, out = EmulatedRecorder(), torch.zeros(4)
     x, twin = torch.ones(2), torch.full((2,), 5.0)
     recorder.mark_host(twin)
-    with pytest.raises(CaptureError, match=r"host copy: aten\.cat at .*test_emulation_unseen"):
+    with pytest.raises(CaptureError, match=r"host copy: aten\.cat at .*test_unseen_operators"):
         recorder.record(lambda: lambda: out.copy_(torch.ops._test.cat([x, twin])))
 
 

@@ -154,5 +154,5 @@ def test_what_is_read_of_the_host_is_told_and_no_violation() -> None:
     recording = recorder.record(lambda: lambda: out.fill_(int(lens.max())))
     (told,) = recording.host_reads()
     assert told.startswith("int() at ")
-    assert "test_emulation_memory.py" in told
+    assert "test_memory.py" in told
     assert recorder.record(lambda: lambda: out.fill_(1)).host_reads() == ()

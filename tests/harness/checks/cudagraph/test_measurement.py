@@ -98,7 +98,7 @@ def test_a_declaration_that_is_no_level_is_errored(questions, nonsense):
 
 def test_one_layer_and_cache_is_measured_once_a_backend(monkeypatch):
     asked = []
-    monkeypatch.setattr(cudagraph, "measure", lambda *args: asked.append(args[0]) or measure_level(*args))
+    monkeypatch.setattr(cudagraph, "measure_level", lambda *args: asked.append(args[0]) or measure_level(*args))
     case_checks = GraphLevelCheck(0, CPU)
     other_batch = replace(CASE, id="d", batch=BatchSpec(requests=(RequestSpec(query_len=1, seq_len=30),)))
     same_cache = replace(CASE, id="e", cache=replace(CASE.cache, num_blocks=77))
@@ -142,7 +142,7 @@ def test_a_level_whose_batches_are_declined_is_not_reached(questions):
 
     measurement = measure_level(DecodesOnly, questions, CPU)
     assert measurement.reached is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    finding = cudagraph.judge(measurement)
+    finding = cudagraph.judge_level(measurement)
     assert isinstance(finding, Broken)
     assert "query_len 2: only decodes" in finding.summary
 
@@ -175,4 +175,4 @@ def test_one_that_refuses_only_to_be_captured_measures_never(questions):
     measurement = measure_level(Refuses, questions, CPU)
     assert measurement.reached is AttentionCGSupport.NEVER
     assert "NotImplementedError: no graphs" in str(measurement.broke[1])
-    assert isinstance(cudagraph.judge(measurement), Holds)
+    assert isinstance(cudagraph.judge_level(measurement), Holds)

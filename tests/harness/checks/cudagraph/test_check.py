@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from attncheck.harness.checks.cudagraph.check import judge
+from attncheck.harness.checks.cudagraph.check import judge_level
 from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement, ProbeFault, UnmeasuredProbe
 from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
@@ -27,19 +27,19 @@ def measurement(declared, reached, reason=None):
 
 @pytest.mark.parametrize("level", [NEVER, SINGLE, UNIFORM])
 def test_a_level_that_is_measured_as_declared_holds(level):
-    finding = judge(measurement(level, level, ProbeFault("wrong")))
+    finding = judge_level(measurement(level, level, ProbeFault("wrong")))
     assert isinstance(finding, Holds)
     assert finding.notes == ()
     assert finding.figures["declared_level"] == finding.figures["measured_level"] == level.value
 
 
 def test_every_probe_right_is_always():
-    assert judge(measurement(ALWAYS, ALWAYS)).notes == ()
+    assert judge_level(measurement(ALWAYS, ALWAYS)).notes == ()
 
 
 @pytest.mark.parametrize(("declared", "reached"), [(SINGLE, NEVER), (ALWAYS, UNIFORM), (UNIFORM, NEVER)])
 def test_a_level_above_the_measured_one_is_a_failure_that_names_probe_and_cause(declared, reached):
-    finding = judge(measurement(declared, reached, ProbeFault("3 of 8 rows", "metadata.lens moved")))
+    finding = judge_level(measurement(declared, reached, ProbeFault("3 of 8 rows", "metadata.lens moved")))
     assert isinstance(finding, Broken)
     assert finding.summary == f"declared {declared.name}, measured {reached.name}: probe 'lengths' broke: 3 of 8 rows"
     assert finding.meaning == "metadata.lens moved"
@@ -47,21 +47,21 @@ def test_a_level_above_the_measured_one_is_a_failure_that_names_probe_and_cause(
 
 
 def test_head_room_is_told():
-    finding = judge(measurement(NEVER, UNIFORM, ProbeFault("wrong")))
+    finding = judge_level(measurement(NEVER, UNIFORM, ProbeFault("wrong")))
     assert isinstance(finding, Holds)
     assert finding.notes == ("head-room: NEVER is declared, UNIFORM_BATCH measured",)
 
 
 @pytest.mark.parametrize(("declared", "reached"), [(SINGLE, NEVER), (ALWAYS, SINGLE), (NEVER, NEVER)])
 def test_what_cannot_be_seen_is_never_a_pass(declared, reached):
-    finding = judge(measurement(declared, reached, UnmeasuredProbe("a kernel the dispatcher does not see")))
+    finding = judge_level(measurement(declared, reached, UnmeasuredProbe("a kernel the dispatcher does not see")))
     assert isinstance(finding, NotExamined)
     assert finding.by == "attncheck"
     assert "a kernel the dispatcher does not see" in finding.reasons[0]
 
 
 def test_head_room_is_told_as_far_as_it_was_seen():
-    finding = judge(measurement(NEVER, SINGLE, UnmeasuredProbe("hidden")))
+    finding = judge_level(measurement(NEVER, SINGLE, UnmeasuredProbe("hidden")))
     assert isinstance(finding, Holds)
     assert finding.notes[0] == "head-room: NEVER is declared, UNIFORM_SINGLE_TOKEN_DECODE measured"
 
@@ -69,13 +69,13 @@ def test_head_room_is_told_as_far_as_it_was_seen():
 def test_how_it_was_measured_stands_beside_a_level_that_holds():
     measured = measurement(SINGLE, UNIFORM)
     noted = replace(measured, levels=measured.levels.model_copy(update={"notes": ("over numbers",)}))
-    assert judge(noted).notes == (
+    assert judge_level(noted).notes == (
         "over numbers",
         "head-room: UNIFORM_SINGLE_TOKEN_DECODE is declared, UNIFORM_BATCH measured",
     )
 
 
 def test_a_confirmed_level_holds_although_nothing_is_known_above_it():
-    finding = judge(measurement(SINGLE, SINGLE, UnmeasuredProbe("hidden")))
+    finding = judge_level(measurement(SINGLE, SINGLE, UnmeasuredProbe("hidden")))
     assert isinstance(finding, Holds)
     assert "above UNIFORM_SINGLE_TOKEN_DECODE nothing is known" in finding.notes[0]

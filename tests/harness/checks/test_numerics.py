@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from attncheck.harness.checks.next_step import other_batches
+from attncheck.harness.checks.numerics import other_batches
 from attncheck.harness.problem.problem import build_problem
 from attncheck.reference.spec import AttentionType, RequestSpec
 

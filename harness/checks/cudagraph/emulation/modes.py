@@ -1,0 +1,70 @@
+"""Torch modes that pass every call of torch to a watch, with compiled functions run as they were written."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attncheck.harness.checks.cudagraph.emulation.operators import AnyOperator, Operator
+from attncheck.harness.checks.cudagraph.emulation.torch_functions import FACTS, TorchFunction
+
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+
+_COMPILERS = frozenset({"torch._dynamo", "torch.nn.attention.flex_attention"})
+
+
+class FunctionMode(TorchFunctionMode):
+    """Passes Python functions of torch to ``call``, but for those that look neither at contents nor at the device."""
+
+    def __init__(self, call: Callable[[TorchFunction, Args, Kwargs], object]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in FACTS:
+            return func(*args, **(kwargs or {}))
+        return self._call(func, args, kwargs or {})
+
+
+class OperatorMode(TorchDispatchMode):
+    """Passes operators to ``call``, composite ones in their parts; ``facts_of`` says which are composite."""
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, call: Callable[[AnyOperator, Args, Kwargs], object], facts_of: Callable[[AnyOperator], Operator]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._call, self._facts_of = call, facts_of
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import the compiler with the first operator, and pass through it with each."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if self._facts_of(func).is_composite:
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        return self._call(func, args, kwargs or {})
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled functions as they were written: the compiler fails under modes, and remembers it.
+
+    It takes seconds to import, so it is left alone until something that calls it is imported.
+    """
+    if not sys.modules.keys().isdisjoint(_COMPILERS):
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    try:
+        yield
+    finally:
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
