@@ -27,10 +27,9 @@ from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.observation import capture
 from attncheck.harness.problem.memory_estimate import shortage
 from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.harness.run.answerable import unanswered_reasons
 from attncheck.harness.run.environment import collect_environment
 from attncheck.harness.run.outcomes import Circumstances, record_of, unavailable
-from attncheck.harness.run.selection import checks_of
+from attncheck.harness.run.selection import checks_of, unanswered_reasons
 from attncheck.harness.truth.truth import Truth, truth_of
 from attncheck.reports.run_file.records import Environment, Record
 

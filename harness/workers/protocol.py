@@ -5,7 +5,7 @@
     the run                        the process
       (starts it) ---------------->  loads the backend
       Assignment ----------------->
-                  <---------------- Introduced, or Refused
+                  <---------------- Described, or Refused
       Examine(case)  ------------->
                   <---------------- Begun(stage), then a record, as often as there is something to tell
                   <---------------- Done
@@ -61,8 +61,8 @@ class Examine(_Message):
 class Described(_Message):
     """The backend was loaded, or is unavailable."""
 
-    kind: Literal["introduced"] = "introduced"
-    introduction: BackendDescription
+    kind: Literal["described"] = "described"
+    description: BackendDescription
 
 
 class Refused(_Message):

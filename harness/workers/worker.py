@@ -1,4 +1,4 @@
-"""The process of one backend: loads it, introduces it, and examines the cases it is asked for, one after another.
+"""The process of one backend: loads it, describes it, and examines the cases it is asked for, one after another.
 
 Whatever the backend prints goes elsewhere: answers have a pipe of their own. A copy of the process that the backend
 made (``os.fork``) and let come back from its call must not answer as well: its pipes are closed, and it ends at its
@@ -123,12 +123,12 @@ def _serve(wire: Wire, ref: str) -> None:
     try:
         if isinstance(backend, QuestionError):
             raise backend
-        introduction = describe_backend(backend, assignment.device)
+        description = describe_backend(backend, assignment.device)
         examiner = _examiner(assignment)
     except QuestionError as error:
         wire.send(Refused(reason=str(error)))
         return
-    wire.send(Described(introduction=introduction))
+    wire.send(Described(description=description))
     cases = {case.key: case for case in examiner.plan.cases}
     while isinstance(request := wire.receive(), Examine):
         _examine(wire, examiner, backend, cases[request.case], request)
@@ -138,22 +138,22 @@ def _examiner(assignment: Assignment) -> "Examiner":
     """Raises QuestionError where the assignment means something else here than where it comes from."""
     from pathlib import Path
 
-    from attncheck.harness.run.evaluation import Examiner, RunPlan
+    from attncheck.harness.run.evaluation import Examiner
+    from attncheck.harness.run.preparation import RunSettings, prepare_run
     from attncheck.harness.run.selection import select_cases
 
     selection = select_cases(assignment.suites, assignment.patterns, assignment.checks)
     for suite, digest in zip(selection.suites, assignment.digests, strict=True):
         if suite.hash != digest:
             raise QuestionError(f"{suite.path} has changed since the run began")
-    plan = RunPlan(
-        cases=selection.cases,
-        checks=selection.checks,
+    settings = RunSettings(
         device=assignment.device,
         seed=assignment.seed,
         dump=None if assignment.dump is None else Path(assignment.dump),
         timing=assignment.timing,
     )
-    return Examiner(plan, assignment.environment)
+    prepared = prepare_run(selection, None, settings, environment=assignment.environment)
+    return Examiner(prepared.plan, prepared.environment)
 
 
 def _examine(

@@ -77,9 +77,9 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
     asked = assignment()
     with WorkerProcess("reference", {}) as process:
         process.send(asked)
-        introduced = process.receive()
-        assert isinstance(introduced, Described)
-        assert introduced.introduction.name == "reference"
+        described = process.receive()
+        assert isinstance(described, Described)
+        assert described.description.name == "reference"
         for case, number in (("small/decode", 2), ("small/blind", 0), ("small/decode", 2)):
             process.send(Examine(case=case, checks=("numerics", "lse"), round=number))
             told = list(answers(process))
@@ -116,9 +116,9 @@ def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:
     )
     with WorkerProcess("late.py:Late", {}) as process:
         process.send(assignment())
-        introduced = process.receive()
-    assert isinstance(introduced, Described)
-    assert introduced.introduction.version == "clock first: True"
+        described = process.receive()
+    assert isinstance(described, Described)
+    assert described.description.version == "clock first: True"
     code = "from attncheck.harness.run.backend_loading import load_backend; print(load_backend('late.py:Late').version)"
     here = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert here.stdout == "clock first: True\n"
@@ -212,10 +212,10 @@ raise SystemExit(in_a_copy(reopen))
 def test_it_says_what_it_must_be_started_with_and_why_it_cannot_run(folder: Path) -> None:
     with WorkerProcess("mine.py:Needy", {}) as process:
         process.send(assignment())
-        introduced = process.receive()
-        assert isinstance(introduced, Described)
-        assert introduced.introduction.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
-        assert introduced.introduction.unavailable_reasons == ("needs a moon",)
+        described = process.receive()
+        assert isinstance(described, Described)
+        assert described.description.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
+        assert described.description.unavailable_reasons == ("needs a moon",)
         process.dismiss()
         with pytest.raises(ProcessEndedError, match="left with exit code 0"):
             process.receive()
