@@ -11,13 +11,13 @@ from typing import TypeVar
 
 import torch
 
-from attncheck.errors import AttncheckError
+from attncheck.errors import InternalError
 from attncheck.harness.driver.observation import Raised, capture, printable
 
 T = TypeVar("T")
 
 
-class StageError(AttncheckError):
+class StageError(InternalError):
     """Carries what a stage of the contract raised up to the caller of a session."""
 
     def __init__(self, raised: Raised) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import attncheck.reference
 import attncheck.reference.v0
+from attncheck.errors import InternalError
 from attncheck.harness.providers.answers import AnswerDifference, ProviderAnswer, answer_of, differences, is_bound
 from attncheck.harness.providers.departures import Departure
 from attncheck.harness.providers.provider import Provider
@@ -21,7 +22,7 @@ from attncheck.harness.providers.signatures import signature_differences
 Word = Literal["equal", "drifted", "judged", "differs"]
 
 
-class UnfitQuestionError(Exception):
+class UnfitQuestionError(InternalError):
     """The reference answered a question it should refuse, or refused one it should answer: a fault of attncheck."""
 
 

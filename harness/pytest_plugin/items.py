@@ -15,7 +15,7 @@ import torch
 
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case, Suite
-from attncheck.errors import QuestionError
+from attncheck.errors import InternalError, QuestionError
 from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.run.backend_choice import suite_device
 from attncheck.harness.run.backend_description import BackendDescription
@@ -213,7 +213,7 @@ def _item_class(check: str) -> "type[CheckItem]":
     return TimingItem
 
 
-class FellShortError(Exception):
+class FellShortError(InternalError):
     """A record that fell short, on its way to pytest's report."""
 
     def __init__(self, record: Record) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from attncheck.errors import BackendLoadError, QuestionError
+from attncheck.errors import BackendLoadError, InternalError, QuestionError
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
 from attncheck.harness.workers.protocol import Assignment, Described, HarnessFailure, Refused
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attncheck.harness.run.selection import Selection
 
 
-class WorkerError(Exception):
+class WorkerError(InternalError):
     """attncheck itself failed in the process of a backend: exit code 3, as if it had failed here."""
 
     def __init__(self, ref: str, fault: HarnessFailure) -> None:

@@ -14,7 +14,7 @@ from traceback import extract_tb, walk_tb
 import torch
 from torch import Tensor
 
-from attncheck.errors import AttncheckError
+from attncheck.errors import InternalError
 from attncheck.harness.checks.cudagraph.call_sites import SourceLine, call_site_of
 from attncheck.harness.checks.cudagraph.held_memory import HeldMemory, MemoryBlock, tensors_within
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, RecorderName, Released, Violation
@@ -26,7 +26,7 @@ SYNCHRONISED = "called a synchronizing CUDA operation"
 """What torch says where its sync-debug mode forbids to wait for the device."""
 
 
-class ReleasedMemoryError(AttncheckError):
+class ReleasedMemoryError(InternalError):
     """A replay wrote to memory that nobody has held since the capture, and that may be anybody's by then."""
 
 

@@ -183,32 +183,6 @@ def test_a_module_that_exits_is_refused(folder: Path, monkeypatch: pytest.Monkey
         assert "importing it raised SystemExit: 0" in refused.reason
 
 
-def test_a_copy_of_a_copy_keeps_the_files_it_was_given() -> None:
-    code = """
-import os
-from attncheck.harness.workers.worker import Wire
-
-def in_a_copy(do):
-    copy = os.fork()
-    if not copy:
-        os._exit(do())
-    return os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
-
-def lost(descriptors):
-    return sum(not os.path.exists(f"/dev/fd/{each}") for each in descriptors)
-
-def reopen():
-    "In place of the pipes."
-    opened = [os.open(os.devnull, os.O_RDONLY) for _ in pipes]
-    return 9 if sorted(opened) != sorted(pipes) else in_a_copy(lambda: lost(opened))
-
-pipes = os.pipe()
-wire = Wire(*pipes)
-raise SystemExit(in_a_copy(reopen))
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_it_says_what_it_must_be_started_with_and_why_it_cannot_run(folder: Path) -> None:
     with WorkerProcess("mine.py:Needy", {}) as process:
         process.send(assignment())
