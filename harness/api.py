@@ -15,8 +15,7 @@ from attncheck.errors import BackendLoadError, BackendUnavailableError, Selectio
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_loading import load_backend
 from attncheck.harness.run.evaluation import Examiner, UnavailableBackend
-from attncheck.harness.run.preparation import RunSettings, prepare_run
-from attncheck.harness.run.run_header import make_header
+from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import check_timed, select_cases
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import Summary, Verdict, summarise

@@ -97,8 +97,7 @@ def _execute(
     from attncheck.harness.providers.plan import plan_providers
     from attncheck.harness.providers.records import announced, examine_providers
     from attncheck.harness.run.outcomes import Circumstances
-    from attncheck.harness.run.preparation import prepare_run
-    from attncheck.harness.run.run_header import make_header
+    from attncheck.harness.run.preparation import make_header, prepare_run
     from attncheck.harness.run.timing_rounds import count_questions
 
     prepared = prepare_run(selection, options.backend_refs, settings, pool=pool)

@@ -11,12 +11,12 @@ from time import perf_counter
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.driver.observation import capture
-from attncheck.harness.providers.catalogue import SUBJECTS
 from attncheck.harness.providers.departures import Departure
 from attncheck.harness.providers.examination import SubjectResult, examine_subject
 from attncheck.harness.providers.plan import ProviderPlan
 from attncheck.harness.providers.provider import Provider
 from attncheck.harness.providers.questions import Subject
+from attncheck.harness.providers.subjects import SUBJECTS
 from attncheck.harness.run.evaluation import OURSELVES
 from attncheck.harness.run.outcomes import Circumstances, record_of
 from attncheck.reports.analysis.phrases import plural

@@ -1,12 +1,13 @@
 """pytest items: one check of one case of one backend each, collected as suite, case, backend, check.
 
 The records of a case and backend are made once, when the first of its items runs, for all checks whose items are
-selected. Must not know: how anything is examined or told.
+selected.
 """
 
 from collections.abc import Generator, Iterable
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,7 @@ from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.run.backend_choice import suite_device
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.evaluation import Examiner, UnavailableBackend
-from attncheck.harness.run.preparation import RunSettings, prepare_run
-from attncheck.harness.run.run_header import make_header
+from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import Selection, select_cases
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.analysis import phrases
@@ -117,9 +117,7 @@ class Collection:
         """Under pytest-xdist, where the user did not choose another way: one case and backend, one worker."""
         if config.getoption("dist") not in ("load", "loadgroup"):
             return None
-        from attncheck.harness.pytest_plugin.xdist import PairScheduling
-
-        return PairScheduling(config, log)
+        return pair_scheduling()(config, log)
 
     def record_of(self, item: "CheckItem") -> Record | QuestionError:
         """The record of one item; its case and backend are examined when the first of their items asks.
@@ -150,6 +148,25 @@ class Collection:
             infos = [description.info for description in self.descriptions]
             self._examined = (examiner, make_header(self.selection, plan, infos, examiner.environment))
         return self._examined
+
+
+def pair_scheduling() -> Any:
+    """Return a scheduler of pytest-xdist that hands all checks of one case and backend to the same worker.
+
+    The ``xdist_group`` mark says the same, but counts only under ``--dist loadgroup``, and releases of pytest and
+    pytest-xdist do not always agree on how (pytest 9.2 ignores what pytest-xdist 3.8 does to node ids).
+    """
+    base: Any = import_module("xdist.scheduler").LoadGroupScheduling  # pytest-xdist has no types
+
+    class PairScheduling(base):  # type: ignore[misc]
+        """Load balancing, one case and backend at a time; foreign tests go one by one, or by their group."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("attncheck::"):
+                return nodeid.partition("@")[0].rpartition("::")[0]
+            return str(super()._split_scope(nodeid))
+
+    return PairScheduling
 
 
 class _Root(pytest.Collector):

@@ -1,7 +1,7 @@
 """From names to a question: which suites, cases and checks a run is about.
 
 The command line, the pytest plugin and ``attncheck.examine`` all choose here, so that they refuse the same things with
-the same words. Loads no torch. Must not know: backends, devices, how anything is examined or shown.
+the same words. Loads no torch.
 """
 
 from collections.abc import Collection, Sequence

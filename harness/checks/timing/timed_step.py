@@ -28,10 +28,9 @@ from attncheck.harness.checks.timing.judgement import (
 )
 from attncheck.harness.checks.timing.lent_buffers import LentBuffers, span
 from attncheck.harness.checks.timing.replay import Replay, capture
-from attncheck.harness.driver.changed_inputs import changed_inputs
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.forward import bound_forward, output_buffers, output_scale_of
-from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of
+from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs, forward_calls_of
 from attncheck.harness.driver.output_buffers import GuardedBuffer
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import Step, make_step, request_order

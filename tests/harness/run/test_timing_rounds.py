@@ -10,8 +10,7 @@ from attncheck.errors import SelectionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.evaluation import RunPlan
-from attncheck.harness.run.preparation import RunSettings, prepare_run
-from attncheck.harness.run.run_header import make_header
+from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import DEFAULT_ROUNDS, check_timed, choose_rounds, select_cases
 from attncheck.harness.run.timing_rounds import (
     RoundQuestions,

@@ -3,8 +3,7 @@
 import torch
 
 from attncheck.harness.checks.timing.lent_buffers import LentBuffers, span
-from attncheck.harness.driver.changed_inputs import changed_inputs
-from attncheck.harness.driver.forward_calls import forward_calls_of
+from attncheck.harness.driver.forward_calls import changed_inputs, forward_calls_of
 from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem
 
