@@ -27,7 +27,7 @@ SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
 P = ParamSpec("P")
 
 
-def answer(command: Callable[P, int]) -> Callable[P, None]:
+def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
     """Run a command and leave with its exit code; nothing it raises gets any further."""
 
     @functools.wraps(command)
@@ -97,15 +97,15 @@ def attncheck_command(
     """
 
 
-app.command("run")(answer(run.run))
-app.command("list")(answer(listing.list_names))
-app.command("doctor")(answer(doctor.doctor))
-app.command("report")(answer(report.report))
-app.command("compare")(answer(compare.compare))
-app.command("schema")(answer(schema))
+app.command("run")(with_exit_code(run.run))
+app.command("list")(with_exit_code(listing.list_names))
+app.command("doctor")(with_exit_code(doctor.doctor))
+app.command("report")(with_exit_code(report.report))
+app.command("compare")(with_exit_code(compare.compare))
+app.command("schema")(with_exit_code(schema))
 
 new_app = typer.Typer(help="Write files to begin with.", no_args_is_help=True, rich_markup_mode=None)
-new_app.command("backend")(answer(new.backend))
+new_app.command("backend")(with_exit_code(new.new_backend))
 app.add_typer(new_app, name="new")
 
 

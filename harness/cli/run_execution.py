@@ -95,7 +95,7 @@ def _execute(
 ) -> FinishedRun:
     from attncheck.harness.cli.progress import progress_for
     from attncheck.harness.providers.plan import plan_providers
-    from attncheck.harness.providers.records import announced, examine_providers
+    from attncheck.harness.providers.records import examine_providers, header_with_providers
     from attncheck.harness.run.outcomes import Circumstances
     from attncheck.harness.run.preparation import make_header, prepare_run
     from attncheck.harness.run.timing_rounds import count_questions
@@ -109,7 +109,7 @@ def _execute(
     one_process = (_ONE_PROCESS,) if is_timed and pool is None else ()
     notes = (*prepared.notes, *one_process, *prepared.choice_notes)
     header = make_header(prepared.selection, plan, infos, environment, command=options.command, notes=notes)
-    header = announced(header, functions)
+    header = header_with_providers(header, functions)
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
     found = itertools.chain(examiner.run(), examine_providers(functions, circumstances))
     expectations = _expectations(options.expect, prepared.selection, functions, header)
@@ -132,7 +132,7 @@ def _execute(
 
 def case_examiner(prepared: "PreparedRun", pool: WorkerPool | None) -> CaseExaminer:
     """Return what examines the plan: this process, or the processes of ``pool``."""
-    from attncheck.harness.run.environment import cores
+    from attncheck.harness.run.environment import usable_cores
     from attncheck.harness.run.evaluation import Examiner
     from attncheck.harness.workers.supervisor import Supervisor
 
@@ -140,7 +140,7 @@ def case_examiner(prepared: "PreparedRun", pool: WorkerPool | None) -> CaseExami
     if pool is None or not prepared.backends:
         return Examiner(plan, environment)
     # On a GPU two processes would share its memory, and one core is busy with one.
-    asks_ahead = plan.device == "cpu" and cores() > 1
+    asks_ahead = plan.device == "cpu" and usable_cores() > 1
     return Supervisor(plan, prepared.backends, pool, environment, asks_ahead=asks_ahead)
 
 
@@ -149,13 +149,13 @@ def _expectations(
 ) -> "Expectations | None":
     if file is None:
         return None
-    from attncheck.harness.providers.records import asked_names, every_name
+    from attncheck.harness.providers.records import known_subjects, selected_subjects
     from attncheck.harness.run.expectations import Expectations, load_expectations
 
     return Expectations(
         load_expectations(file),
-        cases=(*selection.all_cases, *every_name(functions)),
-        selected=(*selection.cases, *asked_names(functions)),
+        cases=(*selection.all_cases, *known_subjects(functions)),
+        selected=(*selection.cases, *selected_subjects(functions)),
         backends=[backend.name for backend in header.backends],
         checks=header.checks,
     )

@@ -199,7 +199,7 @@ class _CaseNode(pytest.Collector):
 
     def collect(self) -> "Iterable[_BackendNode]":
         for backend in self.collection.plan.backends:
-            if not self.collection.plan.asks(backend.ref, self.case):
+            if not self.collection.plan.includes(backend.ref, self.case):
                 continue
             node = _BackendNode.from_parent(self, name=backend.name)
             node.collection, node.case, node.backend = self.collection, self.case, backend

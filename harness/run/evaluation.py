@@ -24,7 +24,7 @@ from attncheck.harness.checks.functions.check import FUNCTION_PATHS, FunctionChe
 from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
-from attncheck.harness.driver.observation import capture
+from attncheck.harness.driver.observation import capture_exception
 from attncheck.harness.problem.memory_estimate import shortage
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.run.environment import collect_environment
@@ -73,10 +73,10 @@ class RunPlan:
 
     def cases_of(self, ref: str) -> tuple[Case, ...]:
         """The cases that the backend of this reference is asked."""
-        return tuple(case for case in self.cases if self.asks(ref, case))
+        return tuple(case for case in self.cases if self.includes(ref, case))
 
-    def asks(self, ref: str, case: Case) -> bool:
-        """Whether the backend of this reference is asked ``case``."""
+    def includes(self, ref: str, case: Case) -> bool:
+        """Whether the backend of this reference is examined with ``case``."""
         return self.suites.get(ref, case.suite) == case.suite
 
     def checks_of(self, case: Case) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class Examiner:
         """Every record, grouped by case, then by backend."""
         for case in self.plan.cases:
             for backend in self.plan.backends:
-                if self.plan.asks(backend.ref, case):
+                if self.plan.includes(backend.ref, case):
                     yield from self.examine(case, backend)
 
     def examine(self, case: Case, backend: LoadedBackend | UnavailableBackend) -> list[Record]:
@@ -205,7 +205,7 @@ class Examiner:
             except StageError as failure:  # a check enters the backend's code, its codec, as well
                 finding = failure.raised
             except Exception as error:  # noqa: BLE001 (ours: one case is lost and told, the rest of the run is not)
-                finding = capture(OURSELVES, error)
+                finding = capture_exception(OURSELVES, error)
             record = record_of(self._circumstances, case, backend, check, finding, perf_counter() - began)
             if isinstance(finding, Broken) and self.plan.dump is not None:
                 case_checks.dump(self.plan.dump, backend.name)  # whoever stops at this record will not come back

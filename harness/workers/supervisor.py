@@ -66,7 +66,7 @@ class Supervisor:
         Raises:
             WorkerError: attncheck itself failed in a process that was to take the place of another.
         """
-        self._workers.keep(backend.ref for backend in self._descriptions)
+        self._workers.keep_only(backend.ref for backend in self._descriptions)
         yield from self._run_untimed()
         for number in range(self._plan.rounds):
             yield from self._run_round(number)
@@ -79,7 +79,7 @@ class Supervisor:
             if self._asks_ahead:
                 self._ask_ahead(next((each for each in self._descriptions[index + 1 :] if each.is_loaded), None))
             yield from self._examine_round(backend, by_backend[backend.ref])
-            self._workers.dismiss(backend.ref)
+            self._workers.finish(backend.ref)
 
     def _run_round(self, number: int) -> Iterator[Record]:
         """What the first round did not examine, or could not even ask, is not asked again: it would be no news."""
@@ -96,7 +96,7 @@ class Supervisor:
                 if number == 0 and record.outcome not in EXAMINED:
                     self._unexamined.setdefault(backend.ref, set()).add(record.case)
                 yield record
-            self._workers.dismiss(backend.ref)
+            self._workers.finish(backend.ref)
 
     def _examine_round(self, backend: BackendDescription, part: RoundQuestions) -> Iterator[Record]:
         self._circumstances = replace(self._circumstances, round=part.round)
@@ -152,7 +152,7 @@ class Supervisor:
         Raises:
             QuestionError, OSError: a fresh process was needed, and could not be had.
         """
-        process = self._workers.process(backend.ref) or self._workers.renew(backend.ref)
+        process = self._workers.process(backend.ref) or self._workers.restart(backend.ref)
         stage = "the wait for this case"
         if case.key not in self._asked.get(process, ()):
             process.forget_output()

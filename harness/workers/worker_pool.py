@@ -35,7 +35,7 @@ class WorkerPool:
         self._processes: dict[str, WorkerProcess] = {}
         self._environments: dict[str, dict[str, str]] = {}
         self._said: dict[str, BackendInfo] = {}
-        self._dismissed: list[WorkerProcess] = []
+        self._finishing: list[WorkerProcess] = []
         self._assignment: Assignment | None = None
 
     def __enter__(self) -> Self:
@@ -44,7 +44,7 @@ class WorkerPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for process in (*self._processes.values(), *self._dismissed):
+        for process in (*self._processes.values(), *self._finishing):
             process.close(at_once=kind is not None)
 
     def start(self, refs: Iterable[str]) -> None:
@@ -103,7 +103,7 @@ class WorkerPool:
         """The process of a backend; None where it has ended."""
         return self._processes.get(ref)
 
-    def renew(self, ref: str) -> WorkerProcess:
+    def restart(self, ref: str) -> WorkerProcess:
         """A fresh process in place of the one of ``ref``.
 
         Raises:
@@ -125,21 +125,21 @@ class WorkerPool:
         if (process := self._processes.pop(ref, None)) is not None:
             process.close()
 
-    def dismiss(self, ref: str) -> None:
-        """Let the process of ``ref`` end by itself; those dismissed before have had their time."""
-        while self._dismissed:
-            self._dismissed.pop().close()
+    def finish(self, ref: str) -> None:
+        """Let the process of ``ref`` end by itself; those that were finishing have had their time."""
+        while self._finishing:
+            self._finishing.pop().close()
         if (process := self._processes.pop(ref, None)) is not None:
-            process.dismiss()
-            self._dismissed.append(process)
+            process.finish()
+            self._finishing.append(process)
 
     def isolate(self, ref: str) -> None:
         """End all processes but that of ``ref``; on return nothing else of the run is at work, or ending."""
-        self.keep([ref])
-        while self._dismissed:
-            self._dismissed.pop().close()
+        self.keep_only([ref])
+        while self._finishing:
+            self._finishing.pop().close()
 
-    def keep(self, refs: Iterable[str]) -> None:
+    def keep_only(self, refs: Iterable[str]) -> None:
         """End all processes but those of ``refs``."""
         for ref in set(self._processes) - set(refs):
             self.discard(ref)

@@ -57,7 +57,7 @@ class WorkerProcess:
 
     def __init__(self, ref: str, environment: Mapping[str, str]) -> None:
         self.ref = ref
-        self._told_at: float | None = None
+        self._finishing_since: float | None = None
         self._received = bytearray()
         with contextlib.ExitStack() as started:
             self._printed = started.enter_context(tempfile.TemporaryFile())
@@ -130,21 +130,21 @@ class WorkerProcess:
         """Forget what was printed so far."""
         os.ftruncate(self._printed.fileno(), 0)
 
-    def dismiss(self) -> None:
+    def finish(self) -> None:
         """Tell the process that nothing more will be asked; it ends by itself, and is closed later."""
-        if self._told_at is None:
-            self._told_at = time.monotonic()
+        if self._finishing_since is None:
+            self._finishing_since = time.monotonic()
             os.close(self._writing)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the process with all it started; one that was dismissed gets a moment for it. May be repeated."""
+        """End the process with all it started; one that is finishing gets a moment for it. May be repeated."""
         if self._printed.closed:
             return
-        if self._told_at is not None and not at_once:
+        if self._finishing_since is not None and not at_once:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(max(self._told_at + _GRACE_S - time.monotonic(), 0))
+                self._process.wait(max(self._finishing_since + _GRACE_S - time.monotonic(), 0))
         self._kill()
-        self.dismiss()
+        self.finish()
         os.close(self._reading)
         self._printed.close()
 

@@ -56,7 +56,7 @@ class FakePool:
         self.log: list[str] = []
         self.processes = {ref: Attentive(ref, self.log) for ref in refs}
 
-    def keep(self, refs: Iterator[str]) -> None:
+    def keep_only(self, refs: Iterator[str]) -> None:
         pass
 
     def process(self, ref: str) -> Attentive | None:
@@ -65,12 +65,12 @@ class FakePool:
     def discard(self, ref: str) -> None:
         del self.processes[ref]
 
-    def renew(self, ref: str) -> Attentive:
-        self.log.append(f"{ref} is renewed")
+    def restart(self, ref: str) -> Attentive:
+        self.log.append(f"{ref} is restarted")
         self.processes[ref] = Attentive(ref, self.log)
         return self.processes[ref]
 
-    def dismiss(self, ref: str) -> None:
+    def finish(self, ref: str) -> None:
         pass
 
 
@@ -139,4 +139,4 @@ def test_what_was_answered_ahead_counts_although_the_process_has_ended_since(mak
     workers = FakePool("ab")
     workers.processes[ref].has_ended = True
     assert [record.outcome for record in examine(workers, [make_case()], *map(known, "ab"))] == ["passed"] * 2
-    assert [line for line in workers.log if "renewed" in line] == (["a is renewed"] if ref == "a" else [])
+    assert [line for line in workers.log if "restarted" in line] == (["a is restarted"] if ref == "a" else [])

@@ -39,12 +39,12 @@ class FakePool:
         self.ending: list[str] = []
         self.starts = dict.fromkeys(refs, 1)
 
-    def keep(self, refs: Iterator[str]) -> None:
+    def keep_only(self, refs: Iterator[str]) -> None:
         kept = set(refs)
         self.alive = {ref: process for ref, process in self.alive.items() if ref in kept}
 
     def isolate(self, ref: str) -> None:
-        self.keep(iter([ref]))
+        self.keep_only(iter([ref]))
         self.ending.clear()
 
     def process(self, ref: str) -> "Process | None":
@@ -53,14 +53,14 @@ class FakePool:
     def discard(self, ref: str) -> None:
         self.alive.pop(ref, None)
 
-    def renew(self, ref: str) -> "Process":
+    def restart(self, ref: str) -> "Process":
         self.starts[ref] += 1
         if self.starts[ref] in self.unstartable.get(ref, []):
             raise QuestionError("no more memory")
         self.alive[ref] = Process(self, ref, self.starts[ref] - 1)
         return self.alive[ref]
 
-    def dismiss(self, ref: str) -> None:
+    def finish(self, ref: str) -> None:
         if self.alive.pop(ref, None) is not None:
             self.ending.append(ref)
 

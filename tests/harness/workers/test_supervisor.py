@@ -26,22 +26,22 @@ Script = list[list[Answer | Exception]]
 
 
 class FakePool:
-    """Stands for the processes: each case gets the next script of its backend; ``renewals`` says which starts fail."""
+    """Stands for the processes: each case gets the next script of its backend; ``restarts`` says which starts fail."""
 
-    def __init__(self, renewals: list[Exception | None] | None = None, **scripts: Script) -> None:
-        self._scripts, self._renewals = scripts, renewals or []
+    def __init__(self, restarts: list[Exception | None] | None = None, **scripts: Script) -> None:
+        self._scripts, self._restarts = scripts, restarts or []
         self.alive = set(scripts)
         self.gone: set[str] = set()
-        self.dismissed: list[str] = []
+        self.finished: list[str] = []
 
-    def keep(self, refs: Iterator[str]) -> None:
+    def keep_only(self, refs: Iterator[str]) -> None:
         self.alive &= set(refs)
 
     def process(self, ref: str) -> "FakeProcess | None":
         return FakeProcess(self._scripts[ref], has_ended=ref in self.gone) if ref in self.alive else None
 
-    def renew(self, ref: str) -> "FakeProcess":
-        if self._renewals and (error := self._renewals.pop(0)) is not None:
+    def restart(self, ref: str) -> "FakeProcess":
+        if self._restarts and (error := self._restarts.pop(0)) is not None:
             raise error
         self.alive.add(ref)
         self.gone.discard(ref)
@@ -50,8 +50,8 @@ class FakePool:
     def discard(self, ref: str) -> None:
         self.alive.discard(ref)
 
-    def dismiss(self, ref: str) -> None:
-        self.dismissed.append(ref)
+    def finish(self, ref: str) -> None:
+        self.finished.append(ref)
 
 
 class FakeProcess:
@@ -108,7 +108,7 @@ def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: 
     crashed = records[1]
     assert isinstance(crashed, Crashed)
     assert (crashed.output, crashed.environment) == ("the end of it", ENVIRONMENT.digest)
-    assert workers.dismissed == ["a"]
+    assert workers.finished == ["a"]
 
 
 def test_one_that_dies_before_the_case_began_loses_it(make_case: Any) -> None:

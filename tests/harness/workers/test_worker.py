@@ -190,6 +190,6 @@ def test_it_says_what_it_must_be_started_with_and_why_it_cannot_run(folder: Path
         assert isinstance(described, Described)
         assert described.description.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
         assert described.description.unavailable_reasons == ("needs a moon",)
-        process.dismiss()
+        process.finish()
         with pytest.raises(ProcessEndedError, match="left with exit code 0"):
             process.receive()

@@ -54,8 +54,8 @@ class Fake:
             raise answer
         return answer
 
-    def dismiss(self) -> None:
-        self.state = "dismissed"
+    def finish(self) -> None:
+        self.state = "finished"
 
     def close(self, *, at_once: bool = False) -> None:
         self.state = "ended at once" if at_once or self.state == "alive" else "ended"
@@ -103,7 +103,7 @@ def test_one_that_requires_an_environment_is_started_again_with_it(
             ("content", {}),
             ("needy", {"ATTNCHECK_NEED": "1"}),
         ]
-        processes.renew("needy")
+        processes.restart("needy")
         assert started[-1].environment == {"ATTNCHECK_NEED": "1"}
 
 
@@ -154,9 +154,9 @@ def test_one_that_does_not_come_up_again(started: list[Fake]) -> None:
     with assigned() as processes:
         processes.describe(["a", "b"])
         with pytest.raises(QuestionError, match="the suite has changed"):
-            processes.renew("a")
+            processes.restart("a")
         with pytest.raises(QuestionError, match="no library; no GPU"):
-            processes.renew("b")
+            processes.restart("b")
 
 
 def test_one_that_comes_up_as_another_is_not_taken_for_the_first(started: list[Fake]) -> None:
@@ -164,20 +164,20 @@ def test_one_that_comes_up_as_another_is_not_taken_for_the_first(started: list[F
     Fake.script = {"a": [described("a"), described("a"), edited]}
     with assigned() as processes:
         processes.describe(["a"])
-        processes.renew("a")
+        processes.restart("a")
         with pytest.raises(QuestionError, match="a is not what it was when the run began"):
-            processes.renew("a")
+            processes.restart("a")
 
 
 def test_those_not_chosen_end_and_those_that_are_done_may_take_a_moment(started: list[Fake]) -> None:
     Fake.script = {ref: [described(ref)] for ref in "abc"}
     with assigned() as processes:
         processes.describe(list("abc"))
-        processes.keep("ab")
+        processes.keep_only("ab")
         assert [fake.state for fake in started] == ["alive", "alive", "ended at once"]
-        processes.dismiss("a")
+        processes.finish("a")
         assert processes.process("a") is None
-        assert [fake.state for fake in started[:2]] == ["dismissed", "alive"]
+        assert [fake.state for fake in started[:2]] == ["finished", "alive"]
     assert [fake.state for fake in started[:2]] == ["ended", "ended at once"]
 
 
@@ -185,7 +185,7 @@ def test_one_that_is_to_be_alone_is_so_at_once(started: list[Fake]) -> None:
     Fake.script = {ref: [described(ref)] for ref in "abc"}
     with assigned() as processes:
         processes.describe(list("abc"))
-        processes.dismiss("a")
+        processes.finish("a")
         processes.isolate("b")
         assert [fake.state for fake in started] == ["ended", "alive", "ended at once"]
         processes.isolate("c")
@@ -197,7 +197,7 @@ def test_an_interrupted_run_waits_for_nobody(started: list[Fake]) -> None:
     Fake.script = {"a": [described("a")]}
     processes = assigned()
     processes.describe(["a"])
-    processes.dismiss("a")
+    processes.finish("a")
     processes.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert started[0].state == "ended at once"
 

@@ -119,7 +119,7 @@ def test_what_was_printed_before_can_be_forgotten(monkeypatch: pytest.MonkeyPatc
     with start(monkeypatch, code) as process:
         process.receive()
         process.forget_output()
-        process.dismiss()
+        process.finish()
         with pytest.raises(ProcessEndedError) as caught:
             process.receive()
     assert caught.value.output == "new\n"
@@ -162,7 +162,7 @@ def test_closing_twice_and_sending_to_a_dead_process_do_no_harm(monkeypatch: pyt
         with pytest.raises(ProcessEndedError):
             process.receive()
         process.send(Examine(case="smoke/decode", checks=("numerics",)))
-        process.dismiss()
+        process.finish()
         process.close()
         process.close()
 
