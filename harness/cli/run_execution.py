@@ -50,8 +50,8 @@ class CaseExaminer(Protocol):
 class FinishedRun:
     """What a run found. ``path``: its run file.
 
-    ``blind``: why cases could not be examined. ``unmet``: expected failures that no record matched; ``unseen``: those
-    that could not show. ``stopped``: the run ended at the first record that fell short.
+    ``blind``: why cases could not be examined. ``unmet``: a line for each expectation that counts as a failure;
+    ``unseen``: for each that only did not show. ``stopped``: the run ended at the first record that fell short.
     """
 
     path: Path
