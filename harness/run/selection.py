@@ -43,8 +43,6 @@ class Selection:
     """The checks asked for; None: all that apply."""
     by_default: bool = False
     """No suite was named: they are :data:`DEFAULT_SUITES`, of which each backend is asked one."""
-    patterns: tuple[str, ...] = ()
-    """The patterns on cases that led to ``cases``."""
 
     @property
     def all_cases(self) -> tuple[Case, ...]:
@@ -149,7 +147,7 @@ def select_cases(
         that = " that matches" if patterns else ""
         asked = f" asks for {', '.join(wanted)}" if wanted else ""
         raise SelectionError(f"no case of {' or '.join(refs)}{that}{asked}")
-    return Selection(loaded, refs, cases, wanted, by_default=not suites, patterns=tuple(patterns))
+    return Selection(loaded, refs, cases, wanted, by_default=not suites)
 
 
 def default_suites(selection: Selection, backends: Sequence[BackendDescription]) -> dict[str, str]:

@@ -30,7 +30,7 @@ class _Message(BaseModel):
 
 
 class Assignment(_Message):
-    """What a run is about. ``suites``, ``patterns`` and ``checks`` as they were asked for.
+    """What a run is about. ``suites``: by reference, those of its cases; which cases, each :class:`Examine` says.
 
     ``digests``: of each suite as the run has read it; a file that reads otherwise by now is refused. ``environment``:
     the run's circumstances, whose digest the records carry. ``timing``: how the check of that name takes its times.
@@ -39,8 +39,6 @@ class Assignment(_Message):
 
     kind: Literal["assignment"] = "assignment"
     suites: tuple[str, ...]
-    patterns: tuple[str, ...]
-    checks: tuple[str, ...]
     digests: tuple[str, ...]
     device: str
     seed: int

@@ -128,20 +128,23 @@ def _examiner(assignment: Assignment) -> "Examiner":
     """Raises QuestionError where the assignment means something else here than where it comes from."""
     from pathlib import Path
 
+    from attncheck.cases.loader import load_suite
     from attncheck.harness.run.evaluation import Examiner
     from attncheck.harness.run.preparation import RunSettings, prepare_run
-    from attncheck.harness.run.selection import select_cases
+    from attncheck.harness.run.selection import Selection
 
-    selection = select_cases(assignment.suites, assignment.patterns, assignment.checks)
-    for suite, digest in zip(selection.suites, assignment.digests, strict=True):
+    suites = tuple(map(load_suite, assignment.suites))
+    for suite, digest in zip(suites, assignment.digests, strict=True):
         if suite.hash != digest:
             raise QuestionError(f"{suite.path} has changed since the run began")
+    cases = tuple(case for suite in suites for case in suite.cases)
     settings = RunSettings(
         device=assignment.device,
         seed=assignment.seed,
         dump=None if assignment.dump is None else Path(assignment.dump),
         timing=assignment.timing,
     )
+    selection = Selection(suites, assignment.suites, cases, checks=None)  # the run has chosen, and names each case
     prepared = prepare_run(selection, None, settings, environment=assignment.environment)
     return Examiner(prepared.plan, prepared.environment)
 

@@ -58,8 +58,6 @@ class WorkerPool:
         self.assign(
             Assignment(
                 suites=selection.refs,
-                patterns=selection.patterns,
-                checks=selection.checks or (),
                 digests=tuple(suite.hash for suite in selection.suites),
                 device=plan.device,
                 seed=plan.seed,

@@ -19,8 +19,6 @@ from attncheck.reports.run_file.records import BackendInfo
 
 ASSIGNMENT = Assignment(
     suites=("smoke",),
-    patterns=(),
-    checks=(),
     digests=(),
     device="cpu",
     seed=0,
