@@ -183,11 +183,11 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
         return 1
     if finished.blind:
         raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
-    refuse_empty_run(records, finished.header, by_name=by_name)
+    _refuse_empty_run(records, finished.header, by_name=by_name)
     return 0
 
 
-def refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_name: bool) -> None:
+def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_name: bool) -> None:
     """Refuse a run that examined nothing, or, ``by_name``, nothing of one of its backends or providers.
 
     A case that was refused as declared (``claims``) counts as examined only where no other check was asked for.

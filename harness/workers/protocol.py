@@ -1,4 +1,4 @@
-"""What a run and the process of a backend say to each other: one line of JSON a message, over two pipes.
+"""The messages between a run and the process of a backend: one line of JSON each, over two pipes.
 
 ::
 
@@ -11,7 +11,7 @@
                   <---------------- Done
       (closes the pipe) ---------->  ends
 
-``Fault`` may come in place of any answer: attncheck itself failed there. Must not know: processes, pipes, backends.
+``HarnessFailure`` may come in place of any answer: attncheck itself failed there.
 """
 
 from typing import Annotated, ClassVar, Literal

@@ -1,7 +1,4 @@
-"""The processes of a run's backends, one each: started together, described, started anew.
-
-Must not know: cases, records, how backends are chosen.
-"""
+"""The processes of a run's backends, one each: started together, asked for descriptions, started again."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -34,7 +31,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._processes: dict[str, WorkerProcess] = {}
         self._environments: dict[str, dict[str, str]] = {}
-        self._said: dict[str, BackendInfo] = {}
+        self._infos: dict[str, BackendInfo] = {}
         self._finishing: list[WorkerProcess] = []
         self._assignment: Assignment | None = None
 
@@ -94,7 +91,7 @@ class WorkerPool:
         for ref, given in again.items():
             if needs := self._missing(ref, found[ref]):
                 found[ref] = BackendLoadError(ref, f"started with {given}, it now requires {needs}")
-        self._said |= {ref: each.info for ref, each in found.items() if isinstance(each, BackendDescription)}
+        self._infos |= {ref: each.info for ref, each in found.items() if isinstance(each, BackendDescription)}
         return list(found.values())
 
     def process(self, ref: str) -> WorkerProcess | None:
@@ -114,7 +111,7 @@ class WorkerPool:
             raise description
         if not description.is_loaded:
             raise QuestionError("; ".join(description.unavailable_reasons))
-        if description.info != self._said[ref]:
+        if description.info != self._infos[ref]:
             raise QuestionError(f"{ref} is not what it was when the run began")
         return self._processes[ref]
 

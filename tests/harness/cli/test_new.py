@@ -154,7 +154,7 @@ def test_only_the_template_itself_is_called_as_the_template(kind: BackendKind) -
 
 def test_it_loads_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from attncheck.harness import cli; "
+        "import sys; from attncheck.harness.cli import app as cli; "
         f"assert cli.main(['new', 'backend', 'fast', '--output', {str(tmp_path)!r}]) == 0; "
         "sys.exit('torch' in sys.modules)"
     )
