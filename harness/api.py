@@ -13,12 +13,10 @@ from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import LoadedBackend, load_object
 from attncheck.errors import BackendLoadError, BackendUnavailableError, SelectionError
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.backend_choice import refuse_unavailable, suite_device
-from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.backend_loading import describe_backend, load_backend, usable_here
-from attncheck.harness.run.evaluation import Examiner, RunPlan, UnavailableBackend
-from attncheck.harness.run.run_header import make_header
-from attncheck.harness.run.selection import check_seed, check_timed, select_cases
+from attncheck.harness.run.backend_loading import load_backend
+from attncheck.harness.run.evaluation import Examiner, UnavailableBackend
+from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
+from attncheck.harness.run.selection import check_timed, select_cases
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import RunSummary, RunVerdict, summarise
 from attncheck.reports.run_file.header import RunHeader
@@ -100,20 +98,12 @@ def examine(
     selection = select_cases(_listed(suite), _listed(cases), _listed(checks))
     if timing is not None:
         check_timed(selection, "timing=")
-    chosen, notes = suite_device(selection.suites, device)
-    backend, introduction = _load(candidate, chosen, kernel_options)
-    if selection.by_default:
-        selection = selection.of_suites((introduction.default_suite,))
-    plan = RunPlan(
-        cases=selection.cases,
-        backends=(backend,),
-        checks=selection.checks,
-        device=chosen,
-        seed=check_seed(seed),
-        timing=timing or TimingSettings(),
-    )
-    examiner = Examiner(plan)
-    header = make_header(selection, plan, [introduction.info], examiner.environment, notes=notes)
+    settings = RunSettings(device=device, seed=seed, timing=timing or TimingSettings())
+    backend = _load(candidate, kernel_options)
+    prepared = prepare_run(selection, (backend.ref,), settings, loaded=(backend,))
+    examiner = Examiner(prepared.plan, prepared.environment)
+    infos = [each.info for each in prepared.backends]
+    header = make_header(prepared.selection, prepared.plan, infos, prepared.environment, notes=prepared.notes)
     records: list[Record] = []
     for record in examiner.run():
         records.append(record)
@@ -128,17 +118,8 @@ def _listed(names: str | Iterable[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _load(
-    candidate: Candidate, device: str, kernel_options: dict[str, Any]
-) -> tuple[LoadedBackend | UnavailableBackend, BackendDescription]:
-    """The candidate as a backend that can run on ``device``, and what it says of itself."""
-    backend = usable_here(_resolve(candidate, kernel_options), device)
-    introduction = describe_backend(backend, device)
-    refuse_unavailable([introduction])
-    return backend, introduction
-
-
-def _resolve(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | UnavailableBackend:
+def _load(candidate: Candidate, kernel_options: dict[str, Any]) -> LoadedBackend | UnavailableBackend:
+    """Return the backend that the candidate names, is or is wrapped in."""
     if isinstance(candidate, str | type) and kernel_options:
         raise SelectionError(f"{', '.join(kernel_options)}: options for a function, and this is {candidate!r}")
     if isinstance(candidate, str):

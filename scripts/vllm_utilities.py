@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from attncheck.harness.providers.batches import ALWAYS
-from attncheck.harness.providers.catalogue import SUBJECTS
 from attncheck.harness.providers.examination import SubjectResult, examine_subject
 from attncheck.harness.providers.provider import Provider, load_provider
 from attncheck.harness.providers.questions import SubjectSetting
+from attncheck.harness.providers.subjects import SUBJECTS
 
 HEAD = """\
 # The metadata utilities of vLLM {version}

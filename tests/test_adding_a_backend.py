@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 from attncheck.harness.cli.app import app
-from attncheck.harness.cli.new import TEMPLATES, BackendKind, fill_in
+from attncheck.harness.cli.new import TEMPLATES, BackendKind, template_files
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")
@@ -28,7 +28,7 @@ NEW, FUNCTION_RUN, CLASSES_RUN, VLLM_RUN, FAILING_RUN, FIRST_ONLY = CONSOLE
 
 @pytest.mark.parametrize("kind", list(BackendKind))
 def test_a_file_of_the_page_is_the_one_that_is_written(kind):
-    written = fill_in(kind, "mine")
+    written = template_files(kind, "mine")
     assert FILES[kind] == written["mine.py"]
     assert FILES[kind] == (ROOT / "harness" / "cli" / "templates" / TEMPLATES[kind]).read_text(encoding="utf-8")
     assert written["test_mine.py"].replace("vllm:", "") == TEST

@@ -1,5 +1,6 @@
 """What holds the distribution together: links, versions, pins, scripts, and names that must not be reachable."""
 
+import ast
 import os
 import re
 import subprocess
@@ -107,6 +108,17 @@ def test_no_file_names_a_package_registry():
     for path in tracked_files():
         text = path.read_bytes().decode("utf-8", errors="replace")
         assert not [host for host in hosts if host in text], path
+
+
+def test_no_two_public_classes_of_the_harness_share_a_name():
+    """A name in a traceback, a search or an import then means one thing."""
+    found: dict[str, list[str]] = {}
+    for path in (ROOT / "harness").rglob("*.py"):
+        if "templates" not in path.parts:  # what `attncheck new` writes
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
 @pytest.mark.xdist_group("together")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attncheck.backends.caches.codecs import coding_of
 from attncheck.backends.caches.placed_codec import ElementPlaces, PlacedCodec, flat_memory
-from attncheck.errors import AttncheckError
+from attncheck.errors import InternalError
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -64,7 +64,7 @@ def learn_codec(
     return replace(codec, coding=coding_of(layer, cache))
 
 
-class _UnknownLayoutError(AttncheckError):
+class _UnknownLayoutError(InternalError):
     """What was seen is no layout; the sentence says what."""
 
 

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attncheck.errors import AttncheckError
+from attncheck.errors import InternalError
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.kv_pool import flat_bytes
@@ -18,7 +18,7 @@ _Answer = TypeVar("_Answer")
 _Fill = TypeVar("_Fill")
 
 
-class FormError(AttncheckError):
+class FormError(InternalError):
     """Carries an answer that is no tensor of the right shape, dtype and device up to whoever asked a check."""
 
     def __init__(self, finding: Broken) -> None:

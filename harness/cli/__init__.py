@@ -1,1 +1,5 @@
-"""One module a command. Each imports at its top only what ``--help`` needs; torch and pydantic load when one runs."""
+"""The command line: one module a command, each loaded light and heavy only once it runs.
+
+Begin with ``app.py``, which names the commands and turns errors into exit codes. ``run.py`` declares the options of
+``attncheck run``, ``run_options.py`` holds them as one value, and ``run_execution.py`` executes the run.
+"""

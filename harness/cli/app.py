@@ -5,6 +5,7 @@ Loads neither torch nor pydantic: a command does, when it runs. Must not know: w
 """
 
 import functools
+import json
 import os
 import sys
 import traceback
@@ -15,7 +16,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
-from attncheck.harness.cli import compare, doctor, new, report, run, schema
+from attncheck.harness.cli import compare, doctor, new, report, run
 from attncheck.harness.cli import list_names as listing
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -26,7 +27,7 @@ SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
 P = ParamSpec("P")
 
 
-def answer(command: Callable[P, int]) -> Callable[P, None]:
+def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
     """Run a command and leave with its exit code; nothing it raises gets any further."""
 
     @functools.wraps(command)
@@ -59,6 +60,14 @@ def exit_code(work: Callable[[], int]) -> int:
         return OWN_FAULT
 
 
+def schema() -> int:
+    """Print the JSON schema of case files."""
+    from attncheck.cases.schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+    return 0
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         import attncheck
@@ -88,15 +97,15 @@ def attncheck_command(
     """
 
 
-app.command("run")(answer(run.run))
-app.command("list")(answer(listing.list_names))
-app.command("doctor")(answer(doctor.doctor))
-app.command("report")(answer(report.report))
-app.command("compare")(answer(compare.compare))
-app.command("schema")(answer(schema.schema))
+app.command("run")(with_exit_code(run.run))
+app.command("list")(with_exit_code(listing.list_names))
+app.command("doctor")(with_exit_code(doctor.doctor))
+app.command("report")(with_exit_code(report.report))
+app.command("compare")(with_exit_code(compare.compare))
+app.command("schema")(with_exit_code(schema))
 
 new_app = typer.Typer(help="Write files to begin with.", no_args_is_help=True, rich_markup_mode=None)
-new_app.command("backend")(answer(new.backend))
+new_app.command("backend")(with_exit_code(new.new_backend))
 app.add_typer(new_app, name="new")
 
 

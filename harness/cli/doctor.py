@@ -95,7 +95,7 @@ def _backend(name: str, devices: list[str]) -> None:
     from attncheck.backends import registry
     from attncheck.errors import AttncheckError
     from attncheck.harness.driver.foreign_code import StageError, declared_reasons
-    from attncheck.harness.run.backend_description import lacking
+    from attncheck.harness.run.backend_description import missing_variables
     from attncheck.harness.run.backend_loading import required_environment
 
     try:
@@ -105,7 +105,7 @@ def _backend(name: str, devices: list[str]) -> None:
         return
     for device in devices:
         try:
-            needs = lacking(required_environment(found, device), os.environ)
+            needs = missing_variables(required_environment(found, device), os.environ)
             with _environment(needs):  # a run starts the backend's process with it
                 reasons = declared_reasons(lambda: found.backend.unavailable_reasons(device))  # noqa: B023 (called here)
         except StageError as failure:

@@ -29,7 +29,7 @@ class BackendKind(StrEnum):
 TEMPLATES = {BackendKind.FUNCTION: "function.py", BackendKind.CLASSES: "classes.py", BackendKind.VLLM: "vllm_class.py"}
 
 
-def backend(
+def new_backend(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the module is called.")],
     kind: Annotated[
         BackendKind,
@@ -41,7 +41,7 @@ def backend(
 
     NAME.py is to be edited, test_NAME.py examines it. Nothing is overwritten.
     """
-    texts = fill_in(kind, name)
+    texts = template_files(kind, name)
     paths = [output / file for file in texts]
     if there := [str(path) for path in paths if path.exists()]:
         raise QuestionError(f"{' and '.join(there)}: there already; nothing was written")
@@ -53,19 +53,19 @@ def backend(
     except OSError as error:
         raise QuestionError(f"--output {output}: {error.filename} cannot be written: {error.strerror}") from error
     typer.echo(f"written: {', '.join(map(str, paths))}")
-    typer.echo(f"  {shlex.join(['attncheck', 'run', '--backend', reference(kind, name, output)])}")
+    typer.echo(f"  {shlex.join(['attncheck', 'run', '--backend', backend_ref(kind, name, output)])}")
     typer.echo(f"  {shlex.join(['pytest', str(paths[1])])}")
     return 0
 
 
-def reference(kind: BackendKind, name: str, folder: Path) -> str:
+def backend_ref(kind: BackendKind, name: str, folder: Path) -> str:
     """What to type after ``--backend`` for a backend written into ``folder``."""
     place = folder / f"{name}.py"
     typed = place if place.parent.name else f"./{place}"
     return f"{'vllm:' if kind == BackendKind.VLLM else ''}{typed}:{_class_name(name)}"
 
 
-def fill_in(kind: BackendKind, name: str) -> dict[str, str]:
+def template_files(kind: BackendKind, name: str) -> dict[str, str]:
     """The two files by name: the backend of ``kind`` called ``name``, and its test.
 
     Raises:

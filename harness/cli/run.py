@@ -1,30 +1,19 @@
 """``attncheck run``: put the cases of suites to backends, write a run file, print the table."""
 
-import contextlib
-import faulthandler
-import io
-import itertools
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attncheck.errors import QuestionError, SelectionError
+from attncheck.errors import SelectionError
 from attncheck.harness.cli.output import use_color
 
 if TYPE_CHECKING:
-    from attncheck.harness.cli.preparation import RunResult
-    from attncheck.harness.cli.progress import RunProgress
-    from attncheck.harness.providers.plan import ProviderPlan
-    from attncheck.harness.run.expectations import Expectations
-    from attncheck.harness.run.selection import Selection
+    from attncheck.harness.cli.run_execution import FinishedRun
     from attncheck.reports.run_file.header import RunHeader
     from attncheck.reports.run_file.records import Record
-
-RESULTS = Path("results")
 
 
 def run(
@@ -128,153 +117,97 @@ def run(
     (--check timing) are taken in rounds, each in a fresh process that is alone. Every record goes into a run file,
     which `attncheck report` reads.
     """
-    from attncheck.harness.providers.request import ProviderRequest
-    from attncheck.harness.run.backend_choice import asked_first
-    from attncheck.harness.run.selection import choose_rounds, choose_timing, select_cases
-    from attncheck.harness.workers.worker_pool import WorkerPool
+    from attncheck.harness.cli.run_execution import execute_run
+    from attncheck.harness.cli.run_options import RunOptions
 
     began = time.monotonic()
-    request = ProviderRequest(tuple(provider or ()), tuple(function or ()), tuple(check or ()), bool(backend))
-    selection = select_cases(request.suites(suite or ()), case or (), request.backend_checks, settings or ())
-    refs = None if request.are_alone else tuple(backend or ())
-    timing = choose_timing(selection, limit_s=time_limit, warm=warm_cache, kernels=kernels)
-    is_timed = refs is not None and selection.is_timed
-    rounds = choose_rounds(rounds, is_timed=is_timed, in_process=in_process)
-    _make_folder(dump)
-    with WorkerPool() as workers:
-        if refs is not None and not in_process:
-            workers.start(asked_first(refs, selection.suites))  # they import torch while this process does
+    options = RunOptions(
+        backends=tuple(backend or ()),
+        providers=tuple(provider or ()),
+        suites=tuple(suite or ()),
+        settings=tuple(settings or ()),
+        cases=tuple(case or ()),
+        checks=tuple(check or ()),
+        functions=tuple(function or ()),
+        rounds=rounds,
+        time_limit=time_limit,
+        warm_cache=warm_cache,
+        kernels=kernels,
+        device=device,
+        seed=seed,
+        output=output,
+        exitfirst=exitfirst,
+        expect=expect,
+        dump=dump,
+        in_process=in_process,
+        command=tuple(context.obj or ()),
+    )
+    finished = execute_run(options, _print_opening)
+    _print_report(finished)
+    typer.echo(f"{time.monotonic() - began:.1f} s, run file: {finished.path}")
+    return _exit_code(finished, by_name=bool(backend or provider))
 
-        from attncheck.harness.cli.nothing_examined import refuse_empty_run
-        from attncheck.harness.cli.preparation import prepare_run
-        from attncheck.harness.cli.progress import progress_for
-        from attncheck.harness.providers.plan import plan_providers
-        from attncheck.harness.providers.records import announced, examine_providers
-        from attncheck.harness.run.evaluation import OURSELVES
-        from attncheck.harness.run.outcomes import Circumstances
-        from attncheck.harness.run.run_header import make_header
-        from attncheck.harness.run.timing_rounds import count_questions
-        from attncheck.reports.run_file.records import FALLEN_SHORT
-        from attncheck.reports.terminal import run as terminal
 
-        prepared = prepare_run(
-            selection,
-            refs,
-            device=device,
-            seed=seed,
-            dump=dump,
-            patterns=case or (),
-            workers=None if in_process else workers,
-            timing=timing,
-            rounds=rounds,
-        )
-        selection, plan, examination = prepared.selection, prepared.plan, prepared.examination
-        functions = plan_providers(request.refs, request.patterns, plan.cases, plan.device, seed)
-        infos = [each.info for each in prepared.backends]
-        header = make_header(
-            selection, plan, infos, prepared.environment, command=context.obj or (), notes=prepared.notes
-        )
-        header = announced(header, functions)
-        circumstances = Circumstances(seed, prepared.environment.digest, prepared.environment.attncheck)
-        found = itertools.chain(examination.run(), examine_providers(functions, circumstances))
-        expectations = _expectations(expect, selection, functions, header)
-        path = output or _free_path()
-        typer.echo(terminal.opening(header))
-        with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
-            faulthandler.enable()  # a kernel that kills the process says at least where
-        try:
-            with progress_for(
-                count_questions(plan, [info.ref for info in infos]) + functions.count,
-                rounds=plan.rounds,
-                silent=in_process,
-                is_timed=is_timed,
-            ) as watcher:
-                records, unmet, stopped = _examine(
-                    found, examination, header, path, expectations, watcher, exitfirst=exitfirst
-                )
-        except KeyboardInterrupt:
-            typer.echo(f"what was found so far is in {path}", err=True)
-            raise
+def _print_opening(header: "RunHeader") -> None:
+    from attncheck.reports.terminal import run as terminal
+
+    typer.echo(terminal.opening(header))
+
+
+def _print_report(finished: "FinishedRun") -> None:
+    from attncheck.reports.terminal import run as terminal
+
     typer.echo()
-    errors = [*map(str, examination.blind), *unmet]
-    typer.echo(terminal.render(header, records, errors=errors, color=use_color()))
-    for line in expectations.unseen() if expectations and not stopped else ():
+    errors = [*finished.blind, *finished.unmet]
+    typer.echo(terminal.render(finished.header, finished.records, errors=errors, color=use_color()))
+    for line in finished.unseen:
         typer.echo(line)
-    if stopped:
+    if finished.stopped:
         typer.echo("stopped at the first record that fell short (--exitfirst): what follows it was not examined")
-    typer.echo(f"{time.monotonic() - began:.1f} s, run file: {path}")
+
+
+def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
+    """Return 0, 1 or 3; ``by_name``: a backend or provider was named on the command line.
+
+    Raises:
+        SelectionError: a case proves nothing, or a backend, or the whole run, had nothing examined.
+    """
+    from attncheck.harness.run.evaluation import OURSELVES
+    from attncheck.reports.run_file.records import FALLEN_SHORT
+
+    records = finished.records
     ours = [record for record in records if record.outcome == "errored" and record.stage == OURSELVES]
     if ours:
         typer.echo(f"attncheck itself failed at {ours[0].case}: {ours[0].error_type}: {ours[0].message}", err=True)
         return 3
-    if unmet or any(record.outcome in FALLEN_SHORT for record in records):
+    if finished.unmet or any(record.outcome in FALLEN_SHORT for record in records):
         return 1
-    if examination.blind:
+    if finished.blind:
         raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
-    refuse_empty_run(records, header, by_name=bool(backend or provider))
+    _refuse_empty_run(records, finished.header, by_name=by_name)
     return 0
 
 
-def _expectations(
-    file: Path | None, selection: "Selection", functions: "ProviderPlan", header: "RunHeader"
-) -> "Expectations | None":
-    if file is None:
-        return None
-    from attncheck.harness.providers.records import asked_names, every_name
-    from attncheck.harness.run.expectations import Expectations, load_expectations
+def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_name: bool) -> None:
+    """Refuse a run that examined nothing, or, ``by_name``, nothing of one of its backends or providers.
 
-    return Expectations(
-        load_expectations(file),
-        cases=(*selection.all_cases, *every_name(functions)),
-        selected=(*selection.cases, *asked_names(functions)),
-        backends=[backend.name for backend in header.backends],
-        checks=header.checks,
-    )
+    A case that was refused as declared (``claims``) counts as examined only where no other check was asked for.
 
+    Raises:
+        SelectionError: nothing was examined.
+    """
+    from attncheck.reports.analysis import phrases
+    from attncheck.reports.analysis.summary import summarise
 
-def _make_folder(dump: Path | None) -> None:
-    """Before the run, so that the first failure does not end it."""
-    if dump is None:
-        return
-    try:
-        dump.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QuestionError(f"--dump {dump} cannot be a folder: {error.strerror}") from error
-
-
-def _free_path() -> Path:
-    """A run file named by the time and the process, since two runs may begin in one second; numbered within one."""
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    return next(path for name in names if not (path := RESULTS / f"{name}.jsonl").exists())
-
-
-def _examine(
-    found: "Iterator[Record]",
-    examination: "RunResult",
-    header: "RunHeader",
-    path: Path,
-    expectations: "Expectations | None",
-    watcher: "RunProgress",
-    *,
-    exitfirst: bool,
-) -> "tuple[list[Record], list[str], bool]":
-    """Every record, written as it comes; the expectations that nothing bore out; whether it stopped early."""
-    from attncheck.reports.run_file.records import FALLEN_SHORT
-    from attncheck.reports.run_file.store import RunWriter
-
-    records: list[Record] = []
-    stopped = False
-    with RunWriter(path, header) as writer:
-        for each in found:
-            record = each if expectations is None else expectations.apply(each)
-            writer.add(record)
-            records.append(record)
-            watcher.see(record)
-            if exitfirst and record.outcome in FALLEN_SHORT:
-                stopped = True
-                break
-        unmet = expectations.unmet(stopped_early=stopped) if expectations else []
-        for error in (*map(str, examination.blind), *unmet):
-            writer.fail(error)
-    return records, unmet, stopped
+    only_claims = header.checks == ("claims",)
+    summary = summarise([record for record in records if only_claims or record.check != "claims"])
+    for backend in header.backends if by_name else ():
+        tally = summary.by_backend.get(backend.name)
+        if tally is None or not tally.examined:
+            gap = next((gap for gap in summary.gaps if gap.backend == backend.name), None)
+            why = f": {phrases.gap_reasons(gap)}" if gap else ""
+            if backend.name in summary.providers:
+                raise SelectionError(f"provider {backend.name!r} offers none of these functions")
+            raise SelectionError(f"not one case of backend {backend.name!r} was examined{why}")
+    if not summary.total.examined:
+        raise SelectionError("nothing was examined; the table says why")

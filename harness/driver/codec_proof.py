@@ -10,7 +10,7 @@ from torch import Tensor
 from attncheck.backends.caches.codecs import KVCacheCodec
 from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.backends.contract import AttentionBackend
-from attncheck.errors import AttncheckError
+from attncheck.errors import InternalError
 from attncheck.harness.problem.float8 import alike
 from attncheck.harness.problem.latent import stored_sizes
 from attncheck.harness.problem.problem import Problem
@@ -20,7 +20,7 @@ from attncheck.harness.problem.storage import Storage, key_storage, value_storag
 _BLOCKS = 3
 
 
-class CodecError(AttncheckError):
+class CodecError(InternalError):
     """A codec that does not do what codecs do; the sentence says what was seen."""
 
 

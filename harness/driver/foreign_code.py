@@ -11,13 +11,13 @@ from typing import TypeVar
 
 import torch
 
-from attncheck.errors import AttncheckError
-from attncheck.harness.driver.observation import Raised, capture, printable
+from attncheck.errors import InternalError
+from attncheck.harness.driver.observation import Raised, capture_exception, printable
 
 T = TypeVar("T")
 
 
-class StageError(AttncheckError):
+class StageError(InternalError):
     """Carries what a stage of the contract raised up to the caller of a session."""
 
     def __init__(self, raised: Raised) -> None:
@@ -36,7 +36,7 @@ def call_backend(name: str, call: Callable[[], T]) -> T:
     except (StageError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise StageError(capture(name, error)) from error
+        raise StageError(capture_exception(name, error)) from error
 
 
 def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class Raised:
         return isinstance(self.error, DOCUMENTED_ERRORS) and not self.touched
 
 
-def capture(stage: str, error: BaseException) -> Raised:
+def capture_exception(stage: str, error: BaseException) -> Raised:
     """What ``stage`` raised, told now: the traceback, whose frames hold a whole cache, is let go."""
     text = "".join(printable(part) for part in _formatted(error))
     message = " ".join(printable(_said(error)).split()) or "(no message)"

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import is_merged
-from attncheck.harness.driver.changed_inputs import changed_inputs
 from attncheck.harness.driver.construction import construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.forward import BackendLayer, OutputBuffers
-from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of, num_builders
+from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs, forward_calls_of, num_builders
 from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.output_buffers import read_result

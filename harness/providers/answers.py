@@ -91,13 +91,13 @@ def answer_of(call: Callable[..., Any], arguments: Mapping[str, Any]) -> Provide
     """Calls ``call`` with these keywords. Whatever it raises, short of an interrupt, is a refusal."""
     returned: Any
     try:
-        returned = plain(call(**arguments))
+        returned = plain_value(call(**arguments))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code)
         returned = Refusal(type(error).__name__, str(error))
-    return ProviderAnswer(returned, plain(dict(arguments)))
+    return ProviderAnswer(returned, plain_value(dict(arguments)))
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """``value`` as a snapshot of numbers, strings, lists, dicts and :class:`Values`, which share nothing with it."""
     match value:
         case None | str():
@@ -119,19 +119,19 @@ def plain(value: Any) -> Any:
         case slice() | range() | torch.device() | torch.dtype():
             return str(value)
         case list() | tuple():
-            return [plain(item) for item in value]
+            return [plain_value(item) for item in value]
         case Mapping():
-            return {key: plain(item) for key, item in value.items()}
+            return {key: plain_value(item) for key, item in value.items()}
         case type():
             return value.__name__
         case SimpleNamespace():
-            return {name: plain(item) for name, item in vars(value).items()}
+            return {name: plain_value(item) for name, item in vars(value).items()}
     if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name, ABSENT)) for field in fields(value)}
+        return {field.name: plain_value(getattr(value, field.name, ABSENT)) for field in fields(value)}
     return f"a {type(value).__name__}"
 
 
-def differences(expected: ProviderAnswer, seen: ProviderAnswer) -> list[AnswerDifference]:
+def answer_differences(expected: ProviderAnswer, seen: ProviderAnswer) -> list[AnswerDifference]:
     """Where ``seen`` differs from ``expected``: nowhere if both refuse, unless an argument was changed."""
     if expected.refused and seen.refused:
         found: list[AnswerDifference] = []

@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 import attncheck.reference
 import attncheck.reference.v0
-from attncheck.harness.providers.answers import AnswerDifference, ProviderAnswer, answer_of, differences, is_bound
+from attncheck.errors import InternalError
+from attncheck.harness.providers.answers import (
+    AnswerDifference,
+    ProviderAnswer,
+    answer_differences,
+    answer_of,
+    is_bound,
+)
 from attncheck.harness.providers.departures import Departure
 from attncheck.harness.providers.provider import Provider
 from attncheck.harness.providers.questions import Generation, Subject, SubjectCall, SubjectSetting
@@ -21,7 +28,7 @@ from attncheck.harness.providers.signatures import signature_differences
 Word = Literal["equal", "drifted", "judged", "differs"]
 
 
-class UnfitQuestionError(Exception):
+class UnfitQuestionError(InternalError):
     """The reference answered a question it should refuse, or refused one it should answer: a fault of attncheck."""
 
 
@@ -87,7 +94,7 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
         expected = _expected(subject, question, ours)
         seen = _seen(subject, question, theirs)
         examined.questions += 1
-        examined.counts[_judge(examined, question, differences(expected, seen), known)] += 1
+        examined.counts[_judge(examined, question, answer_differences(expected, seen), known)] += 1
     for departure in known:
         if departure.shows is not None and departure.shows(raw):
             examined.shown[departure] += 1

@@ -10,11 +10,10 @@ import torch
 
 from attncheck.cases.model import Case
 from attncheck.errors import SelectionError
-from attncheck.harness.providers.batches import ALWAYS, batches_of
-from attncheck.harness.providers.catalogue import SUBJECTS
-from attncheck.harness.providers.generated import drawn_batches, has_hypothesis
+from attncheck.harness.providers.batches import ALWAYS, batches_of, drawn_batches, has_hypothesis
 from attncheck.harness.providers.provider import Provider, load_provider
 from attncheck.harness.providers.questions import Subject, SubjectSetting
+from attncheck.harness.providers.subjects import SUBJECTS
 from attncheck.reports.analysis.phrases import plural
 
 

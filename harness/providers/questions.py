@@ -41,7 +41,7 @@ class SubjectSetting:
     device: torch.device
 
 
-def call(target: Callable[..., Any], **arguments: Any) -> Any:
+def call_directly(target: Callable[..., Any], **arguments: Any) -> Any:
     """The plain way to ask: ``target(**arguments)``."""
     return target(**arguments)
 
@@ -56,7 +56,7 @@ class Subject:
 
     name: str
     questions: Callable[[SubjectSetting], Iterable[SubjectCall]]
-    ask: Callable[..., Any] = call
+    ask: Callable[..., Any] = call_directly
     generation: Generation = "v1"
     helpers: tuple[str, ...] = ()
     is_function: bool = True
@@ -72,6 +72,6 @@ def are_apart(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
-def question(text: str, *tags: str, refused: bool = False, **arguments: Any) -> SubjectCall:
+def subject_call(text: str, *tags: str, refused: bool = False, **arguments: Any) -> SubjectCall:
     """A question, its arguments as keywords."""
     return SubjectCall(text, arguments, frozenset(tags), refused)

@@ -7,13 +7,13 @@ from time import perf_counter
 
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.driver.observation import capture
-from attncheck.harness.providers.catalogue import SUBJECTS
+from attncheck.harness.driver.observation import capture_exception
 from attncheck.harness.providers.departures import Departure
 from attncheck.harness.providers.examination import SubjectResult, examine_subject
 from attncheck.harness.providers.plan import ProviderPlan
 from attncheck.harness.providers.provider import Provider
 from attncheck.harness.providers.questions import Subject
+from attncheck.harness.providers.subjects import SUBJECTS
 from attncheck.harness.run.evaluation import OURSELVES
 from attncheck.harness.run.outcomes import Circumstances, record_of
 from attncheck.reports.analysis.phrases import plural
@@ -36,17 +36,17 @@ class SubjectIdentity:
         return sha256(self.id.encode()).hexdigest()[:12]
 
 
-def asked_names(plan: ProviderPlan) -> tuple[SubjectIdentity, ...]:
+def selected_subjects(plan: ProviderPlan) -> tuple[SubjectIdentity, ...]:
     """The subjects of a plan as records name them."""
     return tuple(SubjectIdentity(subject.key) for subject in plan.subjects)
 
 
-def every_name(plan: ProviderPlan) -> tuple[SubjectIdentity, ...]:
+def known_subjects(plan: ProviderPlan) -> tuple[SubjectIdentity, ...]:
     """Every subject there is, whether or not the plan chose it; none where no provider is examined."""
     return tuple(SubjectIdentity(subject.key) for subject in SUBJECTS) if plan.providers else ()
 
 
-def announced(header: RunHeader, plan: ProviderPlan) -> RunHeader:
+def header_with_providers(header: RunHeader, plan: ProviderPlan) -> RunHeader:
     """The header of a run that examines providers, too; without backends, of one that examines nothing else.
 
     Raises:
@@ -88,7 +88,7 @@ def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstan
         examined = examine_subject(provider, subject, plan.setting)
         finding = _finding(provider, subject, examined)
     except Exception as error:  # noqa: BLE001 (ours: one function is lost and told, the rest of the run is not)
-        finding = capture(OURSELVES, error)
+        finding = capture_exception(OURSELVES, error)
     record = record_of(
         circumstances, SubjectIdentity(subject.key), provider, UTILITIES, finding, perf_counter() - began
     )

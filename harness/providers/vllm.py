@@ -56,7 +56,7 @@ def load_vllm(ref: str) -> Provider:
         version=str(package.__version__),
         modules=modules,
         v0=v0,
-        adapt=translated,
+        adapt=with_reference_objects,
         adapters=ADAPTERS,
         departures=DEPARTURES,
     )
@@ -128,7 +128,7 @@ def _our_metadata(theirs: Any) -> CommonAttentionMetadata:
     return CommonAttentionMetadata(**given)
 
 
-def translated(target: Any) -> Any:
+def with_reference_objects(target: Any) -> Any:
     """A function of vLLM's that takes and returns the reference's objects; a class stays as it is."""
     if not inspect.isfunction(target):
         return target

@@ -1,11 +1,13 @@
 """pytest items: one check of one case of one backend each, collected as suite, case, backend, check.
 
 The records of a case and backend are made once, when the first of its items runs, for all checks whose items are
-selected. Must not know: how anything is examined or told.
+selected.
 """
 
 from collections.abc import Generator, Iterable
+from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +16,13 @@ import torch
 
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case, Suite
-from attncheck.errors import QuestionError
+from attncheck.errors import InternalError, QuestionError
 from attncheck.harness.checks.timing.check import TimingCheck
-from attncheck.harness.cli.preparation import default_suites
-from attncheck.harness.run.backend_choice import choose_backends, suite_device
+from attncheck.harness.run.backend_choice import suite_device
 from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.backend_loading import Loader
-from attncheck.harness.run.evaluation import Examiner, RunPlan, UnavailableBackend
-from attncheck.harness.run.run_header import make_header
-from attncheck.harness.run.selection import Selection, check_seed, select_cases
+from attncheck.harness.run.evaluation import Examiner, UnavailableBackend
+from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
+from attncheck.harness.run.selection import Selection, select_cases
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.analysis import phrases
 from attncheck.reports.run_file.header import RunHeader
@@ -41,7 +41,7 @@ class Collection:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.introductions: tuple[BackendDescription, ...] = ()
+        self.descriptions: tuple[BackendDescription, ...] = ()
         self._examined: tuple[Examiner, RunHeader] | None = None
         self._latest: tuple[tuple[str, str], list[Record]] | None = None
 
@@ -85,27 +85,13 @@ class Collection:
     def pytest_collection(self) -> None:
         """Read the question before anything is collected; a wrong one ends the run as a usage error."""
         option = self.config.getoption
-        self.selection, device = self.asked
+        selection, device = self.asked
+        settings = RunSettings(device=device, seed=option("attncheck_seed"))
         try:
-            seed = check_seed(option("attncheck_seed"))
-            loader = Loader(device)
-            self.introductions, _ = choose_backends(
-                option("attncheck_backend"), self.selection.suites, self.selection.cases, loader.introduce
-            )
-            suites = {}
-            if self.selection.by_default:
-                suites = default_suites(self.selection, self.introductions)
-                self.selection = self.selection.of_suites(suites.values())
+            prepared = prepare_run(selection, option("attncheck_backend"), settings, keeps_unavailable=True)
         except QuestionError as error:
             raise pytest.UsageError(f"attncheck: {error}") from error
-        self.plan = RunPlan(
-            cases=self.selection.cases,
-            backends=loader.backends(self.introductions),
-            checks=self.selection.checks,
-            device=device,
-            seed=seed,
-            suites=suites,
-        )
+        self.selection, self.plan, self.descriptions = prepared.selection, prepared.plan, prepared.backends
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -122,7 +108,7 @@ class Collection:
     @pytest.hookimpl
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Name the backends that could not run at all: their items are skips, which pytest does not explain."""
-        for each in self.introductions:
+        for each in self.descriptions:
             if each.unavailable_reasons:
                 reasons = phrases.printable("; ".join(each.unavailable_reasons))
                 terminalreporter.write_line(f"attncheck: {each.name} cannot run here: {reasons}")
@@ -132,9 +118,7 @@ class Collection:
         """Under pytest-xdist, where the user did not choose another way: one case and backend, one worker."""
         if config.getoption("dist") not in ("load", "loadgroup"):
             return None
-        from attncheck.harness.pytest_plugin.xdist import PairScheduling
-
-        return PairScheduling(config, log)
+        return pair_scheduling()(config, log)
 
     def record_of(self, item: "CheckItem") -> Record | QuestionError:
         """The record of one item; its case and backend are examined when the first of their items asks.
@@ -157,20 +141,33 @@ class Collection:
         """The examiner of this process, for the checks whose items are selected, and the header that goes with it."""
         if self._examined is None:
             wanted = {item.check for item in session.items if isinstance(item, CheckItem)}
-            plan = RunPlan(
-                cases=self.plan.cases,
-                backends=self.plan.backends,
-                checks=tuple(check for check in BACKEND_CHECKS if check in wanted),
-                device=self.plan.device,
-                seed=self.plan.seed,
-            )
+            plan = replace(self.plan, checks=tuple(check for check in BACKEND_CHECKS if check in wanted))
             clocks = None
             if TIMING in wanted:
                 clocks = TimingCheck(torch.device(plan.device), plan.timing, self.benchmarks.sample)
             examiner = Examiner(plan, clocks=clocks)
-            infos = [introduction.info for introduction in self.introductions]
+            infos = [description.info for description in self.descriptions]
             self._examined = (examiner, make_header(self.selection, plan, infos, examiner.environment))
         return self._examined
+
+
+def pair_scheduling() -> Any:
+    """Return a scheduler of pytest-xdist that hands all checks of one case and backend to the same worker.
+
+    The ``xdist_group`` mark says the same, but counts only under ``--dist loadgroup``, and releases of pytest and
+    pytest-xdist do not always agree on how (pytest 9.2 ignores what pytest-xdist 3.8 does to node ids).
+    """
+    base: Any = import_module("xdist.scheduler").LoadGroupScheduling  # pytest-xdist has no types
+
+    class PairScheduling(base):  # type: ignore[misc]
+        """Load balancing, one case and backend at a time; foreign tests go one by one, or by their group."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("attncheck::"):
+                return nodeid.partition("@")[0].rpartition("::")[0]
+            return str(super()._split_scope(nodeid))
+
+    return PairScheduling
 
 
 class _Root(pytest.Collector):
@@ -203,7 +200,7 @@ class _CaseNode(pytest.Collector):
 
     def collect(self) -> "Iterable[_BackendNode]":
         for backend in self.collection.plan.backends:
-            if not self.collection.plan.asks(backend.ref, self.case):
+            if not self.collection.plan.includes(backend.ref, self.case):
                 continue
             node = _BackendNode.from_parent(self, name=backend.name)
             node.collection, node.case, node.backend = self.collection, self.case, backend
@@ -234,7 +231,7 @@ def _item_class(check: str) -> "type[CheckItem]":
     return TimingItem
 
 
-class FellShortError(Exception):
+class FellShortError(InternalError):
     """A record that fell short, on its way to pytest's report."""
 
     def __init__(self, record: Record) -> None:

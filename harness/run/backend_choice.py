@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from attncheck.backends import registry
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
-from attncheck.harness.run.backend_description import BackendDescription, Introduce, unloadable
+from attncheck.harness.run.backend_description import BackendDescription, DescribeBackends, unloadable
 
 
 def choose_device(wanted: str | None) -> str:
@@ -56,14 +56,14 @@ def suite_device(suites: Sequence[Suite], wanted: str | None) -> tuple[str, tupl
         return best, (f"the suite asks for {error}: examined on {best} instead",)
 
 
-def asked_first(refs: Sequence[str], suites: Sequence[Suite]) -> tuple[str, ...]:
+def first_refs(refs: Sequence[str], suites: Sequence[Suite]) -> tuple[str, ...]:
     """Whom a run asks in any case: those of ``refs``, else those the suites wish for, else the built-in ones."""
     wishes = [name for suite in suites for name in suite.default_backends]
     return tuple(dict.fromkeys(refs or wishes or registry.builtin_names()))
 
 
 def choose_backends(
-    refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case], introduce: Introduce
+    refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case], describe: DescribeBackends
 ) -> tuple[tuple[BackendDescription, ...], tuple[str, ...]]:
     """The backends of a run, and what to tell about the choice.
 
@@ -75,48 +75,48 @@ def choose_backends(
         QuestionError: one of ``refs`` is a name nobody knows, does not import or breaks the contract; two backends have
             one name.
     """
-    first = asked_first(refs, suites)
-    found = introduce(first)
+    first = first_refs(refs, suites)
+    found = describe(first)
     if refs:
         for each in found:
             if isinstance(each, QuestionError):
                 raise each
-    introductions = list(map(_or_unloaded, first, found))
+    descriptions = list(map(_or_unloaded, first, found))
     notes: list[str] = []
     has_wishes = not refs and any(suite.default_backends for suite in suites)
-    if has_wishes and all(each.unavailable_reasons for each in introductions):
+    if has_wishes and all(each.unavailable_reasons for each in descriptions):
         others = [name for name in registry.builtin_names() if name not in first]
-        defaults, notes = _serving(list(map(_or_unloaded, others, introduce(others))), cases)
+        defaults, notes = _serving(list(map(_or_unloaded, others, describe(others))), cases)
         notes.insert(0, "none of the backends the suite asks for can run here: the built-in ones run as well")
-        introductions += defaults
+        descriptions += defaults
     elif not refs and not has_wishes:
-        introductions, notes = _serving(introductions, cases)
-    names = [each.name for each in introductions]
+        descriptions, notes = _serving(descriptions, cases)
+    names = [each.name for each in descriptions]
     for position, name in enumerate(names):
         if name in names[:position]:
             raise SelectionError(f"two of the backends are called {name!r}; examine them in two runs")
-    return tuple(introductions), tuple(notes)
+    return tuple(descriptions), tuple(notes)
 
 
-def refuse_unavailable(introductions: Sequence[BackendDescription]) -> None:
+def refuse_unavailable(descriptions: Sequence[BackendDescription]) -> None:
     """Raises SelectionError for the first backend that cannot run here, with its reasons."""
-    for each in introductions:
+    for each in descriptions:
         if each.unavailable_reasons:
             raise SelectionError(str(BackendUnavailableError(each.name, each.unavailable_reasons)))
 
 
 def _serving(
-    introductions: Sequence[BackendDescription], cases: Sequence[Case]
+    descriptions: Sequence[BackendDescription], cases: Sequence[Case]
 ) -> tuple[list[BackendDescription], list[str]]:
     """The backends that serve the kind of layers ``cases`` have, and what to tell about the others."""
     kinds = {case.layer.mla is not None for case in cases} or {True, False}
     notes = []
     for is_mla in (True, False):
-        names = [each.name for each in introductions if each.is_mla == is_mla and is_mla not in kinds]
+        names = [each.name for each in descriptions if each.is_mla == is_mla and is_mla not in kinds]
         if names:
             what = "no case has" if is_mla else "every case has"
             notes.append(f"not examined, since {what} a latent cache: {', '.join(names)}")
-    return [each for each in introductions if each.is_mla in kinds], notes
+    return [each for each in descriptions if each.is_mla in kinds], notes
 
 
 def _or_unloaded(ref: str, found: BackendDescription | QuestionError) -> BackendDescription:

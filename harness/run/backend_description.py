@@ -1,4 +1,4 @@
-"""What a run knows of a backend without its code: how it introduces itself, from this process or from its own.
+"""What a run knows of a backend without its code: how it describes itself, from this process or from its own.
 
 Loads no torch. Must not know: how a backend is loaded, or where.
 """
@@ -49,15 +49,15 @@ class BackendDescription(BaseModel):
 
 
 def unloadable(name: str, ref: str, reasons: Sequence[str], version: str = "") -> BackendDescription:
-    """The introduction of a backend that cannot be loaded here, for these reasons."""
+    """The description of a backend that cannot be loaded here, for these reasons."""
     info = BackendInfo(name=name, ref=ref, version=version)
     return BackendDescription(info=info, is_loaded=False, unavailable_reasons=tuple(reasons))
 
 
-def lacking(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+def missing_variables(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
     """What of a required environment does not stand in ``environment``."""
     return {name: value for name, value in required.items() if environment.get(name) != value}
 
 
-Introduce = Callable[[Sequence[str]], Sequence[BackendDescription | QuestionError]]
+DescribeBackends = Callable[[Sequence[str]], Sequence[BackendDescription | QuestionError]]
 """Answers references, in order, with what they name, or with why they name nothing that could be examined."""

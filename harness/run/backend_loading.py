@@ -13,7 +13,7 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BackendLoadError, BackendUnavailableError, QuestionError
 from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons, settings_kept
 from attncheck.harness.driver.observation import printable
-from attncheck.harness.run.backend_description import BackendDescription, lacking, unloadable
+from attncheck.harness.run.backend_description import BackendDescription, missing_variables, unloadable
 from attncheck.harness.run.evaluation import UnavailableBackend
 from attncheck.harness.run.selection import DEFAULT_SUITES
 from attncheck.reports.run_file.header import BackendInfo
@@ -128,7 +128,7 @@ def usable_here(backend: LoadedBackend | UnavailableBackend, device: str) -> Loa
     """The backend, if this process was started with what it requires; else a missing one, and what to type."""
     if isinstance(backend, UnavailableBackend):
         return backend
-    needs = lacking(required_environment(backend, device), os.environ)
+    needs = missing_variables(required_environment(backend, device), os.environ)
     if not needs:
         return backend
     words = " ".join(f"{name}={shlex.quote(value)}" for name, value in needs.items())
@@ -139,30 +139,32 @@ def usable_here(backend: LoadedBackend | UnavailableBackend, device: str) -> Loa
 class Loader:
     """Loads backends into this process, where they are examined."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, loaded: Sequence[LoadedBackend | UnavailableBackend] = ()) -> None:
+        """``loaded``: backends that are not to be loaded again."""
         self._device = device
+        self._loaded = {each.ref: each for each in loaded}
         self._found: dict[str, LoadedBackend | UnavailableBackend] = {}
 
-    def introduce(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
+    def describe(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         """What each of ``refs`` names, or why it names nothing."""
-        return [self._introduction(ref) for ref in refs]
+        return [self._description(ref) for ref in refs]
 
-    def backends(self, introductions: Sequence[BackendDescription]) -> tuple[LoadedBackend | UnavailableBackend, ...]:
-        """The backends that were introduced so."""
+    def backends(self, descriptions: Sequence[BackendDescription]) -> tuple[LoadedBackend | UnavailableBackend, ...]:
+        """The backends that were described so."""
         return tuple(
             self._found.get(each.ref) or UnavailableBackend(each.name, each.ref, each.unavailable_reasons)
-            for each in introductions
+            for each in descriptions
         )
 
-    def _introduction(self, ref: str) -> BackendDescription | QuestionError:
+    def _description(self, ref: str) -> BackendDescription | QuestionError:
         try:
-            loaded = load_backend(ref)
+            loaded = self._loaded.get(ref) or load_backend(ref)
             found = self._found[ref] = usable_here(loaded, self._device)
-            introduction = describe_backend(loaded, self._device)
+            description = describe_backend(loaded, self._device)
         except QuestionError as error:
             return error
         if isinstance(
             found, UnavailableBackend
         ):  # what it says of itself holds, although it cannot be examined in this process
-            return introduction.model_copy(update={"is_loaded": False, "unavailable_reasons": found.reasons})
-        return introduction
+            return description.model_copy(update={"is_loaded": False, "unavailable_reasons": found.reasons})
+        return description

@@ -31,7 +31,7 @@ def collect_environment(device: str) -> Environment:
         numpy=np.__version__,
         platform=f"{platform.system()} {platform.machine()}",
         cpu=cpu,
-        cores=cores(),
+        cores=usable_cores(),
         device=device,
         device_name=torch.cuda.get_device_name(device) if on_cuda else cpu,
         capability=capability,
@@ -42,7 +42,7 @@ def collect_environment(device: str) -> Environment:
     )
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """The CPU cores this process may use, which in a container are often fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

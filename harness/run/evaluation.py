@@ -24,13 +24,12 @@ from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
 from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
-from attncheck.harness.driver.observation import capture
+from attncheck.harness.driver.observation import capture_exception
 from attncheck.harness.problem.memory_estimate import shortage
 from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.harness.run.answerable import unanswered_reasons
 from attncheck.harness.run.environment import collect_environment
 from attncheck.harness.run.outcomes import Circumstances, record_of, unavailable
-from attncheck.harness.run.selection import checks_of
+from attncheck.harness.run.selection import checks_of, unanswered_reasons
 from attncheck.harness.truth.truth import Truth, truth_of
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import Record
@@ -75,10 +74,10 @@ class RunPlan:
 
     def cases_of(self, ref: str) -> tuple[Case, ...]:
         """The cases that the backend of this reference is asked."""
-        return tuple(case for case in self.cases if self.asks(ref, case))
+        return tuple(case for case in self.cases if self.includes(ref, case))
 
-    def asks(self, ref: str, case: Case) -> bool:
-        """Whether the backend of this reference is asked ``case``."""
+    def includes(self, ref: str, case: Case) -> bool:
+        """Whether the backend of this reference is examined with ``case``."""
         return self.suites.get(ref, case.suite) == case.suite
 
     def checks_of(self, case: Case) -> tuple[str, ...]:
@@ -120,7 +119,7 @@ class Examiner:
         """Every record, grouped by case, then by backend."""
         for case in self.plan.cases:
             for backend in self.plan.backends:
-                if self.plan.asks(backend.ref, case):
+                if self.plan.includes(backend.ref, case):
                     yield from self.examine(case, backend)
 
     def examine(self, case: Case, backend: LoadedBackend | UnavailableBackend) -> list[Record]:
@@ -207,7 +206,7 @@ class Examiner:
             except StageError as failure:  # a check enters the backend's code, its codec, as well
                 finding = failure.raised
             except Exception as error:  # noqa: BLE001 (ours: one case is lost and told, the rest of the run is not)
-                finding = capture(OURSELVES, error)
+                finding = capture_exception(OURSELVES, error)
             record = record_of(self._circumstances, case, backend, check, finding, perf_counter() - began)
             if isinstance(finding, Broken) and self.plan.dump is not None:
                 case_checks.dump(self.plan.dump, backend.name)  # whoever stops at this record will not come back

@@ -1,7 +1,7 @@
 """From names to a question: which suites, cases and checks a run is about.
 
 The command line, the pytest plugin and ``attncheck.examine`` all choose here, so that they refuse the same things with
-the same words. Loads no torch. Must not know: backends, devices, how anything is examined or shown.
+the same words. Loads no torch.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,6 +13,7 @@ from attncheck.cases.model import Case, Suite
 from attncheck.cases.overrides import with_defaults
 from attncheck.errors import SelectionError, UnknownNameError
 from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS
 from attncheck.reports.run_file.timings import TIMING
 
@@ -21,6 +22,13 @@ DEFAULT_SUITES = ("smoke", "interpreted")
 
 DEFAULT_ROUNDS = 10
 """Processes of each backend that its times are taken in: what a comparison of two runs needs to see a few per cent."""
+
+
+_MERGED_PATHS = frozenset({"cascade", "split_kv", "dcp"})
+"""Paths of which each call may read only a part of the keys."""
+
+_LATENT_PATHS = frozenset({"mla", "spec_decode", "cascade", "split_kv", "dcp", "micro_batch"})
+"""Paths of layers with a latent cache."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +150,12 @@ def select_cases(
     return Selection(loaded, refs, cases, wanted, by_default=not suites)
 
 
+def default_suites(selection: Selection, backends: Sequence[BackendDescription]) -> dict[str, str]:
+    """Return, by reference, the default suite of each backend; ``selection`` was made by default."""
+    names = dict(zip(DEFAULT_SUITES, (suite.name for suite in selection.suites), strict=True))
+    return {each.ref: names[each.default_suite] for each in backends}
+
+
 def checks_of(case: Case, checks: tuple[str, ...] | None) -> tuple[str, ...]:
     """The checks to make of ``case`` where ``checks`` are asked for (None: all), in the order they are reported.
 
@@ -150,6 +164,19 @@ def checks_of(case: Case, checks: tuple[str, ...] | None) -> tuple[str, ...]:
     asked = set(DEFAULT_CHECKS if case.checks is None else case.checks)
     asked.update(name for name in checks or () if CHECKS[name].by_name_only)
     return tuple(name for name in BACKEND_CHECKS if name in asked and (checks is None or name in checks))
+
+
+def unanswered_reasons(case: Case) -> tuple[str, ...]:
+    """Return why this version of attncheck cannot examine ``case``; empty: it can."""
+    layer, path = case.layer, case.batch.path.name
+    reasons = []
+    if layer.mla is not None and path not in _LATENT_PATHS:
+        reasons.append(f"latent attention by the path {path!r} is not examined by this version of attncheck")
+    if layer.mla is not None and layer.output_quant is not None:
+        reasons.append("output_quant of latent attention is not examined by this version of attncheck")
+    if layer.output_quant is not None and path in _MERGED_PATHS:
+        reasons.append(f"output_quant by the path {path!r}: codes of parts of the keys cannot be merged")
+    return tuple(reasons)
 
 
 def _matching(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> Sequence[Case]:

@@ -45,10 +45,10 @@ def count_questions(plan: RunPlan, refs: Collection[str]) -> int:
     return once + plan.rounds * sum(len(timed_questions(plan, ref).questions) for ref in refs)
 
 
-def in_turn(items: Sequence[_Item], number: int) -> tuple[_Item, ...]:
+def rotated(items: Sequence[_Item], number: int) -> tuple[_Item, ...]:
     """``items`` as they come in a round: each round begins with the next one, so that none is always first.
 
-    >>> in_turn("abc", 1), in_turn("abc", 5)
+    >>> rotated("abc", 1), rotated("abc", 5)
     (('b', 'c', 'a'), ('c', 'a', 'b'))
     """
     first = number % len(items) if items else 0

@@ -1,17 +1,17 @@
-"""What a run and the process of a backend say to each other: one line of JSON a message, over two pipes.
+"""The messages between a run and the process of a backend: one line of JSON each, over two pipes.
 
 ::
 
     the run                        the process
       (starts it) ---------------->  loads the backend
       Assignment ----------------->
-                  <---------------- Introduced, or Refused
+                  <---------------- Described, or Refused
       Examine(case)  ------------->
                   <---------------- Begun(stage), then a record, as often as there is something to tell
                   <---------------- Done
       (closes the pipe) ---------->  ends
 
-``Fault`` may come in place of any answer: attncheck itself failed there. Must not know: processes, pipes, backends.
+``HarnessFailure`` may come in place of any answer: attncheck itself failed there.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -31,7 +31,7 @@ class _Message(BaseModel):
 
 
 class Assignment(_Message):
-    """What a run is about. ``suites``, ``patterns`` and ``checks`` as they were asked for.
+    """What a run is about. ``suites``: by reference, those of its cases; which cases, each :class:`Examine` says.
 
     ``digests``: of each suite as the run has read it; a file that reads otherwise by now is refused. ``environment``:
     the run's circumstances, whose digest the records carry. ``timing``: how the check of that name takes its times.
@@ -40,8 +40,6 @@ class Assignment(_Message):
 
     kind: Literal["assignment"] = "assignment"
     suites: tuple[str, ...]
-    patterns: tuple[str, ...]
-    checks: tuple[str, ...]
     digests: tuple[str, ...]
     device: str
     seed: int
@@ -62,8 +60,8 @@ class Examine(_Message):
 class Described(_Message):
     """The backend was loaded, or is unavailable."""
 
-    kind: Literal["introduced"] = "introduced"
-    introduction: BackendDescription
+    kind: Literal["described"] = "described"
+    description: BackendDescription
 
 
 class Refused(_Message):

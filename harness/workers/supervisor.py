@@ -20,7 +20,7 @@ from attncheck.harness.problem.memory_estimate import needed_bytes
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.evaluation import OURSELVES, RunPlan
 from attncheck.harness.run.outcomes import Circumstances, crashed, record_of, unavailable
-from attncheck.harness.run.timing_rounds import RoundQuestions, in_turn, timed_questions, untimed_questions
+from attncheck.harness.run.timing_rounds import RoundQuestions, rotated, timed_questions, untimed_questions
 from attncheck.harness.workers.protocol import Begun, Described, Done, Examine, HarnessFailure, Refused, format_message
 from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
@@ -35,7 +35,7 @@ _SMALL = 2**30
 
 
 class Supervisor:
-    """Examines a plan's cases through the processes of ``workers``, whose backends are ``introductions``.
+    """Examines a plan's cases through the processes of ``workers``, whose backends are ``descriptions``.
 
     blind: cases that could not be put at all, each told once.
     """
@@ -43,7 +43,7 @@ class Supervisor:
     def __init__(
         self,
         plan: RunPlan,
-        introductions: tuple[BackendDescription, ...],
+        descriptions: tuple[BackendDescription, ...],
         workers: WorkerPool,
         environment: Environment,
         *,
@@ -54,7 +54,7 @@ class Supervisor:
         Of the check ``timing``, nothing is asked ahead.
         """
         self.blind: list[QuestionError] = []
-        self._plan, self._introductions, self._workers = plan, introductions, workers
+        self._plan, self._descriptions, self._workers = plan, descriptions, workers
         self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
         self._faulty: set[str] = set()
         self._unexamined: dict[str, set[str]] = {}
@@ -67,37 +67,37 @@ class Supervisor:
         Raises:
             WorkerError: attncheck itself failed in a process that was to take the place of another.
         """
-        self._workers.keep(backend.ref for backend in self._introductions)
+        self._workers.keep_only(backend.ref for backend in self._descriptions)
         yield from self._run_untimed()
         for number in range(self._plan.rounds):
             yield from self._run_round(number)
 
     def _run_untimed(self) -> Iterator[Record]:
-        by_backend = {backend.ref: untimed_questions(self._plan, backend.ref) for backend in self._introductions}
+        by_backend = {backend.ref: untimed_questions(self._plan, backend.ref) for backend in self._descriptions}
         if not any(part.questions for part in by_backend.values()):
             return  # and the processes are still fresh
-        for index, backend in enumerate(self._introductions):
+        for index, backend in enumerate(self._descriptions):
             if self._asks_ahead:
-                self._ask_ahead(next((each for each in self._introductions[index + 1 :] if each.is_loaded), None))
+                self._ask_ahead(next((each for each in self._descriptions[index + 1 :] if each.is_loaded), None))
             yield from self._examine_round(backend, by_backend[backend.ref])
-            self._workers.dismiss(backend.ref)
+            self._workers.finish(backend.ref)
 
     def _run_round(self, number: int) -> Iterator[Record]:
         """What the first round did not examine, or could not even ask, is not asked again: it would be no news."""
         asked: list[tuple[BackendDescription, RoundQuestions]] = []
-        for backend in self._introductions:
+        for backend in self._descriptions:
             left_out = self._unexamined.get(backend.ref, set()) | self._faulty
             part = timed_questions(self._plan, backend.ref, number, left_out)
             if part.questions:
                 asked.append((backend, part))
-        for backend, part in in_turn(asked, number):
+        for backend, part in rotated(asked, number):
             if backend.is_loaded:
                 self._workers.isolate(backend.ref)
             for record in self._examine_round(backend, part):
                 if number == 0 and record.outcome not in EXAMINED:
                     self._unexamined.setdefault(backend.ref, set()).add(record.case)
                 yield record
-            self._workers.dismiss(backend.ref)
+            self._workers.finish(backend.ref)
 
     def _examine_round(self, backend: BackendDescription, part: RoundQuestions) -> Iterator[Record]:
         self._circumstances = replace(self._circumstances, round=part.round)
@@ -153,7 +153,7 @@ class Supervisor:
         Raises:
             QuestionError, OSError: a fresh process was needed, and could not be had.
         """
-        process = self._workers.process(backend.ref) or self._workers.renew(backend.ref)
+        process = self._workers.process(backend.ref) or self._workers.restart(backend.ref)
         stage = "the wait for this case"
         if case.key not in self._asked.get(process, ()):
             process.forget_output()

@@ -1,11 +1,9 @@
-"""The process of one backend: loads it, introduces it, and examines the cases it is asked for, one after another.
+"""The process of one backend: loads it, describes it, and examines the cases it is asked for, one after another.
 
 Whatever the backend prints goes elsewhere: answers have a pipe of their own. A copy of the process that the backend
-made (``os.fork``) and let come back from its call must not answer as well: its pipes are closed, and it ends at its
-first word. Must not know: other backends, run files, what becomes of an answer.
+made (``os.fork``) and that returns from its call must not answer as well: it ends at its first answer.
 """
 
-import contextlib
 import ctypes
 import faulthandler
 import os
@@ -14,7 +12,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from attncheck.errors import QuestionError
+from attncheck.errors import InternalError, QuestionError
 from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
@@ -38,21 +36,19 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-class SeveredError(Exception):
-    """A pipe to the run is gone: the run has ended, or the backend closed what was not its own."""
+class PipeClosedError(InternalError):
+    """A pipe to the run is closed: the run has ended, or the backend closed descriptors that it did not open."""
 
 
-class Wire:
-    """The worker's two pipes. Of a forked copy they are closed, and :meth:`send` ends it without a word."""
+class WorkerPipes:
+    """The worker's two pipes to the run. In a forked copy of the worker, :meth:`send` ends the copy."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._process = os.getpid()
         self._requests = os.fdopen(reading, "rb", closefd=False)
         self._writing = writing
-        self._opened = [reading, writing]
         for descriptor in (reading, writing):
-            os.set_inheritable(descriptor, False)
-        os.register_at_fork(after_in_child=self._close)
+            os.set_inheritable(descriptor, False)  # programs that the backend starts need none of them
 
     def receive(self) -> Request | None:
         """The next request; None: there will be none.
@@ -63,7 +59,7 @@ class Wire:
         try:
             line = self._requests.readline()
         except (OSError, ValueError) as error:
-            raise SeveredError from error
+            raise PipeClosedError from error
         return parse_request(line) if line else None
 
     def send(self, answer: Answer) -> None:
@@ -73,19 +69,13 @@ class Wire:
             SeveredError: the pipe is gone.
         """
         if os.getpid() != self._process:
-            os._exit(0)
+            os._exit(0)  # the worker itself answers; two answers would mix in the pipe
         rest = memoryview(format_message(answer))
         try:
             while rest:
                 rest = rest[os.write(self._writing, rest) :]
         except OSError as error:
-            raise SeveredError from error
-
-    def _close(self) -> None:
-        """Once: a copy of a copy may hold files of its own under these numbers."""
-        while self._opened:
-            with contextlib.suppress(OSError):
-                os.close(self._opened.pop())
+            raise PipeClosedError from error
 
 
 def main(words: list[str]) -> None:
@@ -99,17 +89,17 @@ def main(words: list[str]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A kernel that kills the process says at least where, even if the backend closed what it prints to.
     faulthandler.enable(os.dup(2))
-    wire = Wire(int(reading), int(writing))
+    pipes = WorkerPipes(int(reading), int(writing))
     try:
-        _serve(wire, ref)
-    except SeveredError:
+        _serve(pipes, ref)
+    except PipeClosedError:
         sys.exit("a pipe between attncheck and this process is closed")
     except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's where nothing of it is expected)
         line = traceback.format_exception_only(error)[-1].strip()
-        wire.send(HarnessFailure(error=line, traceback="".join(traceback.format_exception(error))))
+        pipes.send(HarnessFailure(error=line, traceback="".join(traceback.format_exception(error))))
 
 
-def _serve(wire: Wire, ref: str) -> None:
+def _serve(pipes: WorkerPipes, ref: str) -> None:
     from attncheck.harness.run.backend_loading import describe_backend, load_backend
 
     backend: LoadedBackend | UnavailableBackend | QuestionError
@@ -117,52 +107,59 @@ def _serve(wire: Wire, ref: str) -> None:
         backend = load_backend(ref)
     except QuestionError as error:
         backend = error
-    assignment = wire.receive()
+    assignment = pipes.receive()
     if not isinstance(assignment, Assignment):
         return
     try:
         if isinstance(backend, QuestionError):
             raise backend
-        introduction = describe_backend(backend, assignment.device)
+        description = describe_backend(backend, assignment.device)
         examiner = _examiner(assignment)
     except QuestionError as error:
-        wire.send(Refused(reason=str(error)))
+        pipes.send(Refused(reason=str(error)))
         return
-    wire.send(Described(introduction=introduction))
+    pipes.send(Described(description=description))
     cases = {case.key: case for case in examiner.plan.cases}
-    while isinstance(request := wire.receive(), Examine):
-        _examine(wire, examiner, backend, cases[request.case], request)
+    while isinstance(request := pipes.receive(), Examine):
+        _examine(pipes, examiner, backend, cases[request.case], request)
 
 
 def _examiner(assignment: Assignment) -> "Examiner":
     """Raises QuestionError where the assignment means something else here than where it comes from."""
     from pathlib import Path
 
-    from attncheck.harness.run.evaluation import Examiner, RunPlan
-    from attncheck.harness.run.selection import select_cases
+    from attncheck.cases.loader import load_suite
+    from attncheck.harness.run.evaluation import Examiner
+    from attncheck.harness.run.preparation import RunSettings, prepare_run
+    from attncheck.harness.run.selection import Selection
 
-    selection = select_cases(assignment.suites, assignment.patterns, assignment.checks)
-    for suite, digest in zip(selection.suites, assignment.digests, strict=True):
+    suites = tuple(map(load_suite, assignment.suites))
+    for suite, digest in zip(suites, assignment.digests, strict=True):
         if suite.hash != digest:
             raise QuestionError(f"{suite.path} has changed since the run began")
-    plan = RunPlan(
-        cases=selection.cases,
-        checks=selection.checks,
+    cases = tuple(case for suite in suites for case in suite.cases)
+    settings = RunSettings(
         device=assignment.device,
         seed=assignment.seed,
         dump=None if assignment.dump is None else Path(assignment.dump),
         timing=assignment.timing,
     )
-    return Examiner(plan, assignment.environment)
+    selection = Selection(suites, assignment.suites, cases, checks=None)  # the run has chosen, and names each case
+    prepared = prepare_run(selection, None, settings, environment=assignment.environment)
+    return Examiner(prepared.plan, prepared.environment)
 
 
 def _examine(
-    wire: Wire, examiner: "Examiner", backend: "LoadedBackend | UnavailableBackend", case: "Case", request: Examine
+    pipes: WorkerPipes,
+    examiner: "Examiner",
+    backend: "LoadedBackend | UnavailableBackend",
+    case: "Case",
+    request: Examine,
 ) -> None:
     def begin(stage: str) -> None:
-        wire.send(Begun(stage=stage))
+        pipes.send(Begun(stage=stage))
 
     for record in examiner.records(case, backend, begin, checks=request.checks, round_number=request.round):
-        wire.send(record)
+        pipes.send(record)
     fault = examiner.fault_of(case)
-    wire.send(Done(blind=None if fault is None else str(fault)))
+    pipes.send(Done(blind=None if fault is None else str(fault)))

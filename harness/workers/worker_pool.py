@@ -1,22 +1,23 @@
-"""The processes of a run's backends, one each: started together, introduced, started anew.
-
-Must not know: cases, records, how backends are chosen.
-"""
+"""The processes of a run's backends, one each: started together, asked for descriptions, started again."""
 
 import os
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from attncheck.errors import BackendLoadError, QuestionError
-from attncheck.harness.run.backend_description import BackendDescription, lacking
+from attncheck.errors import BackendLoadError, InternalError, QuestionError
+from attncheck.harness.run.backend_description import BackendDescription, missing_variables
 from attncheck.harness.workers.protocol import Assignment, Described, HarnessFailure, Refused
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.analysis.crashes import last_words
-from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.header import BackendInfo, Environment
+
+if TYPE_CHECKING:
+    from attncheck.harness.run.evaluation import RunPlan  # loads torch, as the processes do meanwhile
+    from attncheck.harness.run.selection import Selection
 
 
-class WorkerError(Exception):
+class WorkerError(InternalError):
     """attncheck itself failed in the process of a backend: exit code 3, as if it had failed here."""
 
     def __init__(self, ref: str, fault: HarnessFailure) -> None:
@@ -28,10 +29,10 @@ class WorkerPool:
     """The processes by their backends' references; a context manager, on leaving which all have ended."""
 
     def __init__(self) -> None:
-        self._children: dict[str, WorkerProcess] = {}
+        self._processes: dict[str, WorkerProcess] = {}
         self._environments: dict[str, dict[str, str]] = {}
-        self._said: dict[str, BackendInfo] = {}
-        self._dismissed: list[WorkerProcess] = []
+        self._infos: dict[str, BackendInfo] = {}
+        self._finishing: list[WorkerProcess] = []
         self._assignment: Assignment | None = None
 
     def __enter__(self) -> Self:
@@ -40,20 +41,34 @@ class WorkerPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for process in (*self._children.values(), *self._dismissed):
+        for process in (*self._processes.values(), *self._finishing):
             process.close(at_once=kind is not None)
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the processes of ``refs`` that are not there yet; they load their backends by themselves."""
         for ref in refs:
-            if ref not in self._children:
-                self._children[ref] = WorkerProcess(ref, self._environments.get(ref, {}))
+            if ref not in self._processes:
+                self._processes[ref] = WorkerProcess(ref, self._environments.get(ref, {}))
+
+    def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
+        """Assign the run of ``plan`` to the processes."""
+        self.assign(
+            Assignment(
+                suites=selection.refs,
+                digests=tuple(suite.hash for suite in selection.suites),
+                device=plan.device,
+                seed=plan.seed,
+                dump=None if plan.dump is None else str(plan.dump.absolute()),
+                environment=environment,
+                timing=plan.timing,
+            )
+        )
 
     def assign(self, assignment: Assignment) -> None:
-        """What the run is about; comes before :meth:`introduce`."""
+        """What the run is about; comes before :meth:`describe`."""
         self._assignment = assignment
 
-    def introduce(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
+    def describe(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         """What each backend says of itself, or why it cannot be loaded.
 
         One that requires an environment its process does not have is started again with it.
@@ -61,8 +76,8 @@ class WorkerPool:
         Raises:
             WorkerError: attncheck itself failed in one of the processes.
         """
-        found = dict(zip(refs, self._introduced(refs), strict=True))
-        again = {ref: needs for ref, each in found.items() if (needs := self._lacking(ref, each))}
+        found = dict(zip(refs, self._described(refs), strict=True))
+        again = {ref: needs for ref, each in found.items() if (needs := self._missing(ref, each))}
         for ref, needs in again.items():
             self.discard(ref)
             self._environments[ref] = self._environments.get(ref, {}) | needs
@@ -71,68 +86,68 @@ class WorkerPool:
             except OSError as error:  # a variable longer than the system takes
                 reason = f"its process cannot be started with the environment it requires: {error.strerror}"
                 found[ref] = BackendLoadError(ref, reason)
-        started = tuple(ref for ref in again if ref in self._children)
-        found |= zip(started, self._introduced(started), strict=True)
+        started = tuple(ref for ref in again if ref in self._processes)
+        found |= zip(started, self._described(started), strict=True)
         for ref, given in again.items():
-            if needs := self._lacking(ref, found[ref]):
+            if needs := self._missing(ref, found[ref]):
                 found[ref] = BackendLoadError(ref, f"started with {given}, it now requires {needs}")
-        self._said |= {ref: each.info for ref, each in found.items() if isinstance(each, BackendDescription)}
+        self._infos |= {ref: each.info for ref, each in found.items() if isinstance(each, BackendDescription)}
         return list(found.values())
 
     def process(self, ref: str) -> WorkerProcess | None:
         """The process of a backend; None where it has ended."""
-        return self._children.get(ref)
+        return self._processes.get(ref)
 
-    def renew(self, ref: str) -> WorkerProcess:
+    def restart(self, ref: str) -> WorkerProcess:
         """A fresh process in place of the one of ``ref``.
 
         Raises:
-            QuestionError: it does not come as far as the first one did, or introduces itself otherwise.
+            QuestionError: it does not come as far as the first one did, or describes itself otherwise.
             WorkerError: attncheck itself failed in it.
         """
         self.discard(ref)
-        (introduction,) = self._introduced([ref])
-        if isinstance(introduction, QuestionError):
-            raise introduction
-        if not introduction.is_loaded:
-            raise QuestionError("; ".join(introduction.unavailable_reasons))
-        if introduction.info != self._said[ref]:
+        (description,) = self._described([ref])
+        if isinstance(description, QuestionError):
+            raise description
+        if not description.is_loaded:
+            raise QuestionError("; ".join(description.unavailable_reasons))
+        if description.info != self._infos[ref]:
             raise QuestionError(f"{ref} is not what it was when the run began")
-        return self._children[ref]
+        return self._processes[ref]
 
     def discard(self, ref: str) -> None:
         """End the process of ``ref`` at once."""
-        if (process := self._children.pop(ref, None)) is not None:
+        if (process := self._processes.pop(ref, None)) is not None:
             process.close()
 
-    def dismiss(self, ref: str) -> None:
-        """Let the process of ``ref`` end by itself; those dismissed before have had their time."""
-        while self._dismissed:
-            self._dismissed.pop().close()
-        if (process := self._children.pop(ref, None)) is not None:
-            process.dismiss()
-            self._dismissed.append(process)
+    def finish(self, ref: str) -> None:
+        """Let the process of ``ref`` end by itself; those that were finishing have had their time."""
+        while self._finishing:
+            self._finishing.pop().close()
+        if (process := self._processes.pop(ref, None)) is not None:
+            process.finish()
+            self._finishing.append(process)
 
     def isolate(self, ref: str) -> None:
         """End all processes but that of ``ref``; on return nothing else of the run is at work, or ending."""
-        self.keep([ref])
-        while self._dismissed:
-            self._dismissed.pop().close()
+        self.keep_only([ref])
+        while self._finishing:
+            self._finishing.pop().close()
 
-    def keep(self, refs: Iterable[str]) -> None:
+    def keep_only(self, refs: Iterable[str]) -> None:
         """End all processes but those of ``refs``."""
-        for ref in set(self._children) - set(refs):
+        for ref in set(self._processes) - set(refs):
             self.discard(ref)
 
-    def _introduced(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
+    def _described(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         if self._assignment is None:
-            raise RuntimeError("assign() comes before the first introduction")
+            raise RuntimeError("assign() comes before the first description")
         self.start(refs)
         for ref in refs:
-            self._children[ref].send(self._assignment)
-        return [self._introduction(self._children[ref]) for ref in refs]
+            self._processes[ref].send(self._assignment)
+        return [self._description(self._processes[ref]) for ref in refs]
 
-    def _introduction(self, process: WorkerProcess) -> BackendDescription | QuestionError:
+    def _description(self, process: WorkerProcess) -> BackendDescription | QuestionError:
         try:
             answer = process.receive()
         except ProcessEndedError as ended:
@@ -142,15 +157,15 @@ class WorkerPool:
             return BackendLoadError(process.ref, reason, allowed="with --in-process it is loaded under your debugger")
         match answer:
             case Described():
-                return answer.introduction
+                return answer.description
             case Refused():
                 return QuestionError(answer.reason)
             case HarnessFailure():
                 raise WorkerError(process.ref, answer)
             case _:
-                raise RuntimeError(f"the process of {process.ref} introduced itself by {answer.kind!r}")
+                raise RuntimeError(f"the process of {process.ref} described itself by {answer.kind!r}")
 
-    def _lacking(self, ref: str, found: BackendDescription | QuestionError) -> dict[str, str]:
+    def _missing(self, ref: str, found: BackendDescription | QuestionError) -> dict[str, str]:
         if isinstance(found, QuestionError):
             return {}
-        return lacking(found.info.required_environment, {**os.environ, **self._environments.get(ref, {})})
+        return missing_variables(found.info.required_environment, {**os.environ, **self._environments.get(ref, {})})

@@ -19,7 +19,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from attncheck.errors import AttncheckError
+from attncheck.errors import InternalError
 from attncheck.harness.workers.protocol import Answer, Request, format_message, parse_answer
 
 _START = """\
@@ -40,11 +40,8 @@ _LONGEST = 2**27
 _ROOM = 2**20
 """Bytes of answers that wait to be read; Linux gives no more to everybody."""
 
-_LONGEST_ANSWER = 2**24
-"""Bytes; who writes more without the end of a line is not the worker."""
 
-
-class ProcessEndedError(AttncheckError):
+class ProcessEndedError(InternalError):
     """A backend's process ended while an answer was due. ``cause`` in words, ``output``: the end of what it printed."""
 
     def __init__(self, cause: str, output: str) -> None:
@@ -60,7 +57,7 @@ class WorkerProcess:
 
     def __init__(self, ref: str, environment: Mapping[str, str]) -> None:
         self.ref = ref
-        self._told_at: float | None = None
+        self._finishing_since: float | None = None
         self._received = bytearray()
         with contextlib.ExitStack() as started:
             self._printed = started.enter_context(tempfile.TemporaryFile())
@@ -119,8 +116,6 @@ class WorkerProcess:
                     return parse_answer(bytes(line))
                 except ValidationError:
                     raise self._intruded() from None
-            if len(line) > _LONGEST_ANSWER:
-                raise self._intruded()
             is_over = self.has_ended  # before the pipe is looked at: nothing comes behind it
             if self._poll.poll(0 if is_over else _LOOK_EVERY_MS):
                 chunk = os.read(self._reading, 2**16)
@@ -135,21 +130,21 @@ class WorkerProcess:
         """Forget what was printed so far."""
         os.ftruncate(self._printed.fileno(), 0)
 
-    def dismiss(self) -> None:
+    def finish(self) -> None:
         """Tell the process that nothing more will be asked; it ends by itself, and is closed later."""
-        if self._told_at is None:
-            self._told_at = time.monotonic()
+        if self._finishing_since is None:
+            self._finishing_since = time.monotonic()
             os.close(self._writing)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the process with all it started; one that was dismissed gets a moment for it. May be repeated."""
+        """End the process with all it started; one that is finishing gets a moment for it. May be repeated."""
         if self._printed.closed:
             return
-        if self._told_at is not None and not at_once:
+        if self._finishing_since is not None and not at_once:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(max(self._told_at + _GRACE_S - time.monotonic(), 0))
+                self._process.wait(max(self._finishing_since + _GRACE_S - time.monotonic(), 0))
         self._kill()
-        self.dismiss()
+        self.finish()
         os.close(self._reading)
         self._printed.close()
 

@@ -16,10 +16,24 @@
     |   |-- RunFileError             a run file that cannot be trusted: path, line, why
     |   `-- MissingExtraError        something asked for needs a package that is not installed
     |-- BackendUnavailableError      a registered backend cannot run on this machine: an outcome, not a fault
-    `-- ReferenceArgumentError       the reference refuses an undefined argument (also a ValueError)
+    |-- ReferenceArgumentError       the reference refuses an undefined argument (also a ValueError)
+    `-- InternalError                from one part of attncheck to another, each defined in its own module
+        |-- StageError               a backend raised: carries what, and in which stage of the contract
+        |-- CodecError               a cache codec cannot be trusted
+        |-- _UnfitError              what a cache writer did is no layout that can be learned
+        |-- FormError                an answer is no tensor of the right shape, dtype and device
+        |-- CaptureError             a forward cannot be captured as a CUDA graph
+        |-- UnseenError              the recorder of graphs cannot see what a forward does
+        |-- ReleasedMemoryError      a replayed graph wrote to memory that is no longer its own
+        |-- UntrustworthyTimeError   a time cannot be trusted: ends the measurement
+        |-- UnfitQuestionError       a question to a provider that the reference answers otherwise than it should
+        |-- ProcessEndedError        a backend's process ended while an answer was due
+        |-- PipeClosedError          the pipe between the run and a backend's process is closed
+        |-- WorkerError              attncheck itself failed in a backend's process
+        `-- FellShortError           a record that fell short, on its way to pytest's report
 
-Errors are fields; ``str()`` renders them, and nothing else in attncheck composes these sentences. Anything outside
-this tree that reaches the command line is a fault of attncheck itself: exit code 3.
+Errors are fields; ``str()`` renders them, and nothing else in attncheck composes these sentences. An internal error, or
+anything outside this tree, that reaches the command line is a fault of attncheck itself: exit code 3.
 """
 
 from collections.abc import Sequence
@@ -190,6 +204,10 @@ class ReferenceArgumentError(AttncheckError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.argument} = {shorten(self.value)}: must be {self.required}"
+
+
+class InternalError(AttncheckError):
+    """Carries an outcome from one part of attncheck to another, which catches it."""
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from attncheck.errors import AttncheckError
+from attncheck.errors import InternalError
 from attncheck.harness.checks.cudagraph.call_sites import SourceLine, call_site_of
 from attncheck.harness.checks.cudagraph.recorder import (
     CaptureError,
@@ -42,7 +42,7 @@ _NAN = 0xFF
 """A byte that makes NaN of every floating type, when it fills all bytes of a number."""
 
 
-class ReleasedMemoryError(AttncheckError):
+class ReleasedMemoryError(InternalError):
     """A replay wrote to memory that nobody has held since the capture, and that may be anybody's by then."""
 
 

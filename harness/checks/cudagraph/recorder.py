@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from attncheck.errors import AttncheckError
+from attncheck.errors import InternalError
 
 RecorderName = Literal["cuda", "emulated"]
 
@@ -40,7 +40,7 @@ class Violation:
         return f"{self.kind}: {self.call}{place}"
 
 
-class CaptureError(AttncheckError):
+class CaptureError(InternalError):
     """``forward`` cannot be captured; ``violations`` says why, in the order they came, each once."""
 
     def __init__(self, violations: tuple[Violation, ...]) -> None:
@@ -48,7 +48,7 @@ class CaptureError(AttncheckError):
         super().__init__("; ".join(map(str, violations)))
 
 
-class UnseenError(AttncheckError):
+class UnseenError(InternalError):
     """The recorder cannot see what ``forward`` does, so that nothing can be said about it here; the reason in words."""
 
 

@@ -20,11 +20,10 @@ from attncheck.harness.checks.cudagraph.graph_inputs import a_step_earlier, allo
 from attncheck.harness.checks.cudagraph.metadata_trace import MetadataTrace, tensors_in, trace
 from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recorder, UnseenError
-from attncheck.harness.driver.changed_inputs import changed_inputs
 from attncheck.harness.driver.construction import construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.forward import BackendLayer, OutputBuffers
-from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of
+from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs, forward_calls_of
 from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.persistent_inputs import map_tensors

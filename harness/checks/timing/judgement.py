@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attncheck.backends.conventions import Conventions
-from attncheck.errors import AttncheckError
+from attncheck.errors import InternalError
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.lse import lse_shares
 from attncheck.harness.checks.numerics import summarize
@@ -45,7 +45,7 @@ Codes in a cache are coarser than rows.
 """
 
 
-class UntrustworthyTimeError(AttncheckError):
+class UntrustworthyTimeError(InternalError):
     """Ends a measurement: ``finding`` says what was wrong with it."""
 
     def __init__(self, finding: Broken) -> None:

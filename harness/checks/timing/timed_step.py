@@ -23,10 +23,9 @@ from attncheck.harness.checks.timing.judgement import (
     copy_answer,
     require_stored,
 )
-from attncheck.harness.driver.changed_inputs import changed_inputs
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.forward import OutputBuffers
-from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of
+from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs, forward_calls_of
 from attncheck.harness.driver.persistent_inputs import PersistentInputs, map_tensors, span
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import Step, make_step, request_order

@@ -1,1 +1,29 @@
-"""The subjects, theme by theme: what each function of the reference is asked, and how its answer is read."""
+"""The subjects, theme by theme: what each function of the reference is asked, and how its answer is read.
+
+``SUBJECTS`` holds them all, in the order they are reported.
+"""
+
+from attncheck.harness.providers.questions import Subject
+from attncheck.harness.providers.subjects import (
+    contract,
+    kernels,
+    layers,
+    layout,
+    order,
+    paths,
+    ubatches,
+    v0_sequences,
+    v0_steps,
+)
+
+SUBJECTS: tuple[Subject, ...] = (
+    *contract.SUBJECTS,
+    *ubatches.SUBJECTS,
+    *order.SUBJECTS,
+    *paths.SUBJECTS,
+    *kernels.SUBJECTS,
+    *layout.SUBJECTS,
+    *layers.SUBJECTS,
+    *v0_sequences.SUBJECTS,
+    *v0_steps.SUBJECTS,
+)

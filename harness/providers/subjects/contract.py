@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, subject_call
 
 
 def _value(target: Any) -> Any:
@@ -20,7 +20,7 @@ def _value(target: Any) -> Any:
 
 def _just(text: str) -> Any:
     def questions(_: SubjectSetting) -> Iterator[SubjectCall]:
-        yield question(text)
+        yield subject_call(text)
 
     return questions
 
@@ -69,8 +69,8 @@ FIRST_FIELDS = (
 
 
 def _metadata(_: SubjectSetting) -> Iterator[SubjectCall]:
-    yield question("its fields")
-    yield question(
+    yield subject_call("its fields")
+    yield subject_call(
         "made by position, causal included",
         names=list(FIRST_FIELDS),
         values=[*range(11), False],
@@ -90,12 +90,12 @@ def _is_fast_prefill(target: Any, *, attributes: list[str], derived: bool) -> An
 
 def _protocol(_: SubjectSetting) -> Iterator[SubjectCall]:
     for attributes in (PROTOCOL, PROTOCOL[:1], PROTOCOL[1:], ()):
-        yield question(
+        yield subject_call(
             f"an object with {' and '.join(attributes) or 'neither attribute'}",
             attributes=list(attributes),
             derived=False,
         )
-    yield question("a class derived from it", "derived", attributes=[], derived=True)
+    yield subject_call("a class derived from it", "derived", attributes=[], derived=True)
 
 
 def _builder_of(target: Any) -> Any:
@@ -169,9 +169,9 @@ def _config(speculative: int | None, *, ranks: int = 1, parallel_drafting: bool 
 
 
 def _builders(_: SubjectSetting) -> Iterator[SubjectCall]:
-    yield question("its methods and attributes", what="facts")
-    yield question("cudagraph_support", "cudagraph_support", what="support")
-    yield question("use_cascade_attention", "use_cascade_attention", what="cascade")
+    yield subject_call("its methods and attributes", what="facts")
+    yield subject_call("cudagraph_support", "cudagraph_support", what="support")
+    yield subject_call("use_cascade_attention", "use_cascade_attention", what="cascade")
     cases: tuple[tuple[tuple[Any, ...], int | None], ...] = (
         ((), -1),
         ((1, True), 3),
@@ -184,14 +184,14 @@ def _builders(_: SubjectSetting) -> Iterator[SubjectCall]:
     )
     for arguments, speculative in cases:
         config = "no speculative config" if speculative == -1 else f"{speculative} speculative tokens"
-        yield question(
+        yield subject_call(
             f"_init_reorder_batch_threshold{arguments}, {config}",
             what="threshold",
             arguments=arguments,
             vllm_config=_config(speculative),
         )
     for arguments in [(None, True), (2, False)]:
-        yield question(
+        yield subject_call(
             f"_init_reorder_batch_threshold{arguments}, the config not to be looked at",
             "config not needed",
             what="threshold",
@@ -199,14 +199,14 @@ def _builders(_: SubjectSetting) -> Iterator[SubjectCall]:
             vllm_config=None,
         )
     for arguments in [(4, False), (None, False)]:
-        yield question(
+        yield subject_call(
             f"_init_reorder_batch_threshold{arguments}, two ranks of decode context parallelism",
             "context parallelism",
             what="threshold",
             arguments=arguments,
             vllm_config=_config(-1, ranks=2),
         )
-    yield question(
+    yield subject_call(
         "_init_reorder_batch_threshold(1, True), 3 speculative tokens drafted in parallel",
         "parallel drafting",
         what="threshold",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, are_apart, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, are_apart, subject_call
 
 
 def _programs(target: Any, *, query_start_loc_p: Tensor) -> dict[str, Any]:
@@ -29,12 +29,12 @@ def _programs(target: Any, *, query_start_loc_p: Tensor) -> dict[str, Any]:
 
 def _conv1d(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
-        yield question(str(batch), query_start_loc_p=batch.offsets().to(setting.device))
+        yield subject_call(str(batch), query_start_loc_p=batch.offsets().to(setting.device))
 
     def ask(*starts: int, tags: tuple[str, ...] = ()) -> SubjectCall:
         given = torch.tensor(starts, dtype=torch.int32, device=setting.device)
         text = f"start locations {' '.join(map(str, starts)) or 'none'}"
-        return question(text, *tags, refused=bool(tags), query_start_loc_p=given)
+        return subject_call(text, *tags, refused=bool(tags), query_start_loc_p=given)
 
     yield ask(0)
     yield ask(0, 17)
@@ -61,7 +61,7 @@ IMPOSSIBLE = ((5, 0, None, 1), (5, 4, 4, 1), (5, 4, -1, 1), (5, 4, 0, 0), (-5, 4
 
 def _local_lens(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(lens: Tensor, text: str, size: int, rank: Any, stripe: int, *tags: str) -> SubjectCall:
-        return question(
+        return subject_call(
             f"{text}: rank {'all' if rank is None else rank} of {size}, interleave {stripe}",
             *tags,
             refused=bool(tags),
@@ -77,7 +77,7 @@ def _local_lens(setting: SubjectSetting) -> Iterator[SubjectCall]:
         for size, rank, stripe in RANKS:
             yield ask(lens, str(batch), size, rank, stripe)
         yield ask(lens, str(batch), 4, one, 2)
-        yield question(f"{batch}: by default", seq_lens=lens)
+        yield subject_call(f"{batch}: by default", seq_lens=lens)
     for length, size, rank, stripe in IMPOSSIBLE:
         lens = torch.tensor([length], dtype=torch.int32, device=setting.device)
         yield ask(lens, f"length {length}", size, rank, stripe, "malformed")
@@ -103,7 +103,7 @@ def _viewed(target: Any, **arguments: Any) -> dict[str, Any]:
 def _queries(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(query: Tensor, size: int, *, text: str = "", refused: bool = False) -> SubjectCall:
         told = f"{list(query.shape)}{text}, batch size {size}"
-        return question(told, refused=refused, query=query.to(setting.device), batch_size=size)
+        return subject_call(told, refused=refused, query=query.to(setting.device), batch_size=size)
 
     for shape, size in [((6, 2, 8), 3), ((4, 2, 8), 1), ((0, 2, 8), 3), ((8, 1, 4), 8)]:
         yield ask(_numbered(*shape), size)
@@ -115,7 +115,7 @@ def _queries(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 def _outputs(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(output: Tensor, *, text: str = "", refused: bool = False) -> SubjectCall:
-        return question(f"{list(output.shape)}{text}", refused=refused, attn_output=output.to(setting.device))
+        return subject_call(f"{list(output.shape)}{text}", refused=refused, attn_output=output.to(setting.device))
 
     yield ask(_numbered(3, 2, 2, 8))
     yield ask(_numbered(6, 2, 8))

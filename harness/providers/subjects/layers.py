@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, subject_call
 from attncheck.reference import PerLayerParameters
 
 Layer = tuple[Any, ...]
@@ -23,7 +23,7 @@ def _ask_parameters(target: Any, *, arguments: Layer) -> dict[str, Any]:
 
 def _parameters(_: SubjectSetting) -> Iterator[SubjectCall]:
     for arguments in [(1, None, 0.5), (1, None, 0.5, False, True, True), (1, 0.0, 0.5), (-1, 30.0, 0.125, True)]:
-        yield question(f"made from {arguments}", arguments=arguments)
+        yield subject_call(f"made from {arguments}", arguments=arguments)
 
 
 class Impl:
@@ -56,7 +56,7 @@ def _layers(_: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(*names: str, tag: str = "", refused: bool = False) -> SubjectCall:
         layers = {name: SimpleNamespace(impl=impl) for name, impl in IMPLS.items()}
         context = {**layers, "no attention": SimpleNamespace()}
-        return question(
+        return subject_call(
             f"layers {', '.join(names) or 'none'}",
             *([tag] if tag else []),
             refused=refused,
@@ -77,7 +77,7 @@ def _layers(_: SubjectSetting) -> Iterator[SubjectCall]:
 def _groups(_: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(*layers: Layer, refused: bool = False) -> SubjectCall:
         entries = {f"layer {number}": PerLayerParameters(*layer) for number, layer in enumerate(layers)}
-        return question(" and ".join(map(str, layers)) or "no layer", refused=refused, per_layer_params=entries)
+        return subject_call(" and ".join(map(str, layers)) or "no layer", refused=refused, per_layer_params=entries)
 
     yield ask((127, None, 0.5), (127, None, 0.5))
     yield ask((127, None, 0.5), (127, 30.0, 0.5))
@@ -121,7 +121,7 @@ def _ask_backend(
 
 def _backends(_: SubjectSetting) -> Iterator[SubjectCall]:
     for prefix in ("Local", ""):
-        yield question(
+        yield subject_call(
             f"prefix {prefix!r}", name_prefix=prefix, attention_backend_cls=DerivableBackend, builder_cls=str
         )
 
@@ -156,7 +156,7 @@ def _metadata(_: SubjectSetting) -> Iterator[SubjectCall]:
         prefix: str, base: type, added: list[tuple[str, Any, Any]], values: tuple[Any, ...], *, refused: bool = False
     ) -> SubjectCall:
         further = ", ".join(name for name, _, _ in added) or "nothing"
-        return question(
+        return subject_call(
             f"{prefix!r} before {base.__name__}({', '.join(_fields_of(base))}), adding {further}",
             refused=refused,
             name_prefix=prefix,

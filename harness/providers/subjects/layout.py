@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, subject_call
 
 VARIABLE = "VLLM_KV_CACHE_LAYOUT"
 
@@ -55,7 +55,7 @@ def _put(put: Any, get: Any, *, steps: list[Step]) -> list[Any]:
 
 def _ask(*steps: Step) -> SubjectCall:
     told = ", ".join(action if value is None and action != "set" else f"{action} {value!r}" for action, value in steps)
-    return question(told, steps=list(steps))
+    return subject_call(told, steps=list(steps))
 
 
 GET, CLEAR = ("get", None), ("clear", None)
@@ -77,7 +77,7 @@ def _overrides(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 def _values(_: SubjectSetting) -> Iterator[SubjectCall]:
     for value in ("NHD", "HND", "nhd", "", "LBNHC", " NHD"):
-        yield question(repr(value), value=value)
+        yield subject_call(repr(value), value=value)
 
 
 SUBJECTS = (

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attncheck.harness.providers.batches import ProviderBatch
-from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, subject_call
 
 THRESHOLDS = (1, 2, 4)
 
@@ -26,7 +26,7 @@ def _boundaries(setting: SubjectSetting) -> Iterator[SubjectCall]:
         metadata = batch.metadata(setting.device)
         uniformly = ", uniform" if uniform else ""
         bound = f", max_query_len {spare} above the truth" if spare else ""
-        return question(
+        return subject_call(
             f"{batch}: threshold {threshold}{uniformly}{bound}",
             *tags,
             refused=refused,
@@ -40,7 +40,7 @@ def _boundaries(setting: SubjectSetting) -> Iterator[SubjectCall]:
             yield ask(batch, threshold)
             yield ask(batch, threshold, uniform=True)
         yield ask(batch, 1, spare=3)
-        yield question(f"{batch}: by default", common_attn_metadata=batch.metadata(setting.device))
+        yield subject_call(f"{batch}: by default", common_attn_metadata=batch.metadata(setting.device))
     yield ask(setting.batches[0], -1, "malformed", refused=True)
 
 
@@ -80,9 +80,9 @@ def _orders(setting: SubjectSetting) -> Iterator[SubjectCall]:
             "input_batch": InputBatch(names, np.array(computed, np.int32), np.array(prompts, np.int32)),
             "scheduler_output": SimpleNamespace(num_scheduled_tokens=scheduled),
         }
-        yield question(f"{text}: by default", *tags, **asked)
+        yield subject_call(f"{text}: by default", *tags, **asked)
         for threshold in THRESHOLDS:
-            yield question(f"{text}: threshold {threshold}", *tags, **asked, decode_threshold=threshold)
+            yield subject_call(f"{text}: threshold {threshold}", *tags, **asked, decode_threshold=threshold)
 
     for batch in setting.batches:
         computed, prompts = (9,) * batch.num_reqs, (5,) * batch.num_reqs
@@ -90,7 +90,7 @@ def _orders(setting: SubjectSetting) -> Iterator[SubjectCall]:
     yield from ask("counts 5 1 7 1 1, all past their prompts", (5, 1, 7, 1, 1), (9,) * 5, (5,) * 5)
     yield from ask("a first chunk of one token", (1, 1, 6), (0, 5, 3), (1, 5, 10), "first chunks")
     yield from ask("no request at all", (), (), ())
-    yield question(
+    yield subject_call(
         "a request that was not scheduled",
         refused=True,
         input_batch=InputBatch(["r0", "r1"], np.array([9, 9], np.int32), np.array([5, 5], np.int32)),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attncheck.harness.providers.batches import ALWAYS, ProviderBatch
-from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, are_apart, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, are_apart, subject_call
 from attncheck.reference import CommonAttentionMetadata
 
 TWO = ProviderBatch("two prompts", (6, 4), (6, 9), block_size=4)
@@ -21,7 +21,7 @@ DECODES = ProviderBatch("two decodes", (1, 1), (6, 9), block_size=4)
 def _chunks(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(batch: ProviderBatch, chunk: int, block_size: int, *tags: str, refused: bool = False) -> SubjectCall:
         tags = (*tags, "padding requests") if batch.has_padding_requests else tags
-        return question(
+        return subject_call(
             f"{batch}: chunks of {chunk}, pages of {block_size}",
             *tags,
             refused=refused,
@@ -35,7 +35,7 @@ def _chunks(setting: SubjectSetting) -> Iterator[SubjectCall]:
         beyond = -(-(max(batch.seq_lens) + 1) // page) * page
         for chunk in dict.fromkeys((page, 2 * page, 4 * page, beyond)):
             yield ask(batch, chunk, page)
-    yield question(
+    yield subject_call(
         f"{TWO}: whose storage, where the device is the host",
         "storage",
         attn_chunk_size=4,
@@ -45,7 +45,7 @@ def _chunks(setting: SubjectSetting) -> Iterator[SubjectCall]:
     )
     yield ask(TWO, 4, 3, refused=True)
     yield ask(TWO, 4, 0, refused=True)
-    yield question(
+    yield subject_call(
         "5 new tokens of 3",
         "malformed",
         refused=True,
@@ -113,14 +113,14 @@ def _reductions(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(batch: ProviderBatch, what: str, indices: list[int] | None, *tags: str, **options: Any) -> SubjectCall:
         spare = options.pop("spare", 0)
         metadata = _armed(batch, setting.device, indices, spare)
-        return question(f"{batch}: {what}", *tags, common_attn_metadata=metadata, **options)
+        return subject_call(f"{batch}: {what}", *tags, common_attn_metadata=metadata, **options)
 
     for batch in setting.batches:
         yield ask(batch, "the last token of each request", _last_tokens(batch, 1), spare=2)
         yield ask(batch, "the last two tokens of each request", _last_tokens(batch, 2))
         yield ask(batch, "every token", list(range(batch.num_tokens)))
         yield ask(batch, "no token", [], spare=1)
-    yield question(
+    yield subject_call(
         f"{TWO}: whose storage, where the device is the host",
         "storage",
         common_attn_metadata=_armed(TWO, HOST, [5, 9], 0),
@@ -185,7 +185,7 @@ def _backends(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(
         batch: ProviderBatch, what: str, indices: list[int] | None, *tags: str, refused: bool = False
     ) -> SubjectCall:
-        return question(
+        return subject_call(
             f"{batch}: {what}",
             *tags,
             refused=refused,

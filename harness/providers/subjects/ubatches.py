@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attncheck.harness.providers.batches import ALWAYS, ProviderBatch
-from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, are_apart, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, are_apart, subject_call
 from attncheck.reference import CommonAttentionMetadata, UBatchSlice
 
 MIXED = next(batch for batch in ALWAYS if batch.name == "mixed")
@@ -28,7 +28,7 @@ def _slice(target: Any, *, query_start_loc: torch.Tensor, request_slice: slice) 
 
 def _slices(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(starts: torch.Tensor, text: str, first: int, stop: int, *tags: str, refused: bool = False) -> SubjectCall:
-        return question(
+        return subject_call(
             f"{text}: requests {first}:{stop}",
             *tags,
             refused=refused,
@@ -60,7 +60,7 @@ def _ask_slice(target: Any, *, request_slice: slice, token_slice: slice) -> dict
 
 def _slice_questions(_: SubjectSetting) -> Iterator[SubjectCall]:
     for cut in ((0, 2, 0, 5), (1, 1, 0, 5), (0, 2, 4, 4), (0, 2, 3, 8)):
-        yield question(_told(cut), request_slice=slice(*cut[:2]), token_slice=slice(*cut[2:]))
+        yield subject_call(_told(cut), request_slice=slice(*cut[:2]), token_slice=slice(*cut[2:]))
 
 
 def _cut_at(batch: ProviderBatch, first: int, stop: int) -> Cut:
@@ -119,11 +119,11 @@ def _one_piece(setting: SubjectSetting) -> Iterator[SubjectCall]:
         cuts = [_cut_at(batch, first, stop) for first, stop in edges if first < stop <= end]
         for cut in dict.fromkeys([*cuts, _whole(batch), *_pieces(batch, min(2, end))]):
             text = f"{batch}: {_told(cut)}"
-            yield question(text, *_tags(batch), ubatch_slice=_ubatch(cut), attn_metadata=metadata)
+            yield subject_call(text, *_tags(batch), ubatch_slice=_ubatch(cut), attn_metadata=metadata)
     metadata = MIXED.metadata(setting.device)
     for cut, tag in MEANINGLESS:
         text = f"{MIXED}: {_told(cut)}"
-        yield question(text, tag, refused=True, ubatch_slice=_ubatch(cut), attn_metadata=metadata)
+        yield subject_call(text, tag, refused=True, ubatch_slice=_ubatch(cut), attn_metadata=metadata)
     dummy = replace(
         metadata,
         query_start_loc=torch.zeros_like(metadata.query_start_loc),
@@ -131,12 +131,12 @@ def _one_piece(setting: SubjectSetting) -> Iterator[SubjectCall]:
     )
     cut = (0, 3, 0, 12)
     text = f"start locations all 0: {_told(cut)}"
-    yield question(text, refused=True, ubatch_slice=_ubatch(cut), attn_metadata=dummy)
+    yield subject_call(text, refused=True, ubatch_slice=_ubatch(cut), attn_metadata=dummy)
 
 
 def _many_pieces(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(batch: ProviderBatch, cuts: list[Cut], *tags: str, refused: bool = False) -> SubjectCall:
-        return question(
+        return subject_call(
             f"{batch}: {'; '.join(map(_told, cuts)) or 'no piece'}",
             *tags,
             *_tags(batch),

@@ -8,7 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, subject_call
 
 SEQUENCES = 4
 """So many sequences of each batch are asked about, each by itself."""
@@ -17,13 +17,13 @@ SEQUENCES = 4
 def _empty_tables(_: SubjectSetting) -> Iterator[SubjectCall]:
     given: list[Any] = [None, {}, {3: None}, {3: None, 4: None}, {3: [0]}, {3: []}, {3: None, 4: [1]}, [], "tables"]
     for tables in given:
-        yield question(repr(tables), block_tables=tables)
+        yield subject_call(repr(tables), block_tables=tables)
 
 
 def _starts(_: SubjectSetting) -> Iterator[SubjectCall]:
     for is_prompt, new, context in [(True, 10, 0), (False, 10, 0), (True, 10, 32), (False, 1, 40)]:
         for window in (None, 1, 8, 10, 64):
-            yield question(
+            yield subject_call(
                 f"{'prompt' if is_prompt else 'decode'}, {new} new behind {context}, window {window}",
                 is_prompt=is_prompt,
                 query_len=new,
@@ -35,7 +35,7 @@ def _starts(_: SubjectSetting) -> Iterator[SubjectCall]:
 def _slots(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(text: str, lens: tuple[int, int, int], block_size: int, tables: Any, **options: Any) -> SubjectCall:
         seq_len, context_len, start_idx = lens
-        return question(
+        return subject_call(
             f"{text}: {seq_len} tokens, context {context_len}, from {start_idx}, blocks of {block_size}",
             refused=options.get("refused", False),
             is_profile_run=options.get("profile", False),
@@ -68,7 +68,7 @@ def _slots(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 def _spans(_: SubjectSetting) -> Iterator[SubjectCall]:
     for start, end, size in [(0, 10, 4), (6, 10, 4), (9, 10, 4), (5, 5, 4), (0, 320, 16), (3, 7, 1)]:
-        yield question(
+        yield subject_call(
             f"positions {start} to {end}, blocks of {size}",
             slot_mapping=[7],
             block_table=[11, 2, 5, *range(50, 90)],
@@ -95,10 +95,10 @@ def _extend(target: Any, *, others: list[Any]) -> dict[str, Any]:
 
 
 def _maps(_: SubjectSetting) -> Iterator[SubjectCall]:
-    yield question("an empty map", others=[])
-    yield question("one map", others=[ONE])
-    yield question("two maps", others=[ONE, OTHER])
-    yield question("two rows for three", refused=True, others=[_map([range(2)], 2, [range(3)], 5)])
+    yield subject_call("an empty map", others=[])
+    yield subject_call("one map", others=[ONE])
+    yield subject_call("two maps", others=[ONE, OTHER])
+    yield subject_call("two rows for three", refused=True, others=[_map([range(2)], 2, [range(3)], 5)])
 
 
 TYPES = ("decoder", "encoder", "encoder_only", "encoder_decoder")
@@ -126,17 +126,17 @@ def _metadata(**changes: Any) -> SimpleNamespace:
 
 def _token_counts(_: SubjectSetting) -> Iterator[SubjectCall]:
     for kind in TYPES:
-        yield question(kind, attn_metadata=_metadata(), attn_type=kind)
-    yield question("decoder, no encoder", attn_metadata=_metadata(num_encoder_tokens=None), attn_type="decoder")
+        yield subject_call(kind, attn_metadata=_metadata(), attn_type=kind)
+    yield subject_call("decoder, no encoder", attn_metadata=_metadata(num_encoder_tokens=None), attn_type="decoder")
     for kind in ("encoder", "encoder_decoder"):
         told = f"{kind}, no count of its tokens"
-        yield question(told, refused=True, attn_metadata=_metadata(num_encoder_tokens=None), attn_type=kind)
+        yield subject_call(told, refused=True, attn_metadata=_metadata(num_encoder_tokens=None), attn_type=kind)
 
 
 def _lengths_and_tables(_: SubjectSetting) -> Iterator[SubjectCall]:
     for kind in ("decoder", "encoder", "encoder_decoder", "encoder_only"):
         for is_prompt in (True, False):
-            yield question(
+            yield subject_call(
                 f"{kind}, {'prompt' if is_prompt else 'decode'}",
                 refused=kind == "encoder_only",
                 attn_metadata=_metadata(),
@@ -146,10 +146,10 @@ def _lengths_and_tables(_: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 def _presence(_: SubjectSetting, names: tuple[str, ...]) -> Iterator[SubjectCall]:
-    yield question("all there", attn_metadata=_metadata())
+    yield subject_call("all there", attn_metadata=_metadata())
     for name in names:
         missing = False if name.startswith("is_") else None
-        yield question(f"{name} is {missing}", attn_metadata=_metadata(**{name: missing}))
+        yield subject_call(f"{name} is {missing}", attn_metadata=_metadata(**{name: missing}))
 
 
 ENCODER = ("encoder_seq_lens", "encoder_seq_lens_tensor", "max_encoder_seq_len")
@@ -161,9 +161,9 @@ SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "
 def _mla_configs(_: SubjectSetting) -> Iterator[SubjectCall]:
     for rank in ({}, {"q_lora_rank": None}, {"q_lora_rank": 1536}):
         config = SimpleNamespace(hf_text_config=SimpleNamespace(**SIZES, **rank), hf_config=SimpleNamespace())
-        yield question(f"{rank or 'no q_lora_rank'}", model_config=config)
+        yield subject_call(f"{rank or 'no q_lora_rank'}", model_config=config)
     config = SimpleNamespace(hf_text_config=SimpleNamespace(kv_lora_rank=512))
-    yield question("a size is missing", refused=True, model_config=config)
+    yield subject_call("a size is missing", refused=True, model_config=config)
 
 
 def _dims(target: Any, *, sizes: tuple[int | None, ...]) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _dims(target: Any, *, sizes: tuple[int | None, ...]) -> dict[str, Any]:
 
 def _mla_dims(_: SubjectSetting) -> Iterator[SubjectCall]:
     for rank in (None, 1536):
-        yield question(f"by position, q_lora_rank {rank}", sizes=(rank, 512, 128, 64, 96))
+        yield subject_call(f"by position, q_lora_rank {rank}", sizes=(rank, 512, 128, 64, 96))
 
 
 v0 = partial(Subject, generation="v0")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, question
+from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, subject_call
 
 Row = tuple[int, int, int, Sequence[int]]
 """A sequence: id, length, length of its context, block table."""
@@ -71,7 +71,7 @@ def _builds(setting: SubjectSetting) -> Iterator[SubjectCall]:
             chunked_prefill_enabled=chunked,
         )
         refused = options.get("refused", False)
-        return question(text, refused=refused, input_builder=input_builder, arguments=arguments)
+        return subject_call(text, refused=refused, input_builder=input_builder, arguments=arguments)
 
     image = SimpleNamespace(src_ranges=[range(2)], src_len=2, dest_ranges=[range(1, 3)], dest_len=3)
     prompts = [_group(PROMPT, prompt=True), _group(CACHED, prompt=True, hit=True, maps={"image": image})]
@@ -150,7 +150,7 @@ def _captures(setting: SubjectSetting) -> Iterator[SubjectCall]:
             attn_backend=GraphStateBackend(name),
             get_max_block_per_batch=_three,
         )
-        return question(
+        return subject_call(
             f"sizes {sizes} of {name}{' with an encoder' if encoder else ''}",
             refused=refused,
             runner=runner,

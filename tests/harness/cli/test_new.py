@@ -14,7 +14,7 @@ import attncheck
 from attncheck.backends.registry import load
 from attncheck.errors import QuestionError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.new import BackendKind, fill_in, reference
+from attncheck.harness.cli.new import BackendKind, backend_ref, template_files
 
 SUITE = """\
 suite: small
@@ -61,7 +61,7 @@ def test_the_test_examines_the_file_beside_it(
 
     monkeypatch.setattr(attncheck, "examine", examine)
     path = tmp_path / "test_my_kernel.py"
-    path.write_text(fill_in(kind, "my_kernel")["test_my_kernel.py"])
+    path.write_text(template_files(kind, "my_kernel")["test_my_kernel.py"])
     spec = importlib.util.spec_from_file_location("written", path)
     assert spec is not None
     assert spec.loader is not None
@@ -69,23 +69,23 @@ def test_the_test_examines_the_file_beside_it(
     spec.loader.exec_module(module)
     with pytest.raises(AssertionError):
         module.test_my_kernel()
-    assert asked == [(reference(kind, "my_kernel", tmp_path), "smoke")]
+    assert asked == [(backend_ref(kind, "my_kernel", tmp_path), "smoke")]
 
 
 @pytest.mark.parametrize("kind", list(BackendKind))
 @pytest.mark.parametrize("name", ["a", "my_kernel", "Flash3", "attend"])
 def test_no_trace_of_the_template_is_left(kind: BackendKind, name: str) -> None:
-    for file, text in fill_in(kind, name).items():
+    for file, text in template_files(kind, name).items():
         ast.parse(text)
         assert text.startswith(f"# {file}\n")
         assert not re.search(r"(?<![a-z])mine(?![a-z])", text, re.IGNORECASE)
 
 
 def test_a_reference_can_be_typed_from_where_it_was_written() -> None:
-    assert reference(BackendKind.FUNCTION, "fast", Path()) == "./fast.py:Fast"
-    assert reference(BackendKind.CLASSES, "my_fast_one", Path("kernels")) == "kernels/my_fast_one.py:MyFastOne"
-    assert reference(BackendKind.VLLM, "fast", Path("../up")) == "vllm:../up/fast.py:Fast"
-    assert reference(BackendKind.VLLM, "fast", Path("/abs")) == "vllm:/abs/fast.py:Fast"
+    assert backend_ref(BackendKind.FUNCTION, "fast", Path()) == "./fast.py:Fast"
+    assert backend_ref(BackendKind.CLASSES, "my_fast_one", Path("kernels")) == "kernels/my_fast_one.py:MyFastOne"
+    assert backend_ref(BackendKind.VLLM, "fast", Path("../up")) == "vllm:../up/fast.py:Fast"
+    assert backend_ref(BackendKind.VLLM, "fast", Path("/abs")) == "vllm:/abs/fast.py:Fast"
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def test_a_folder_that_cannot_be_written_is_a_wrong_question(
 
 @pytest.mark.parametrize("kind", list(BackendKind))
 def test_only_the_template_itself_is_called_as_the_template(kind: BackendKind) -> None:
-    assert re.search(r"^(class )?Mine\b", fill_in(kind, "mine")["mine.py"], re.MULTILINE)
+    assert re.search(r"^(class )?Mine\b", template_files(kind, "mine")["mine.py"], re.MULTILINE)
     if kind != BackendKind.FUNCTION:
         with pytest.raises(QuestionError, match="its class would be called Impl"):
-            fill_in(kind, "impl")
+            template_files(kind, "impl")
 
 
 def test_it_loads_no_torch(tmp_path: Path) -> None:

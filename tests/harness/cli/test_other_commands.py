@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli import schema
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
 
 
 def test_schema_is_the_schema_of_case_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert schema.schema() == 0
+    assert cli.schema() == 0
     assert "cases" in json.loads(capsys.readouterr().out)["properties"]
 
 

@@ -14,7 +14,8 @@ from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import run as command
 from attncheck.harness.cli.progress import ProgressLines
-from attncheck.harness.run.selection import DEFAULT_ROUNDS
+from attncheck.harness.run.preparation import RunSettings
+from attncheck.harness.run.selection import DEFAULT_ROUNDS, Selection
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.records import Crashed, Record, timing_of
 from attncheck.reports.run_file.store import read_run
@@ -125,7 +126,7 @@ def test_each_round_is_a_fresh_process_alone_and_a_crash_is_of_its_round(
         ("Mortal", 1, "decode", "passed"),
         ("Mortal", 1, "prefill", "xfailed"),
     ]
-    assert len(set(pids())) == 5  # of the two that were introduced, one could not wait for its turn
+    assert len(set(pids())) == 5  # of the two that were described, one could not wait for its turn
     header = read_run("out.jsonl").header
     assert (header.rounds, header.checks) == (2, ("timing",))
     timings = [timing_of(record) for record in records() if record.outcome == "passed"]
@@ -215,16 +216,16 @@ def test_what_was_wrong_while_it_was_timed_is_dumped(run: Attncheck) -> None:
 def test_options_reach_the_plan(
     run: Attncheck, words: list[str], settings: TimingSettings, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
+    asked: list[RunSettings] = []
 
-    def line_up(*args: Any, **keywords: Any) -> None:
-        asked.update(keywords)
+    def prepare(selection: Selection, refs: Any, settings: RunSettings, **keywords: Any) -> None:
+        asked.append(settings)
         raise SelectionError("enough")
 
-    monkeypatch.setattr("attncheck.harness.cli.preparation.prepare_run", line_up)
+    monkeypatch.setattr("attncheck.harness.run.preparation.prepare_run", prepare)
     monkeypatch.setattr(WorkerPool, "start", lambda self, refs: None)
     assert cli.main(["run", "--suite", "small.yaml", "--device", "cpu", "--check", "timing", *words]) == 2
-    assert (asked["timing"], asked["rounds"]) == (settings, rounds)
+    assert [(each.timing, each.rounds) for each in asked] == [(settings, rounds)]
 
 
 @pytest.mark.parametrize(

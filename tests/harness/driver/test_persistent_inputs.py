@@ -2,8 +2,7 @@
 
 import torch
 
-from attncheck.harness.driver.changed_inputs import changed_inputs
-from attncheck.harness.driver.forward_calls import forward_calls_of
+from attncheck.harness.driver.forward_calls import changed_inputs, forward_calls_of
 from attncheck.harness.driver.persistent_inputs import PersistentInputs, span
 from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem

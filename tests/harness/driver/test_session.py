@@ -8,7 +8,7 @@ import torch
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.driver.foreign_code import StageError
-from attncheck.harness.driver.observation import Observation, Raised, capture
+from attncheck.harness.driver.observation import Observation, Raised, capture_exception
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
@@ -306,4 +306,4 @@ def test_an_exception_without_words_is_still_told() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert "RuntimeError" in capture("forward", MuteError()).message
+    assert "RuntimeError" in capture_exception("forward", MuteError()).message

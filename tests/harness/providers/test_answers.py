@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from attncheck.harness.providers.answers import ProviderAnswer, Refusal, answer_of, differences, plain
+from attncheck.harness.providers.answers import ProviderAnswer, Refusal, answer_differences, answer_of, plain_value
 
 
 def returned(value):
-    return ProviderAnswer(plain(value), {})
+    return ProviderAnswer(plain_value(value), {})
 
 
 def places(expected, seen):
-    return [difference.place for difference in differences(returned(expected), returned(seen))]
+    return [difference.place for difference in answer_differences(returned(expected), returned(seen))]
 
 
 @dataclass
@@ -59,39 +59,39 @@ def test_a_difference_has_a_place(expected, seen, place):
 
 
 def test_a_difference_tells_both_values():
-    (found,) = differences(returned(torch.tensor([7, 8])), returned(torch.tensor([7, 9])))
+    (found,) = answer_differences(returned(torch.tensor([7, 8])), returned(torch.tensor([7, 9])))
     assert str(found) == "returned[1]: expected 8 of int64 [7, 8]; got 9 of int64 [7, 9]"
 
 
 @pytest.mark.parametrize("name", ["max_seq_len", "max_query_len"])
 def test_a_maximum_above_the_truth_is_an_upper_bound_and_one_below_is_wrong(name):
     above, below = ({name: 5 + step} for step in (1, -1))
-    (bound,) = differences(returned({name: 5}), returned(above))
-    (wrong,) = differences(returned({name: 5}), returned(below))
+    (bound,) = answer_differences(returned({name: 5}), returned(above))
+    (wrong,) = answer_differences(returned({name: 5}), returned(below))
     assert bound.tolerated
     assert not wrong.tolerated
-    (other,) = differences(returned({"num_reqs": 5}), returned({"num_reqs": 6}))
+    (other,) = answer_differences(returned({"num_reqs": 5}), returned({"num_reqs": 6}))
     assert not other.tolerated
 
 
 def test_an_integer_of_numpys_is_told_and_no_wrong_answer():
-    (found,) = differences(returned({"count": 3}), returned({"count": np.int32(3)}))
+    (found,) = answer_differences(returned({"count": 3}), returned({"count": np.int32(3)}))
     assert (found.place, found.tolerated) == ("returned.count.type", True)
-    (wrong,) = differences(returned({"count": 3}), returned({"count": np.int32(4)}))
+    (wrong,) = answer_differences(returned({"count": 3}), returned({"count": np.int32(4)}))
     assert (wrong.place, wrong.tolerated) == ("returned.count", False)
-    (bound,) = differences(returned({"max_seq_len": 3}), returned({"max_seq_len": np.int32(4)}))
+    (bound,) = answer_differences(returned({"max_seq_len": 3}), returned({"max_seq_len": np.int32(4)}))
     assert bound.tolerated
 
 
 def test_both_refusing_is_equal_whatever_they_raise():
     ours, theirs = ProviderAnswer(Refusal("ValueError", "no"), {}), ProviderAnswer(Refusal("AssertionError", ""), {})
-    assert differences(ours, theirs) == []
+    assert answer_differences(ours, theirs) == []
 
 
 @pytest.mark.parametrize("provider_refuses", [True, False])
 def test_one_refusing_alone_is_a_difference(provider_refuses):
     refusal, answer = ProviderAnswer(Refusal("ValueError", "q = 9: must be less\nmore"), {}), returned([1])
-    (found,) = differences(*((answer, refusal) if provider_refuses else (refusal, answer)))
+    (found,) = answer_differences(*((answer, refusal) if provider_refuses else (refusal, answer)))
     assert found.place == "refusal"
     told = found.seen if provider_refuses else found.expected
     assert told == "a refusal (ValueError: q = 9: must be less)"
@@ -105,7 +105,7 @@ def test_what_becomes_of_the_arguments_belongs_to_the_answer():
         return values.copy_(values.sort()[0]).sum().item()
 
     ours, theirs = (answer_of(function, {"values": torch.tensor([3, 1, 2])}) for function in (keeps, sorts))
-    (found,) = differences(ours, theirs)
+    (found,) = answer_differences(ours, theirs)
     assert found.place == "arguments.values[0]"
     assert found.seen == "1 of int64 [1, 2, 3]"
 
@@ -119,7 +119,7 @@ def test_an_argument_changed_before_a_refusal_is_a_difference():
         raise ValueError
 
     ours, theirs = (answer_of(function, {"values": torch.tensor([3])}) for function in (refuses, changes_first))
-    assert [found.place for found in differences(ours, theirs)] == ["arguments.values[0]"]
+    assert [found.place for found in answer_differences(ours, theirs)] == ["arguments.values[0]"]
 
 
 def test_leaving_the_process_is_a_refusal_and_an_interrupt_is_none():
@@ -136,6 +136,6 @@ def test_leaving_the_process_is_a_refusal_and_an_interrupt_is_none():
 
 def test_a_snapshot_shares_nothing_with_its_value():
     tensor, array = torch.tensor([1]), np.array([1])
-    before = plain({"tensor": tensor, "array": array})
+    before = plain_value({"tensor": tensor, "array": array})
     tensor[0] = array[0] = 5
     assert [int(before[name].values[0]) for name in ("tensor", "array")] == [1, 1]

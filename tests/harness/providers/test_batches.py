@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from attncheck.cases.loader import load_suite
-from attncheck.harness.providers.batches import ALWAYS, MAX_REQUESTS, ProviderBatch, batches_of
-from attncheck.harness.providers.generated import drawn_batches
+from attncheck.harness.providers.batches import ALWAYS, MAX_REQUESTS, ProviderBatch, batches_of, drawn_batches
 
 CPU = torch.device("cpu")
 
@@ -28,7 +27,7 @@ def test_what_is_drawn_depends_on_no_file_and_leaves_none(tmp_path, drawn):
     """Hypothesis collects numbers from source files outside site-packages, and keeps them in a folder."""
     (tmp_path / "local.py").write_text("NUMBERS = [1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 1001]\n", encoding="utf-8")
     code = (
-        "import local\nfrom attncheck.harness.providers.generated import drawn_batches\n"
+        "import local\nfrom attncheck.harness.providers.batches import drawn_batches\n"
         "print(*map(str, drawn_batches(0)), sep='\\n')"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])

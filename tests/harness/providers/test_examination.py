@@ -8,11 +8,11 @@ import torch
 
 from attncheck import reference
 from attncheck.harness.providers.batches import ALWAYS
-from attncheck.harness.providers.catalogue import SUBJECTS
 from attncheck.harness.providers.departures import Departure, Departures
 from attncheck.harness.providers.examination import UnfitQuestionError, examine_subject
 from attncheck.harness.providers.provider import Provider
-from attncheck.harness.providers.questions import Subject, SubjectSetting, question
+from attncheck.harness.providers.questions import Subject, SubjectSetting, subject_call
+from attncheck.harness.providers.subjects import SUBJECTS
 from attncheck.harness.providers.vllm_departures import DEPARTURES
 from attncheck.reference import split_attn_metadata, split_decodes_and_prefills, v0
 
@@ -215,6 +215,6 @@ def test_an_upper_bound_is_counted_and_no_failure():
 
 
 def test_a_question_that_does_not_fit_the_reference_is_a_fault_of_ours():
-    wrong = Subject("PAD_SLOT_ID", lambda _: [question("its value", refused=True)], lambda target: target)
+    wrong = Subject("PAD_SLOT_ID", lambda _: [subject_call("its value", refused=True)], lambda target: target)
     with pytest.raises(UnfitQuestionError, match="which it should refuse"):
         examine_subject(provider(PAD_SLOT_ID=-1), wrong, SETTING)

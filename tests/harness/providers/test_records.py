@@ -9,13 +9,13 @@ from attncheck.errors import SelectionError
 from attncheck.harness.providers.departures import Departure, Departures
 from attncheck.harness.providers.plan import ProviderPlan
 from attncheck.harness.providers.provider import Provider
-from attncheck.harness.providers.questions import Subject, SubjectSetting, question
-from attncheck.harness.providers.records import announced, examine_providers
+from attncheck.harness.providers.questions import Subject, SubjectSetting, subject_call
+from attncheck.harness.providers.records import examine_providers, header_with_providers
 from attncheck.harness.run.outcomes import Circumstances
 from attncheck.reports.analysis.utilities import function_rows
 from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
 
-PAD = Subject("PAD_SLOT_ID", lambda _: [question("its value")], lambda target: target, is_function=False)
+PAD = Subject("PAD_SLOT_ID", lambda _: [subject_call("its value")], lambda target: target, is_function=False)
 KNOWN = Departure("PAD_SLOT_ID", "judgement", "is 0", places=("returned",))
 GONE = Departures("2.0", gone=(("PAD_*", "padding went"),))
 
@@ -65,7 +65,7 @@ def test_a_name_that_went_says_why():
 
 
 def test_a_question_that_does_not_fit_is_attnchecks_own_fault():
-    unfit = Subject("PAD_SLOT_ID", lambda _: [question("its value", refused=True)], lambda target: target)
+    unfit = Subject("PAD_SLOT_ID", lambda _: [subject_call("its value", refused=True)], lambda target: target)
     made = record(-1, subject=unfit)
     assert (made.outcome, made.stage) == ("errored", "attncheck itself")
 
@@ -102,14 +102,14 @@ def plan():
 
 
 def test_the_header_announces_providers_and_their_check(header):
-    alone = announced(header, plan())
+    alone = header_with_providers(header, plan())
     assert alone.checks == ("utilities",)
     assert [(suite.name, suite.cases) for suite in alone.suites] == [("smoke", 2), ("utilities", 1)]
     assert alone.notes == ("a note",)
-    both = announced(header.model_copy(update={"backends": (BackendInfo(name="b", ref="b"),)}), plan())
+    both = header_with_providers(header.model_copy(update={"backends": (BackendInfo(name="b", ref="b"),)}), plan())
     assert both.checks == ("numerics", "utilities")
     assert [info.name for info in both.backends] == ["b", "fake"]
-    assert announced(header, ProviderPlan()) is header
+    assert header_with_providers(header, ProviderPlan()) is header
 
 
 def test_names_that_clash_are_refused(header):
@@ -117,4 +117,4 @@ def test_names_that_clash_are_refused(header):
     suite = header.model_copy(update={"suites": (SuiteInfo(name="utilities", ref="u.yaml", cases=1),)})
     for clashing in (backend, suite):
         with pytest.raises(SelectionError, match="called"):
-            announced(clashing, plan())
+            header_with_providers(clashing, plan())

@@ -147,9 +147,9 @@ def test_under_xdist_a_case_is_examined_once_a_backend(folder: pytest.Pytester) 
 
 def test_a_group_is_a_case_and_a_backend_however_xdist_writes_it() -> None:
     pytest.importorskip("xdist")
-    from attncheck.harness.pytest_plugin.xdist import PairScheduling
+    from attncheck.harness.pytest_plugin.items import pair_scheduling
 
-    scheduling = object.__new__(PairScheduling)  # the base class wants a whole session; the split needs none
+    scheduling = object.__new__(pair_scheduling())  # the base class wants a whole session; the split needs none
     pair = "attncheck::small::decode::Wrong"
     assert scheduling._split_scope(f"{pair}::lse") == pair
     assert scheduling._split_scope(f"{pair}::lse@small.decode.Wrong") == pair

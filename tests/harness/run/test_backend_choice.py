@@ -14,9 +14,9 @@ from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError, UnknownNameError
 from attncheck.harness.run.backend_choice import (
-    asked_first,
     choose_backends,
     choose_device,
+    first_refs,
     refuse_unavailable,
     suite_device,
 )
@@ -27,7 +27,7 @@ from attncheck.harness.run.backend_loading import Loader
 def choose(
     refs: Sequence[str], suites: Sequence[Suite], cases: Sequence[Case] = ()
 ) -> tuple[tuple[BackendDescription, ...], tuple[str, ...]]:
-    return choose_backends(refs, suites, cases, Loader("cpu").introduce)
+    return choose_backends(refs, suites, cases, Loader("cpu").describe)
 
 
 def suite(*backends: str, device: str | None = None) -> Suite:
@@ -120,7 +120,7 @@ def test_two_backends_of_one_name_are_refused() -> None:
 
 
 def test_wishes_of_a_suite() -> None:
-    assert asked_first([], [suite("torch_sdpa", "trt:FMHA"), suite("torch_sdpa")]) == ("torch_sdpa", "trt:FMHA")
+    assert first_refs([], [suite("torch_sdpa", "trt:FMHA"), suite("torch_sdpa")]) == ("torch_sdpa", "trt:FMHA")
     backends, notes = choose([], [suite("torch_sdpa", "trt:FMHA")])
     assert [(backend.name, backend.is_loaded) for backend in backends] == [("torch_sdpa", True), ("trt:FMHA", False)]
     assert "No module named 'trt'" in backends[1].unavailable_reasons[0]
@@ -137,13 +137,13 @@ def test_wishes_that_cannot_be_met_do_not_leave_a_run_empty() -> None:
 
 
 def test_a_default_backend_that_breaks_is_no_wrong_question() -> None:
-    def introduce(refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
+    def describe(refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         return [QuestionError("its process ended") if ref == "torch_sdpa" else unloadable(ref, ref, ()) for ref in refs]
 
-    backends, _ = choose_backends([], [suite()], (), introduce)
+    backends, _ = choose_backends([], [suite()], (), describe)
     assert backends[1] == unloadable("torch_sdpa", "torch_sdpa", ("its process ended",))
     with pytest.raises(QuestionError, match="its process ended"):
-        choose_backends(["torch_sdpa"], [suite()], (), introduce)
+        choose_backends(["torch_sdpa"], [suite()], (), describe)
 
 
 def test_by_default_backends_of_the_other_kind_are_left_out_and_named() -> None:
@@ -162,6 +162,6 @@ def test_by_default_backends_of_the_other_kind_are_left_out_and_named() -> None:
 
 def test_choosing_loads_no_torch() -> None:
     code = (
-        "import sys, attncheck.harness.run.backend_choice as c; c.asked_first([], []); sys.exit('torch' in sys.modules)"
+        "import sys, attncheck.harness.run.backend_choice as c; c.first_refs([], []); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

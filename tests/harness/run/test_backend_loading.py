@@ -50,23 +50,23 @@ def of(ref: str) -> LoadedBackend:
     return backend
 
 
-def introduced(ref: str) -> BackendDescription:
-    (introduction,) = Loader("cpu").introduce([ref])
-    assert isinstance(introduction, BackendDescription)
-    return introduction
+def described(ref: str) -> BackendDescription:
+    (description,) = Loader("cpu").describe([ref])
+    assert isinstance(description, BackendDescription)
+    return description
 
 
-def test_an_introduction_says_what_the_class_declares() -> None:
-    introduction = introduced("torch_sdpa")
+def test_an_description_says_what_the_class_declares() -> None:
+    description = described("torch_sdpa")
     backend = of("torch_sdpa").backend
-    assert introduction.features == backend.features
-    assert introduction.info.conventions["lse_base"] == backend.conventions.lse_base
-    assert (introduction.name, introduction.is_loaded, introduction.is_mla) == ("torch_sdpa", True, False)
-    assert introduction.unavailable_reasons == ()
+    assert description.features == backend.features
+    assert description.info.conventions["lse_base"] == backend.conventions.lse_base
+    assert (description.name, description.is_loaded, description.is_mla) == ("torch_sdpa", True, False)
+    assert description.unavailable_reasons == ()
 
 
 def test_a_latent_backend_says_so(file: str) -> None:
-    assert introduced(f"{file}:Latent").is_mla
+    assert described(f"{file}:Latent").is_mla
 
 
 def test_what_a_module_sets_for_the_process_is_undone(file: str) -> None:
@@ -78,16 +78,16 @@ def test_a_backend_that_requires_an_environment_is_usable_where_it_stands(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = Loader("cpu")
-    (introduction,) = loader.introduce([f"{file}:Needy"])
-    assert isinstance(introduction, BackendDescription)
-    assert introduction.unavailable_reasons == (
+    (description,) = loader.describe([f"{file}:Needy"])
+    assert isinstance(description, BackendDescription)
+    assert description.unavailable_reasons == (
         "this process must have been started with ATTNCHECK_TEST_NEED=cpu: type it before the command",
     )
-    assert (introduction.is_loaded, introduction.default_suite) == (False, "interpreted")
-    (missing,) = loader.backends([introduction])
+    assert (description.is_loaded, description.default_suite) == (False, "interpreted")
+    (missing,) = loader.backends([description])
     assert isinstance(missing, UnavailableBackend)
     monkeypatch.setenv("ATTNCHECK_TEST_NEED", "cpu")
-    loaded = introduced(f"{file}:Needy")
+    loaded = described(f"{file}:Needy")
     assert loaded.unavailable_reasons == ()
     assert loaded.info.required_environment == {"ATTNCHECK_TEST_NEED": "cpu"}
 
@@ -131,5 +131,5 @@ def test_reasons_that_no_file_could_hold_are_spelled_out(monkeypatch: pytest.Mon
 
 
 def test_what_cannot_be_loaded_is_told_in_place() -> None:
-    found = Loader("cpu").introduce(["torch_sdpa", "torch_spda", "reference"])
+    found = Loader("cpu").describe(["torch_sdpa", "torch_spda", "reference"])
     assert [isinstance(each, QuestionError) for each in found] == [False, True, False]

@@ -2,21 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.cli.preparation import prepare_run
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.evaluation import RunPlan
-from attncheck.harness.run.run_header import make_header
+from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import DEFAULT_ROUNDS, check_timed, choose_rounds, select_cases
 from attncheck.harness.run.timing_rounds import (
     RoundQuestions,
     count_questions,
-    in_turn,
+    rotated,
     timed_questions,
     untimed_questions,
 )
@@ -47,11 +46,11 @@ def test_a_backend_is_asked_its_own_suite_only(make_case: Any) -> None:
 
 
 def test_every_backend_is_the_first_as_often_as_any_other() -> None:
-    orders = [in_turn("abc", number) for number in range(6)]
+    orders = [rotated("abc", number) for number in range(6)]
     for place in range(3):
         assert sorted(order[place] for order in orders) == list("aabbcc")
     assert {tuple(sorted(order)) for order in orders} == {("a", "b", "c")}
-    assert in_turn([], 3) == ()
+    assert rotated([], 3) == ()
 
 
 @pytest.mark.parametrize(
@@ -86,27 +85,26 @@ def test_rounds_that_mean_nothing_are_refused(wanted: int, is_timed: bool, in_pr
         choose_rounds(wanted, is_timed=is_timed, in_process=in_process)
 
 
-class Recruits:
-    """Stands for a workers that is not asked anything yet."""
+class FakePool(WorkerPool):
+    """Keeps what it is assigned, and starts no process."""
 
     def assign(self, assignment: Assignment) -> None:
         self.assignment = assignment
 
-    def introduce(self, refs: Sequence[str]) -> list[BackendDescription]:
+    def describe(self, refs: Sequence[str]) -> list[BackendDescription]:
         return [BackendDescription(info=BackendInfo(name=ref, ref=ref)) for ref in refs]
 
 
 def test_what_is_said_of_times_reaches_the_plan_the_processes_and_the_header() -> None:
-    workers, settings = Recruits(), TimingSettings(limit_s=2.0, warm=True)
+    pool, settings = FakePool(), TimingSettings(limit_s=2.0, warm=True)
     selection = select_cases(["decode"], (), ["timing"])
-    asked: dict[str, Any] = {"device": "cpu", "seed": 0, "dump": None, "timing": settings}
-    apart = prepare_run(selection, ["reference"], workers=cast(WorkerPool, workers), rounds=4, **asked)
-    assert (apart.plan.rounds, apart.plan.timing, workers.assignment.timing) == (4, settings, settings)
+    asked = RunSettings(device="cpu", timing=settings, rounds=4)
+    apart = prepare_run(selection, ["reference"], asked, pool=pool)
+    assert (apart.plan.rounds, apart.plan.timing, pool.assignment.timing) == (4, settings, settings)
     assert make_header(selection, apart.plan, [], apart.environment).rounds == 4
     assert apart.notes == ()
-    here = prepare_run(selection, ["reference"], **asked)
+    here = prepare_run(selection, ["reference"], replace(asked, rounds=1))
     assert (here.plan.rounds, here.plan.timing) == (1, settings)
-    assert [note for note in here.notes if note.startswith("timed in this one process")]
 
 
 def test_a_selection_knows_whether_it_is_timed() -> None:

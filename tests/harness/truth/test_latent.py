@@ -17,7 +17,7 @@ from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.latent import make_up_projections, naive_layer, stored_sizes
 from attncheck.harness.problem.memory_estimate import needed_bytes
 from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.harness.run.answerable import unanswered_reasons
+from attncheck.harness.run.selection import unanswered_reasons
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth, truth_of
 from attncheck.reference import mla_attention_absorbed, mla_attention_chunked, mla_attention_naive, mla_params

@@ -1,7 +1,6 @@
 """The process of the next backend at work while one is heard: when, how far ahead, and what its end then costs."""
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -9,10 +8,8 @@ from typing import Any, cast
 import pytest
 
 from attncheck.cases.model import Case
-from attncheck.harness.cli import preparation as prepared
 from attncheck.harness.run.backend_description import BackendDescription, unloadable
 from attncheck.harness.run.evaluation import RunPlan, environment_of
-from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, format_message
 from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.worker_pool import WorkerPool
@@ -53,28 +50,28 @@ class Attentive:
         return answer
 
 
-class Company:
-    """Stands for the workers, with a process for every letter of ``refs``."""
+class FakePool:
+    """Stands for the pool, with a process for every letter of ``refs``."""
 
     def __init__(self, refs: str) -> None:
         self.log: list[str] = []
-        self.children = {ref: Attentive(ref, self.log) for ref in refs}
+        self.processes = {ref: Attentive(ref, self.log) for ref in refs}
 
-    def keep(self, refs: Iterator[str]) -> None:
+    def keep_only(self, refs: Iterator[str]) -> None:
         pass
 
     def process(self, ref: str) -> Attentive | None:
-        return self.children.get(ref)
+        return self.processes.get(ref)
 
     def discard(self, ref: str) -> None:
-        del self.children[ref]
+        del self.processes[ref]
 
-    def renew(self, ref: str) -> Attentive:
-        self.log.append(f"{ref} is renewed")
-        self.children[ref] = Attentive(ref, self.log)
-        return self.children[ref]
+    def restart(self, ref: str) -> Attentive:
+        self.log.append(f"{ref} is restarted")
+        self.processes[ref] = Attentive(ref, self.log)
+        return self.processes[ref]
 
-    def dismiss(self, ref: str) -> None:
+    def finish(self, ref: str) -> None:
         pass
 
 
@@ -82,7 +79,7 @@ def known(ref: str) -> BackendDescription:
     return BackendDescription(info=BackendInfo(name=ref, ref=ref))
 
 
-def examine(workers: Company, cases: Sequence[Case], *backends: BackendDescription) -> Iterator[Record]:
+def examine(workers: FakePool, cases: Sequence[Case], *backends: BackendDescription) -> Iterator[Record]:
     plan = RunPlan(cases=tuple(cases), checks=("numerics",))
     return Supervisor(plan, backends, cast(WorkerPool, workers), ENVIRONMENT, asks_ahead=True).run()
 
@@ -92,7 +89,7 @@ def before(log: list[str], line: str) -> list[str]:
 
 
 def test_the_next_one_works_while_one_is_heard_and_records_keep_their_order(make_case: Any) -> None:
-    workers, cases = Company("abc"), (make_case(name="first"), make_case(name="second"))
+    workers, cases = FakePool("abc"), (make_case(name="first"), make_case(name="second"))
     records = list(examine(workers, cases, *map(known, "abc")))
     assert [record.outcome for record in records] == ["passed"] * 6
     asked = [f"{{}} is asked {case.id}" for case in cases]
@@ -106,7 +103,7 @@ def test_the_next_one_works_while_one_is_heard_and_records_keep_their_order(make
 
 
 def test_a_case_that_takes_much_memory_is_not_asked_ahead(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers, cases = Company("ab"), (make_case(name="first"), make_case(name="second"))
+    workers, cases = FakePool("ab"), (make_case(name="first"), make_case(name="second"))
     monkeypatch.setattr(
         "attncheck.harness.workers.supervisor.needed_bytes", lambda case: 2**31 if case.id == cases[1].id else 2**20
     )
@@ -118,20 +115,20 @@ def test_a_case_that_takes_much_memory_is_not_asked_ahead(make_case: Any, monkey
 
 
 def test_no_more_is_sent_ahead_than_a_pipe_holds_that_nobody_reads(make_case: Any) -> None:
-    workers, case = Company("ab"), make_case()
+    workers, case = FakePool("ab"), make_case()
     cases = [replace(case, id=f"{'long' * 50}{number}") for number in range(400)]
     records = examine(workers, cases, *map(known, "ab"))
     next(records)  # the first of a's: the requests to b have been sent
-    assert 0 < workers.children["b"].sent < LEAST_PIPE
+    assert 0 < workers.processes["b"].sent < LEAST_PIPE
     assert len(list(records)) == 2 * len(cases) - 1
-    assert workers.children["b"].sent > LEAST_PIPE
+    assert workers.processes["b"].sent > LEAST_PIPE
     assert [line for line in workers.log if line.startswith("b is asked")] == [
         f"b is asked {each.id}" for each in cases
     ]
 
 
 def test_one_that_could_not_be_loaded_keeps_nobody_from_working_ahead(make_case: Any) -> None:
-    workers, case = Company("ab"), make_case()
+    workers, case = FakePool("ab"), make_case()
     records = list(examine(workers, [case], known("a"), unloadable("gone", "gone", ("no library",)), known("b")))
     assert [record.outcome for record in records] == ["passed", "unavailable", "passed"]
     assert f"b is asked {case.id}" in before(workers.log, "a is heard")
@@ -140,29 +137,7 @@ def test_one_that_could_not_be_loaded_keeps_nobody_from_working_ahead(make_case:
 @pytest.mark.parametrize("ref", ["a", "b"])
 def test_what_was_answered_ahead_counts_although_the_process_has_ended_since(make_case: Any, ref: str) -> None:
     """The first backend is asked nothing ahead: a process of its that has ended is replaced before it costs a case."""
-    workers = Company("ab")
-    workers.children[ref].has_ended = True
+    workers = FakePool("ab")
+    workers.processes[ref].has_ended = True
     assert [record.outcome for record in examine(workers, [make_case()], *map(known, "ab"))] == ["passed"] * 2
-    assert [line for line in workers.log if "renewed" in line] == (["a is renewed"] if ref == "a" else [])
-
-
-@pytest.mark.parametrize(("device", "cores", "expected"), [("cpu", 2, True), ("cpu", 1, False), ("cuda:0", 2, False)])
-def test_two_work_at_once_where_they_share_neither_a_gpu_nor_one_core(
-    device: str, cores: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[bool] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    monkeypatch.setattr(prepared, "suite_device", lambda suites, asked: (device, ()))
-    monkeypatch.setattr(prepared, "environment_of", lambda asked: ENVIRONMENT)
-    monkeypatch.setattr(prepared, "Supervisor", lambda *given, asks_ahead: told.append(asks_ahead))
-
-    class Recruits:
-        def assign(self, assignment: object) -> None:
-            pass
-
-        def introduce(self, refs: Sequence[str]) -> list[BackendDescription]:
-            return [known(ref) for ref in refs]
-
-    workers = cast(WorkerPool, Recruits())
-    prepared.prepare_run(select_cases(["smoke"]), ["reference"], device=device, seed=0, dump=None, workers=workers)
-    assert told == [expected]
+    assert [line for line in workers.log if "restarted" in line] == (["a is restarted"] if ref == "a" else [])

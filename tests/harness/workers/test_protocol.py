@@ -39,8 +39,8 @@ INFO = BackendInfo(name="b", ref="b", conventions={"lse_base": "e"}, required_en
 @pytest.mark.parametrize(
     "answer",
     [
-        Described(introduction=BackendDescription(info=INFO, is_mla=True)),
-        Described(introduction=unloadable("b", "b", ("no library",))),
+        Described(description=BackendDescription(info=INFO, is_mla=True)),
+        Described(description=unloadable("b", "b", ("no library",))),
         Refused(reason="unknown backend 'b'"),
         Begun(stage="check lse"),
         Passed.model_validate(WHO | {"figures": {"budget_share": math.inf}}),

@@ -25,7 +25,7 @@ Deed = Finding | Exception | str
 """What a process does when it is asked: a finding, its end, or why the case cannot be put."""
 
 
-class Company:
+class FakePool:
     """Stands for the workers: keeps account of who is alive, and of who is alive besides when one is asked for times.
 
     ``deeds``: by backend, case and round, what is not ``Holds``.
@@ -40,12 +40,12 @@ class Company:
         self.ending: list[str] = []
         self.starts = dict.fromkeys(refs, 1)
 
-    def keep(self, refs: Iterator[str]) -> None:
+    def keep_only(self, refs: Iterator[str]) -> None:
         kept = set(refs)
         self.alive = {ref: process for ref, process in self.alive.items() if ref in kept}
 
     def isolate(self, ref: str) -> None:
-        self.keep(iter([ref]))
+        self.keep_only(iter([ref]))
         self.ending.clear()
 
     def process(self, ref: str) -> "Process | None":
@@ -54,34 +54,34 @@ class Company:
     def discard(self, ref: str) -> None:
         self.alive.pop(ref, None)
 
-    def renew(self, ref: str) -> "Process":
+    def restart(self, ref: str) -> "Process":
         self.starts[ref] += 1
         if self.starts[ref] in self.unstartable.get(ref, []):
             raise QuestionError("no more memory")
         self.alive[ref] = Process(self, ref, self.starts[ref] - 1)
         return self.alive[ref]
 
-    def dismiss(self, ref: str) -> None:
+    def finish(self, ref: str) -> None:
         if self.alive.pop(ref, None) is not None:
             self.ending.append(ref)
 
 
 class Process:
-    def __init__(self, company: Company, ref: str, number: int) -> None:
+    def __init__(self, pool: FakePool, ref: str, number: int) -> None:
         self.ref, self.number, self.has_ended = ref, number, False
-        self._company = company
+        self._company = pool
         self._answers: list[Answer | Exception] = []
 
     def forget_output(self) -> None:
         pass
 
     def send(self, request: Examine) -> None:
-        company, case = self._company, self._company.cases[request.case]
-        company.log.append(f"{self.ref}{self.number} {case.id} {'+'.join(request.checks)} {request.round}")
+        pool, case = self._company, self._company.cases[request.case]
+        pool.log.append(f"{self.ref}{self.number} {case.id} {'+'.join(request.checks)} {request.round}")
         if "timing" in request.checks:
-            assert list(company.alive) == [self.ref], "another process of the run is alive"
-            assert company.ending == [], "another process of the run is about to end"
-        deed = company.deeds.get((self.ref, case.id, request.round), Holds())
+            assert list(pool.alive) == [self.ref], "another process of the run is alive"
+            assert pool.ending == [], "another process of the run is about to end"
+        deed = pool.deeds.get((self.ref, case.id, request.round), Holds())
         for check in request.checks:
             self._answers.append(Begun(stage=f"check {check}"))
             if isinstance(deed, Exception):
@@ -104,15 +104,15 @@ def known(ref: str) -> BackendDescription:
     return BackendDescription(info=BackendInfo(name=ref, ref=ref))
 
 
-def supervisor(company: Company, *backends: BackendDescription, checks: tuple[str, ...], rounds: int) -> Supervisor:
-    plan = RunPlan(cases=tuple(company.cases.values()), checks=checks, rounds=rounds)
-    return Supervisor(plan, backends, cast(WorkerPool, company), ENVIRONMENT, asks_ahead=True)
+def supervisor(pool: FakePool, *backends: BackendDescription, checks: tuple[str, ...], rounds: int) -> Supervisor:
+    plan = RunPlan(cases=tuple(pool.cases.values()), checks=checks, rounds=rounds)
+    return Supervisor(plan, backends, cast(WorkerPool, pool), ENVIRONMENT, asks_ahead=True)
 
 
 def examine(
-    company: Company, *backends: BackendDescription, checks: tuple[str, ...] = ("timing",), rounds: int = 2
+    pool: FakePool, *backends: BackendDescription, checks: tuple[str, ...] = ("timing",), rounds: int = 2
 ) -> list[Record]:
-    return list(supervisor(company, *backends, checks=checks, rounds=rounds).run())
+    return list(supervisor(pool, *backends, checks=checks, rounds=rounds).run())
 
 
 def told(records: Iterable[Record]) -> list[tuple[str, str, int, str]]:
@@ -125,10 +125,10 @@ def two(make_case: Any) -> tuple[Case, Case]:
 
 
 def test_each_round_has_fresh_processes_one_alone_at_a_time_and_another_one_first(two: tuple[Case, ...]) -> None:
-    company = Company(two, "abc")
-    records = examine(company, *map(known, "abc"), rounds=3)
-    assert [line.split()[0] for line in company.log[::2]] == ["a0", "b1", "c1", "b2", "c2", "a1", "c3", "a2", "b3"]
-    assert company.log[:2] == ["a0 x timing 0", "a0 y timing 0"]
+    pool = FakePool(two, "abc")
+    records = examine(pool, *map(known, "abc"), rounds=3)
+    assert [line.split()[0] for line in pool.log[::2]] == ["a0", "b1", "c1", "b2", "c2", "a1", "c3", "a2", "b3"]
+    assert pool.log[:2] == ["a0 x timing 0", "a0 y timing 0"]
     order = ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert told(records) == [(ref, case.id, turn // 3, "passed") for turn, ref in enumerate(order) for case in two]
     assert len({record.key for record in records}) == 18
@@ -136,28 +136,28 @@ def test_each_round_has_fresh_processes_one_alone_at_a_time_and_another_one_firs
 
 def test_other_checks_come_before_in_processes_of_their_own(two: tuple[Case, ...]) -> None:
     named = (two[0], replace(two[1], checks=("lse",)))
-    company = Company(named, "ab")
-    examine(company, *map(known, "ab"), checks=("numerics", "lse", "timing"), rounds=1)
+    pool = FakePool(named, "ab")
+    examine(pool, *map(known, "ab"), checks=("numerics", "lse", "timing"), rounds=1)
     others = [
         *("b0 x numerics+lse 0", "b0 y lse 0"),  # ahead, while a is heard
         *("a0 x numerics+lse 0", "a0 y lse 0"),
     ]
-    assert company.log == [*others, "a1 x timing 0", "a1 y timing 0", "b1 x timing 0", "b1 y timing 0"]
+    assert pool.log == [*others, "a1 x timing 0", "a1 y timing 0", "b1 x timing 0", "b1 y timing 0"]
 
 
 def test_without_times_there_is_one_process_and_one_round(two: tuple[Case, ...]) -> None:
-    company = Company(two, "a")
-    assert told(examine(company, known("a"), checks=("numerics",), rounds=1)) == [
+    pool = FakePool(two, "a")
+    assert told(examine(pool, known("a"), checks=("numerics",), rounds=1)) == [
         ("a", "x", 0, "passed"),
         ("a", "y", 0, "passed"),
     ]
-    assert company.starts == {"a": 1}
+    assert pool.starts == {"a": 1}
 
 
 def test_a_crash_in_one_round_is_of_that_round_and_the_others_go_on(two: tuple[Case, ...]) -> None:
-    company = Company(two, "ab")
-    company.deeds["a", "x", 1] = DEATH
-    records = examine(company, *map(known, "ab"), rounds=3)
+    pool = FakePool(two, "ab")
+    pool.deeds["a", "x", 1] = DEATH
+    records = examine(pool, *map(known, "ab"), rounds=3)
     of_a = [entry for entry in told(records) if entry[0] == "a"]
     assert [(case, number, outcome) for _, case, number, outcome in of_a] == [
         *(("x", 0, "passed"), ("y", 0, "passed")),
@@ -170,9 +170,9 @@ def test_a_crash_in_one_round_is_of_that_round_and_the_others_go_on(two: tuple[C
 
 
 def test_one_that_does_not_come_up_in_a_round_loses_that_round(two: tuple[Case, ...]) -> None:
-    company = Company(two, "ab")
-    company.unstartable["b"] = [3]  # its process of the second round
-    records = examine(company, *map(known, "ab"), rounds=3)
+    pool = FakePool(two, "ab")
+    pool.unstartable["b"] = [3]  # its process of the second round
+    records = examine(pool, *map(known, "ab"), rounds=3)
     lost = [record for record in records if isinstance(record, Crashed)]
     assert told(lost) == [("b", "x", 1, "crashed"), ("b", "y", 1, "crashed")]
     assert {(record.stage, record.cause.rpartition(": ")[2]) for record in lost} == {("the start", "no more memory")}
@@ -180,23 +180,23 @@ def test_one_that_does_not_come_up_in_a_round_loses_that_round(two: tuple[Case, 
 
 
 def test_what_the_first_round_did_not_examine_is_said_once(two: tuple[Case, ...]) -> None:
-    company = Company(two, "ab")
-    company.deeds["a", "x", 0] = NotExamined(("no windows",))
-    company.deeds["b", "x", 0] = company.deeds["b", "y", 0] = NotExamined(("nothing",))
-    records = examine(company, known("a"), known("b"), unloadable("gone", "gone", ("no library",)), rounds=3)
+    pool = FakePool(two, "ab")
+    pool.deeds["a", "x", 0] = NotExamined(("no windows",))
+    pool.deeds["b", "x", 0] = pool.deeds["b", "y", 0] = NotExamined(("nothing",))
+    records = examine(pool, known("a"), known("b"), unloadable("gone", "gone", ("no library",)), rounds=3)
     assert told(records) == [
         *(("a", "x", 0, "unsupported"), ("a", "y", 0, "passed")),
         *(("b", "x", 0, "unsupported"), ("b", "y", 0, "unsupported")),
         *(("gone", "x", 0, "unavailable"), ("gone", "y", 0, "unavailable")),
         *(("a", "y", 1, "passed"), ("a", "y", 2, "passed")),
     ]
-    assert company.starts == {"a": 3, "b": 2}
+    assert pool.starts == {"a": 3, "b": 2}
 
 
 def test_what_a_later_round_does_not_examine_is_of_that_round(two: tuple[Case, ...]) -> None:
-    company = Company(two[:1], "a")
-    company.deeds["a", "x", 1] = NotExamined(("memory is short",))
-    outcomes = [record.outcome for record in examine(company, known("a"), rounds=3)]
+    pool = FakePool(two[:1], "a")
+    pool.deeds["a", "x", 1] = NotExamined(("memory is short",))
+    outcomes = [record.outcome for record in examine(pool, known("a"), rounds=3)]
     assert outcomes == ["passed", "unsupported", "passed"]
 
 
@@ -204,10 +204,10 @@ def test_what_a_later_round_does_not_examine_is_of_that_round(two: tuple[Case, .
 def test_a_case_that_cannot_be_put_is_told_once_and_asked_in_no_later_round(
     two: tuple[Case, ...], checks: tuple[str, ...]
 ) -> None:
-    company = Company(two, "ab")
+    pool = FakePool(two, "ab")
     for ref in "ab":
-        company.deeds[ref, "x", 0] = "case made/x: blind"
-    both = supervisor(company, known("a"), known("b"), checks=checks, rounds=2)
+        pool.deeds[ref, "x", 0] = "case made/x: blind"
+    both = supervisor(pool, known("a"), known("b"), checks=checks, rounds=2)
     assert {record.case_id for record in both.run()} == {"y"}
     assert list(map(str, both.blind)) == ["case made/x: blind"]
-    assert not [line for line in company.log if " x " in line and line.endswith("1")]
+    assert not [line for line in pool.log if " x " in line and line.endswith("1")]

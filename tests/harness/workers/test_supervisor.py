@@ -10,9 +10,9 @@ import pytest
 from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.cli.preparation import prepare_run
 from attncheck.harness.run.backend_description import BackendDescription, unloadable
 from attncheck.harness.run.evaluation import OURSELVES, Examiner, RunPlan, environment_of
+from attncheck.harness.run.preparation import RunSettings, prepare_run
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, HarnessFailure
 from attncheck.harness.workers.supervisor import Supervisor
@@ -26,36 +26,36 @@ CHECKS = ("numerics", "lse")
 Script = list[list[Answer | Exception]]
 
 
-class FakeCrew:
-    """Stands for the processes: each case gets the next script of its backend; ``renewals`` says which starts fail."""
+class FakePool:
+    """Stands for the processes: each case gets the next script of its backend; ``restarts`` says which starts fail."""
 
-    def __init__(self, renewals: list[Exception | None] | None = None, **scripts: Script) -> None:
-        self._scripts, self._renewals = scripts, renewals or []
+    def __init__(self, restarts: list[Exception | None] | None = None, **scripts: Script) -> None:
+        self._scripts, self._restarts = scripts, restarts or []
         self.alive = set(scripts)
         self.gone: set[str] = set()
-        self.dismissed: list[str] = []
+        self.finished: list[str] = []
 
-    def keep(self, refs: Iterator[str]) -> None:
+    def keep_only(self, refs: Iterator[str]) -> None:
         self.alive &= set(refs)
 
-    def process(self, ref: str) -> "FakeChild | None":
-        return FakeChild(self._scripts[ref], has_ended=ref in self.gone) if ref in self.alive else None
+    def process(self, ref: str) -> "FakeProcess | None":
+        return FakeProcess(self._scripts[ref], has_ended=ref in self.gone) if ref in self.alive else None
 
-    def renew(self, ref: str) -> "FakeChild":
-        if self._renewals and (error := self._renewals.pop(0)) is not None:
+    def restart(self, ref: str) -> "FakeProcess":
+        if self._restarts and (error := self._restarts.pop(0)) is not None:
             raise error
         self.alive.add(ref)
         self.gone.discard(ref)
-        return FakeChild(self._scripts[ref])
+        return FakeProcess(self._scripts[ref])
 
     def discard(self, ref: str) -> None:
         self.alive.discard(ref)
 
-    def dismiss(self, ref: str) -> None:
-        self.dismissed.append(ref)
+    def finish(self, ref: str) -> None:
+        self.finished.append(ref)
 
 
-class FakeChild:
+class FakeProcess:
     def __init__(self, script: Script, *, has_ended: bool = False) -> None:
         self._script, self.has_ended = script, has_ended
 
@@ -83,7 +83,7 @@ WELL: list[Answer | Exception] = [Begun(stage="check numerics"), passed("numeric
 DEATH = ProcessEndedError("killed by SIGSEGV", "the end of it")
 
 
-def supervisor(workers: FakeCrew, *cases: Case, backends: tuple[BackendDescription, ...] = ()) -> Supervisor:
+def supervisor(workers: FakePool, *cases: Case, backends: tuple[BackendDescription, ...] = ()) -> Supervisor:
     plan = RunPlan(cases=cases, checks=CHECKS)
     known = backends or (BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",))),)
     return Supervisor(plan, known, cast(WorkerPool, workers), ENVIRONMENT)
@@ -98,7 +98,7 @@ def told(records: list[Record]) -> list[tuple[str, ...]]:
 
 def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: Any) -> None:
     dying = [Begun(stage="check numerics"), passed("numerics"), Begun(stage="check lse"), DEATH]
-    workers = FakeCrew(a=[dying, WELL])
+    workers = FakePool(a=[dying, WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert told(records) == [
         ("numerics", "passed"),
@@ -109,23 +109,23 @@ def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: 
     crashed = records[1]
     assert isinstance(crashed, Crashed)
     assert (crashed.output, crashed.environment) == ("the end of it", ENVIRONMENT.digest)
-    assert workers.dismissed == ["a"]
+    assert workers.finished == ["a"]
 
 
 def test_one_that_dies_before_the_case_began_loses_it(make_case: Any) -> None:
-    records = list(supervisor(FakeCrew(a=[[DEATH]]), make_case()).run())
+    records = list(supervisor(FakePool(a=[[DEATH]]), make_case()).run())
     assert told(records) == [(check, "crashed", "the wait for this case", "killed by SIGSEGV") for check in CHECKS]
 
 
 def test_a_check_that_asks_nothing_is_lost_by_no_death(make_case: Any) -> None:
-    workers = FakeCrew(plain=[[Begun(stage="check numerics"), DEATH]])
+    workers = FakePool(plain=[[Begun(stage="check numerics"), DEATH]])
     known = (BackendDescription(info=BackendInfo(name="plain", ref="plain")),)
     records = list(supervisor(workers, make_case(), backends=known).run())
     assert [(record.check, record.outcome) for record in records] == [("numerics", "crashed"), ("lse", "unsupported")]
 
 
 def test_one_that_is_gone_before_it_was_asked_anything_loses_nothing(make_case: Any) -> None:
-    workers = FakeCrew(a=[WELL])
+    workers = FakePool(a=[WELL])
     workers.gone = {"a"}
     assert told(list(supervisor(workers, make_case()).run())) == [("numerics", "passed"), ("lse", "passed")]
     assert not workers.gone
@@ -135,7 +135,7 @@ def test_one_that_is_gone_before_it_was_asked_anything_loses_nothing(make_case: 
 def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_nothing(
     make_case: Any, error: Exception
 ) -> None:
-    workers = FakeCrew([error], a=[[DEATH]], b=[WELL, WELL, WELL])
+    workers = FakePool([error], a=[[DEATH]], b=[WELL, WELL, WELL])
     known = tuple(BackendDescription(info=BackendInfo(name=name, ref=name, features=("lse",))) for name in "ab")
     cases = (make_case(), make_case(name="second"), make_case(name="third"))
     records = list(supervisor(workers, *cases, backends=known).run())
@@ -149,13 +149,13 @@ FAULT = HarnessFailure(error="ValueError: ours", traceback="Traceback")
 
 
 def test_a_fault_in_a_spoilt_process_is_mended_by_a_fresh_one(make_case: Any) -> None:
-    workers = FakeCrew(a=[[passed("numerics"), FAULT], WELL, WELL])
+    workers = FakePool(a=[[passed("numerics"), FAULT], WELL, WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert told(records) == [("numerics", "passed"), ("lse", "passed")] * 2
 
 
 def test_a_fault_of_ours_costs_a_case_and_is_told_as_ours(make_case: Any) -> None:
-    workers = FakeCrew(a=[[passed("numerics"), FAULT], [FAULT], WELL])
+    workers = FakePool(a=[[passed("numerics"), FAULT], [FAULT], WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert told(records) == [("numerics", "passed"), ("lse", "errored"), ("numerics", "passed"), ("lse", "passed")]
     ours = records[1]
@@ -164,7 +164,7 @@ def test_a_fault_of_ours_costs_a_case_and_is_told_as_ours(make_case: Any) -> Non
 
 
 def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(make_case: Any) -> None:
-    workers = FakeCrew([WorkerError("a", FAULT)], a=[[passed("numerics"), DEATH]])
+    workers = FakePool([WorkerError("a", FAULT)], a=[[passed("numerics"), DEATH]])
     found = supervisor(workers, make_case(), make_case(name="next")).run()
     assert told([next(found), next(found)])[0] == ("numerics", "passed")
     with pytest.raises(WorkerError, match="ValueError: ours"):
@@ -173,7 +173,7 @@ def test_a_fault_of_ours_in_a_process_that_does_not_come_up_again_ends_the_run(m
 
 def test_a_case_that_cannot_be_put_is_told_once(make_case: Any) -> None:
     blind: Script = [[Begun(stage="declarations"), Done(blind="case made/case: blind")], WELL]
-    workers = FakeCrew(a=list(blind), b=list(blind))
+    workers = FakePool(a=list(blind), b=list(blind))
     known = tuple(BackendDescription(info=BackendInfo(name=name, ref=name)) for name in "ab")
     both = supervisor(workers, make_case(), make_case(name="next"), backends=known)
     assert len(list(both.run())) == 4
@@ -181,13 +181,13 @@ def test_a_case_that_cannot_be_put_is_told_once(make_case: Any) -> None:
 
 
 def test_one_that_could_not_be_loaded_is_asked_nothing(make_case: Any) -> None:
-    workers = FakeCrew(b=[])
+    workers = FakePool(b=[])
     records = list(supervisor(workers, make_case(), backends=(unloadable("gone", "gone", ("no library",)),)).run())
     assert told(records) == [(check, "unavailable") for check in CHECKS]
     assert not workers.alive
 
 
-class Attentive(FakeChild):
+class Attentive(FakeProcess):
     """Is asked many cases before it is listened to, and says when it is asked and when it is heard."""
 
     def __init__(self, ref: str, script: Script, log: list[str]) -> None:
@@ -207,9 +207,9 @@ class Attentive(FakeChild):
 
 def test_the_next_one_works_while_one_is_heard_and_records_keep_their_order(make_case: Any) -> None:
     log: list[str] = []
-    children = {ref: Attentive(ref, [WELL, WELL], log) for ref in "abc"}
-    workers = FakeCrew(a=[], b=[], c=[])
-    workers.process = lambda ref: children[ref]  # type: ignore[method-assign]
+    processes = {ref: Attentive(ref, [WELL, WELL], log) for ref in "abc"}
+    workers = FakePool(a=[], b=[], c=[])
+    workers.process = lambda ref: processes[ref]  # type: ignore[method-assign]
     cases = (make_case(name="first"), make_case(name="second"))
     known = tuple(BackendDescription(info=BackendInfo(name=ref, ref=ref, features=("lse",))) for ref in "abc")
     ahead = Supervisor(
@@ -228,9 +228,9 @@ def test_the_next_one_works_while_one_is_heard_and_records_keep_their_order(make
 
 def test_a_case_that_takes_much_memory_is_not_asked_ahead(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    children = {ref: Attentive(ref, [WELL, WELL], log) for ref in "ab"}
-    workers = FakeCrew(a=[], b=[])
-    workers.process = lambda ref: children[ref]  # type: ignore[method-assign]
+    processes = {ref: Attentive(ref, [WELL, WELL], log) for ref in "ab"}
+    workers = FakePool(a=[], b=[])
+    workers.process = lambda ref: processes[ref]  # type: ignore[method-assign]
     cases = (make_case(name="first"), make_case(name="second"))
     monkeypatch.setattr(
         "attncheck.harness.workers.supervisor.needed_bytes", lambda case: 2**31 if case.id == cases[1].id else 2**20
@@ -265,8 +265,9 @@ def examine(refs: list[str], patterns: list[str], checks: list[str]) -> list[Rec
     selection = select_cases(["deeds.yaml"], patterns, checks)
     with WorkerPool() as workers:
         workers.start(refs)
-        found = prepare_run(selection, refs, device="cpu", seed=0, dump=None, patterns=patterns, workers=workers)
-        return [record.model_copy(update={"duration_s": 0.0}) for record in found.examination.run()]
+        prepared = prepare_run(selection, refs, RunSettings(device="cpu"), pool=workers)
+        examiner = Supervisor(prepared.plan, prepared.backends, workers, prepared.environment, asks_ahead=True)
+        return [record.model_copy(update={"duration_s": 0.0}) for record in examiner.run()]
 
 
 def in_this_process(ref: str, patterns: list[str], checks: list[str]) -> list[Record]:

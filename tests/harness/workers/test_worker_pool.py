@@ -19,8 +19,6 @@ from attncheck.reports.run_file.header import BackendInfo
 
 ASSIGNMENT = Assignment(
     suites=("smoke",),
-    patterns=(),
-    checks=(),
     digests=(),
     device="cpu",
     seed=0,
@@ -30,10 +28,8 @@ ASSIGNMENT = Assignment(
 )
 
 
-def introduced(ref: str, **required: str) -> Described:
-    return Described(
-        introduction=BackendDescription(info=BackendInfo(name=ref, ref=ref, required_environment=required))
-    )
+def described(ref: str, **required: str) -> Described:
+    return Described(description=BackendDescription(info=BackendInfo(name=ref, ref=ref, required_environment=required)))
 
 
 class Fake:
@@ -56,8 +52,8 @@ class Fake:
             raise answer
         return answer
 
-    def dismiss(self) -> None:
-        self.state = "dismissed"
+    def finish(self) -> None:
+        self.state = "finished"
 
     def close(self, *, at_once: bool = False) -> None:
         self.state = "ended at once" if at_once or self.state == "alive" else "ended"
@@ -78,12 +74,12 @@ def assigned() -> WorkerPool:
 
 
 def test_all_are_started_before_the_first_is_listened_to(started: list[Fake]) -> None:
-    Fake.script = {"a": [introduced("a")], "b": [Refused(reason="unknown backend")]}
+    Fake.script = {"a": [described("a")], "b": [Refused(reason="unknown backend")]}
     with assigned() as processes:
         processes.start(["a"])
         assert len(started) == 1
-        found = processes.introduce(["a", "b"])
-        assert found[0] == introduced("a").introduction
+        found = processes.describe(["a", "b"])
+        assert found[0] == described("a").description
         assert isinstance(found[1], QuestionError)
         assert str(found[1]) == "unknown backend"
         assert len(started) == 2
@@ -93,47 +89,47 @@ def test_one_that_requires_an_environment_is_started_again_with_it(
     started: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATTNCHECK_STANDS", "yes")
-    needy = introduced("needy", ATTNCHECK_NEED="1", ATTNCHECK_STANDS="yes")
-    Fake.script = {"needy": [needy, needy, needy], "content": [introduced("content", ATTNCHECK_STANDS="yes")]}
+    needy = described("needy", ATTNCHECK_NEED="1", ATTNCHECK_STANDS="yes")
+    Fake.script = {"needy": [needy, needy, needy], "content": [described("content", ATTNCHECK_STANDS="yes")]}
     with assigned() as processes:
-        assert processes.introduce(["needy", "content"]) == [
-            needy.introduction,
-            introduced("content", ATTNCHECK_STANDS="yes").introduction,
+        assert processes.describe(["needy", "content"]) == [
+            needy.description,
+            described("content", ATTNCHECK_STANDS="yes").description,
         ]
         assert [(fake.ref, fake.environment) for fake in started] == [
             ("needy", {}),
             ("content", {}),
             ("needy", {"ATTNCHECK_NEED": "1"}),
         ]
-        processes.renew("needy")
+        processes.restart("needy")
         assert started[-1].environment == {"ATTNCHECK_NEED": "1"}
 
 
 def test_one_that_is_never_content_is_refused(started: list[Fake]) -> None:
-    Fake.script = {"moody": [introduced("moody", A="1"), introduced("moody", A="2")]}
+    Fake.script = {"moody": [described("moody", A="1"), described("moody", A="2")]}
     with assigned() as processes:
-        (found,) = processes.introduce(["moody"])
+        (found,) = processes.describe(["moody"])
     assert isinstance(found, BackendLoadError)
     assert "started with {'A': '1'}, it now requires {'A': '2'}" in str(found)
 
 
 def test_one_that_requires_more_than_a_process_can_be_given_is_refused_alone(started: list[Fake]) -> None:
-    greedy = introduced("greedy", A="x" * 200_000)
-    Fake.script = {"greedy": [greedy], "content": [introduced("content")]}
+    greedy = described("greedy", A="x" * 200_000)
+    Fake.script = {"greedy": [greedy], "content": [described("content")]}
     with assigned() as processes:
         processes.start(["greedy", "content"])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(workers, "WorkerProcess", WorkerProcess)
-            refused, content = processes.introduce(["greedy", "content"])
+            refused, content = processes.describe(["greedy", "content"])
     assert isinstance(refused, BackendLoadError)
     assert "cannot be started with the environment it requires: Argument list too long" in str(refused)
-    assert content == introduced("content").introduction
+    assert content == described("content").description
 
 
 def test_one_that_dies_as_it_is_loaded_says_how_and_what_it_said_last(started: list[Fake]) -> None:
     Fake.script = {"dead": [ProcessEndedError("killed by SIGABRT", "loading\nno driver\n")]}
     with assigned() as processes:
-        (found,) = processes.introduce(["dead"])
+        (found,) = processes.describe(["dead"])
     assert isinstance(found, BackendLoadError)
     assert str(found) == (
         "backend 'dead': its process ended (killed by SIGABRT) while it was loaded; it printed last: no driver; "
@@ -144,50 +140,50 @@ def test_one_that_dies_as_it_is_loaded_says_how_and_what_it_said_last(started: l
 def test_our_own_fault_is_nobody_elses(started: list[Fake]) -> None:
     Fake.script = {"a": [HarnessFailure(error="ValueError: ours", traceback="Traceback, and where")]}
     with pytest.raises(WorkerError, match=r"ValueError: ours \(in the process of a\)") as caught, assigned() as some:
-        some.introduce(["a"])
+        some.describe(["a"])
     assert caught.value.__notes__ == ["Traceback, and where"]
 
 
 def test_one_that_does_not_come_up_again(started: list[Fake]) -> None:
     Fake.script = {
-        "a": [introduced("a"), Refused(reason="the suite has changed")],
-        "b": [introduced("b"), Described(introduction=unloadable("b", "b", ("no library", "no GPU")))],
+        "a": [described("a"), Refused(reason="the suite has changed")],
+        "b": [described("b"), Described(description=unloadable("b", "b", ("no library", "no GPU")))],
     }
     with assigned() as processes:
-        processes.introduce(["a", "b"])
+        processes.describe(["a", "b"])
         with pytest.raises(QuestionError, match="the suite has changed"):
-            processes.renew("a")
+            processes.restart("a")
         with pytest.raises(QuestionError, match="no library; no GPU"):
-            processes.renew("b")
+            processes.restart("b")
 
 
 def test_one_that_comes_up_as_another_is_not_taken_for_the_first(started: list[Fake]) -> None:
-    edited = Described(introduction=BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",))))
-    Fake.script = {"a": [introduced("a"), introduced("a"), edited]}
+    edited = Described(description=BackendDescription(info=BackendInfo(name="a", ref="a", features=("lse",))))
+    Fake.script = {"a": [described("a"), described("a"), edited]}
     with assigned() as processes:
-        processes.introduce(["a"])
-        processes.renew("a")
+        processes.describe(["a"])
+        processes.restart("a")
         with pytest.raises(QuestionError, match="a is not what it was when the run began"):
-            processes.renew("a")
+            processes.restart("a")
 
 
 def test_those_not_chosen_end_and_those_that_are_done_may_take_a_moment(started: list[Fake]) -> None:
-    Fake.script = {ref: [introduced(ref)] for ref in "abc"}
+    Fake.script = {ref: [described(ref)] for ref in "abc"}
     with assigned() as processes:
-        processes.introduce(list("abc"))
-        processes.keep("ab")
+        processes.describe(list("abc"))
+        processes.keep_only("ab")
         assert [fake.state for fake in started] == ["alive", "alive", "ended at once"]
-        processes.dismiss("a")
+        processes.finish("a")
         assert processes.process("a") is None
-        assert [fake.state for fake in started[:2]] == ["dismissed", "alive"]
+        assert [fake.state for fake in started[:2]] == ["finished", "alive"]
     assert [fake.state for fake in started[:2]] == ["ended", "ended at once"]
 
 
 def test_one_that_is_to_be_alone_is_so_at_once(started: list[Fake]) -> None:
-    Fake.script = {ref: [introduced(ref)] for ref in "abc"}
+    Fake.script = {ref: [described(ref)] for ref in "abc"}
     with assigned() as processes:
-        processes.introduce(list("abc"))
-        processes.dismiss("a")
+        processes.describe(list("abc"))
+        processes.finish("a")
         processes.isolate("b")
         assert [fake.state for fake in started] == ["ended", "alive", "ended at once"]
         processes.isolate("c")
@@ -196,10 +192,10 @@ def test_one_that_is_to_be_alone_is_so_at_once(started: list[Fake]) -> None:
 
 
 def test_an_interrupted_run_waits_for_nobody(started: list[Fake]) -> None:
-    Fake.script = {"a": [introduced("a")]}
+    Fake.script = {"a": [described("a")]}
     processes = assigned()
-    processes.introduce(["a"])
-    processes.dismiss("a")
+    processes.describe(["a"])
+    processes.finish("a")
     processes.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert started[0].state == "ended at once"
 
@@ -221,7 +217,7 @@ def test_a_real_process_is_started_again_with_what_it_requires(tmp_path: Path) -
     real = ASSIGNMENT.model_copy(update={"suites": ("decode",), "digests": (_digest("decode"),)})
     with WorkerPool() as processes:
         processes.assign(real)
-        (found,) = processes.introduce([f"{path}:Mine"])
+        (found,) = processes.describe([f"{path}:Mine"])
         assert isinstance(found, BackendDescription)
         assert found.version == "cpu"
         assert isinstance(processes.process(f"{path}:Mine"), WorkerProcess)

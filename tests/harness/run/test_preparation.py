@@ -1,4 +1,4 @@
-"""What is asked where no suite is named: of each backend the suite that it says suits it."""
+"""A run is prepared: without a named suite, each backend gets the one that it says suits it."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import pytest
 
 import attncheck
 from attncheck.errors import BackendLoadError, SelectionError
-from attncheck.harness.cli.preparation import prepare_run
+from attncheck.harness.run.evaluation import Examiner, UnavailableBackend, environment_of
+from attncheck.harness.run.preparation import PreparedRun, RunSettings, prepare_run
 from attncheck.harness.run.selection import DEFAULT_SUITES, select_cases
 from attncheck.reports.run_file.records import Record
 
@@ -42,10 +43,14 @@ def asked(records: list[Record]) -> dict[str, set[str]]:
     return found
 
 
+def examined(prepared: PreparedRun) -> list[Record]:
+    return list(Examiner(prepared.plan, prepared.environment).run())
+
+
 def test_each_backend_is_asked_its_own_suite(slow: str) -> None:
     selection = select_cases([], CASES, ["numerics"])
-    prepared = prepare_run(selection, ["reference", slow], device="cpu", seed=0, dump=None)
-    assert asked(list(prepared.examination.run())) == {
+    prepared = prepare_run(selection, ["reference", slow], RunSettings(device="cpu"))
+    assert asked(examined(prepared)) == {
         "reference": {"smoke/decode.float16", "smoke/shared-cache"},
         "Slow": {"interpreted/decode", "interpreted/shared-cache"},
     }
@@ -55,7 +60,7 @@ def test_each_backend_is_asked_its_own_suite(slow: str) -> None:
 
 def test_a_suite_that_nobody_is_asked_is_not_part_of_the_run(slow: str) -> None:
     for ref, suite in ((slow, "interpreted"), ("reference", "smoke")):
-        prepared = prepare_run(select_cases([], (), ["numerics"]), [ref], device="cpu", seed=0, dump=None)
+        prepared = prepare_run(select_cases([], (), ["numerics"]), [ref], RunSettings(device="cpu"))
         assert prepared.selection.refs == (suite,)
         assert {case.suite for case in prepared.plan.cases} == {suite}
         assert prepared.notes == ()
@@ -63,20 +68,43 @@ def test_a_suite_that_nobody_is_asked_is_not_part_of_the_run(slow: str) -> None:
 
 def test_a_suite_that_is_named_is_asked_of_all(slow: str) -> None:
     selection = select_cases(["smoke"], ["decode.float16"], ["numerics"])
-    prepared = prepare_run(selection, ["reference", slow], device="cpu", seed=0, dump=None)
-    assert asked(list(prepared.examination.run())) == {name: {"smoke/decode.float16"} for name in ("reference", "Slow")}
+    prepared = prepare_run(selection, ["reference", slow], RunSettings(device="cpu"))
+    assert asked(examined(prepared)) == {name: {"smoke/decode.float16"} for name in ("reference", "Slow")}
 
 
 @pytest.mark.parametrize("names", [["Slow"], ["Slow", "Slower"]])
 def test_cases_of_another_suite_are_refused_by_its_name(slow: str, names: list[str]) -> None:
     refs = [slow.replace("Slow", name) for name in names]
     with pytest.raises(SelectionError, match="no such case in interpreted, the suite asked by default; give --suite"):
-        prepare_run(select_cases([], ["decode.float16"]), refs, device="cpu", seed=0, dump=None)
+        prepare_run(select_cases([], ["decode.float16"]), refs, RunSettings(device="cpu"))
 
 
 def test_whom_the_filters_leave_no_case_is_told(slow: str) -> None:
-    prepared = prepare_run(select_cases([], ["decode.float16"]), ["reference", slow], device="cpu", seed=0, dump=None)
+    prepared = prepare_run(select_cases([], ["decode.float16"]), ["reference", slow], RunSettings(device="cpu"))
     assert prepared.notes == (f"reference: suite smoke; {slow}: suite interpreted, of which no case is selected",)
+
+
+def test_a_process_prepares_its_part_without_choosing_a_backend() -> None:
+    environment = environment_of("cpu").model_copy(update={"cpu": "another name"})
+    settings = RunSettings(device="cpu", seed=3)
+    prepared = prepare_run(select_cases(["smoke"]), None, settings, environment=environment)
+    assert (prepared.backends, prepared.plan.backends, prepared.plan.seed) == ((), (), 3)
+    assert prepared.environment is environment
+
+
+def test_a_backend_that_cannot_run_here_is_refused_or_kept() -> None:
+    gone = UnavailableBackend("gone", "gone", ("no library",))
+    selection, settings = select_cases(["smoke"]), RunSettings(device="cpu")
+    with pytest.raises(SelectionError, match="'gone' is unavailable here: no library"):
+        prepare_run(selection, ["gone"], settings, loaded=[gone])
+    prepared = prepare_run(selection, ["gone"], settings, loaded=[gone], keeps_unavailable=True)
+    assert [each.unavailable_reasons for each in prepared.backends] == [("no library",)]
+    assert prepared.plan.backends == (gone,)
+
+
+def test_a_seed_below_zero_is_refused() -> None:
+    with pytest.raises(SelectionError, match="seed -1"):
+        prepare_run(select_cases(["smoke"]), ["reference"], RunSettings(device="cpu", seed=-1))
 
 
 def test_from_python_too(slow: str) -> None:

@@ -1,0 +1,211 @@
+"""Execute one run: choose, prepare, examine, and write the run file as records come.
+
+Writes its progress to stderr and nothing to stdout. Loads torch only after the processes of the backends have started,
+which load it at the same time.
+"""
+
+import contextlib
+import faulthandler
+import io
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import typer
+
+from attncheck.errors import QuestionError
+from attncheck.harness.cli.run_options import RunOptions
+from attncheck.harness.run.backend_choice import first_refs
+from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing, select_cases
+from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import FALLEN_SHORT, Record
+
+if TYPE_CHECKING:
+    from attncheck.harness.cli.progress import RunProgress
+    from attncheck.harness.providers.plan import ProviderPlan
+    from attncheck.harness.run.expectations import Expectations
+    from attncheck.harness.run.preparation import PreparedRun, RunSettings
+
+RESULTS = Path("results")
+
+_ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
+
+
+class CaseExaminer(Protocol):
+    """Examines the cases of a plan, in this process or in others."""
+
+    @property
+    def blind(self) -> list[QuestionError]:
+        """Cases that could not be examined at all."""
+
+    def run(self) -> Iterator[Record]:
+        """Every record, as it is found."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run found. ``path``: its run file.
+
+    ``blind``: why cases could not be examined. ``unmet``: a line for each expectation that counts as a failure;
+    ``unseen``: for each that only did not show. ``stopped``: the run ended at the first record that fell short.
+    """
+
+    path: Path
+    header: RunHeader
+    records: tuple[Record, ...]
+    blind: tuple[str, ...]
+    unmet: tuple[str, ...]
+    unseen: tuple[str, ...]
+    stopped: bool
+
+
+def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> FinishedRun:
+    """Execute the run of ``options``; ``begin`` is called with its header before the first case is examined.
+
+    Raises:
+        QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
+    """
+    selection = select_cases(options.suite_refs, options.cases, options.backend_checks, options.settings)
+    timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
+    is_timed = options.backend_refs is not None and selection.is_timed
+    rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
+    _make_folder(options.dump)
+    with WorkerPool() as pool:
+        if options.backend_refs is not None and not options.in_process:
+            pool.start(first_refs(options.backend_refs, selection.suites))
+
+        from attncheck.harness.run.preparation import RunSettings
+
+        settings = RunSettings(
+            device=options.device, seed=options.seed, dump=options.dump, timing=timing, rounds=rounds
+        )
+        return _execute(options, selection, settings, None if options.in_process else pool, begin)
+
+
+def _execute(
+    options: RunOptions,
+    selection: Selection,
+    settings: "RunSettings",
+    pool: WorkerPool | None,
+    begin: Callable[[RunHeader], None],
+) -> FinishedRun:
+    from attncheck.harness.cli.progress import progress_for
+    from attncheck.harness.providers.plan import plan_providers
+    from attncheck.harness.providers.records import examine_providers, header_with_providers
+    from attncheck.harness.run.outcomes import Circumstances
+    from attncheck.harness.run.preparation import make_header, prepare_run
+    from attncheck.harness.run.timing_rounds import count_questions
+
+    prepared = prepare_run(selection, options.backend_refs, settings, pool=pool)
+    plan, environment = prepared.plan, prepared.environment
+    examiner = case_examiner(prepared, pool)
+    functions = plan_providers(options.providers, options.functions, plan.cases, plan.device, options.seed)
+    infos = [each.info for each in prepared.backends]
+    is_timed = options.backend_refs is not None and prepared.selection.is_timed
+    one_process = (_ONE_PROCESS,) if is_timed and pool is None else ()
+    notes = (*prepared.notes, *one_process, *prepared.choice_notes)
+    header = make_header(prepared.selection, plan, infos, environment, command=options.command, notes=notes)
+    header = header_with_providers(header, functions)
+    circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
+    found = itertools.chain(examiner.run(), examine_providers(functions, circumstances))
+    expectations = _expectations(options.expect, prepared.selection, functions, header)
+    path = options.output or _free_path()
+    begin(header)
+    with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
+        faulthandler.enable()  # a kernel that kills the process says at least where
+    try:
+        with progress_for(
+            count_questions(plan, [info.ref for info in infos]) + functions.count,
+            rounds=plan.rounds,
+            silent=options.in_process,
+            is_timed=is_timed,
+        ) as progress:
+            return _examine(found, examiner, header, path, expectations, progress, exitfirst=options.exitfirst)
+    except KeyboardInterrupt:
+        typer.echo(f"what was found so far is in {path}", err=True)
+        raise
+
+
+def case_examiner(prepared: "PreparedRun", pool: WorkerPool | None) -> CaseExaminer:
+    """Return what examines the plan: this process, or the processes of ``pool``."""
+    from attncheck.harness.run.environment import usable_cores
+    from attncheck.harness.run.evaluation import Examiner
+    from attncheck.harness.workers.supervisor import Supervisor
+
+    plan, environment = prepared.plan, prepared.environment
+    if pool is None or not prepared.backends:
+        return Examiner(plan, environment)
+    # On a GPU two processes would share its memory, and one core is busy with one.
+    asks_ahead = plan.device == "cpu" and usable_cores() > 1
+    return Supervisor(plan, prepared.backends, pool, environment, asks_ahead=asks_ahead)
+
+
+def _expectations(
+    file: Path | None, selection: Selection, functions: "ProviderPlan", header: RunHeader
+) -> "Expectations | None":
+    if file is None:
+        return None
+    from attncheck.harness.providers.records import known_subjects, selected_subjects
+    from attncheck.harness.run.expectations import Expectations, load_expectations
+
+    return Expectations(
+        load_expectations(file),
+        cases=(*selection.all_cases, *known_subjects(functions)),
+        selected=(*selection.cases, *selected_subjects(functions)),
+        backends=[backend.name for backend in header.backends],
+        checks=header.checks,
+    )
+
+
+def _make_folder(dump: Path | None) -> None:
+    """Make the folder before the run, so that the first failure does not end it."""
+    if dump is None:
+        return
+    try:
+        dump.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise QuestionError(f"--dump {dump} cannot be a folder: {error.strerror}") from error
+
+
+def _free_path() -> Path:
+    """Name a run file by the time and the process, and by a number where several runs begin in one second."""
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(path for name in names if not (path := RESULTS / f"{name}.jsonl").exists())
+
+
+def _examine(
+    found: Iterator[Record],
+    examiner: CaseExaminer,
+    header: RunHeader,
+    path: Path,
+    expectations: "Expectations | None",
+    progress: "RunProgress",
+    *,
+    exitfirst: bool,
+) -> FinishedRun:
+    """Write every record as it comes, then the expectations that no record matched."""
+    from attncheck.reports.run_file.store import RunWriter
+
+    records: list[Record] = []
+    stopped = False
+    with RunWriter(path, header) as writer:
+        for each in found:
+            record = each if expectations is None else expectations.apply(each)
+            writer.add(record)
+            records.append(record)
+            progress.see(record)
+            if exitfirst and record.outcome in FALLEN_SHORT:
+                stopped = True
+                break
+        blind = tuple(map(str, examiner.blind))
+        unmet = tuple(expectations.unmet(stopped_early=stopped)) if expectations else ()
+        unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
+        for error in (*blind, *unmet):
+            writer.fail(error)
+    return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped)

@@ -1,0 +1,70 @@
+"""The options of ``attncheck run`` as one value, and the combinations of them that are refused. Loads no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attncheck.errors import SelectionError
+from attncheck.reports.run_file.records import UTILITIES
+
+PROVIDER_SUITES = ("smoke", "named_batches", "padding")
+"""Default suites of a run of providers without backends: their batches become the questions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a run examines and how; each field means what the command line's option of that name means.
+
+    Empty: the option was not given, and its default counts. ``command``: what was typed, for the run file.
+
+    Raises:
+        SelectionError: a check or a pattern that no backend or provider of the run is examined by.
+    """
+
+    backends: tuple[str, ...] = ()
+    providers: tuple[str, ...] = ()
+    suites: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    rounds: int | None = None
+    time_limit: float | None = None
+    warm_cache: bool = False
+    kernels: bool = False
+    device: str | None = None
+    seed: int = 0
+    output: Path | None = None
+    exitfirst: bool = False
+    expect: Path | None = None
+    dump: Path | None = None
+    in_process: bool = False
+    command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.providers:
+            if self.functions:
+                raise SelectionError("--function chooses among the functions of a provider; give --provider")
+            return
+        if self.checks and UTILITIES not in self.checks:
+            raise SelectionError(f"a provider is examined by the check {UTILITIES}, which --check leaves out")
+        if self.checks and self.backends and not self.backend_checks:
+            raise SelectionError(f"--check {UTILITIES} leaves nothing to examine of a backend; leave out --backend")
+        if self.backend_checks and not self.backends:
+            raise SelectionError(
+                f"check {self.backend_checks[0]!r} examines a backend, and there is none; give --backend"
+            )
+
+    @property
+    def backend_refs(self) -> tuple[str, ...] | None:
+        """References of the backends; empty: the default ones; None: only providers are examined."""
+        return None if self.providers and not self.backends else self.backends
+
+    @property
+    def backend_checks(self) -> tuple[str, ...]:
+        """The checks asked for, without that of providers; a run without providers keeps and refuses it."""
+        return tuple(check for check in self.checks if check != UTILITIES or not self.providers)
+
+    @property
+    def suite_refs(self) -> tuple[str, ...]:
+        """The suites that are named; for providers alone, else their default ones."""
+        return self.suites or (PROVIDER_SUITES if self.backend_refs is None else ())

@@ -1,0 +1,160 @@
+"""Prepare a run: from a selection of cases to the plan, the backends and the environment.
+
+The command line, the process of a backend, ``attncheck.examine`` and the pytest plugin all prepare here, so that they
+refuse the same things with the same words. What examines the plan is the caller's choice.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from attncheck.backends.registry import LoadedBackend
+from attncheck.errors import QuestionError
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.backend_choice import choose_backends, refuse_unavailable, suite_device
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.backend_loading import Loader
+from attncheck.harness.run.evaluation import RunPlan, UnavailableBackend, environment_of
+from attncheck.harness.run.selection import Selection, check_seed, default_suites
+from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.store import now
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How the cases of a run are examined.
+
+    ``device``: None for the best there is. ``dump``: the folder for tensors of failing cases. ``rounds``: in how many
+    processes each backend is timed, one after another.
+    """
+
+    device: str | None = None
+    seed: int = 0
+    dump: Path | None = None
+    timing: TimingSettings = field(default_factory=TimingSettings)
+    rounds: int = 1
+
+
+class ProcessPool(Protocol):
+    """Processes that load and describe the backends of a run."""
+
+    def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
+        """Hand the processes what the run examines; comes before :meth:`describe`."""
+
+    def describe(self, refs: Sequence[str]) -> Sequence[BackendDescription | QuestionError]:
+        """Describe each of ``refs``, or return why it names no backend that can be examined."""
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """The plan of a run, its environment, its backends, and notes on how these were chosen.
+
+    ``selection``: what is left of it once the suites of the backends are known. ``notes``: on the device and the
+    suites. ``choice_notes``: on the choice of backends.
+    """
+
+    selection: Selection
+    plan: RunPlan
+    environment: Environment
+    backends: tuple[BackendDescription, ...] = ()
+    notes: tuple[str, ...] = ()
+    choice_notes: tuple[str, ...] = ()
+
+
+def prepare_run(
+    selection: Selection,
+    refs: Sequence[str] | None,
+    settings: RunSettings,
+    *,
+    pool: ProcessPool | None = None,
+    loaded: Sequence[LoadedBackend | UnavailableBackend] = (),
+    environment: Environment | None = None,
+    keeps_unavailable: bool = False,
+) -> PreparedRun:
+    """Plan the run of ``selection`` over the backends of ``refs`` (empty: the default ones; None: no backend).
+
+    ``pool``: the processes that load the backends; None: they are loaded here, and the plan holds them. ``loaded``:
+    backends that are not to be loaded again. ``environment``: None for that of this process. ``keeps_unavailable``:
+    backends of ``refs`` that cannot run here stay in the run.
+
+    Raises:
+        QuestionError: the device is not there, the seed is negative, a backend cannot be loaded, or one of ``refs``
+            cannot run here.
+        WorkerError: attncheck itself failed in one of the processes.
+    """
+    device, notes = suite_device(selection.suites, settings.device)
+    plan = RunPlan(
+        cases=selection.cases,
+        checks=selection.checks,
+        device=device,
+        seed=check_seed(settings.seed),
+        dump=settings.dump,
+        timing=settings.timing,
+        rounds=settings.rounds,
+    )
+    environment = environment or environment_of(device)
+    if refs is None:
+        return PreparedRun(selection, plan, environment, (), notes)
+    loader = Loader(device, loaded)
+    if pool is not None:
+        pool.begin(selection, plan, environment)
+    describe = loader.describe if pool is None else pool.describe
+    backends, choice_notes = choose_backends(refs, selection.suites, selection.cases, describe)
+    if refs and not keeps_unavailable:
+        refuse_unavailable(backends)
+    if selection.by_default:
+        suites = default_suites(selection, backends)
+        selection = selection.of_suites(suites.values())
+        plan = replace(plan, cases=selection.cases, suites=suites)
+        notes = (*notes, *suite_notes(suites, {case.suite for case in selection.cases}))
+    if pool is None:
+        plan = replace(plan, backends=loader.backends(backends))
+    return PreparedRun(selection, plan, environment, backends, notes, choice_notes)
+
+
+def suite_notes(suites: Mapping[str, str], selected: Collection[str]) -> tuple[str, ...]:
+    """Name the suite of each backend where they differ; ``selected``: the suites of which a case is left."""
+    if len(set(suites.values())) < 2:
+        return ()
+    refs_of = {name: [ref for ref, suite in suites.items() if suite == name] for name in dict.fromkeys(suites.values())}
+    notes = (
+        f"{', '.join(refs)}: suite {name}{'' if name in selected else ', of which no case is selected'}"
+        for name, refs in refs_of.items()
+    )
+    return ("; ".join(notes),)
+
+
+def make_header(
+    selection: Selection,
+    plan: RunPlan,
+    backends: Sequence[BackendInfo],
+    environment: Environment,
+    *,
+    command: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> RunHeader:
+    """The header of the run that ``plan`` and ``backends`` describe; the suites' own notes join ``notes``."""
+    counts = {suite.name: sum(case.suite == suite.name for case in plan.cases) for suite in selection.suites}
+    return RunHeader(
+        started=now(),
+        environment=environment,
+        suites=tuple(
+            SuiteInfo(name=suite.name, ref=ref, cases=counts[suite.name], digest=suite.hash)
+            for suite, ref in zip(selection.suites, selection.refs, strict=True)
+        ),
+        checks=plan.checks or _checks_asked(plan),
+        device=plan.device,
+        seed=plan.seed,
+        rounds=plan.rounds,
+        backends=tuple(backends),
+        command=tuple(command),
+        notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),
+    )
+
+
+def _checks_asked(plan: RunPlan) -> tuple[str, ...]:
+    """All that are made of every case, and those that a case names."""
+    named = {check for case in plan.cases for check in case.checks or ()}
+    return tuple(check for check in BACKEND_CHECKS if check in DEFAULT_CHECKS or check in named)

@@ -1,0 +1,62 @@
+"""A run as a call: options in, a finished run out, and what examines its cases."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attncheck.errors import SelectionError
+from attncheck.harness.cli.run_execution import case_examiner, execute_run
+from attncheck.harness.cli.run_options import RunOptions
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.evaluation import RunPlan, environment_of
+from attncheck.harness.run.preparation import PreparedRun
+from attncheck.harness.run.selection import select_cases
+from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.reports.run_file.header import BackendInfo, RunHeader
+from attncheck.reports.run_file.store import read_run
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_run_is_a_call(in_process: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    begun: list[RunHeader] = []
+    options = RunOptions(
+        backends=("reference",),
+        suites=("smoke",),
+        cases=("decode.float32",),
+        checks=("numerics",),
+        device="cpu",
+        output=tmp_path / "run.jsonl",
+        in_process=in_process,
+    )
+    finished = execute_run(options, begun.append)
+    assert [(record.case, record.outcome) for record in finished.records] == [("smoke/decode.float32", "passed")]
+    assert (finished.blind, finished.unmet, finished.unseen, finished.stopped) == ((), (), (), False)
+    assert begun == [finished.header]
+    stored = read_run(finished.path)
+    assert (stored.header, tuple(stored.records)) == (finished.header, finished.records)
+    assert capfd.readouterr().out == ""
+
+
+def test_options_that_contradict_each_other_are_no_options() -> None:
+    with pytest.raises(SelectionError, match="give --provider"):
+        RunOptions(functions=("*",))
+
+
+@pytest.mark.parametrize(("device", "cores", "expected"), [("cpu", 2, True), ("cpu", 1, False), ("cuda:0", 2, False)])
+def test_two_work_at_once_where_they_share_neither_a_gpu_nor_one_core(
+    device: str, cores: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[bool] = []
+
+    def supervise(*given: Any, asks_ahead: bool) -> None:
+        ahead.append(asks_ahead)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setattr("attncheck.harness.workers.supervisor.Supervisor", supervise)
+    selection = select_cases(["smoke"])
+    backend = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
+    plan = RunPlan(cases=selection.cases, device=device)
+    case_examiner(PreparedRun(selection, plan, environment_of("cpu"), (backend,)), WorkerPool())
+    assert ahead == [expected]

@@ -1,0 +1,64 @@
+"""The one error tree: every exception class of the package is in it, and the drawing names it below its base."""
+
+import ast
+import builtins
+import re
+from pathlib import Path
+
+import pytest
+
+from attncheck import errors
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("reference", "cases", "backends", "reports", "harness")
+INDENT = 4
+ENTRY = re.compile(r"^( [ |`-]*)(\w+Error)\b", re.MULTILINE)
+
+
+def is_builtin(name: str) -> bool:
+    found = getattr(builtins, name, None)
+    return isinstance(found, type) and issubclass(found, BaseException)
+
+
+def defined() -> dict[str, list[str]]:
+    """By name, the bases of each exception class of the package."""
+    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    files.append(ROOT / "src" / "attncheck" / "errors.py")
+    classes: dict[str, list[str]] = {}
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+    found: dict[str, list[str]] = {}
+    while more := {
+        name: bases
+        for name, bases in classes.items()
+        if name not in found and any(is_builtin(base) or base in found for base in bases)
+    }:
+        found |= more
+    return found
+
+
+def drawn() -> dict[str, str | None]:
+    """By name, the base of each class in the drawing."""
+    assert errors.__doc__ is not None
+    above: list[str] = []
+    found: dict[str, str | None] = {}
+    for match in ENTRY.finditer(errors.__doc__):
+        depth = len(match[1]) // INDENT - 1
+        del above[depth:]
+        found[match[2]] = above[-1] if above else None
+        above.append(match[2])
+    return found
+
+
+def test_every_exception_class_is_drawn_below_its_base() -> None:
+    tree = {name: None if name == "AttncheckError" else bases[0] for name, bases in defined().items()}
+    assert drawn() == tree
+
+
+@pytest.mark.parametrize("name", ["SpecError", "ReferenceArgumentError"])
+def test_what_is_also_a_value_error_is_drawn_so(name: str) -> None:
+    assert issubclass(getattr(errors, name), ValueError)
+    assert errors.__doc__ is not None
+    assert re.search(rf"{name} .*\(also a ValueError\)", errors.__doc__)
