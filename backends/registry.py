@@ -56,7 +56,7 @@ ONLY_NAMED = frozenset({*FAMILIES, "xformers_vllm"})
 ENTRY_POINT_GROUP = "attncheck.backends"
 
 _FILE_MODULE = "attncheck_file_"
-_LONGEST_STORY = 2_000
+_LONGEST_MESSAGE = 2_000
 """Characters kept of what an exception says: some print all they have."""
 
 
@@ -153,7 +153,7 @@ def _load_registered(ref: str, name: str, argument: str | None, target: str, ori
             except ValueError as error:
                 raise BackendLoadError(ref, str(error)) from error
             except Exception as error:
-                raise BackendLoadError(ref, import_story(error)) from error
+                raise BackendLoadError(ref, import_failure(error)) from error
         return _checked(ref, full_name, found, origin)
     except ImportError as error:
         raise BackendUnavailableError(full_name, [f"{target} cannot be imported: {error}"]) from error
@@ -200,9 +200,9 @@ def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False)
     except ImportError as error:
         if missing_is_unavailable:
             raise
-        raise BackendLoadError(ref, import_story(error), allowed=_known()) from error
+        raise BackendLoadError(ref, import_failure(error), allowed=_known()) from error
     except (Exception, SystemExit) as error:
-        raise BackendLoadError(ref, import_story(error)) from error
+        raise BackendLoadError(ref, import_failure(error)) from error
 
 
 def import_file(ref: str, path: Path) -> ModuleType:
@@ -227,7 +227,7 @@ def import_file(ref: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise BackendLoadError(ref, import_story(error)) from error
+        raise BackendLoadError(ref, import_failure(error)) from error
     return module
 
 
@@ -266,9 +266,9 @@ def _known() -> str:
     return f"registered names are {', '.join(known_names())}"
 
 
-def import_story(error: BaseException) -> str:
+def import_failure(error: BaseException) -> str:
     """What an import raised, and where: the innermost line that is not the import system's own."""
-    told = f"importing it raised {traceback.format_exception_only(error)[-1].strip()[:_LONGEST_STORY]}"
+    told = f"importing it raised {traceback.format_exception_only(error)[-1].strip()[:_LONGEST_MESSAGE]}"
     if isinstance(error, SyntaxError):
         return f"{told} ({error.filename}:{error.lineno})"
     frames = [

@@ -113,4 +113,4 @@ def _module(ref: str) -> ModuleType:
     try:
         return import_module(ref)
     except (Exception, SystemExit) as error:
-        raise ProviderLoadError(ref, registry.import_story(error)) from error
+        raise ProviderLoadError(ref, registry.import_failure(error)) from error

@@ -49,7 +49,7 @@ def load_vllm(ref: str) -> Provider:
         modules = [module for name in MODULES if (module := _module(name)) is not None]
         v0 = [module for name in V0_MODULES if (module := _module(name)) is not None]
     except (Exception, SystemExit) as error:
-        raise ProviderLoadError(ref, registry.import_story(error)) from error
+        raise ProviderLoadError(ref, registry.import_failure(error)) from error
     return Provider(
         name="vllm",
         ref=ref,

@@ -51,7 +51,7 @@ def _named(name: str) -> Any:
         raise
     except Exception as error:
         # Modules of kernels ask the machine while they are imported, and raise whatever comes of it.
-        raise ImportError(registry.import_story(error)) from error
+        raise ImportError(registry.import_failure(error)) from error
 
 
 def _module(argument: str, place: str) -> Any:
