@@ -59,7 +59,7 @@ CHECKS: Mapping[str, CheckInfo] = {
         applies_to="provider",
     ),
 }
-"""The checks of this version, in the order they are reported."""
+"""The checks of this version, in the order of reports. The harness has a module of the name of each of a backend."""
 
 BACKEND_CHECKS: tuple[str, ...] = tuple(name for name, info in CHECKS.items() if info.applies_to == "backend")
 """The checks a case may ask for."""

@@ -78,22 +78,23 @@ class BackendLayer:
     def bind(
         self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers
     ) -> Callable[[], object]:
-        """Return one entry with all arguments bound, to be made under ``torch.no_grad()``. It gives what forward does.
+        """Return ``forward`` with all arguments bound, to be called under ``torch.no_grad()``.
 
         ``kv_cache``: None where there is none. Only the backend's own code is left to run. The device is not waited
         for.
         """
-        query, key, value, slots = call.query, call.key, call.value, call.common.slot_mapping
+        impl, attn_layer, slots = self.impl, self.attn_layer, call.common.slot_mapping
+        query, key, value = call.query, call.key, call.value
         if kv_cache is None:
             kv_cache = torch.empty(0, dtype=query.dtype, device=query.device)
         # An alias: what the backend does to the tensor object must not reach ours.
         cache = kv_cache.detach()
-        enter = partial(self.impl.forward, self.attn_layer, query, key, value, cache, metadata, **buffers.handed_out())
+        enter = partial(impl.forward, attn_layer, query, key, value, cache, metadata, **buffers.handed_out())
         if self.backend.forward_includes_kv_cache_update or metadata is None or key is None:
             return enter  # without a frame of Python's on the way, which a clock would count
 
         def forward() -> object:
-            self.impl.do_kv_cache_update(self.attn_layer, key, value, cache, slots)
+            impl.do_kv_cache_update(attn_layer, key, value, cache, slots)
             return enter()
 
         return forward
@@ -108,14 +109,15 @@ class BackendLayer:
         """Return what the call answered, which ``forward`` left in its buffers, or ``returned`` where it may."""
         out, lse = buffers.out, buffers.lse
         rows, protocol = read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)
-        is_buffer = rows is out.rows
+        if rows is out.rows:
+            unwritten = out.unwritten_rows()
+        else:
+            unwritten = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         return CallResult(
             call=call,
             output=rows,
             lse=None if lse is None else lse.rows,
-            unwritten=out.unwritten_rows()
-            if is_buffer
-            else torch.zeros(len(rows), dtype=torch.bool, device=rows.device),
+            unwritten=unwritten,
             lse_unwritten=None if lse is None else lse.unwritten_rows(),
             breaches=tuple(name for name, buffer in (("output", out), ("LSE", lse)) if buffer and buffer.breached()),
             protocol=protocol,

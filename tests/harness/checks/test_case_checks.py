@@ -22,8 +22,6 @@ ROW = """
 
 MODULE = '''"""``repeats``: the same step a second time gives the same bits."""
 
-import torch
-
 from attncheck.harness.checks.findings import Broken, Finding, Holds
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.driver.observation import Raised
