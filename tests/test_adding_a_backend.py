@@ -30,7 +30,7 @@ NEW, FUNCTION_RUN, CLASSES_RUN, VLLM_RUN, FAILING_RUN, FIRST_ONLY = CONSOLE
 def test_a_file_of_the_page_is_the_one_that_is_written(kind):
     written = template_files(kind, "mine")
     assert FILES[kind] == written["mine.py"]
-    assert FILES[kind] == (ROOT / "harness" / "templates" / TEMPLATES[kind]).read_text(encoding="utf-8")
+    assert FILES[kind] == (ROOT / "harness" / "cli" / "templates" / TEMPLATES[kind]).read_text(encoding="utf-8")
     assert written["test_mine.py"].replace("vllm:", "") == TEST
 
 
