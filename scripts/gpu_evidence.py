@@ -121,7 +121,7 @@ def _chains(part: str, asked: Namespace) -> Iterator[Chain]:
                 yield from _chain(f"smoke/{ref}", [ref], [*words, *few, device], asked, is_emulated=ref not in KERNELS)
         case "miniatures":
             for path in sorted((ROOT / "tests" / "miniatures").glob("graphs*.py")):
-                words = [f"--suite={path.with_name('graphs.yaml')}", "--check=cudagraph", device]
+                words = ["--suite=tests/miniatures/graphs.yaml", "--check=cudagraph", device]
                 yield from _chain(f"miniatures/{path.stem}", _backends_in(path), words, asked, is_emulated=True)
         case "suites":
             for ref in KERNELS:
@@ -136,7 +136,8 @@ def _chain(
     """A run of those backends that are wanted, and its reports; and a comparison with graphs emulated on the CPU."""
     wanted = [ref for ref in refs if fnmatch(ref, asked.backend)]
     wanted = [ref for ref in wanted if asked.device != "cpu" or ref.rpartition(":")[2] in TRIED]
-    file, base = asked.folder / f"{name}.jsonl", asked.folder / f"{name}-emulated.jsonl"
+    folder = asked.folder.relative_to(ROOT) if asked.folder.is_relative_to(ROOT) else asked.folder
+    file, base = folder / f"{name}.jsonl", folder / f"{name}-emulated.jsonl"
     run = [*ATTNCHECK, "run", *(f"--backend={ref}" for ref in wanted), *words]
     commands = [[*under.split(), *run, f"--output={file}"]]
     if is_emulated:
