@@ -1,149 +1,199 @@
-"""Gathers evidence about CUDA graphs on a machine with a GPU: run files, and a page that says what they show.
+"""Runs attncheck's own commands on a machine with a GPU, and keeps what each prints and writes in one folder.
 
-    scripts/gpu-evidence [FOLDER]        default: docs/evidence/graphs-<gpu>-<date>
+    scripts/gpu-evidence [FOLDER]        default: docs/evidence/<gpu>-<date>
 
-Every backend is asked in a process of its own, so that one that hangs or loses the device harms no other; the run files
-of a part are joined afterwards. Whatever goes wrong is told on the page, and the rest goes on. Exit codes: 0 the page
-is written, whatever it says; 2 this machine or the folder will not do.
+First what the machine is, then times while nothing else runs, then the other parts side by side. A command that fails
+or takes too long stops no other. Exit codes: 0 the folder is written, whatever came out; 2 no GPU, or no empty folder.
 """
 
-import argparse
+import contextlib
+import lzma
 import os
+import re
 import shlex
+import shutil
+import signal
+import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TextIO
 
-from evidence_jobs import (
-    CLOCKS,
-    FACTS,
-    ROOT,
-    Part,
-    default_folder,
-    examination,
-    fact,
-    introduced,
-    joined,
-    make_folder,
-    run_all,
-    write_texts,
-)
-from evidence_page import page
+import torch
 
-from attncheck.backends import interpreter
-from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.registry import builtin_names, import_file
-from attncheck.errors import BackendLoadError, DeviceError, QuestionError
-from attncheck.harness.run.backend_choice import choose_device
-from attncheck.reference.spec import BACKEND_CHECKS
-from attncheck.reports.markdown.graph_agreement import CHECK
+from attncheck.cases.loader import suite_names
 
-MINIATURES = "tests/miniatures/graphs*.py"
-MINIATURE_SUITE = "tests/miniatures/graphs.yaml"
+ROOT = Path(__file__).resolve().parent.parent
+ATTNCHECK = (sys.executable, "-P", "-m", "attncheck")
+PARTS = ("machine", "timing", "memcheck", "smoke", "miniatures", "suites")
+KERNELS = ("triton_unified", "triton_mla", "xformers", "torch_varlen", "flash_attn", "flashinfer")
+"""Candidates whose kernels are their own, or a library's: a CPU interprets them, which takes long, or lacks them."""
 
-JOB_LIMIT_S = 150.0
-"""The longest one backend may take; what was found by then is kept."""
+TIMED = {
+    16: ("triton_unified", "torch_sdpa", "flex_attention", "xformers", "flashinfer"),
+    256: ("triton_unified", "torch_varlen", "flash_attn"),
+}
+"""By tokens of a page: who is timed in turns. FlashAttention reads pages of 256 in place."""
+
+LARGE = "--case=large_* --case=mixed_large"
+LARGE += " --set=layer.num_heads=32 --set=layer.num_kv_heads=8 --set=layer.head_size=128"
+
+PLAIN = ("decode", "mixed.float16", "prefill", "long-decode", "soft-cap", "fp8-cache")
+MEMCHECKED = {"triton_unified": PLAIN, "xformers": PLAIN, "triton_mla": ("latent", "latent-fp8")}
+"""Small cases of suite interpreted: the memory checker follows every access of every kernel."""
+
+# Within a block that torch hands out in pieces, a stray access crosses no boundary: no caching.
+SANITIZER = "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {} --tool=memcheck --report-api-errors=no --error-exitcode=77"
+
+TRIED = ("torch_sdpa", "triton_unified", "ClaimsSingleDecode")
+"""The backends of a trial on a CPU."""
+
+Chain = tuple[str, list[list[str]]]
+"""A name, and commands that run one after the other, since some read what others wrote."""
+
+
+def options() -> ArgumentParser:
+    """The parser of the command line."""
+    parser = ArgumentParser(prog="gpu-evidence", description="Checks, times and graph levels on a GPU.")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="where it all goes; must be empty")
+    parser.add_argument("--device", default="cuda", help="cpu: tries the script on a few cases, without a GPU")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
+    parser.add_argument("--backend", default="*", metavar="PATTERN", help="only backends whose reference matches")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="processes that time each candidate")
+    parser.add_argument("--limit", type=float, default=600, metavar="S", help="stop a command after S seconds")
+    parser.add_argument("--within", type=float, default=3600, metavar="S", help="stop everything after S seconds")
+    return parser
 
 
 def main(words: list[str]) -> int:
-    """Gather, write the page, say where it is."""
-    asked = _arguments(words)
-    began = time.monotonic()
-    try:
-        device = choose_device("cpu" if asked.emulated_only else "cuda")
-    except DeviceError as error:
-        print(f"gpu-evidence needs a GPU: {error}. --emulated-only tries the script itself.", file=sys.stderr)
-        return 2
-    folder = asked.folder or default_folder("graphs", device)
-    if refusal := make_folder(folder):
-        print(refusal, file=sys.stderr)
-        return 2
-    command = shlex.join(["scripts/gpu-evidence", *words])
-    facts = [fact(line) for line in FACTS]
-    with tempfile.TemporaryDirectory() as scratch:
-        parts = run_all(_plan(asked, device, Path(scratch)), began + asked.limit, JOB_LIMIT_S, asked.workers)
-        parts = [joined(part, folder, command) for part in parts]
-    write_texts(folder, [*facts, fact(CLOCKS)], parts)
-    text = page(parts, command=command, seconds=time.monotonic() - began)
-    (folder / "README.md").write_text(text, encoding="utf-8")
-    print(f"{time.monotonic() - began:.0f} s, {folder / 'README.md'}")
+    """Run the parts that are asked for."""
+    parser = options()
+    asked = parser.parse_args(words)
+    if asked.device != "cpu" and not torch.cuda.is_available():
+        parser.error("this torch finds no GPU. --device cpu tries the script itself.")
+    name = "cpu" if asked.device == "cpu" else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower())
+    folder = asked.folder = (asked.folder or ROOT / "docs" / "evidence" / f"{name}-{datetime.now(UTC):%F}").absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        parser.error(f"{folder} is no empty folder: name another, or remove it.")
+    folder.mkdir(parents=True, exist_ok=True)
+    asked.deadline = time.monotonic() + asked.within
+    page = f"# attncheck on {name}\n\n{'A trial without a GPU: it shows nothing else. ' * (name == 'cpu')}"
+    page += f"`scripts/gpu-evidence {shlex.join(words)}`\n\n| step | how it ended | command |\n|---|---|---|\n"
+    (folder / "README.md").write_text(page, encoding="utf-8")
+    chains = {part: list(_chains(part, asked)) for part in PARTS if part in (asked.part or PARTS)}
+    for chain in (*chains.pop("machine", ()), *chains.pop("timing", ())):
+        _run(chain, asked)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as pool:
+        list(pool.map(lambda chain: _run(chain, asked), [chain for part in chains.values() for chain in part]))
+    for file in sorted(folder.rglob("*.jsonl")):  # a fiftieth of the room, and attncheck reads it
+        file.with_suffix(".jsonl.xz").write_bytes(lzma.compress(file.read_bytes()))
+        file.unlink()
+    print(folder / "README.md")
     return 0
 
 
-def _arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpu-evidence", description="Real CUDA graphs beside their emulation.")
-    kinds = ("candidates", "miniatures", "first-look")
-    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="where it all goes; must be empty")
-    parser.add_argument("--part", action="append", choices=kinds, help="only this part; may be repeated")
-    parser.add_argument("--backend", default="*", metavar="PATTERN", help="only backends whose reference matches")
-    parser.add_argument("--case", action="append", metavar="PATTERN", help="only these cases of smoke")
-    parser.add_argument("--limit", type=float, default=440, metavar="S", help="stop all processes after S seconds")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes at a time")
-    parser.add_argument("--emulated-only", action="store_true", help="both sides on the CPU: tries the script itself")
-    asked = parser.parse_args(words)
-    asked.part = asked.part or kinds
-    return asked
+def _chains(part: str, asked: Namespace) -> Iterator[Chain]:
+    device, is_trial = f"--device={asked.device}", asked.device == "cpu"
+    small, few = (["interpreted"], ["--case=scale"]) if is_trial else ([], [])
+    match part:
+        case "machine":
+            yield (part, [["nvidia-smi"], ["nvidia-smi", "-q", "-d", "CLOCK,POWER"], [*ATTNCHECK, "doctor"]])
+        case "timing":
+            words = ["--suite=named_batches", "--check=timing", f"--rounds={asked.rounds}", device]
+            words += ["--case=small_decode", "--time-limit=0.01"] if is_trial else LARGE.split()
+            for page, refs in TIMED.items():
+                yield from _chain(f"timing/pages-of-{page}", refs, [*words, f"--set=cache.block_size={page}"], asked)
+        case "memcheck":
+            tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+            words = ["--suite=interpreted", "--check=numerics", "--check=lse", "--check=cache_write", "--in-process"]
+            for ref, cases in MEMCHECKED.items():
+                chosen = [*words, device, *(f"--case={case}" for case in cases)]
+                yield from _chain(f"memcheck/{ref}", [ref], chosen, asked, under=SANITIZER.format(tool))
+        case "smoke":
+            for ref in builtin_names():
+                words = [f"--suite={name}" for name in small or ["smoke"]]
+                yield from _chain(f"smoke/{ref}", [ref], [*words, *few, device], asked, is_emulated=ref not in KERNELS)
+        case "miniatures":
+            for path in sorted((ROOT / "tests" / "miniatures").glob("graphs*.py")):
+                words = ["--suite=tests/miniatures/graphs.yaml", "--check=cudagraph", device]
+                yield from _chain(f"miniatures/{path.stem}", _backends_in(path), words, asked, is_emulated=True)
+        case "suites":
+            for ref in KERNELS:
+                words = [f"--suite={name}" for name in small or suite_names()]
+                words += ["--set=cache.block_size=256"] * (ref == "flash_attn")
+                yield from _chain(f"suites/{ref}", [ref], [*words, *few, device], asked)
 
 
-def _plan(asked: argparse.Namespace, device: str, scratch: Path) -> list[Part]:
-    """What is asked of whom, what matters most first."""
-    side = "cuda" if device == "cuda" else "again"
-    sides = {side: device, "emulated": "cpu"}
-    smoke = ("--suite", "smoke", *(word for case in asked.case or () for word in ("--case", case)))
-    graphs = ("--check", CHECK)
-    others = tuple(word for check in BACKEND_CHECKS if check != CHECK for word in ("--check", check))
-    plan: list[tuple[str, str, str, Sequence[str], tuple[str, ...]]] = []
-    for name, on in sides.items():
-        plan.append(("candidates", name, on, builtin_names(), (*smoke, *graphs)))
-        plan.append(("miniatures", name, on, _miniatures(), ("--suite", MINIATURE_SUITE, *graphs)))
-    plan.append(("first-look", side, device, builtin_names(), (*smoke, *others)))
-    left_out = _not_on_cpu(builtin_names())
-    parts = []
-    for kind, name, on, refs, words in plan:
-        wanted = [ref for ref in refs if kind in asked.part and fnmatch(ref, asked.backend)]
-        without = {ref: left_out[ref] for ref in wanted if on == "cpu" and ref in left_out}
-        jobs = [
-            examination(ref, (*words, "--device", on), scratch / f"{kind}-{name}-{number}.jsonl")
-            for number, ref in enumerate(wanted)
-            if ref not in without
-        ]
-        if wanted:
-            parts.append(Part(kind, name, tuple(jobs), left_out=without))
-    return parts
+def _chain(
+    name: str, refs: Iterable[str], words: list[str], asked: Namespace, under: str = "", *, is_emulated: bool = False
+) -> Iterator[Chain]:
+    """A run of those backends that are wanted, and its reports; and a comparison with graphs emulated on the CPU."""
+    wanted = [ref for ref in refs if fnmatch(ref, asked.backend)]
+    wanted = [ref for ref in wanted if asked.device != "cpu" or ref.rpartition(":")[2] in TRIED]
+    folder = asked.folder.relative_to(ROOT) if asked.folder.is_relative_to(ROOT) else asked.folder
+    file, base = folder / f"{name}.jsonl", folder / f"{name}-emulated.jsonl"
+    run = [*ATTNCHECK, "run", *(f"--backend={ref}" for ref in wanted), *words]
+    commands = [[*under.split(), *run, f"--output={file}"]]
+    if is_emulated:
+        graphs = ["--check=cudagraph"] * ("--check=cudagraph" not in words)
+        commands.append([*run, *graphs, "--device=cpu", f"--output={base}"])  # the last --device counts
+        levels = f"--output={base.with_suffix('.md')}"
+        commands.append([*ATTNCHECK, "compare", str(base), str(file), "--format=markdown", levels])
+    for style, end in (("markdown", ".md"), ("html", ".html")):
+        report = [*ATTNCHECK, "report", str(file), f"--format={style}", f"--output={file.with_suffix(end)}"]
+        commands.append(report)
+    if wanted:
+        yield name, commands
 
 
-def _not_on_cpu(refs: Sequence[str]) -> dict[str, str]:
-    """Those of ``refs`` that are asked nothing on a CPU, with the reason: smoke takes an interpreter too long."""
-    reasons = {}
-    for ref, found in introduced(refs, "cpu").items():
-        if isinstance(found, QuestionError):
-            continue  # asked, it says why
-        if found.default_suite == interpreter.SUITE:
-            reasons[ref] = "kernels are interpreted there, and smoke takes too long"
-        elif found.unavailable_reasons:
-            reasons[ref] = "; ".join(found.unavailable_reasons)
-    return reasons
+def _backends_in(path: Path) -> list[str]:
+    """References of the miniatures of a file, but for the base they share."""
+    own = [name for name, found in vars(import_file(str(path), path)).items() if hasattr(found, "get_kv_cache_shape")]
+    return [f"{path.relative_to(ROOT)}:{name}" for name in own if not name.endswith(("Backend", "Miniature"))]
 
 
-def _miniatures() -> list[str]:
-    """References of the backends in those files, but for the base they share."""
-    refs = []
-    for path in sorted(ROOT.glob(MINIATURES)):
-        try:
-            module = import_file(str(path), path)
-        except BackendLoadError:
-            refs.append(str(path.relative_to(ROOT)))  # asked for as it is, it says why
-            continue
-        refs += [
-            f"{path.relative_to(ROOT)}:{name}"
-            for name, found in vars(module).items()
-            if isinstance(found, type) and issubclass(found, AttentionBackend) and found.__module__ == module.__name__
-            if name != "Miniature"
-        ]
-    return refs
+def _run(chain: Chain, asked: Namespace) -> None:
+    """Run the commands of a chain; what they print goes into one text file, how they ended into the page."""
+    name, commands = chain
+    log = asked.folder / f"{name}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for words in commands:
+        shown = shlex.join(words).replace(shlex.join(ATTNCHECK), "attncheck")
+        with log.open("a", encoding="utf-8") as sink:
+            print("$", shown, file=sink, flush=True)
+            began = time.monotonic()
+            ended = f"{_ended(words, min(asked.limit, asked.deadline - began), sink)}, {time.monotonic() - began:.0f} s"
+            print(f"({ended})\n", file=sink)
+        with (asked.folder / "README.md").open("a", encoding="utf-8") as page:
+            command = shown.replace(f"{asked.folder}/", "").replace("|", "\\|")
+            page.write(f"| [{name}]({name}.txt) | {ended} | `{command}` |\n")
+
+
+def _ended(words: Sequence[str], limit: float, sink: TextIO) -> str:
+    """How a command ended; it is killed with its group after ``limit`` seconds."""
+    if limit <= 0:
+        return "not begun: out of time"
+    env = {"OMP_NUM_THREADS": "1", **os.environ}  # the tensors of a case are small, and many processes run at a time
+    try:
+        process = subprocess.Popen(
+            words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+        )
+    except OSError as error:
+        return f"not begun: {error.strerror}"
+    try:
+        return f"exit code {process.wait(limit)}"
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Loading suites: merging, matrices, paths, positions, selection, and what never happens (torch)."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -254,12 +252,3 @@ def test_select(tmp_path: Path) -> None:
     assert ids("prefill", "decode") == ["decode", "prefill"]
     assert ids("Decode") == []
     assert ids("u/*") == []
-
-
-def test_loading_imports_no_torch() -> None:
-    code = (
-        "import sys; from attncheck.cases import loader, schema; "
-        "[loader.load_suite(n) for n in loader.suite_names()]; schema.json_schema(); "
-        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'attncheck.backends', 'attncheck.harness')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,25 +5,15 @@ Each class is the reference backend but for its own lines. ``test_miniatures.py`
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceImpl
+from attncheck.backends.registry import import_file
 from attncheck.reference import paged_attention, varlen_attention, visible
 
-
-class Miniature(ReferenceBackend):
-    """The reference under the name of the subclass, whose nested ``Impl`` brings the fault."""
-
-    Impl = ReferenceImpl
-
-    @classmethod
-    def get_name(cls):
-        return cls.__name__.upper()
-
-    @classmethod
-    def get_impl_cls(cls):
-        return cls.Impl
+Miniature = import_file("base.py", Path(__file__).with_name("base.py")).Miniature
 
 
 class MaskedImpl(ReferenceImpl):

@@ -3,21 +3,12 @@
 Each class is the reference backend but for its own lines. ``test_miniatures.py`` names the check that must catch it.
 """
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from pathlib import Path
 
+from attncheck.backends.candidates.reference import ReferenceImpl
+from attncheck.backends.registry import import_file
 
-class Miniature(ReferenceBackend):
-    """The reference under the name of the subclass, whose nested ``Impl`` brings the fault."""
-
-    Impl = ReferenceImpl
-
-    @classmethod
-    def get_name(cls):
-        return cls.__name__.upper()
-
-    @classmethod
-    def get_impl_cls(cls):
-        return cls.Impl
+Miniature = import_file("base.py", Path(__file__).with_name("base.py")).Miniature
 
 
 # What lies outside.

@@ -5,33 +5,18 @@ catch it.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.registry import import_file
 from attncheck.reference import merge_attn_states, paged_attention, visible
 
+Miniature = import_file("base.py", Path(__file__).with_name("base.py")).Miniature
+
 ENDLESS = 2**62
-
-
-class Miniature(ReferenceBackend):
-    """The reference under the name of the subclass, whose nested ``Impl`` or ``Builder`` brings the fault."""
-
-    Impl = ReferenceImpl
-    Builder = ReferenceBuilder
-
-    @classmethod
-    def get_name(cls):
-        return cls.__name__.upper()
-
-    @classmethod
-    def get_impl_cls(cls):
-        return cls.Impl
-
-    @classmethod
-    def get_builder_cls(cls):
-        return cls.Builder
 
 
 class PagedImpl(ReferenceImpl):

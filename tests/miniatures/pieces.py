@@ -5,24 +5,22 @@ catch it.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceBuilder, ReferenceImpl
 from attncheck.backends.contract import Conventions
+from attncheck.backends.registry import import_file
+
+base = import_file("base.py", Path(__file__).with_name("base.py"))
 
 
-class Miniature(ReferenceBackend):
+class Miniature(base.Miniature):
     """The reference under the name of the subclass, played by parts; its ``Impl`` or ``Builder`` brings the fault."""
 
-    features = ReferenceBackend.features - {"cascade", "local"}
-    Impl = ReferenceImpl
-    Builder = ReferenceBuilder
-
-    @classmethod
-    def get_name(cls):
-        return cls.__name__.upper()
+    features = base.Miniature.features - {"cascade", "local"}
 
     @classmethod
     def get_impl_cls(cls):

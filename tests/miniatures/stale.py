@@ -1,29 +1,14 @@
 """Right at first, wrong later: what a backend keeps from earlier calls, or takes from bounds that need not be exact."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceImpl
+from attncheck.backends.registry import import_file
 
-
-class Miniature(ReferenceBackend):
-    """The reference under the name of the subclass, whose nested ``Impl`` or ``Builder`` brings the fault."""
-
-    Impl = ReferenceImpl
-    Builder = ReferenceBuilder
-
-    @classmethod
-    def get_name(cls):
-        return cls.__name__.upper()
-
-    @classmethod
-    def get_impl_cls(cls):
-        return cls.Impl
-
-    @classmethod
-    def get_builder_cls(cls):
-        return cls.Builder
+Miniature = import_file("base.py", Path(__file__).with_name("base.py")).Miniature
 
 
 class ChangesMetadata(ReferenceImpl):

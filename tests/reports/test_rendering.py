@@ -1,8 +1,6 @@
 """Reports for people: everything that matters is there, it fits, and messages stay text."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,11 +210,3 @@ def test_messages_cannot_become_markup(write: Write, make: Make) -> None:
     cells = next(line for line in outside.splitlines() if "unsupported |" in line)
     assert len(re.findall(r"(?<!\\)\|", cells)) == 5
     assert "a_b" in cells
-
-
-def test_reports_need_no_torch() -> None:
-    code = (
-        "import sys, attncheck.reports.terminal.run, attncheck.reports.markdown.run; "
-        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,34 +1,29 @@
-"""scripts/gpu-evidence: refuses where there is no GPU, and can be tried without one; its page tells what happened."""
+"""scripts/gpu-evidence: its commands are understood, and a trial without a GPU leaves what each of them wrote."""
 
 import os
 import re
 import subprocess
 import sys
-import time
+from argparse import Namespace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import typer.main
 
-from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
-from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import Failed, Passed
-from attncheck.reports.run_file.store import RunWriter, read_run
+from attncheck.backends.registry import builtin_names
+from attncheck.cases.loader import load_suite, suite_names
+from attncheck.harness.cli.app import app
+from attncheck.reports.run_file.store import read_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENT = Environment(
-    attncheck="0.1.0",
-    python="3.12.3",
-    torch="2.11.0+cu130",
-    numpy="2.3.0",
-    platform="Linux x86_64",
-    cpu="a cpu",
-    cores=16,
-    device="cuda",
-    device_name="a GPU",
-    capability="9.0",
-    driver="580.1",
-)
-SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """The module of the folder scripts/, which is no package."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return import_module("gpu_evidence")
 
 
 def call(*words):
@@ -43,177 +38,105 @@ def call(*words):
 def test_without_a_gpu_it_refuses_in_words(tmp_path):
     code, printed = call(tmp_path / "out")
     assert code == 2
-    assert "gpu-evidence needs a GPU: device 'cuda': torch" in printed
-    assert "--emulated-only" in printed
+    assert "finds no GPU. --device cpu tries" in printed
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_holds_something_is_refused(tmp_path):
     (tmp_path / "mine").write_text("kept")
-    code, printed = call("--emulated-only", tmp_path)
+    code, printed = call("--device", "cpu", tmp_path)
     assert code == 2
     assert "is no empty folder" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_it_compares_emulated_with_emulated_and_leaves_run_files_and_a_page(tmp_path):
+def test_a_trial_compares_emulated_with_emulated_and_leaves_run_files_and_reports(tmp_path):
     folder = tmp_path / "evidence" / "here"
-    code, printed = call("--emulated-only", folder, "--part", "miniatures", "--backend", "*:ClaimsSingleDecode")
+    code, printed = call("--device", "cpu", "--part", "machine", "--part", "miniatures", folder)
     assert code == 0, printed
     assert str(folder / "README.md") in printed
-    names = {"README.md", "environment.txt", "log.txt", "miniatures-again.jsonl", "miniatures-emulated.jsonl"}
-    assert {path.name for path in folder.iterdir()} == names
-    (record,) = read_run(folder / "miniatures-again.jsonl").records
-    assert (record.outcome, record.graph.measured) == ("failed", "NEVER")
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    endings = (".txt", ".jsonl.xz", ".md", ".html", "-emulated.jsonl.xz", "-emulated.md")
+    assert left == {"README.md", "machine.txt", *(f"miniatures/graphs{end}" for end in endings)}
+    for run in ("graphs", "graphs-emulated"):
+        (record,) = read_run(folder / "miniatures" / f"{run}.jsonl.xz").records
+        assert (record.outcome, record.graph.measured) == ("failed", "NEVER")
+    assert "no regression" in (folder / "miniatures" / "graphs-emulated.md").read_text(encoding="utf-8")
     page = (folder / "README.md").read_text(encoding="utf-8")
-    assert "No GPU was used" in page
-    assert "1 case of all backends: 1 agree, 0 differ, 0 cannot be compared." in page
-    assert "| ClaimsSingleDecode | graphs/plain |" in page
-    assert "attncheck doctor" in (folder / "environment.txt").read_text(encoding="utf-8")
-    assert "$ attncheck run --backend tests/miniatures/graphs.py:ClaimsSingleDecode" in (folder / "log.txt").read_text()
+    assert "A trial without a GPU" in page
+    ended = re.findall(r"^\| \[\S+\]\((\S+)\) \| (.*), \d+ s \| `(.*)` \|$", page, re.MULTILINE)
+    codes = [how for file, how, _ in ended if file == "miniatures/graphs.txt"]
+    assert codes == ["exit code 1", "exit code 1", *["exit code 0"] * 3]
+    assert ("machine.txt", "exit code 0", "attncheck doctor") in ended
+    log = (folder / "miniatures" / "graphs.txt").read_text(encoding="utf-8")
+    assert log.startswith("$ attncheck run --backend=tests/miniatures/graphs.py:ClaimsSingleDecode --suite=")
+    assert "failed: 1 backend, 1 case: 1 failed" in log
+
+
+def asked(tmp_path, **options):
+    """What the command line asks by default, on a machine with a GPU."""
+    given = {"device": "cuda", "backend": "*", "rounds": 5, "limit": 60.0, "deadline": float("inf")}
+    return Namespace(folder=tmp_path, **{**given, **options})
+
+
+def test_a_command_that_takes_too_long_or_does_not_exist_stops_no_other(script, tmp_path):
+    sleeps = [sys.executable, "-c", "import time; print('asleep', flush=True); time.sleep(60)"]
+    works = [sys.executable, "-c", "print('done')"]
+    script._run(("x", [sleeps, ["no-such-program"], works]), asked(tmp_path, limit=2.0))
+    script._run(("y", [works]), asked(tmp_path, deadline=0.0))
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert [line.split(" | ")[1].rpartition(",")[0] for line in page.splitlines()] == [
+        "stopped after 2 s",
+        "not begun: No such file or directory",
+        "exit code 0",
+        "not begun: out of time",
+    ]
+    assert "asleep" in (tmp_path / "x.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def runs(script, tmp_path):
+    """By step, the parameters of its ``attncheck run`` on a GPU, as the command line reads them."""
+    commands = typer.main.get_command(app).commands
+    found = {}
+    for name, chain in (step for part in script.PARTS for step in script._chains(part, asked(tmp_path))):
+        for words in (words for words in chain if "attncheck" in words):
+            command, *rest = words[words.index("attncheck") + 1 :]
+            if command in ("report", "compare"):  # the files they read are not there yet
+                rest = [word if word.startswith("--") else __file__ for word in rest]
+            params = commands[command].make_context(command, rest).params
+            if command == "run":
+                found.setdefault(name, params)
+    return found
+
+
+def test_every_candidate_and_every_suite_is_asked_on_the_gpu(script, runs):
+    assert {name for name in runs if name.startswith("smoke/")} == {f"smoke/{ref}" for ref in builtin_names()}
+    for ref in script.KERNELS:
+        params = runs[f"suites/{ref}"]
+        assert set(params["suite"]) == set(suite_names())
+        assert list(params["settings"] or ()) == (["cache.block_size=256"] if ref == "flash_attn" else [])
+    assert {params["device"] for params in runs.values()} == {"cuda"}
+    assert all(list(runs[f"timing/pages-of-{page}"]["backend"]) == list(refs) for page, refs in script.TIMED.items())
+
+
+def test_the_memory_checker_is_put_around_cases_that_exist(script, runs):
+    known = {case.id for case in load_suite("interpreted")}
+    assert [set(params["case"]) - known for name, params in runs.items() if name.startswith("memcheck/")] == [set()] * 3
+    for _, chain in script._chains("memcheck", asked(Path("x"))):
+        assert any(word.endswith("compute-sanitizer") for word in chain[0])
+
+
+def test_every_graph_miniature_is_asked_but_no_base(runs):
+    refs = {ref for name, params in runs.items() if name.startswith("miniatures/") for ref in params["backend"]}
+    assert "tests/miniatures/graphs.py:RowByRow" in refs
+    assert not [ref for ref in refs if ref.endswith((":Miniature", "Backend"))]
+    files = {path.stem for path in (ROOT / "tests" / "miniatures").glob("graphs*.py")}
+    assert {f"miniatures/{file}" for file in files} <= runs.keys()
 
 
 def test_what_contributors_are_told_to_type_is_understood(script):
     text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
     commands = re.findall(r"`scripts/gpu-evidence([^`]*)`", text)
-    asked = [script("gpu_evidence")._arguments(command.split()) for command in commands]
-    assert [found.emulated_only for found in asked] == [False, True]
-
-
-def test_all_parts_leave_at_most_eight_files_and_every_check_is_asked(script, tmp_path):
-    gpu_evidence = script("gpu_evidence")
-    parts = gpu_evidence._plan(gpu_evidence._arguments([]), "cuda", tmp_path)
-    assert [part.file for part in parts] == [
-        "candidates-cuda.jsonl",
-        "miniatures-cuda.jsonl",
-        "candidates-emulated.jsonl",
-        "miniatures-emulated.jsonl",
-        "first-look-cuda.jsonl",
-    ]
-    candidates, miniatures, *_, rest = parts
-    words = ("run", "--backend", "reference", "--suite", "smoke", "--check", "cudagraph", "--device", "cuda")
-    assert candidates.jobs[0].words[4:-2] == words
-    assert miniatures.jobs[0].words[8] == "tests/miniatures/graphs.yaml"
-    assert {"reference", "torch_sdpa"} <= {job.ref for job in rest.jobs}
-    assert {"numerics", "claims"} <= set(rest.jobs[0].words)
-    assert "cudagraph" not in rest.jobs[0].words
-    refs = {job.ref for job in miniatures.jobs}
-    assert "tests/miniatures/graphs.py:RowByRow" in refs
-    assert not [ref for ref in refs if ref.endswith(":Miniature")]
-    assert len({job.file for part in parts for job in part.jobs}) == sum(len(part.jobs) for part in parts)
-
-
-def test_a_file_of_miniatures_that_cannot_be_imported_is_asked_for_all_the_same(script, monkeypatch, tmp_path):
-    gpu_evidence = script("gpu_evidence")
-    monkeypatch.setattr(gpu_evidence, "ROOT", tmp_path)
-    path = tmp_path / "tests" / "miniatures" / "graphs_broken.py"
-    path.parent.mkdir(parents=True)
-    path.write_text("import no_such_library")
-    assert gpu_evidence._miniatures() == ["tests/miniatures/graphs_broken.py"]
-
-
-def test_what_a_cpu_would_interpret_or_cannot_run_is_left_out_there_and_asked_on_the_gpu(script, tmp_path):
-    gpu_evidence = script("gpu_evidence")
-    parts = gpu_evidence._plan(gpu_evidence._arguments([]), "cuda", tmp_path)
-    real, emulated, look = (
-        next(part for part in parts if (part.kind, part.side) == which)
-        for which in (("candidates", "cuda"), ("candidates", "emulated"), ("first-look", "cuda"))
-    )
-    gone = {"triton_unified", "triton_mla", "xformers", "torch_varlen", "flash_attn", "flashinfer"}
-    assert set(emulated.left_out) == gone
-    assert not gone & {job.ref for job in emulated.jobs}
-    assert {"reference", "torch_sdpa", "flex_attention", "torch_mla"} <= {job.ref for job in emulated.jobs}
-    assert "interpreted" in emulated.left_out["triton_unified"]
-    assert "the backend runs on cuda" in emulated.left_out["flash_attn"]
-    for part in (real, look):
-        assert gone <= {job.ref for job in part.jobs}
-        assert not part.left_out
-    text = script("evidence_page").page(parts, command="x", seconds=1.0)
-    assert "- candidates, emulated: triton_unified, xformers, triton_mla: kernels are interpreted there" in text
-
-
-def test_a_process_is_stopped_when_its_time_is_up_and_none_begins_after_the_deadline(script, tmp_path):
-    jobs = script("evidence_jobs")
-    job = jobs.Job("sleeper", ("python", "-c", "import time; time.sleep(60)"), tmp_path / "a.jsonl")
-    began = time.monotonic()
-    ended = jobs.run_job(job, began + 60, 0.2)
-    assert ended.status == "stopped after 0 s"
-    assert 0.2 <= ended.seconds < 10
-    assert jobs.run_job(job, began, 60).status == "not begun: out of time"
-    missing = jobs.Job("x", ("no-such-program",), tmp_path / "b.jsonl")
-    assert jobs.run_job(missing, began + 60, 60).status.startswith("not begun: ")
-
-
-@pytest.fixture
-def part(script, tmp_path):
-    """``part("candidates", "cuda", record, ...)``: a part whose one process left these records."""
-    made = script("evidence_jobs")
-
-    def part(kind, side, *records, status="exit code 0", output="", problems=()):
-        header = RunHeader(
-            started="2026-01-01T00:00:00+00:00",
-            environment=ENVIRONMENT,
-            suites=(SuiteInfo(name="smoke", ref="smoke", cases=1),),
-            checks=("numerics", "cudagraph"),
-            device="cuda",
-            seed=0,
-            backends=(BackendInfo(name="mine", ref="mine"),),
-        )
-        path = tmp_path / f"{kind}-{side}.jsonl"
-        with RunWriter(path, header) as writer:
-            for record in records:
-                writer.add(record)
-        jobs = (made.Job("mine", (), path, status=status, output=output),)
-        return made.Part(kind, side, jobs, read_run(path) if records else None, problems)
-
-    return part
-
-
-def who(check):
-    own = dict.fromkeys(("backend", "backend_ref", "backend_version"), "mine")
-    asked = {"suite": "smoke", "case_id": "edge", "case_hash": "0", "check": check, "seed": 0}
-    return own | asked | {"environment": ENVIRONMENT.digest, "attncheck_version": "0.1.0"}
-
-
-def levels(measured, outcome, recorder):
-    probe = GraphProbe(name="decode", level=SINGLE, outcome=outcome, reason="a.py:3 in forward")
-    return GraphLevels(declared=SINGLE, measured=measured, recorder=recorder, probes=(probe,))
-
-
-def test_the_page_says_what_differs_what_went_wrong_and_what_fell_short(script, part):
-    real = Failed(**who("cudagraph"), summary="broke", graph=levels("NEVER", "failed", "cuda"))
-    emulated = Passed(**who("cudagraph"), graph=levels(SINGLE, "passed", "emulated"))
-    text = script("evidence_page").page(
-        [
-            part("candidates", "cuda", real, status="exit code 1"),
-            part("candidates", "emulated", emulated),
-            part(
-                "miniatures", "cuda", status="stopped after 150 s", output="one\nlast words\n", problems=("x: empty",)
-            ),
-            part("first-look", "cuda", Failed(**who("numerics"), summary="3 of 4 rows")),
-        ],
-        command="scripts/gpu-evidence",
-        seconds=12.3,
-    )
-    assert text.startswith("# CUDA graphs on a GPU\n")
-    assert "No GPU was used" not in text
-    assert "- cuda: a GPU, compute capability 9.0, driver 580.1" in text
-    assert "torch 2.11.0+cu130, Python 3.12.3" in text
-    assert "1 case of all backends: 0 agree, 1 differ" in text
-    assert f"| mine | smoke/edge | {SINGLE} | NEVER<br>decode | {SINGLE} | **no** |" in text
-    assert "| candidates, cuda | 1 | 1 x exit code 1 | failed: 1 backend, 1 case: 1 failed |" in text
-    assert "- miniatures, cuda: mine: stopped after 150 s: last words" in text
-    assert "- miniatures, cuda: x: empty" in text
-    assert "## Miniatures\n\nOnly one side ran" in text
-    assert "## The other checks on cuda" in text
-    assert "| mine | 0/1 | - |" in text
-    assert "- mine, smoke/edge, numerics, failed: 3 of 4 rows" in text
-
-
-def test_what_ended_as_runs_do_is_no_problem(script, part):
-    passed = Passed(**who("cudagraph"), graph=levels(SINGLE, "passed", "cuda"))
-    parts = [part("candidates", side, passed, status=f"exit code {n}") for n, side in enumerate(("cuda", "emulated"))]
-    text = script("evidence_page").page(parts, command="x", seconds=1.0)
-    assert "What did not end" not in text
-    assert "Miniatures" not in text
-    assert "1 agree" in text
+    found = [script.options().parse_args(command.split()) for command in commands]
+    assert {each.device for each in found} == {"cuda", "cpu"}

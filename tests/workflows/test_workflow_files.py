@@ -1,16 +1,18 @@
-"""What the workflows in .github/ ask for: when, on which machines, of whom, with which rights, and by which words."""
+"""The workflows in .github/ are right as they are written: their shell, their commands, what they may do and where."""
 
+import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import typer.main
+import yaml
 from packaging.requirements import Requirement
 
 from attncheck.backends.registry import BUILTIN
@@ -18,88 +20,138 @@ from attncheck.harness.cli.app import app
 from attncheck.harness.run.selection import select_cases
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").glob("attncheck-*")}
 CPU, GPU = FILES = "attncheck-cpu.yml", "attncheck-gpu.yml"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OF_GITHUB = {"GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT", "GITHUB_REPOSITORY"}
+SHELL = {"[", "ls", "true", "continue", "echo", "tee", "for", "do", "done", "if", "then", "else", "fi"}
+BEGINNINGS = {"pip install", "gh api", "gh run download", "sudo --non-interactive nvidia-smi"}
 
 
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        ("${{ vars.UNSET }}", ""),
-        ("${{ vars.UNSET || 'python3' }}", "python3"),
-        ("on ${{ matrix.gpu }}!", "on h100!"),
-        ("${{ !cancelled() && matrix.gpu != 'a100' }}", True),
-        ("${{ inputs.accept == true }}", False),
-        ("${{ fromJSON('{\"h100\": 1410}')[matrix.gpu] }}", 1410),
-        ("${{ fromJSON('{}')[matrix.gpu] }}", ""),
-        ("${{ 'it''s && so' }}", "it's && so"),
-    ],
-)
-def test_expressions_are_read_as_github_reads_them(expressions, lenient, expression, expected):
-    names = {
-        "vars": lenient(),
-        "inputs": lenient(),
-        "matrix": SimpleNamespace(gpu="h100"),
-        "cancelled": lambda: False,
-        "fromJSON": lambda text: json.loads(text, object_hook=lenient),
-    }
-    assert expressions(expression, names) == expected
+def read(text):
+    """A workflow; YAML 1.1, which PyYAML reads, takes its key `on` for a truth value."""
+    found = yaml.safe_load(text)
+    return {**found, "on": found[True]}
 
 
-def test_a_name_that_a_context_does_not_hold_is_a_mistake(job, tmp_path):
-    made = job(GPU, "gpu", tmp_path, {"ref_name": "main"}, matrix={"gpu": "h100"})
-    with pytest.raises(KeyError, match="event"):
-        made.asks_for("Keep the run files as the last green ones")
+def problems(text):
+    """What is wrong with the steps of a workflow."""
+    workflow = read(text)
+    for job in workflow["jobs"].values():
+        ids = {step["id"] for step in job["steps"] if "id" in step}
+        yield from (f"no step {name}" for name in re.findall(r"steps\.(\w+)\.", str(job)) if name not in ids)
+        for step in (step for step in job["steps"] if "run" in step):
+            env = {**workflow["env"], **job.get("env", {}), **step.get("env", {})}
+            yield from _problems_of(step["run"], env)
 
 
-def test_no_foreign_code_reaches_a_machine_of_ones_own(workflow):
-    """Whoever opens a pull request chooses what its workflow executes: that is for machines of GitHub's."""
-    for file in FILES:
-        read = workflow(file)
-        own = any("self-hosted" in job["runs-on"] for job in read["jobs"].values())
-        assert own == (file == GPU)
-        assert set(read["on"]) == {"push", "workflow_dispatch", *([] if own else ["pull_request"])}
-        assert read["on"]["push"] == {"branches": ["main"]}
+def _problems_of(script, env):
+    done = subprocess.run(["bash", "-n", "-c", script], capture_output=True, text=True, check=False)
+    yield from done.stderr.splitlines()
+    if "${{" in script:
+        yield "what an expression comes to would be code: hand it over in `env`"
+    known = {*env, *OF_GITHUB, *re.findall(r"\b(\w+)=", script), *re.findall(r"\bfor (\w+) in", script)}
+    yield from (f"${name} is not set" for name in re.findall(r"\$(\w+)", script) if name not in known)
+    for command in commands(script):
+        words = shlex.split(re.sub(r'"?\$([A-Z_]+)"?', lambda name: env.get(name[1], name[0]), command))
+        if words[0] == "attncheck":
+            yield from wrong_in(words)
+        elif words[0] not in SHELL and not any(command.startswith(each) for each in BEGINNINGS):
+            yield f"unknown command: {command}"
 
 
-def test_a_workflow_may_do_no_more_than_it_does(workflow):
-    assert workflow(CPU)["permissions"] == {"contents": "read"}
-    assert workflow(GPU)["permissions"] == {"contents": "read", "actions": "read"}
-    assert not [job for file in FILES for job in workflow(file)["jobs"].values() if "permissions" in job]
+def commands(script):
+    """The simple commands of a script, without assignments; in the words of the command line, not of Python."""
+    script = script.replace('"$PYTHON" -m ', "").replace("2> /dev/null", "")
+    nested = re.findall(r"\$\((.*?)\)", script)
+    flat = re.sub(r"\$\(.*?\)", "FILE", script)
+    for piece in itertools.chain(nested, re.split(r"\n|;|&&|\|\|?", flat)):
+        command = re.sub(r"(\s|^)#.*", "", re.sub(r"^\s*((do|then|else) |\w+=\S+)*", "", piece)).strip()
+        if command:
+            yield command
 
 
-def test_no_two_jobs_share_a_gpu_and_none_is_broken_off(workflow):
-    (job,) = workflow(GPU)["jobs"].values()
-    assert job["concurrency"] == {"group": "attncheck-gpu-${{ matrix.gpu }}", "cancel-in-progress": False}
-    assert "${{ matrix.gpu }}" in job["runs-on"]
+def wrong_in(words):
+    """What attncheck's command line says against a command, before it is run."""
+    known = typer.main.get_command(app).commands
+    if words[1] not in known:
+        return [f"attncheck has no command {words[1]}"]
+    try:
+        known[words[1]].make_context(words[1], words[2:])
+    except Exception as error:  # noqa: BLE001 (click's, of which some typers bring a copy under another name)
+        return [str(error)]
+    return []
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_every_job_ends_and_every_artifact_has_a_name_of_its_own(workflow, file):
-    for job in workflow(file)["jobs"].values():
-        assert 0 < job["timeout-minutes"] <= 120
-        names = [step["with"]["name"] for step in job["steps"] if "upload-artifact" in step.get("uses", "")]
+def test_every_step_is_right_as_it_is_written(file):
+    assert read(TEXTS[file])["defaults"] == {"run": {"shell": "bash"}}
+    assert list(problems(TEXTS[file])) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong"),
+    [
+        (CPU, "run: attncheck run", "run: attncheck rnu"),
+        (CPU, "attncheck report results/run.jsonl --format junit", "atncheck report results/run.jsonl --format junit"),
+        (CPU, "--format html", "--format htm"),
+        (CPU, "flex_attention --suite smoke", "flex_attention --suit smoke"),
+        (CPU, "pip install", "pip instal"),
+        (CPU, "steps.examine.", "steps.exam."),
+        (GPU, "$TIME", "$TIMES"),
+        (GPU, "--check timing", "--cheque timing"),
+        (GPU, "--rounds 10", "--rounds ten"),
+        (GPU, "attncheck doctor", "attncheck docter"),
+        (GPU, "--fail-on 5%", "--failon 5%"),
+        (GPU, "-m attncheck compare base/timing.jsonl", "-m attncheck compare"),
+        (GPU, "          done", "          don"),
+        (GPU, "--output results/timing.jsonl", "--output results/timing.jsonl --warm"),
+        (GPU, "gh run download", "gh download"),
+    ],
+)
+def test_a_slip_in_a_step_is_found(file, right, wrong):
+    assert right in TEXTS[file]
+    assert list(problems(TEXTS[file].replace(right, wrong, 1))) != []
+
+
+def test_no_foreign_code_reaches_a_machine_of_ones_own_and_no_step_may_do_more_than_it_does():
+    """Anyone who opens a pull request chooses what its workflow executes: that is for machines of GitHub's."""
+    for file in FILES:
+        workflow = read(TEXTS[file])
+        own = any("self-hosted" in job["runs-on"] for job in workflow["jobs"].values())
+        assert own == (file == GPU)
+        assert set(workflow["on"]) == {"push", "workflow_dispatch", *([] if own else ["pull_request"])}
+        assert workflow["on"]["push"] == {"branches": ["main"]}
+        assert workflow["permissions"] == {"contents": "read", **({"actions": "read"} if own else {})}
+        assert not [job for job in workflow["jobs"].values() if "permissions" in job]
+
+
+def test_no_two_jobs_share_a_gpu_every_job_ends_and_every_artifact_has_a_name_of_its_own():
+    (job,) = read(TEXTS[GPU])["jobs"].values()
+    assert job["concurrency"] == {"group": "attncheck-gpu-${{ matrix.gpu }}", "cancel-in-progress": False}
+    assert "${{ matrix.gpu }}" in job["runs-on"]
+    for each in (job, *read(TEXTS[CPU])["jobs"].values()):
+        assert 0 < each["timeout-minutes"] <= 120
+        names = [step["with"]["name"] for step in each["steps"] if "upload-artifact" in step.get("uses", "")]
         assert len(set(names)) == len(names) > 0
-        if "strategy" in job:
-            assert all("${{ matrix.gpu }}" in name for name in names)
+        assert each is not job or all("${{ matrix.gpu }}" in name for name in names)
 
 
 @pytest.mark.parametrize(("file", "words"), [(CPU, "EXAMINE"), (GPU, "EXAMINE"), (GPU, "TIME")])
-def test_what_is_asked_by_default_is_there(workflow, file, words):
+def test_what_is_asked_by_default_is_there(file, words):
     command = typer.main.get_command(app).commands["run"]
-    given = command.make_context("run", workflow(file)["env"][words].split()).params
+    given = command.make_context("run", read(TEXTS[file])["env"][words].split()).params
     assert set(given["backend"]) <= set(BUILTIN)
     assert select_cases(given["suite"], (), ("timing",) if words == "TIME" else (), ()).cases
     assert (given["rounds"] or 0) >= 10 if words == "TIME" else given["rounds"] is None
 
 
-def test_what_is_installed_beside_a_torch_is_all_that_is_needed_but_torch_and_numpy(workflow):
-    (install,) = (step["run"] for step in workflow(GPU)["jobs"]["gpu"]["steps"] if "Install" in step.get("name", ""))
+def test_what_is_installed_beside_a_torch_is_all_that_is_needed_but_torch_and_numpy():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (install,) = (step["run"] for step in read(TEXTS[GPU])["jobs"]["gpu"]["steps"] if "Install" in step.get("name", ""))
     own, others = install.strip().splitlines()
     assert own == '"$PYTHON" -m pip install --no-deps "$ATTNCHECK"'
-    needed = {
-        Requirement(each).name for each in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["report"]]
-    }
+    stated = [*project["dependencies"], *project["optional-dependencies"]["report"]]
+    needed = {Requirement(each).name for each in stated}
     assert set(others.removeprefix('"$PYTHON" -m pip install ').split()) == needed - {"torch", "numpy"}
 
 
@@ -109,37 +161,23 @@ def artifact(run, created, *, branch="main", head=1, expired=False):
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="no jq, which reads as gh does")
-@pytest.mark.parametrize(
-    ("artifacts", "expected"),
-    [
-        ([], ""),
-        ([artifact(7, "2026-11-01T00:00:00Z")], "7"),
-        ([artifact(7, "2026-11-01T00:00:00Z"), artifact(8, "2026-11-03T00:00:00Z")], "8"),
-        ([artifact(8, "2026-11-03T00:00:00Z"), artifact(7, "2026-11-01T00:00:00Z")], "8"),
-        ([artifact(7, "2026-11-01T00:00:00Z"), artifact(8, "2026-11-03T00:00:00Z", expired=True)], "7"),
-        ([artifact(7, "2026-11-01T00:00:00Z"), artifact(8, "2026-11-03T00:00:00Z", branch="topic")], "7"),
-        ([artifact(7, "2026-11-01T00:00:00Z"), artifact(8, "2026-11-03T00:00:00Z", head=2)], "7"),
-        ([artifact(8, "2026-11-03T00:00:00Z", head=2)], ""),
-    ],
-)
-def test_the_last_green_run_is_the_newest_of_the_default_branch_of_this_repository(workflow, artifacts, expected):
-    (newest,) = (step["env"]["NEWEST"] for step in workflow(GPU)["jobs"]["gpu"]["steps"] if step.get("id") == "green")
-    done = subprocess.run(
-        ["jq", "-r", newest],
-        input=json.dumps({"total_count": len(artifacts), "artifacts": artifacts}),
-        env={**os.environ, "BRANCH": "main"},
-        capture_output=True,
-        text=True,
-        check=True,
+def test_the_last_green_run_is_the_newest_of_the_default_branch_of_this_repository():
+    (newest,) = (s["env"]["NEWEST"] for s in read(TEXTS[GPU])["jobs"]["gpu"]["steps"] if s.get("id") == "green")
+    old, new, gone, topic, fork = (
+        artifact(7, "2026-11-01T00:00:00Z"),
+        artifact(8, "2026-11-03T00:00:00Z"),
+        artifact(9, "2026-11-04T00:00:00Z", expired=True),
+        artifact(10, "2026-11-05T00:00:00Z", branch="topic"),
+        artifact(11, "2026-11-06T00:00:00Z", head=2),
     )
-    assert done.stdout.strip() == expected
+    expected = {"": ([], [fork]), "7": ([old], [old, gone, topic, fork]), "8": ([old, new], [new, old])}
+    for found, wanted in ((found, wanted) for wanted, many in expected.items() for found in many):
+        told, env = json.dumps({"artifacts": found}), {**os.environ, "BRANCH": "main"}
+        done = subprocess.run(["jq", "-r", newest], input=told, env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == wanted
 
 
-def test_the_variables_that_are_read_are_told(workflow):
-    """A variable of the repository that is read stands in a comment, since nothing else tells of it."""
-    for file in FILES:
-        text = (ROOT / ".github" / "workflows" / file).read_text(encoding="utf-8")
-        comments = "\n".join(line for line in text.splitlines() if "#" in line)
-        read = set(re.findall(r"\bvars\.(\w+)", text))
-        assert read
-        assert [name for name in read if name not in comments] == []
+@pytest.mark.parametrize("file", FILES)
+def test_the_variables_of_the_repository_that_are_read_stand_in_a_comment(file):
+    comments = "\n".join(line for line in TEXTS[file].splitlines() if "#" in line)
+    assert [name for name in re.findall(r"\bvars\.(\w+)", TEXTS[file]) if name not in comments] == []

@@ -150,12 +150,3 @@ def test_only_the_template_itself_is_called_as_the_template(kind: BackendKind) -
     if kind != BackendKind.FUNCTION:
         with pytest.raises(QuestionError, match="its class would be called Impl"):
             template_files(kind, "impl")
-
-
-def test_it_loads_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; from attncheck.harness.cli import app; "
-        f"assert app.main(['new', 'backend', 'fast', '--output', {str(tmp_path)!r}]) == 0; "
-        "sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

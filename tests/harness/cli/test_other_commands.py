@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,25 +64,3 @@ def test_report_reads_runs(here: Attncheck, folder: Path, capsys: pytest.Capture
     assert cli.main(["report", "a.md"]) == 2
     assert cli.main(["report", "b.jsonl"]) == 2
     assert read_run("a.jsonl").complete
-
-
-@pytest.mark.parametrize(
-    "words", [["--help"], ["run", "--help"], ["list"], ["list", "cases"], ["schema"], ["report", "a.jsonl"]]
-)
-def test_light_commands_load_no_torch(here: Attncheck, folder: Path, words: list[str]) -> None:
-    if words[0] == "report":
-        assert here("--backend", "reference", "--case", "prefill", "--output", "a.jsonl") == 0
-    code = (
-        "import sys\nfrom attncheck.__main__ import main\ncode = main()\n"
-        "heavy = sorted({'torch', 'numpy'} & set(sys.modules))\n"
-        "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_help_loads_no_pydantic_either() -> None:
-    code = (
-        "import sys\nimport attncheck.harness.cli.app\nsys.exit(bool({'pydantic', 'yaml', 'rich'} & set(sys.modules)))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -49,9 +49,3 @@ def test_a_checkout_that_is_not_installed_knows_its_version() -> None:
         check=True,
     )
     assert done.stdout.strip() == attncheck.__version__
-
-
-def test_importing_attncheck_loads_nothing() -> None:
-    code = "import sys, attncheck; print([m for m in ('torch', 'pydantic', 'yaml', 'typer') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -1,7 +1,5 @@
 """The processes of a run: what they are started with, and what is told of one that does not come up."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -198,11 +196,6 @@ def test_an_interrupted_run_waits_for_nobody(started: list[Fake]) -> None:
     processes.finish("a")
     processes.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert started[0].state == "ended at once"
-
-
-def test_processes_are_started_without_torch_here() -> None:
-    code = "import sys, attncheck.harness.workers.worker_pool; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_real_process_is_started_again_with_what_it_requires(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""What an import or a command must not load, so that it starts at once, or starts where a library is missing."""
+
+import subprocess
+import sys
+
+import pytest
+
+ARRAYS = {"torch", "numpy"}
+
+LIGHT = {
+    "import attncheck": {*ARRAYS, "pydantic", "yaml", "typer"},
+    "import attncheck.reference as r; dir(r); r.__all__; r.LayerSpec; r.CacheSpec; r.BatchSpec": ARRAYS,
+    "from attncheck.reference import AttentionType, AttentionCGSupport": ARRAYS,
+    "import attncheck.reference.v0 as v; v.AttentionType; dir(v)": {"torch"},
+    "from attncheck.cases import loader, schema; [loader.load_suite(n) for n in loader.suite_names()];"
+    "schema.json_schema()": {*ARRAYS, "attncheck.backends", "attncheck.harness"},
+    "import attncheck.backends.registry as r; r.known_names()": {"torch"},
+    "import attncheck.harness.run.backend_choice as c; c.first_refs([], [])": {"torch"},
+    "import attncheck.harness.workers.worker_pool": {"torch"},
+    "import attncheck.harness.cli.app": {*ARRAYS, "pydantic", "yaml", "rich"},
+    "import attncheck.reports.terminal.run, attncheck.reports.markdown.run": ARRAYS,
+    "import attncheck.reports.html": {*ARRAYS, "jinja2", "matplotlib"},
+    # Candidates: what they declare is known where their library is missing.
+    "from attncheck.backends.registry import load; load('flashinfer')": {"flashinfer", "triton"},
+    "from attncheck.backends.candidates.triton_mla.backend import TritonMLABackend as B; B.version()": {"triton"},
+    "from attncheck.backends.candidates.triton_unified.backend import UnifiedBackend as B;"
+    "B.version(), B.unavailable_reasons('cpu'), B.features": {"triton"},
+    "import importlib, pkgutil, attncheck.backends.candidates.vllm as room;"
+    "[importlib.import_module(f'{room.__name__}.{each.name}') for each in pkgutil.iter_modules(room.__path__)]": {
+        "vllm",
+        "triton",
+    },
+}
+"""By statement: the modules that it must not load."""
+
+COMMANDS = {"--help": ARRAYS, "run --help": ARRAYS, "list": ARRAYS, "list cases": ARRAYS, "schema": ARRAYS}
+COMMANDS |= {"new backend fast": {"torch"}}
+"""By command of attncheck. Those that read run files are tried where such files are made: tests/harness/cli."""
+
+LIGHT |= {
+    f"from attncheck.__main__ import main; sys.argv[1:] = {command.split()}; assert main() == 0": heavy
+    for command, heavy in COMMANDS.items()
+}
+
+
+@pytest.mark.parametrize("statement", LIGHT)
+def test_nothing_heavy_is_loaded(statement, tmp_path):
+    code = f"import sys; {statement}\nsys.exit(' '.join({LIGHT[statement]} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+def test_what_is_loaded_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setitem(LIGHT, "import json", {"json", "torch"})
+    with pytest.raises(AssertionError, match="json"):
+        test_nothing_heavy_is_loaded("import json", tmp_path)
