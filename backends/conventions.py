@@ -2,7 +2,7 @@
 
 Two honest kernels may measure a bias from different places or leave padded rows in different states. A backend says
 here which of the known choices it made; the harness compares accordingly and every report shows the record. Another
-difference needs a change here, not a flag in a backend. Must not know: how any backend works.
+difference needs a change here, not a flag in a backend.
 """
 
 from dataclasses import dataclass

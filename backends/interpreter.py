@@ -2,7 +2,7 @@
 
 ``TRITON_INTERPRET=1`` makes Triton run the source of a kernel with numpy, program by program, instead of compiling it.
 A verdict found this way bears :data:`MARK`; it is about the source, not about what a compiler makes of it: programs run
-one after another, products of float32 are exact, and nothing is said of speed. Must not know: any backend, cases.
+one after another, products of float32 are exact, and nothing is said of speed.
 """
 
 import importlib.util

@@ -1,7 +1,6 @@
 """Whether a class keeps the contract's form: looked at once, when it is loaded, with every problem in one list.
 
-Members, signatures and declarations are checked by inspection; nothing is computed. Must not know: where a class comes
-from, whether its answers are right.
+Members, signatures and declarations are checked by inspection; nothing is computed.
 """
 
 import inspect

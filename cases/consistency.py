@@ -1,7 +1,7 @@
 """What layer, cache and batch mean together: the combinations that mean nothing.
 
 Each spec checks itself; here stands what takes two of them to see. Errors are :class:`SpecError` with ``field`` as a
-dotted path from the case (``batch.requests.2.shared_prefix``). Must not know: YAML, backends, what can run where.
+dotted path from the case (``batch.requests.2.shared_prefix``).
 """
 
 from attncheck.cases.paths import check_path

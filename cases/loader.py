@@ -1,7 +1,7 @@
 """Finding and loading suites: the built-in ones by name, any other by its file.
 
 A file is read whole, at most :data:`MAX_BYTES`, and recognised by its keys as one of ours or as a configuration of
-vLLM's attention benchmarks. Must not know: torch, backends, how a case is examined.
+vLLM's attention benchmarks.
 """
 
 from collections.abc import Iterable, Sequence

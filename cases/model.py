@@ -2,7 +2,7 @@
 
 A case's hash is its identity over time: it covers what the tensors depend on (layer, cache, batch and path, inputs,
 the generator's version) and nothing else, with every field left out that equals its default, so that a new key with a
-default changes no hash. Must not know: YAML, files, backends.
+default changes no hash.
 """
 
 import hashlib

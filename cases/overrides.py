@@ -2,7 +2,6 @@
 
 For backends that take no page, layout or head size of those a suite is written with. What stands in braces replaces
 the suite's ``defaults``; a case that says otherwise for itself keeps what it says, so that no two cases become one.
-Must not know: where suites lie, what a case means.
 """
 
 from collections.abc import Mapping, Sequence

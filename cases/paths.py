@@ -1,7 +1,6 @@
 """Paths: the one a layer implies, the ones it contradicts, and what each asks of a batch.
 
-Errors are :class:`SpecError` with ``field`` as a dotted path from the case. Must not know: YAML, backends, how a path
-is played.
+Errors are :class:`SpecError` with ``field`` as a dotted path from the case.
 """
 
 import itertools

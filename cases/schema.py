@@ -1,7 +1,7 @@
 """The JSON schema of a case file, for editors.
 
 Generated from the same specs that validate, so that the two cannot drift apart. Nothing is ``required``: a ``layer``
-may be partial, because defaults and a matrix complete it; what is validated is the merged case. Must not know: files.
+may be partial, because defaults and a matrix complete it; what is validated is the merged case.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """Our own case files: ``suite``, ``defaults`` and ``cases`` with their matrices, turned into cases.
 
 Every expanded case is laid out as one tree (defaults, the case's own keys, the matrix values) and then read, so that
-each mistake is reported where it was written. Must not know: where files lie, torch, backends.
+each mistake is reported where it was written.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Trees onto frozen specs, by pydantic, with errors that point at the wrong value and say what would be right.
 
 Trees go through JSON text, because pydantic is strict about nested values only there. What validated once is
-remembered: a matrix asks the same layer a thousand times. Must not know: what the specs mean together.
+remembered: a matrix asks the same layer a thousand times.
 """
 
 import json

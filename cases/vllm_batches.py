@@ -1,7 +1,4 @@
-"""The batches of a vLLM benchmark file: ``batch_specs``, ``batch_spec_ranges`` and ``batch_sizes``.
-
-Must not know: models, backends, what a case is.
-"""
+"""The batches of a vLLM benchmark file: ``batch_specs``, ``batch_spec_ranges`` and ``batch_sizes``."""
 
 import itertools
 import math

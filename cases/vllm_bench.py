@@ -1,7 +1,7 @@
 """Configurations of vLLM's attention benchmarks, read as they are.
 
 Every key is honoured or named in the suite's notes; nothing is dropped silently. The files set no dtype: theirs runs
-in bfloat16, and so do these cases. Must not know: whether vLLM is installed, how a call is timed.
+in bfloat16, and so do these cases.
 """
 
 import re

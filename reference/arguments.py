@@ -1,7 +1,7 @@
 """Refusals shared by the functions of the reference: what an argument must be before it means anything.
 
 Each helper raises :class:`~attncheck.errors.ReferenceArgumentError` naming the argument, the value and what would be
-right, so that no index error comes up from the depths. Must not know: formulas.
+right, so that no index error comes up from the depths.
 """
 
 import math

@@ -2,8 +2,7 @@
 
 Free of torch, so that listing, validating and reporting stay light. One definition of every field: ``cases`` validates
 YAML onto these classes, backends judge them in ``unsupported_reasons``, and ``reference`` turns them into its
-parameters. The cache stands here, the others in modules of their own; all are imported from here. Must not know:
-tensors, files, backends.
+parameters. The cache stands here, the others in modules of their own; all are imported from here.
 """
 
 from dataclasses import dataclass

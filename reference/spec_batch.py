@@ -1,6 +1,6 @@
 """What a batch is: requests in order, padding behind them, the path they are asked by.
 
-Part of :mod:`attncheck.reference.spec`, free of torch. Must not know: layers, caches, files, backends.
+Part of :mod:`attncheck.reference.spec`, free of torch.
 """
 
 from collections.abc import Iterator

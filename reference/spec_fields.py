@@ -1,6 +1,6 @@
 """How the fields of the specs are described to whoever validates them, without importing the validator.
 
-Beside it stands a refusal that several of them share. Must not know: what any field means.
+Beside it stands a refusal that several of them share.
 """
 
 import math

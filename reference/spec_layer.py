@@ -1,7 +1,7 @@
 """What an attention layer is: its sizes, its modifiers, and what they mean as numbers.
 
 Defaults that need arithmetic (scale, slopes, sinks, window pair) are properties of :class:`LayerSpec`, and nobody else
-resolves them. Part of :mod:`attncheck.reference.spec`, free of torch. Must not know: caches, batches, files, backends.
+resolves them. Part of :mod:`attncheck.reference.spec`, free of torch.
 """
 
 import math

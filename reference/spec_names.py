@@ -2,7 +2,7 @@
 
 Part of :mod:`attncheck.reference.spec`.
 
-Free of torch: listing and reporting need no more than this. Must not know: how anything is examined.
+Free of torch: listing and reporting need no more than this.
 """
 
 from collections.abc import Mapping

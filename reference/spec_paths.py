@@ -1,6 +1,6 @@
 """The paths: how a question is put to a backend, and the options of each. Part of :mod:`attncheck.reference.spec`.
 
-Free of torch. Must not know: layers, batches, how any path is played.
+Free of torch.
 """
 
 from collections.abc import Mapping

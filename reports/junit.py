@@ -1,8 +1,7 @@
 """Runs as JUnit XML, which CI systems read: a test suite for each suite of cases and backend, a test for each check.
 
 Tests are named as the pytest plugin names them, so that one history holds both. What was asked in several rounds is one
-test, with its worst round. XML 1.0 cannot hold most control characters, even escaped: they are replaced. Must not know:
-how records came about.
+test, with its worst round. XML 1.0 cannot hold most control characters, even escaped: they are replaced.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 One benchmark for each case, backend and part, with every sample of every round in seconds; those of one case and part
 are a group, so that backends stand side by side. The pytest plugin names its benchmarks by the same functions, so that
-files of both compare. Statistics are pytest-benchmark's own. Must not know: how a time was measured.
+files of both compare. Statistics are pytest-benchmark's own.
 """
 
 import json

@@ -1,6 +1,6 @@
 """What a library's kernels need of a machine: an installed version, a library that imports, an NVIDIA GPU new enough.
 
-Every answer is a list of reasons against it, empty where there are none. Must not know: any backend, any library.
+Every answer is a list of reasons against it, empty where there are none.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """The reference for latent attention as a candidate: float64 inside, rounded once at the end.
 
 It answers in the forms that the harness's truth does not use: in the latent space, and in pieces of the context where
-the layer has a workspace. Must not know: the formulas, which live in :mod:`attncheck.reference`.
+the layer has a workspace.
 """
 
 from torch import Tensor

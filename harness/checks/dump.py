@@ -1,7 +1,4 @@
-"""A failing case as one file of plain tensors, for a debugger or a notebook: ``torch.load(path, weights_only=True)``.
-
-Must not know: checks, records.
-"""
+"""Write a failing case as one file of plain tensors; ``torch.load(path, weights_only=True)`` reads it."""
 
 import re
 from collections.abc import Mapping

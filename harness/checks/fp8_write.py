@@ -3,7 +3,6 @@
 The rows lie between codes, at ties and near them, beyond the range, below the smallest code; NaN, and where the format
 has no infinities, those. An honest kernel divides by the scale or multiplies by its reciprocal, in float32 or better:
 that may differ by a code where the scale is no power of two, and each of these codes is right. Anything else is not.
-Must not know: pools, backends, findings.
 """
 
 from collections.abc import Iterator

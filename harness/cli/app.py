@@ -1,7 +1,7 @@
 """The command line: names the commands, and turns whatever happens into one of its exit codes.
 
 0 all as expected, 1 a backend fell short, 2 the question was wrong, 3 attncheck itself failed, 130 interrupted.
-Loads neither torch nor pydantic: a command does, when it runs. Must not know: what any command does.
+Loads neither torch nor pydantic: a command does, when it runs.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Where what a command says goes: stdout, a file, the summary of a GitHub step. Must not know: what is said."""
+"""Where what a command says goes: stdout, a file, the summary of a GitHub step."""
 
 import os
 import sys

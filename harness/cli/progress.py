@@ -1,6 +1,6 @@
 """What is seen while a run is going: a bar on a terminal, a line now and then elsewhere.
 
-Goes to stderr, so that stdout holds the report alone. Must not know: how records come about.
+Goes to stderr, so that stdout holds the report alone.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Proof that a cache codec can be trusted, before anything is judged by it.
 
 On a small pool of the backend's own shape: what is written is read back, distinct slots touch distinct bytes, nothing
-else changes. Must not know: problems' contents, checks.
+else changes.
 """
 
 import torch

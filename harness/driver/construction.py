@@ -1,7 +1,4 @@
-"""Makes impl and builder of a backend for a problem, with the arguments a model runner gives them.
-
-Must not know: steps, caches, what is judged.
-"""
+"""Makes impl and builder of a backend for a problem, with the arguments a model runner gives them."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -1,6 +1,6 @@
 """Where foreign code is entered: each entry has a name, and whatever is raised there comes back with it.
 
-What the code did to process-wide settings is undone when it returns. Must not know: backends, what a stage does.
+What the code did to process-wide settings is undone when it returns.
 """
 
 import os

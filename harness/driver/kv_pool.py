@@ -1,7 +1,7 @@
 """The paged cache of one session: allocated, filled with the problem's context, poisoned where nobody owns it.
 
 Filled and read only through the backend's codec, which is proven first; without one, through the backend's own writer.
-Must not know: checks, truths. Slots are int64 indices into the pool, page * block_size + offset.
+Slots are int64 indices into the pool, page * block_size + offset.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Driving layers with a latent cache: what their impl and codec are handed in place of keys and values.
 
 Everything else of the harness sees heads: latent rows as keys ``[n, 1, L]``, rotated parts as values ``[n, 1, E]``, and
-outputs ``[n, H, V]``. The two classes here translate for the contract. Must not know: steps, what is judged.
+outputs ``[n, H, V]``. The two classes here translate for the contract.
 """
 
 from typing import Any

@@ -1,7 +1,4 @@
-"""What was seen when a backend was driven once: tensors, traces of misbehaviour, or the exception it raised.
-
-Must not know: how the backend was driven, what is right.
-"""
+"""What was seen when a backend was driven once: tensors, traces of misbehaviour, or the exception it raised."""
 
 import traceback
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Makes pools: finds their codec, and where there is none has them filled by the backend's own writer.
 
-A writer that is no method of its own is entered by prompts whose results are dropped. Must not know: steps, what is
-judged.
+A writer that is no method of its own is entered by prompts whose results are dropped.
 """
 
 from dataclasses import replace

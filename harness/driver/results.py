@@ -1,7 +1,4 @@
-"""What the calls of a step answered, put together into one answer: placed row by row, or merged by their LSE.
-
-Must not know: how calls are made, truths.
-"""
+"""What the calls of a step answered, put together into one answer: placed row by row, or merged by their LSE."""
 
 import math
 from collections.abc import Iterable, Sequence

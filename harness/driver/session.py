@@ -2,7 +2,6 @@
 
 A :class:`Session` constructs impl, builder and cache once; every :meth:`Session.run` refills the cache, hands over
 fresh tensors and reports what was seen. Whatever the backend raises is caught here, with the stage it happened in.
-Must not know: truths, checks, outcomes.
 """
 
 from copy import copy

@@ -1,7 +1,7 @@
 """What a model runner would hand to a backend for one problem: padded rows, metadata, views of fused tensors.
 
 Follows vLLM's conventions: padding requests have query length 0, ``seq_lens`` 0 and null pages; padding tokens have
-slot -1 and rows of NaN. Must not know: backends, truths, checks.
+slot -1 and rows of NaN.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The plain objects a model runner hands to a backend: the config a builder reads, and the layer ``forward`` reads.
 
 They hold what the contract names and nothing else: reading another attribute fails with that name, so that a backend
-which leans on an undeclared fact says so at once. Must not know: problems, checks.
+which leans on an undeclared fact says so at once.
 """
 
 import math

@@ -1,7 +1,6 @@
 """Trees of draft tokens: who may see whom, and how a model runner writes a tree down.
 
-A tree is given by the parent of each new row; row 0 is the root, the last verified token. Must not know: problems,
-backends.
+A tree is given by the parent of each new row; row 0 is the root, the last verified token.
 """
 
 from collections.abc import Sequence

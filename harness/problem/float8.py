@@ -2,7 +2,7 @@
 
 A formulation of its own beside :mod:`attncheck.reference.attention.quant`: float64 throughout, rounding by comparison
 with midpoints and not by a conversion. Codes are bytes (uint8): a sign bit and, below it, a magnitude that orders the
-finite numbers. Must not know: scales, caches, what is quantised.
+finite numbers.
 """
 
 import torch

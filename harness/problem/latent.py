@@ -3,7 +3,7 @@
 A problem of such a layer holds what stands in its cache: latent rows as ``keys`` (``[N, 1, L]``) and the rotated parts
 as ``values`` (``[N, 1, E]``). The up-projections turn them into the keys (``[N, H, P + E]``) and values
 (``[N, H, V]``) of the naive form, a KV head for each query head. The weights belong to the layer: they depend on its
-sizes alone, not on batch or seed, and heads differ. Must not know: problems, pages, backends.
+sizes alone, not on batch or seed, and heads differ.
 
 The products are exact in float64, in whatever order they are summed, and so the same on every machine: cache rows are
 multiples of 2**-30 below 2, weights multiples of 2**-16, and a sum that stays below 2**7 fits 53 bits. Only where the

@@ -1,4 +1,4 @@
-"""How much memory a case needs, estimated before anything is allocated. Must not know: backends."""
+"""How much memory a case needs, estimated before anything is allocated."""
 
 import os
 from pathlib import Path

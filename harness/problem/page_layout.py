@@ -2,7 +2,7 @@
 
 Pages are random, page 0 is never owned, shared prefixes are the same pages; table entries past the end name pages of
 others. A path that cuts the keys (a prefix of all requests, ranges, ranks) gives each part a table of its own over the
-one pool. Must not know: contents of keys, backends.
+one pool.
 """
 
 from collections.abc import Callable, Sequence

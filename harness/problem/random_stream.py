@@ -1,7 +1,7 @@
 """Random integers that are the same on every machine, in every version of numpy and torch.
 
 Philox's raw 64-bit stream is fixed by its definition (Salmon et al. 2011), unlike the distributions drawn from it, so
-everything here is derived from raw words by integer arithmetic. Must not know: cases, attention.
+everything here is derived from raw words by integer arithmetic.
 """
 
 import hashlib

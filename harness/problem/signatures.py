@@ -2,8 +2,7 @@
 
 A wrong read or write can then be named, not only noticed. Magnitudes stay what they are: a row must keep using the
 whole mantissa of its dtype, or a cache that secretly rounds would go unseen. The bits are scrambled by an invertible
-hash, so that they look random (a V with constant channels would hide errors) and still decode. Must not know: caches,
-backends.
+hash, so that they look random (a V with constant channels would hide errors) and still decode.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,6 @@
 
 A cache of another dtype than the layer's, or of codes, rounds what it is given. A problem's keys and values are rounded
 beforehand, so that every right writer stores the same bytes, and the truth is taken from what stands in the cache.
-Must not know: backends, where a row lies.
 """
 
 from dataclasses import dataclass

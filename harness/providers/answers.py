@@ -3,8 +3,6 @@
 Two answers are compared field by field, so that a difference has a place (``returned.seq_lens[3]``) and both values.
 A reported maximum above the truth is an upper bound, which vLLM allows everywhere; one below is wrong. Whatever is
 raised is a refusal: which exception it is belongs to the implementation.
-
-Must not know: which functions there are, whose answer is whose.
 """
 
 from collections.abc import Callable, Iterator, Mapping

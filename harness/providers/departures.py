@@ -2,7 +2,7 @@
 
 A *drift* is a change of signature or meaning since the behaviour the reference describes. A *judgement* is a defect, or
 an input taken without a check, where the reference deliberately answers otherwise. Both are verified: a departure that
-no longer shows is stale. Must not know: any provider.
+no longer shows is stale.
 """
 
 import re

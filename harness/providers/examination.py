@@ -1,7 +1,4 @@
-"""Asks one provider all questions about one subject, and counts what comes of it.
-
-Must not know: records, files, how a provider is found.
-"""
+"""Asks one provider all questions about one subject, and counts what comes of it."""
 
 import warnings
 from collections import Counter

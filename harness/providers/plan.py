@@ -1,4 +1,4 @@
-"""From names and patterns to what is asked of which provider. Must not know: how anything is examined or shown."""
+"""From names and patterns to what is asked of which provider."""
 
 import importlib.metadata
 from collections.abc import Iterable, Sequence

@@ -2,7 +2,7 @@
 
 A plain module offers objects under the reference's names, and under ``v0`` those of the first generation; it is asked
 in the reference's own objects. A package that needs more (objects of its own, several modules, known departures) is
-described in this package. Must not know: questions, verdicts.
+described in this package.
 """
 
 import importlib.util

@@ -1,7 +1,4 @@
-"""What a provider is asked: a subject is one public name, a question one call of it.
-
-Must not know: which subjects there are, answers, providers.
-"""
+"""What a provider is asked: a subject is one public name, a question one call of it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy

@@ -1,7 +1,4 @@
-"""The parameters of two functions compared: what one may call by name must be there, in its place, with its default.
-
-Must not know: which functions there are.
-"""
+"""The parameters of two functions compared: what one may call by name must be there, in its place, with its default."""
 
 import inspect
 from collections.abc import Callable

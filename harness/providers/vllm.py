@@ -1,7 +1,7 @@
 """vLLM as a provider: where its utilities live, and how its objects are turned into the reference's and back.
 
 Written so that a change of form which an adapter can see (a pair where one object was, a field that is gone) does not
-break it: vLLM is translated as it is found. Importing this module imports no vLLM. Must not know: questions, verdicts.
+break it: vLLM is translated as it is found. Importing this module imports no vLLM.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """The one table of how vLLM is known to depart from the reference, and from which version it was made.
 
-Every entry is verified whenever vLLM is examined. Must not know: how vLLM is imported or called.
+Every entry is verified whenever vLLM is examined.
 """
 
 from types import SimpleNamespace

@@ -2,8 +2,7 @@
 
 What pytest-benchmark calls is one honest call of the check: new contents, one ``forward``, its answer judged. The
 timer it reads before and after is a stopwatch that the check's own clock moves on, by what the call took on the device.
-So the figures are those of ``attncheck run``, and what is done to be sure of them is in none. Must not know: how
-anything is timed.
+So the figures are those of ``attncheck run``, and what is done to be sure of them is in none.
 """
 
 import os

@@ -3,7 +3,7 @@
 The command line, the pytest plugin and ``attncheck.examine`` all choose here, so that they refuse the same things with
 the same words, wherever backends are loaded: what is chosen among is what they say of themselves. Nothing is left out
 silently: a backend that cannot run here stays in the run with its reasons, or, if it was asked for by name, is refused
-with them. Importing this module loads no torch. Must not know: how anything is examined or shown.
+with them. Importing this module loads no torch.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """What a run knows of a backend without its code: how it describes itself, from this process or from its own.
 
-Loads no torch. Must not know: how a backend is loaded, or where.
+Loads no torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence

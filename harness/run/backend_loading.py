@@ -1,7 +1,4 @@
-"""Backends loaded into this process: from a name to the class, and to what it says of itself.
-
-Must not know: which backends a run chooses, how they are examined.
-"""
+"""Backends loaded into this process: from a name to the class, and to what it says of itself."""
 
 import os
 import shlex

@@ -1,7 +1,4 @@
-"""What a run was made with: versions, machine, and the numerical policy in force.
-
-Must not know: cases, backends, outcomes.
-"""
+"""What a run was made with: versions, machine, and the numerical policy in force."""
 
 import os
 import platform

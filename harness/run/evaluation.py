@@ -1,7 +1,7 @@
 """Evaluation: a plan of cases and backends turned into records. Execution (where a process runs) is not its business.
 
 An exception or a refusal of a backend is a record, never the end of a run; a case that cannot see what it asks about is
-kept aside as a fault of the question. Must not know: files, terminals, pytest.
+kept aside as a fault of the question.
 """
 
 from collections.abc import Callable, Iterator, Mapping

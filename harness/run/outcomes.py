@@ -1,6 +1,6 @@
 """From what a backend did to an outcome: the one place where results, refusals and exceptions become records.
 
-Runner, engine, command line and plugin all go through here. Must not know: how anything was examined.
+Runner, engine, command line and plugin all go through here.
 """
 
 from dataclasses import dataclass, fields

@@ -2,7 +2,7 @@
 
 The check ``timing`` is made in rounds, in a fresh process of each backend every time, since the times of one process
 share its luck. All other checks are made once, before, in processes of their own: every time is then that of a process
-in which nothing else was done. Must not know: processes, records.
+in which nothing else was done.
 """
 
 from collections.abc import Collection, Sequence

@@ -2,7 +2,7 @@
 
 Runs only after a failure, so it may be slow; says nothing rather than guess wildly. A wrong question is named only if
 its answer is far from the truth where the output is wrong, and the output is far nearer to it than to the truth: on
-some batches a wrong question has the right answer, and would "explain" any error. Must not know: backends.
+some batches a wrong question has the right answer, and would "explain" any error.
 """
 
 import math

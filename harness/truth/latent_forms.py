@@ -2,7 +2,7 @@
 
 The truth is the naive form in float64. A kernel may up-project keys and values and keep them in its dtype, as is usual
 for prompts, or move the query into the latent space and attend over the cache rows themselves, as is usual for decodes;
-what is rounded on the way differs. Must not know: backends, observations.
+what is rounded on the way differs.
 """
 
 from collections.abc import Callable, Iterator

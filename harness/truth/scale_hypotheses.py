@@ -1,7 +1,6 @@
 """Wrong questions about scales: left out, applied twice, exchanged, of one head for all, applied where no codes are.
 
-The keys and values of the rows are numbers, ``code * scale``; so each fault is a factor a head on them. Must not know:
-backends, observations, how codes are made.
+The keys and values of the rows are numbers, ``code * scale``; so each fault is a factor a head on them.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """A question of attention without pages: rows, keys and values behind one another, and who sees whom.
 
 What truth, budget and hypotheses are computed from, by a formulation beside the paged one that candidates are driven
-through. Must not know: pools, backends, what is judged.
+through.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """A run's handle on the process of one backend: starts it, talks with it, and tells how it ended.
 
 The process is a session of its own: no Ctrl-C reaches it, and what it starts can be ended with it. That it ended is
-told by the process itself, and not only by its pipe, which a copy it made may still hold. Must not know: cases, what an
-answer means.
+told by the process itself, and not only by its pipe, which a copy it made may still hold.
 """
 
 import contextlib

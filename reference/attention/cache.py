@@ -2,7 +2,7 @@
 
 A cache is a logical ``[NB, BS, Hkv, D]`` tensor of any strides: whether memory holds ``[NB, BS, Hkv, D]`` (NHD) or
 ``[NB, Hkv, BS, D]`` (HND), or K beside V, is a matter of views. A slot is ``block * BS + offset``, 64 bits wide: pools
-beyond 2**31 elements exist. Must not know: attention, batches, who owns which block.
+beyond 2**31 elements exist.
 """
 
 from collections.abc import Sequence

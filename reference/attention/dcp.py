@@ -5,8 +5,6 @@ Ranks take turns at ``I`` consecutive positions, and each numbers its own densel
     position     0  1  2  3  4  5  6  7  8
     rank         0  0  1  1  0  0  1  1  0
     local index  0  1  0  1  2  3  2  3  4
-
-Must not know: how the softmax is summed, how ranks talk to each other.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Merging attention over disjoint sets of keys: split KV, cascade, chunked context, context parallelism.
-
-Must not know: how the parts were computed.
-"""
+"""Merging attention over disjoint sets of keys: split KV, cascade, chunked context, context parallelism."""
 
 from collections.abc import Sequence
 

@@ -8,7 +8,7 @@ are (:mod:`attncheck.reference.attention.mla_naive` has the legend and computes 
     out[h] = out_latent[h] . w_uv[:, h]
 
 Queries are projected a tile at a time. ``precision.out``, where it is set, rounds the latent query and the latent
-output too: an engine keeps them between two kernels. Must not know: how the softmax is summed, how a cache is written.
+output too: an engine keeps them between two kernels.
 """
 
 from collections.abc import Iterator, Sequence

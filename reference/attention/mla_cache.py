@@ -1,8 +1,7 @@
 """The latent cache of multi-head latent attention: its rows, writing them, and what a call over it must look like.
 
 One row a token, shared by all heads: the latent part ``c`` (``L`` wide, already normalised), then the rotated part
-``k_pe`` of the keys (``E`` wide). There is no value cache: values are made from ``c``. Must not know: how attention is
-summed, projections.
+``k_pe`` of the keys (``E`` wide). There is no value cache: values are made from ``c``.
 """
 
 import torch

@@ -1,7 +1,4 @@
-"""What one layer of multi-head latent attention computes, as numbers.
-
-Must not know: caches, batches, weights, how attention is summed.
-"""
+"""What one layer of multi-head latent attention computes, as numbers."""
 
 import math
 from dataclasses import dataclass

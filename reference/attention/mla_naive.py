@@ -7,8 +7,7 @@ and the up-projections ``w_uk`` (``[L, H, P]``) and ``w_uv`` (``[L, H, V]``)::
     v[j, h] =   c[j] . w_uv[:, h]                    softmax attention, a KV head a query head
 
 Keys and values are made a key tile at a time, so that nothing grows with the length of a request. ``precision.out``,
-where it is set, rounds them too: an engine keeps them between two kernels. Must not know: how the softmax is summed,
-how a cache is written, the absorbed form.
+where it is set, rounds them too: an engine keeps them between two kernels.
 """
 
 import torch

@@ -25,8 +25,6 @@ Rows are taken in bands of some query tiles; within a band keys are the outer lo
 converted once, and every query tile that sees any of it takes its part. So memory holds one key tile, one tile of
 scores and the state of one band, never rows times keys. Query tiles skip key tiles beyond their reach, and build masks
 only where some rows see a key and others do not.
-
-Must not know: pages, slots, scales of codes, batches.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: the truth of the decoder paths, of cross attention, and of their parts.
 
 Turns a batch (block table, lengths, row offsets) into one call of the shared computation a request, reading only the
-slots a request owns. Must not know: how the softmax is summed, how a cache is written, backends.
+slots a request owns.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
 """A batch over a paged cache: whose rows see whose pages, and the reading of the slots a request owns.
 
-The index tensors are read on the host once and found consistent before anything is computed. Must not know: formulas,
-what a slot's contents mean beyond ``code * scale``.
+The index tensors are read on the host once and found consistent before anything is computed.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """What one attention layer computes, as numbers: the parameters of the reference, its precision, and who sees whom.
 
 The formulas and their order are drawn in :mod:`attncheck.reference.attention.online_softmax`; this module fixes what
-each parameter means and refuses values that mean nothing. Must not know: caches, block tables, batches, backends.
+each parameter means and refuses values that mean nothing.
 """
 
 import math

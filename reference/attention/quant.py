@@ -1,7 +1,4 @@
-"""Float8 codes and the scales that give them a meaning: ``value = code * scale``.
-
-Must not know: caches, attention.
-"""
+"""Float8 codes and the scales that give them a meaning: ``value = code * scale``."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""The causal depthwise convolution in front of a state-space layer, over packed sequences with a rolling state.
-
-Must not know: how a batch is cut into pieces for a kernel, attention.
-"""
+"""The causal depthwise convolution in front of a state-space layer, over packed sequences with a rolling state."""
 
 from itertools import pairwise
 

@@ -1,7 +1,4 @@
-"""Attention over packed sequences without a cache: the truth of encoder layers, and of anything unpaged.
-
-Must not know: pages, slots, how the softmax is summed.
-"""
+"""Attention over packed sequences without a cache: the truth of encoder layers, and of anything unpaged."""
 
 from itertools import pairwise
 

@@ -10,7 +10,6 @@ both ends of that span never fall as the row moves right. So for rows ``first ..
                     common                      every key inside, so no mask is needed there
 
 Trees and mask functions see what they like: they reach everywhere and need their mask everywhere they may differ.
-Must not know: tensors of keys or values, scores.
 """
 
 from collections.abc import Callable

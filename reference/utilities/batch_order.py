@@ -1,6 +1,6 @@
 """Decodes first: moving short requests to the front of a batch, and finding where the long ones begin.
 
-The behaviour is vLLM's. Must not know: which backend wants the order, what a request is beyond its token count.
+The behaviour is vLLM's.
 """
 
 from typing import Any

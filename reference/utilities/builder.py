@@ -1,6 +1,6 @@
 """The base of every metadata builder: what a backend computes from the common metadata, once a step.
 
-The behaviour is vLLM's. Must not know: what any backend's metadata looks like.
+The behaviour is vLLM's.
 """
 
 from abc import ABC, abstractmethod

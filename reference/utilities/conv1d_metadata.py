@@ -1,6 +1,6 @@
 """Which program of a causal conv1d kernel handles which chunk of which prefill.
 
-The behaviour is vLLM's. Must not know: the convolution.
+The behaviour is vLLM's.
 """
 
 from typing import Any

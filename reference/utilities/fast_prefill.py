@@ -1,7 +1,7 @@
 """KV-sharing fast prefill: where a layer writes no K/V of its own, tokens without wanted logits need no query.
 
 Reduces a batch to those tokens, and wraps a backend so that its builder does. The behaviour is vLLM's, where armed;
-what would compute a wrong answer there is refused here. Must not know: of backends more than their builder.
+what would compute a wrong answer there is refused here.
 """
 
 from dataclasses import fields

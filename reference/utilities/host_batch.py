@@ -1,7 +1,6 @@
 """The host side of a batch as checked numpy arrays: what the metadata utilities compute from.
 
-numpy, because there is one number a request and torch's price of a call exceeds that of the arithmetic. Must not know:
-devices, what is computed from the arrays.
+numpy, because there is one number a request and torch's price of a call exceeds that of the arithmetic.
 """
 
 from typing import Any, TypeAlias

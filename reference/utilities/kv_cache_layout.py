@@ -1,7 +1,6 @@
 """In which order a KV cache's axes lie in memory, by vLLM's rule: an override, then the environment, then NHD.
 
-The answer is settled once for the process, which is vLLM's behaviour and what its callers count on. Must not know:
-caches.
+The answer is settled once for the process, which is vLLM's behaviour and what its callers count on.
 """
 
 import logging

@@ -1,7 +1,4 @@
-"""What a kernel that plans ahead must know of each layer, and whether all layers of a group agree on it.
-
-Must not know: backends; an attention layer is what has an ``impl``.
-"""
+"""What a kernel that plans ahead must know of each layer, and whether all layers of a group agree on it."""
 
 from dataclasses import dataclass, field, replace
 from numbers import Integral

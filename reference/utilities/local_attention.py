@@ -1,7 +1,7 @@
 """Chunked local attention for kernels without such a mask: requests cut at chunk edges, each cut a request of its own.
 
 With chunks of ``C`` tokens a query at position ``p`` sees the keys of its own chunk, ``p // C * C`` to ``p``. The
-behaviour is vLLM's, padding requests apart. Must not know: attention itself, caches.
+behaviour is vLLM's, padding requests apart.
 """
 
 import numpy as np

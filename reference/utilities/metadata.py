@@ -1,6 +1,6 @@
 """What one step's batch looks like to every layer and every backend: vLLM's common attention metadata.
 
-Holds data, computes nothing. Must not know: backends, caches, how a batch is built.
+Holds data, computes nothing.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Between packed rows and one row of equal queries a request, as verifying speculated tokens wants them; views only.
-
-Must not know: speculation, attention.
-"""
+"""Between packed rows and one row of equal queries a request, as verifying speculated tokens wants them; views only."""
 
 from torch import Tensor
 

@@ -1,7 +1,4 @@
-"""New classes from a backend or from its metadata, as vLLM makes them: the originals stay as they are.
-
-Must not know: what a backend does; any class with ``get_builder_cls`` will do.
-"""
+"""New classes from a backend or from its metadata, as vLLM makes them: the originals stay as they are."""
 
 from dataclasses import is_dataclass, make_dataclass
 from types import new_class

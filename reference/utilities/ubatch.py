@@ -1,7 +1,6 @@
 """Cutting a batch into micro-batches, between requests or through them, without touching the batch.
 
-The behaviour is vLLM's, its defects apart: every piece keeps ``computed = seq_len - query_len``. Must not know: who
-chooses the cuts, what runs the pieces.
+The behaviour is vLLM's, its defects apart: every piece keeps ``computed = seq_len - query_len``.
 """
 
 from dataclasses import dataclass

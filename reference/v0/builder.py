@@ -1,8 +1,7 @@
 """The builder most first-generation backends inherit: from the scheduler's per-group data to metadata.
 
 The behaviour is vLLM's. The scheduler's and the runner's objects are read by attribute, so any object with the
-attributes named here serves; none is changed but the runner's ``graph_block_tables``. Must not know: what a backend's
-metadata class does with its arguments.
+attributes named here serves; none is changed but the runner's ``graph_block_tables``.
 """
 
 from collections import defaultdict

@@ -1,8 +1,7 @@
 """What a first-generation backend is: its facts and factories, its metadata builder, its graph state.
 
 Names and signatures are vLLM's. A model runner prepares a builder and builds once a step; a batch of decodes that fits
-a captured size is replayed: the state refills the tensors which the graph reads. Must not know: any backend, kernels,
-the examination.
+a captured size is replayed: the state refills the tensors which the graph reads.
 """
 
 from abc import ABC, abstractmethod

@@ -1,6 +1,6 @@
 """What runs the kernels of one attention layer in the first generation: the impl, and the layer it may read.
 
-Names and signatures are vLLM's. Must not know: backends, builders, how metadata is made.
+Names and signatures are vLLM's.
 """
 
 from abc import ABC, abstractmethod

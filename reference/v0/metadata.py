@@ -1,6 +1,6 @@
 """The base of a first-generation metadata object: the fields every backend's metadata starts with.
 
-The fields and their order are vLLM's. Must not know: who builds metadata, or what a backend adds to it.
+The fields and their order are vLLM's.
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,4 @@
-"""The sizes of multi-head latent attention, as a model's configuration states them.
-
-Must not know: what is computed with them.
-"""
+"""The sizes of multi-head latent attention, as a model's configuration states them."""
 
 from dataclasses import dataclass
 from typing import Any

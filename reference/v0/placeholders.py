@@ -1,6 +1,6 @@
 """Which rows of multi-modal embeddings replace which rows of a token batch.
 
-The behaviour is vLLM's. Must not know: what an embedding is, how a batch is built.
+The behaviour is vLLM's.
 """
 
 from typing import Any, NamedTuple

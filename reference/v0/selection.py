@@ -1,7 +1,6 @@
 """What attention of each type reads of a first-generation metadata object, and whether it is all there.
 
-The behaviour is vLLM's. Metadata is any object with the attributes named here; it is not changed. Must not know: which
-backend made the metadata.
+The behaviour is vLLM's. Metadata is any object with the attributes named here; it is not changed.
 """
 
 from typing import Any

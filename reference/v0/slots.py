@@ -2,7 +2,7 @@
 
 A sequence at one step has ``context_len`` tokens in the cache and ``seq_len - context_len`` new ones. The token at
 position ``p`` lives in slot ``table[p // block_size] * block_size + p % block_size``. The behaviour is vLLM's first
-generation's. Must not know: batches, tensors.
+generation's.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
 """The graph state most first-generation backends inherit: what captured decodes read, and how it is refilled.
 
 The behaviour is vLLM's. Runner and metadata are read by attribute, so any object with the attributes named here serves.
-Must not know: how a graph is captured or replayed.
 """
 
 from collections.abc import Collection, Iterator

@@ -1,7 +1,4 @@
-"""How a run's figures and circumstances are put into words, the same in every report.
-
-Must not know: tables, colours, Markdown.
-"""
+"""How a run's figures and circumstances are put into words, the same in every report."""
 
 import math
 import re

@@ -1,6 +1,6 @@
 """Long reasons made short: places of one violation joined, the rest cut where it does not hurt.
 
-Text in, text out. Must not know: what a probe does, tables, colours, Markdown.
+Text in, text out.
 """
 
 import re

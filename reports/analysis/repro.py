@@ -1,8 +1,6 @@
 """The one line that repeats a record: made to be pasted into a POSIX shell, from the directory of the first run.
 
 A candidate that was handed over in Python has no name a shell could give; its line is Python.
-
-Must not know: anything but the record's fields and the run's header.
 """
 
 import shlex

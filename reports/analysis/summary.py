@@ -2,7 +2,6 @@
 
 Pure: records in, frozen values out. Tables and sentences are made from these by ``terminal`` and ``markdown``. What
 was asked in several rounds is counted once, with its worst outcome (:mod:`attncheck.reports.analysis.rounds`).
-Must not know: where records come from, or how a summary is shown.
 """
 
 import math

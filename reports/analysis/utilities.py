@@ -1,6 +1,6 @@
 """What a run found out about the functions of providers: a verdict and figures for each, and why.
 
-Rows and sentences only; tables are made by ``terminal`` and ``markdown``. Must not know: colours, Markdown.
+Rows and sentences only; tables are made by ``terminal`` and ``markdown``.
 """
 
 from collections.abc import Sequence

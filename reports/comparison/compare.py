@@ -1,7 +1,7 @@
 """Two runs compared: speeds, outcomes, what only one of them asked, and what they were made with.
 
 Both sides may be one run file, in which two backends took turns on the same machine: no other protocol tells smaller
-differences. Must not know: how a comparison is shown.
+differences.
 """
 
 from collections.abc import Iterator, Mapping

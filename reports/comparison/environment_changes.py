@@ -1,7 +1,4 @@
-"""What two runs were made with that is not the same: machine, versions, what was asked, how it was timed.
-
-Must not know: how runs are matched, how a difference is shown.
-"""
+"""What two runs were made with that is not the same: machine, versions, what was asked, how it was timed."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence

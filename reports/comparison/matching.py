@@ -1,7 +1,7 @@
 """Which questions two runs have in common, and what only one of them asked.
 
 A backend answers to the one of its name, or to the one it is told to. A case is the same question where its
-``suite/id`` and its hash are: what was rewritten is asked anew. Must not know: times, what outcomes mean.
+``suite/id`` and its hash are: what was rewritten is asked anew.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,4 @@
-"""Which outcomes and CUDA-graph levels changed between two runs, and whether for the worse.
-
-Must not know: how runs are matched, times, how a change is shown.
-"""
+"""Which outcomes and CUDA-graph levels changed between two runs, and whether for the worse."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,6 @@
 """What a comparison could have found: how large a slowdown has to be, and how many rounds a smaller one takes.
 
-By theory, of processes whose logs of times are normal and spread alike on both sides. Must not know: records, cases,
-verdicts.
+By theory, of processes whose logs of times are normal and spread alike on both sides.
 """
 
 import math

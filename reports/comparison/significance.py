@@ -16,8 +16,6 @@ ask for 1e-4, 1000 for 1e-5. What is assumed instead is that the mean of a side 
 because a process now and then is far slower, the interval grows with it and less is told, not more. The exception is
 very few processes, of two kinds: all fast ones on one side and all slow ones on the other look like a difference, which
 is why :data:`MIN_ROUNDS` is what it is.
-
-Must not know: records, cases, verdicts.
 """
 
 import math

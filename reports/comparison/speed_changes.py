@@ -1,7 +1,4 @@
-"""What became of the speed of one part of one case between two runs: faster, slower, the same, or cannot tell.
-
-Must not know: how runs are matched, how a change is shown.
-"""
+"""What became of the speed of one part of one case between two runs: faster, slower, the same, or cannot tell."""
 
 import math
 from collections.abc import Sequence

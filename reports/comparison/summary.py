@@ -1,7 +1,7 @@
 """What a comparison comes to: changes put together, verdicts counted, what these times would have shown; in words.
 
 Pure values and sentences, the same in every form of the report. Like the texts of a comparison, they may hold what a
-backend said, unescaped. Must not know: tables, colours, Markdown.
+backend said, unescaped.
 """
 
 import statistics

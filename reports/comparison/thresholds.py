@@ -1,8 +1,7 @@
 """How much slower is too slow: what ``--fail-on`` says, for which cases and parts.
 
 ``5%`` is about everything, ``decode: 5%`` about a suite, ``decode/long-*: 5%`` about cases, ``@build: 20%`` and
-``decode@build: 20%`` about one part of a step. Of several that concern a case, the last one counts. Must not know:
-times, verdicts.
+``decode@build: 20%`` about one part of a step. Of several that concern a case, the last one counts.
 """
 
 import re

@@ -1,7 +1,6 @@
 """Commands printed to the log of a GitHub runner, which it shows as annotations.
 
-Escaped as the runner's own library does, so that no text can end its command or begin another. Must not know: what is
-told.
+Escaped as the runner's own library does, so that no text can end its command or begin another.
 """
 
 from collections.abc import Sequence

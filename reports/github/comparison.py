@@ -1,7 +1,7 @@
 """A comparison for GitHub Actions: the Markdown report as a step's summary, annotations of what a person must see.
 
 Errors are what fails the comparison, warnings what makes it worth less: a difference that fails nothing, times that
-cannot be told. Must not know: how runs are compared.
+cannot be told.
 """
 
 from collections.abc import Iterator

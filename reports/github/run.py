@@ -2,8 +2,7 @@
 
 The summary is short: tables, speeds, and what fell short folded away; it keeps below the size from which GitHub shows
 nothing at all. What a backend says cannot become a command: annotations are escaped as the runner's own library does,
-and no line of any report looks like one (:func:`attncheck.reports.analysis.phrases.printable`). Must not know: how
-records came about.
+and no line of any report looks like one (:func:`attncheck.reports.analysis.phrases.printable`).
 """
 
 import html

@@ -1,7 +1,4 @@
-"""How much of the error budget each case used: a dot a case, a row a backend, and the line at which it is used up.
-
-Must not know: how a budget is derived.
-"""
+"""How much of the error budget each case used: a dot a case, a row a backend, and the line at which it is used up."""
 
 import math
 from collections import Counter

@@ -1,7 +1,7 @@
 """Which cases make a curve of latency over length: those that differ in little but their size.
 
 A record does not say how long the contexts of a case are; it says the least bytes the case has to move, which grow with
-them. Must not know: how a curve is drawn.
+them.
 """
 
 from collections.abc import Mapping, Sequence

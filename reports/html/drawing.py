@@ -2,7 +2,7 @@
 
 Every colour a chart is drawn with is a stand-in for a variable of the page's style sheet. Text stays text, so that it
 is set in the page's font, found by a search and read aloud; none of it is mathematics, whatever dollar signs a name
-has. The same chart is the same text each time. Must not know: what is drawn.
+has. The same chart is the same text each time.
 """
 
 import re

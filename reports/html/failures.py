@@ -1,6 +1,6 @@
 """What fell short, told once for all that is alike; and what did so as expected, by its reason.
 
-Values for templates, unescaped. Must not know: HTML, how records came about.
+Values for templates, unescaped.
 """
 
 from collections.abc import Mapping, Sequence

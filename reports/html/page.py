@@ -1,7 +1,6 @@
 """The page itself: templates, style sheet, scripts and data put together, so that one file is all there is.
 
 Nothing is fetched: the page's own policy forbids it, and lets no script run but the one written here, by its digest.
-Must not know: what any section says.
 """
 
 import base64

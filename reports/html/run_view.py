@@ -1,6 +1,6 @@
 """One run as the page shows it, but for its records: who was asked, what came of it, and what never was asked.
 
-Values for templates, unescaped: the template escapes whatever it is given. Must not know: HTML, how records came about.
+Values for templates, unescaped: the template escapes whatever it is given.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

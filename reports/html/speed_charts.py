@@ -1,7 +1,4 @@
-"""Times drawn: against the work a case is, against the roofline, and the build of the metadata beside forward.
-
-Must not know: which cases make a curve, how a time was measured.
-"""
+"""Times drawn: against the work a case is, against the roofline, and the build of the metadata beside forward."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

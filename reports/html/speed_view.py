@@ -1,7 +1,7 @@
 """The times of one run as the page shows them: bars of each case, charts, and the rows of a table.
 
 Bars of one case share a scale that begins at zero; those of different cases do not. The fastest is marked only where
-:func:`attncheck.reports.speeds.tables.fastest` says so. Must not know: how a time was measured.
+:func:`attncheck.reports.speeds.tables.fastest` says so.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""What backends support, as a matrix of coloured cells with words: features, then sizes and forms.
-
-Must not know: what a feature means.
-"""
+"""What backends support, as a matrix of coloured cells with words: features, then sizes and forms."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple

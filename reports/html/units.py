@@ -1,4 +1,4 @@
-"""Times, sizes and rates in the units a reader knows. Must not know: what was measured."""
+"""Times, sizes and rates in the units a reader knows."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,6 @@
 """A comparison as Markdown, for a step summary, a pull request or a file: every change, with nothing cut.
 
-What cannot be told is counted by reason. What backends said is quoted so that it cannot become markup. Must not know:
-how runs are compared.
+What cannot be told is counted by reason. What backends said is quoted so that it cannot become markup.
 """
 
 from collections.abc import Sequence

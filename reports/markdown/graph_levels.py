@@ -1,7 +1,4 @@
-"""CUDA-graph levels as Markdown: the table of rows, then the probes, those that came out alike together.
-
-Must not know: what a probe does, how records came about.
-"""
+"""CUDA-graph levels as Markdown: the table of rows, then the probes, those that came out alike together."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby

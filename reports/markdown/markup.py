@@ -1,4 +1,4 @@
-"""What Markdown makes of characters: text that stays text, code, pipe tables. Must not know: what is told."""
+"""What Markdown makes of characters: text that stays text, code, pipe tables."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,7 @@
 """A run as Markdown, for a pull request, a wiki, a file: everything the run file says that a reader can use.
 
 No text is cut here: every failure with its figures and the line that repeats it, every reason for what was not
-examined; what is alike is told once. Messages of backends are quoted so that they cannot become markup. Must not know:
-how records came about.
+examined; what is alike is told once. Messages of backends are quoted so that they cannot become markup.
 """
 
 from collections.abc import Iterable, Sequence

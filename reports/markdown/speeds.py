@@ -1,7 +1,4 @@
-"""Speeds as Markdown: every case, part and backend, what to know of the figures, and the kernels that ran.
-
-Must not know: how a time was measured.
-"""
+"""Speeds as Markdown: every case, part and backend, what to know of the figures, and the kernels that ran."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,4 @@
-"""What backends support, as Markdown: a table of features, and one of sizes and forms, each value under its verdict.
-
-Must not know: what a feature means, how records came about.
-"""
+"""What backends support, as Markdown: a table of features, and one of sizes and forms, each value under its verdict."""
 
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ The first line is the header, then one record a line, then the footer with the c
 written and the file is synced to disk at most once a second. A file without a footer was cut off: it can be read, and
 says so. A file that contradicts itself (a record twice, a record nobody announced, counts that do not match) is an
 error with its line, never a smaller report.
-
-Must not know: how a record came about, or how it is shown.
 """
 
 import lzma

@@ -1,6 +1,6 @@
 """What a reader must know of the figures in a table of speeds: how they came about, and what speaks against them.
 
-Sentences only, each once however many figures it concerns. Must not know: formats, how a time was measured.
+Sentences only, each once however many figures it concerns.
 """
 
 import statistics

@@ -1,7 +1,6 @@
 """Latencies of a run, put together over its rounds: what one backend takes for one part of one case.
 
-The unit is the process: samples of one process share its luck, so that only their median counts. Must not know: how a
-time was measured, how it is shown.
+The unit is the process: samples of one process share its luck, so that only their median counts.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Speeds as rows of text: one table a suite, one unit a column, told in its heading.
 
 The fastest of several backends is marked only where its rounds lie apart from all rounds of the others: what could be
-luck is not marked. Cells are plain text, which the format that shows them escapes. Must not know: formats, how a time
-was measured.
+luck is not marked. Cells are plain text, which the format that shows them escapes.
 """
 
 import math

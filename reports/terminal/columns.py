@@ -1,4 +1,4 @@
-"""Plain text that keeps to its width: folded lines, columns lined up. Must not know: what is told."""
+"""Plain text that keeps to its width: folded lines, columns lined up."""
 
 import textwrap
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """A comparison as a person reads it in a terminal: what differs, what changed, what cannot be told, the verdict.
 
 No colours unless asked for, and none for a difference that could be luck. Lines keep to 100 columns; what is left out
-stands in the Markdown report. Must not know: how runs are compared.
+stands in the Markdown report.
 """
 
 from collections.abc import Iterable, Sequence

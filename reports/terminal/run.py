@@ -1,7 +1,7 @@
 """A run as a person reads it in a terminal: the table, what fell short, what was not examined.
 
 Text in, text out: no colours unless asked for, nothing printed here. Lines keep to 100 columns, except commands made
-to be pasted. Must not know: how the records came about.
+to be pasted.
 """
 
 import textwrap

@@ -1,6 +1,6 @@
 """Speeds as a person reads them in a terminal: a row for each backend of a suite, and what to know of the figures.
 
-Every case has its row in the Markdown report. Must not know: how a time was measured.
+Every case has its row in the Markdown report.
 """
 
 from collections.abc import Sequence

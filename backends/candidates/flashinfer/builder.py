@@ -3,7 +3,7 @@
 A plan holds what the library made of the lengths on the host: which part of which request runs where. Another step
 needs another plan, so that ``build`` plans each time, outside any graph, from the ``_cpu`` twins. A graph of ``n``
 single-token requests reads its plan, and the pages, from buffers on the device that stay where they are: the next
-``build`` for ``n`` requests refills them, and the replay sees the new plan. Must not know: rows, caches, the library.
+``build`` for ``n`` requests refills them, and the replay sees the new plan.
 """
 
 from typing import Any

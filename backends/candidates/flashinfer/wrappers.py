@@ -2,7 +2,7 @@
 
 All wrappers of a builder share one workspace, since their kernels run one after another. ``fa2`` is asked for by name:
 left to choose, the library takes other kernels on other GPUs, and what was examined would depend on the machine. For
-decodes, too, its tensor cores are used, which take any number of query heads a KV head. Must not know: batches, layers.
+decodes, too, its tensor cores are used, which take any number of query heads a KV head.
 """
 
 from typing import Any

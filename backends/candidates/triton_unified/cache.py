@@ -1,4 +1,4 @@
-"""``reshape_and_cache`` by a Triton kernel, as one torch operator. Must not know: attention, layers, packings."""
+"""``reshape_and_cache`` by a Triton kernel, as one torch operator."""
 
 import torch
 import triton

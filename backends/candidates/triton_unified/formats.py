@@ -1,7 +1,4 @@
-"""The dtypes that attncheck's own Triton kernels read and write, and what they call those of codes.
-
-Must not know: what the kernels compute.
-"""
+"""The dtypes that attncheck's own Triton kernels read and write, and what they call those of codes."""
 
 import torch
 

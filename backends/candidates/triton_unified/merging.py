@@ -1,4 +1,4 @@
-"""``merge_attn_states`` by a Triton kernel, as one torch operator. Must not know: where the states come from."""
+"""``merge_attn_states`` by a Triton kernel, as one torch operator."""
 
 import torch
 import triton

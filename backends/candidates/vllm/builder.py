@@ -1,7 +1,4 @@
-"""The metadata builder: the contract's arguments and metadata turned into vLLM's, calls passed on to its builder.
-
-Must not know: how layers or configs are made, what a step computes.
-"""
+"""The metadata builder: the contract's arguments and metadata turned into vLLM's, calls passed on to its builder."""
 
 from typing import Any, ClassVar
 

@@ -1,7 +1,7 @@
 """The config a builder reads, as vLLM's own object: made of the plain one, without a model and without a download.
 
 vLLM reads a model's sizes from a ``config.json``; one of the case's sizes is written to a temporary folder, which is
-all that its constructors look at. Must not know: layers, metadata, what a backend does with a config.
+all that its constructors look at.
 """
 
 import json

@@ -10,8 +10,7 @@ from being interpreted, and both are answered here:
   none. :func:`launches` answers in its place.
 
 No module, kernel or function of vLLM is replaced or edited: what runs is the source that is compiled elsewhere. What
-the interpreter itself computes wrongly is not mended here: :func:`gaps` names it, and it is not asked. Must not know:
-cases, how a backend is driven.
+the interpreter itself computes wrongly is not mended here: :func:`gaps` names it, and it is not asked.
 """
 
 import dis

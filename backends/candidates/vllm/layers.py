@@ -1,7 +1,4 @@
-"""vLLM's ``Attention`` layer around the backend in question: vLLM makes the impl, as for a model.
-
-Must not know: builders, steps, declarations.
-"""
+"""vLLM's ``Attention`` layer around the backend in question: vLLM makes the impl, as for a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
 """One step's common metadata as the installed vLLM's dataclass, field by field.
 
 What both have under one name is handed over as it is, the same tensors; what vLLM's version has under another name, or
-besides, follows from that. Fields that this version does not have are left out. Must not know: backends, builders.
+besides, follows from that. Fields that this version does not have are left out.
 """
 
 from dataclasses import fields

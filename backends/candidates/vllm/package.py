@@ -1,7 +1,6 @@
 """The installed vLLM: imported on first use and kept quiet; its classes found wherever this version has them.
 
 Everything of vLLM's is reached through here, by name and untyped: it is not there when attncheck is checked or listed.
-Must not know: backends, layers, caches.
 """
 
 import importlib

@@ -1,7 +1,4 @@
-"""Which class of vLLM's an argument names: a name of vLLM's own, ``module:Class``, or ``path/to/file.py:Class``.
-
-Must not know: what a class declares, whether it can run here.
-"""
+"""Which class of vLLM's an argument names: a name of vLLM's own, ``module:Class``, or ``path/to/file.py:Class``."""
 
 from pathlib import Path
 from typing import Any

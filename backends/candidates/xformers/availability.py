@@ -1,7 +1,6 @@
 """Whether the pinned xformers can run here, and why not; what its version is called in records.
 
-Nothing of xformers is imported but on a GPU, where the version tells of its compiled extension. Must not know: layers,
-tensors.
+Nothing of xformers is imported but on a GPU, where the version tells of its compiled extension.
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 Decodes go through the library's Triton split-K operator. It knows no window and no soft cap, so that layers with either
 are attended to by attncheck's own unified kernel, as are all requests of several rows, for which the library has no
-paged operator. Must not know: how either attends.
+paged operator.
 """
 
 from typing import TYPE_CHECKING

@@ -6,7 +6,6 @@ attncheck examines. So windows, soft caps and FP8 caches are declared, and :mod:
 shows what of it can be kept. One thing is not vLLM's: the operator is named in the decode call, because the library by
 itself finds none on a CPU and seldom one on a GPU. ``xformers_vllm:auto`` leaves it out. Imports neither xformers nor
 Triton.
-Must not know: how anything is attended to.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """The builder of ``xformers_vllm``: decodes first, and the library's bias made anew from lists at every step.
 
 Lengths are read back from the device, twice a step; padding requests are part of the lists, with a query length of 0.
-Nothing that it makes outlives a step, so that no graph can be captured, and none is promised. Must not know: kernels.
+Nothing that it makes outlives a step, so that no graph can be captured, and none is promised.
 """
 
 from typing import Any

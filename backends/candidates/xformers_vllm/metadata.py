@@ -1,7 +1,7 @@
 """A step of ``xformers_vllm``, and its two views: the decodes in front, and the prefills behind them.
 
 The views are made when they are first asked for, which is in ``forward``, and their maxima are read from tensors: each
-first access waits for the device, and in a captured graph would freeze what it read. Must not know: caches, kernels.
+first access waits for the device, and in a captured graph would freeze what it read.
 """
 
 from dataclasses import dataclass

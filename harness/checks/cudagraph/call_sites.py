@@ -1,7 +1,4 @@
-"""Which line of a backend did something, found by walking up the stack or a traceback.
-
-Must not know: operators, what is wrong.
-"""
+"""Which line of a backend did something, found by walking up the stack or a traceback."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """Why a graph's step is wrong: what moved, what is frozen, or that the graph, or even the step, is not to blame.
 
 Runs only after a fault, so it may be slow: the same step without a graph, with a new impl and builder, and without
-padding. Must not know: levels, records.
+padding.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """Measures a backend's CUDA-graph level for one layer and cache: probe after probe, level after level.
 
-A level is measured where its probes, and those of all lower ones, come out right. Must not know: records of other
-checks, terminals.
+A level is measured where its probes, and those of all lower ones, come out right.
 """
 
 from dataclasses import dataclass, replace

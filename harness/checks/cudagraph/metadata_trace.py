@@ -1,7 +1,7 @@
 """What metadata are made of, at one moment: where each tensor lies, what each number is.
 
 Holds no tensor: what a builder lets go of is let go. Only words come of it, never a verdict: of what cannot be looked
-into, or is too much to be told, nothing is known. Must not know: graphs, what is judged.
+into, or is too much to be told, nothing is known.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,4 @@
-"""The steps of the probes as problems with truths: made when they are asked for, once for all backends.
-
-Must not know: backends, recorders, what is judged.
-"""
+"""The steps of the probes as problems with truths: made when they are asked for, once for all backends."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
 """What is tried to measure a CUDA-graph level: sequences of captures and steps, as a model runner makes them.
 
 A probe belongs to the level whose batches it plays. Pure data, made for a layer and a cache: lengths lie around the
-edges of pages, windows and chunks. Must not know: tensors, backends, recorders.
+edges of pages, windows and chunks.
 """
 
 from collections.abc import Iterator

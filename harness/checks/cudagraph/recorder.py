@@ -2,7 +2,6 @@
 
 Two implementations share this: :mod:`attncheck.harness.checks.cudagraph.cuda` captures a real ``torch.cuda.CUDAGraph``;
 :mod:`attncheck.harness.checks.cudagraph.emulation.emulated_recorder` records the operators on a machine without a GPU.
-Must not know: probes, backends, what is judged.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Plays the model runner for one probe: captures its graphs, then steps by replaying them, and never looks inside.
 
 One impl, builders, a cache and input buffers live as long as the session. Whatever a backend raises comes back as a
-:class:`~attncheck.harness.driver.observation.Raised`. Must not know: truths, what is judged.
+:class:`~attncheck.harness.driver.observation.Raised`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What is wrong with a capture or with one step of a graph, in a line; by the judges of the other checks.
 
-Pure functions of what was seen. Must not know: how steps are made, why anything is wrong.
+Pure functions of what was seen.
 """
 
 import torch

@@ -1,7 +1,4 @@
-"""The paths that examine a function instead of attention: which function, and which examination answers a check.
-
-Must not know: how a function is examined.
-"""
+"""The paths that examine a function instead of attention: which function, and which examination answers a check."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -2,7 +2,7 @@
 
 Sequences are the requests of the batch; one with context has a state, in a line of its own out of more lines than
 needed. The state buffer is wider than the taps need. Padding requests have the index of padding; padding tokens give
-them a row each, what is left belongs to no sequence. Must not know: backends, checks.
+them a row each, what is left belongs to no sequence.
 """
 
 from dataclasses import dataclass

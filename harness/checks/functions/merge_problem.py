@@ -3,7 +3,7 @@
 The states are those of a cut between each request's context and its new tokens: a row's log-sum-exp is about the
 logarithm of the number of keys it sees on its side, and a side without keys is empty. Among them stand, by row and
 head, what goes wrong in merges: equal weights, weights that underflow, log-sum-exps at the edge of what ``exp`` can
-do in float32, sides that are empty, both empty. Must not know: backends, checks.
+do in float32, sides that are empty, both empty.
 """
 
 from dataclasses import dataclass

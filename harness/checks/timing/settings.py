@@ -1,4 +1,4 @@
-"""How a case is timed, as the command line has it. Must not know: clocks, tensors."""
+"""How a case is timed, as the command line has it."""
 
 import math
 from dataclasses import dataclass

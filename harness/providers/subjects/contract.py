@@ -1,7 +1,4 @@
-"""Questions about the classes and constants of the contract: CUDA-graph levels, common metadata, the builder's base.
-
-Must not know: providers, how answers are compared.
-"""
+"""Questions about the classes and constants of the contract: CUDA-graph levels, common metadata, the builder's base."""
 
 from collections.abc import Iterator
 from dataclasses import MISSING, fields

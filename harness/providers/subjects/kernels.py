@@ -1,7 +1,4 @@
-"""Questions about what kernels are launched with: causal-conv1d programs, rank-local lengths, reshapes of drafts.
-
-Must not know: providers, how answers are compared.
-"""
+"""Questions about what kernels are launched with: causal-conv1d programs, rank-local lengths, reshapes of drafts."""
 
 import math
 from collections.abc import Iterator

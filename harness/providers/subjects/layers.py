@@ -1,7 +1,4 @@
-"""Questions about layers: what a plan step must know of them, and the classes made from their backends and metadata.
-
-Must not know: providers, how answers are compared.
-"""
+"""Questions about layers: what a plan step must know of them, and the classes made from their backends and metadata."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, make_dataclass

@@ -1,7 +1,6 @@
 """Questions about the layout of the KV cache: an override, the environment, and an answer that is kept.
 
-The functions have a state of their own, which is put back afterwards. Must not know: providers, how answers are
-compared.
+The functions have a state of their own, which is put back afterwards.
 """
 
 import os

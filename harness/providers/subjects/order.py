@@ -1,7 +1,4 @@
-"""Questions about the order of a batch: where decodes end, and what moves to the front.
-
-Must not know: providers, how answers are compared.
-"""
+"""Questions about the order of a batch: where decodes end, and what moves to the front."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""Questions about batches that are rewritten for a path: chunked local attention, fast prefill of shared K/V.
-
-Must not know: providers, how answers are compared.
-"""
+"""Questions about batches that are rewritten for a path: chunked local attention, fast prefill of shared K/V."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace

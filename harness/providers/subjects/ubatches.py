@@ -1,7 +1,4 @@
-"""Questions about cutting a batch: start locations, micro-batches.
-
-Must not know: providers, how answers are compared.
-"""
+"""Questions about cutting a batch: start locations, micro-batches."""
 
 from bisect import bisect_right
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Questions about the first generation, one sequence at a time: slots, placeholder maps, selectors, sizes of MLA.
-
-Must not know: providers, how answers are compared.
-"""
+"""Questions about the first generation, one sequence at a time: slots, placeholder maps, selectors, sizes of MLA."""
 
 from collections.abc import Iterator
 from functools import partial

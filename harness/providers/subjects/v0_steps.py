@@ -1,7 +1,4 @@
-"""Questions about the first generation, a step at a time: the metadata builder, the state of captured graphs.
-
-Must not know: providers, how answers are compared.
-"""
+"""Questions about the first generation, a step at a time: the metadata builder, the state of captured graphs."""
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy

@@ -3,7 +3,7 @@
 All query heads share the keys, so a tile holds rows and heads of one request, packed: line ``m`` is row ``m //
 BLOCK_H`` of the block, head ``m % BLOCK_H`` of the group. A key is a cache row; its first RANK numbers are also the
 value, and are loaded once for both products. The rotated rest is a tile of its own, for padding both together to a
-power of two would nearly double the usual sizes. Scores are kept in base 2. Must not know: how a grid is chosen.
+power of two would nearly double the usual sizes. Scores are kept in base 2.
 """
 
 import triton

@@ -3,7 +3,6 @@
 A program has some consecutive rows of one request, all query heads of one KV head, and one segment of the keys these
 rows see. Rows and heads are packed into one tile: line ``m`` is row ``m // G`` of the block, head ``m % G`` of the
 group. Scores are kept in base 2. Letters: M lines of a tile, N keys of a tile, D head size, V value head size.
-Must not know: how a grid is chosen, how segments are merged.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Writing new keys and values into a paged cache. Must not know: attention, layers, how a cache is packed."""
+"""Writing new keys and values into a paged cache."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
 """Number formats inside kernels: float8 codes by integers, rounding and products that the interpreter gets right, too.
 
 A cache of codes is uint8 to a kernel, and codes are made and read by shifts: GPUs without float8 instructions run it,
-and what the interpreter examines is what a GPU runs. Must not know: caches, scales, attention.
+and what the interpreter examines is what a GPU runs.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Two attention states made one. Must not know: where the states come from."""
+"""Two attention states made one."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,4 @@
-"""From products to scores inside kernels: who sees whom, and the soft cap.
-
-Must not know: pages, requests, programs.
-"""
+"""From products to scores inside kernels: who sees whom, and the soft cap."""
 
 import triton
 import triton.language as tl

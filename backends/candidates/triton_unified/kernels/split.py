@@ -1,4 +1,4 @@
-"""One result of several segments of the keys. Must not know: how the segments were cut."""
+"""One result of several segments of the keys."""
 
 import triton
 import triton.language as tl

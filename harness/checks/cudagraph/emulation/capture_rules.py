@@ -1,7 +1,6 @@
 """What no captured graph can hold: rules for one call of an operator.
 
-They say what torch does on a GPU; where its tags do not, the operator is known here by name. Must not know: tapes,
-modes, backends.
+They say what torch does on a GPU; where its tags do not, the operator is known here by name.
 """
 
 from typing import NamedTuple

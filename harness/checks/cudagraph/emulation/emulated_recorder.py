@@ -4,7 +4,7 @@ On the CPU every tensor lies in one memory, so which of them a GPU would hold fo
 :mod:`attncheck.harness.checks.cudagraph.emulation.host_memory`. Not recorded is work that torch does not see: a C
 extension called directly, a Triton kernel launched outside of a custom operator, other threads. The Python code of a
 custom operator runs at every replay; memory that it gets at by itself, rather than as an argument, is not known to be
-used, and the same holds for FlexAttention's modifiers. Must not know: probes, backends, what is judged.
+used, and the same holds for FlexAttention's modifiers.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Which memory lies on the host, on a machine where every tensor does: an account by storage.
 
 On a machine without a GPU the device of a tensor says nothing; what a GPU would hold, and what the host, follows from
-how each tensor was made. Memory the account does not know counts as the device's. Must not know: operators, graphs.
+how each tensor was made. Memory the account does not know counts as the device's.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,4 @@
-"""What the emulation must know of an operator, read from its schema, its tags and its kernels.
-
-Must not know: tapes, modes.
-"""
+"""What the emulation must know of an operator, read from its schema, its tags and its kernels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

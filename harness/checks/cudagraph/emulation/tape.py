@@ -1,7 +1,7 @@
 """Recorded operators, and their replay in the memory they were recorded with.
 
 What a captured graph freezes is frozen here: addresses, shapes and strides (by aliases made at the call), Python
-numbers, and whatever lay on the host. Must not know: modes, how an operator came here, what a graph may not hold.
+numbers, and whatever lay on the host.
 """
 
 from collections.abc import Callable, Iterator

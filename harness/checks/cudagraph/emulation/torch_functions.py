@@ -1,7 +1,4 @@
-"""What torch's Python functions say of host and device, which no operator can: destinations, constructors, names.
-
-Must not know: tapes, violations.
-"""
+"""What torch's Python functions say of host and device, which no operator can: destinations, constructors, names."""
 
 from collections.abc import Callable
 from functools import cache
