@@ -111,3 +111,20 @@ def test_every_key_and_check_is_named() -> None:
     judged = (DOCS / "how-it-judges.md").read_text(encoding="utf-8")
     for check in CHECKS:
         assert f"| `{check}` |" in judged
+
+
+ROOT = DOCS.parent
+MADE = ("measured-support.md", "xformers-vllm.md", "vllm-cpu-attn.md", "vllm-triton-attn.md", "vllm-utilities.md")
+"""Pages made from runs: they name the files of the version that ran."""
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(page for page in DOCS.glob("*.md") if page.name not in MADE)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_every_file_a_page_names_is_there(page: Path) -> None:
+    """A name in capitals, such as `cases/suites/NAME.yaml`, is for the reader to choose."""
+    named = re.findall(
+        r"(?<![\w./-])(?:harness|reports|backends|reference|cases|tests|scripts|docs|benchmarks)/[\w./-]*\w/?",
+        page.read_text(encoding="utf-8"),
+    )
+    own = [name for name in named if not re.search(r"[A-Z]{3}", name)]
+    assert [name for name in own if not (ROOT / name).exists()] == []

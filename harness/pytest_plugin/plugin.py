@@ -1,7 +1,7 @@
 """The pytest plugin's door: options, and nothing else until one of them is given.
 
 Every pytest run on a machine where attncheck is installed imports this module, so it must not import torch, pydantic
-or anything heavy; ``pytest_items`` does, once ``--attncheck-suite`` or ``--attncheck-backend`` asks for items.
+or anything heavy; ``items`` does, once ``--attncheck-suite`` or ``--attncheck-backend`` asks for items.
 """
 
 import pytest

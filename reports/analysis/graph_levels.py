@@ -2,7 +2,7 @@
 
 Cases equal in layer and cache share one examination, and its result stands on the record of each of them: here they
 come together again, and with them those that differ in nothing but the figures of a reason. Rows only; tables are made
-by ``terminal`` and ``markdown_levels``.
+by ``terminal.run`` and ``markdown.graph_levels``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

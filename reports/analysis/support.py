@@ -2,7 +2,7 @@
 
 Told by the answers to the cases that need a feature, or have a form such as ``head_size=64``; what other checks found
 (of poison, graphs, claims) is true of a backend whatever the feature. A case needs several: that it fell short is told
-in the row of each. Rows only; tables are made by ``markdown_support``.
+in the row of each. Rows only; ``markdown.support`` makes the tables.
 """
 
 import re
