@@ -20,7 +20,7 @@
     `-- InternalError                from one part of attncheck to another, each defined in its own module
         |-- StageError               a backend raised: carries what, and in which stage of the contract
         |-- CodecError               a cache codec cannot be trusted
-        |-- _UnfitError              what a cache writer did is no layout that can be learned
+        |-- _UnknownLayoutError      what a cache writer did is no layout that can be learned
         |-- FormError                an answer is no tensor of the right shape, dtype and device
         |-- CaptureError             a forward cannot be captured as a CUDA graph
         |-- UnseenError              the recorder of graphs cannot see what a forward does
