@@ -17,10 +17,10 @@ from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]
 
-HARNESS = "/src/attncheck/harness/stages.py"
+HARNESS = "/src/attncheck/harness/driver/foreign_code.py"
 TORCH = "/venv/lib/python3.12/site-packages/torch/_ops.py"
 STANDARD = "/usr/lib/python3.12/threading.py"
-WATCH = "/src/attncheck/harness/graphs/watch.py"
+WATCH = "/src/attncheck/harness/checks/cudagraph/emulation/watch.py"
 LIBRARY64 = "/usr/lib64/python3.12/contextlib.py"
 MINE = "/home/me/mine.py"
 HOW = "--check numerics --device cpu --in-process"
@@ -167,8 +167,8 @@ def traceback(*paths: str) -> str:
         ((WATCH, MINE, "/home/me/helper.py", LIBRARY64, TORCH), 3),
         ((WATCH, MINE, "/usr/lib/python3/dist-packages/triton/runtime.py"), 2),
         ((WATCH, MINE, "<string>", "<frozen importlib._bootstrap>"), 2),
-        ((WATCH, "/venv/lib/python3.12/site-packages/attncheck/backends/torch_sdpa.py", TORCH), 2),
-        ((WATCH, "/venv/lib/python3.12/site-packages/attncheck/harness/stages.py", MINE, TORCH), 3),
+        ((WATCH, "/venv/lib/python3.12/site-packages/attncheck/backends/candidates/torch_sdpa.py", TORCH), 2),
+        ((WATCH, "/venv/lib/python3.12/site-packages/attncheck/harness/driver/foreign_code.py", MINE, TORCH), 3),
         (("/home/me/attncheck/.venv/lib/python3.12/site-packages/torch/_ops.py", "/home/me/attncheck/mine.py"), 2),
         ((MINE, "/home/me/attncheck/.venv/lib/python3.12/site-packages/torch/_ops.py"), 1),
     ],
