@@ -56,7 +56,7 @@ def described(ref: str) -> BackendDescription:
     return description
 
 
-def test_an_description_says_what_the_class_declares() -> None:
+def test_a_description_says_what_the_class_declares() -> None:
     description = described("torch_sdpa")
     backend = of("torch_sdpa").backend
     assert description.features == backend.features

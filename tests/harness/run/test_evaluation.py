@@ -1,4 +1,4 @@
-"""The engine: whatever a backend does is a record, and every record says the right word."""
+"""The evaluation of cases: whatever a backend does becomes a record, of the right outcome."""
 
 import contextlib
 import gc
@@ -14,7 +14,7 @@ import torch
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import LoadedBackend
 from attncheck.harness.problem.memory_estimate import needed_bytes, shortage
-from attncheck.harness.run import evaluation as engine
+from attncheck.harness.run import evaluation
 from attncheck.harness.run.evaluation import Examiner, RunPlan, UnavailableBackend
 from attncheck.reference.spec import OutputQuantSpec, PathSpec, SplitKVOptions
 from attncheck.reports.run_file.records import Record
@@ -291,7 +291,7 @@ def test_a_gpu_is_the_current_device_while_a_backend_runs(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "device", device)
     for name in ("cpu", "cuda:1"):
-        with engine._current(torch.device(name)):
+        with evaluation._current(torch.device(name)):
             pass
     assert entered == ["cuda:1"]
 
@@ -307,7 +307,7 @@ def test_what_torch_keeps_for_itself_is_free(monkeypatch: pytest.MonkeyPatch, ma
 
 def test_memory_is_looked_at_once_a_case(monkeypatch: pytest.MonkeyPatch, make_case: Any) -> None:
     asked = []
-    monkeypatch.setattr(engine, "shortage", lambda case, _device: asked.append(case.id))
+    monkeypatch.setattr(evaluation, "shortage", lambda case, _device: asked.append(case.id))
     cases = make_case(name="one"), make_case(name="two")
     backends = loaded(ReferenceBackend, "a"), loaded(ReferenceBackend, "b")
     assert {record.outcome for record in Examiner(RunPlan(cases=cases, backends=backends)).run()} == {"passed"}

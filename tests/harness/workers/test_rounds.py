@@ -69,14 +69,14 @@ class FakePool:
 class Process:
     def __init__(self, pool: FakePool, ref: str, number: int) -> None:
         self.ref, self.number, self.has_ended = ref, number, False
-        self._company = pool
+        self._pool = pool
         self._answers: list[Answer | Exception] = []
 
     def forget_output(self) -> None:
         pass
 
     def send(self, request: Examine) -> None:
-        pool, case = self._company, self._company.cases[request.case]
+        pool, case = self._pool, self._pool.cases[request.case]
         pool.log.append(f"{self.ref}{self.number} {case.id} {'+'.join(request.checks)} {request.round}")
         if "timing" in request.checks:
             assert list(pool.alive) == [self.ref], "another process of the run is alive"

@@ -99,14 +99,14 @@ def test_a_declaration_that_is_no_level_is_errored(questions, nonsense):
 def test_one_layer_and_cache_is_measured_once_a_backend(monkeypatch):
     asked = []
     monkeypatch.setattr(cudagraph, "measure_level", lambda *args: asked.append(args[0]) or measure_level(*args))
-    case_checks = GraphLevelCheck(0, CPU)
+    check = GraphLevelCheck(0, CPU)
     other_batch = replace(CASE, id="d", batch=BatchSpec(requests=(RequestSpec(query_len=1, seq_len=30),)))
     same_cache = replace(CASE, id="e", cache=replace(CASE.cache, num_blocks=77))
-    findings = [case_checks.examine(ReferenceBackend, case) for case in (CASE, other_batch, same_cache)]
+    findings = [check.examine(ReferenceBackend, case) for case in (CASE, other_batch, same_cache)]
     assert asked == [ReferenceBackend]
     assert findings[0] is findings[1] is findings[2]
-    case_checks.examine(ReferenceBackend, replace(CASE, layer=replace(LAYER, head_size=32)))
-    case_checks.examine(SDPABackend, CASE)
+    check.examine(ReferenceBackend, replace(CASE, layer=replace(LAYER, head_size=32)))
+    check.examine(SDPABackend, CASE)
     assert asked == [ReferenceBackend, ReferenceBackend, SDPABackend]
 
 

@@ -93,8 +93,8 @@ def test_what_was_raised_is_raised_once_for_all_cases_of_a_layer():
             made.append(self)
             raise RuntimeError("no builder")
 
-    case_checks = GraphLevelCheck(0, CPU)
-    first, second = (case_checks.examine(backend, CASE) for backend in [backend_of(Builder)] * 2)
+    check = GraphLevelCheck(0, CPU)
+    first, second = (check.examine(backend, CASE) for backend in [backend_of(Builder)] * 2)
     assert first is second
     assert first.stage == "builder"
     assert len(made) == 1

@@ -1,4 +1,4 @@
-"""Functions through the engine: what is not offered, what raises, what comes back in the wrong form."""
+"""Functions through the evaluation of a case: what is not offered, what raises, what comes back in the wrong form."""
 
 from collections.abc import Callable
 from pathlib import Path
