@@ -1,4 +1,4 @@
-"""Loading suites: merging, matrices, paths, positions, selection, and what never happens (torch)."""
+"""Loading suites: merging, matrices, paths, positions, selection."""
 
 from pathlib import Path
 

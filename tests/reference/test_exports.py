@@ -1,4 +1,4 @@
-"""What ``attncheck.reference`` offers, and that asking for a word loads no torch."""
+"""What ``attncheck.reference`` offers, and that its stub names the same."""
 
 import ast
 import inspect
