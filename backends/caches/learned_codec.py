@@ -55,10 +55,10 @@ def learn_codec(
     ``write`` is given ``slots`` int64 ``[n]``, key and value in the layer's dtype, of the shapes a codec takes, all on
     ``device``; whatever it raises is a reason. The codec encodes with the scales of ``cache``.
     """
-    student = _LayoutLearner(write, allocate, layer, cache, torch.device(device))
+    learner = _LayoutLearner(write, allocate, layer, cache, torch.device(device))
     try:
-        codec = student.learn()
-        student.examine(codec)
+        codec = learner.learn()
+        learner.examine(codec)
     except _UnknownLayoutError as unfit:
         return NoCodec(str(unfit))
     return replace(codec, coding=coding_of(layer, cache))
