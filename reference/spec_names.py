@@ -1,8 +1,6 @@
 """The names of checks, features and modifiers, and what each check can and cannot see.
 
-Part of :mod:`attncheck.reference.spec`.
-
-Free of torch: listing and reporting need no more than this.
+Part of :mod:`attncheck.reference.spec`, free of torch: listing and reporting need no more than this.
 """
 
 from collections.abc import Mapping
@@ -59,7 +57,7 @@ CHECKS: Mapping[str, CheckInfo] = {
         applies_to="provider",
     ),
 }
-"""The checks of this version, in the order of reports. The harness has a module of the name of each of a backend."""
+"""The checks of this version, in the order of reports. ``harness/checks`` has a module for each check of a backend."""
 
 BACKEND_CHECKS: tuple[str, ...] = tuple(name for name, info in CHECKS.items() if info.applies_to == "backend")
 """The checks a case may ask for."""
