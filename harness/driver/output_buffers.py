@@ -1,7 +1,6 @@
 """Output buffers handed to a backend: what was written, what was not, and what was written beside them.
 
-A backend gets an alias, so that what it does to the tensor object (resizing, rebinding) leaves ours alone. Must not
-know: problems, truths.
+A backend gets an alias, so that what it does to the tensor object (resizing, rebinding) leaves ours alone.
 """
 
 import torch

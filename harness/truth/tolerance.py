@@ -13,8 +13,8 @@ kernels may measure the bias from position 0, so that it is this large, and roun
 weight. Beside this stands what vanishes in the dtype altogether. Below 8 columns L is a matter of luck, and may be
 none; there ``k L`` is at least what rounding each weight the wrong way would lose. The log-sum-exp may be off by the
 rounding of one score, of the sum of n exponentials, by what the low-precision run loses, and by ``u``: fast kernels sum
-the softmax after rounding it to the dtype. Must not know: backends. A backend owns no tolerance; a case may multiply
-the budget, visibly, with a reason.
+the softmax after rounding it to the dtype. A backend owns no tolerance; a case may multiply the budget, visibly, with a
+reason.
 """
 
 import math

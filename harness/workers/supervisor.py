@@ -4,8 +4,7 @@ The check ``timing`` comes last, in rounds: while one process is asked for its t
 
 What a backend's process dies of costs the checks of one case that have no record yet: they are ``crashed``, but for
 those that would have asked nothing, and a fresh process takes the cases that follow. Where attncheck itself fails in a
-process, a fresh one is asked once more; if it fails again, the case is lost and told, the rest of the run is not. Must
-not know: how a process is watched, files, terminals.
+process, a fresh one is asked once more; if it fails again, the case is lost and told, the rest of the run is not.
 """
 
 from collections.abc import Generator, Iterator, Sequence

@@ -1,7 +1,6 @@
 """Speeds in short: what each backend takes for a suite, and where it is slowest.
 
-Means are geometric, over the cases that all backends of the suite were timed in, so that they may be compared. Must not
-know: formats, how a time was measured.
+Means are geometric, over the cases that all backends of the suite were timed in, so that they may be compared.
 """
 
 import statistics
