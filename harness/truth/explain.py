@@ -1,8 +1,8 @@
-"""Guesses at why an output is wrong: which wrong question has this answer, and which key does not belong.
+"""Explains why an output is wrong: which fault produces this answer, and which key does not belong.
 
-Runs only after a failure, so it may be slow; says nothing rather than guess wildly. A wrong question is named only if
-its answer is far from the truth where the output is wrong, and the output is far nearer to it than to the truth: on
-some batches a wrong question has the right answer, and would "explain" any error.
+Runs only after a failure, so it may be slow; names no fault rather than the wrong one. A fault is named only if its
+answer is far from the truth where the output is wrong, and the output is far nearer to it than to the truth: on some
+batches a fault leaves the answer right, and would "explain" any error.
 """
 
 import math
@@ -196,11 +196,11 @@ def _requantised(truth: Truth, output: Tensor) -> list[tuple[str, Tensor]]:
     codes = truth.codes
     if codes is None:
         return []
-    guesses = {
+    faults = {
         "output_scale is ignored": truth.out * codes.scale,
         "output_scale multiplies the output in place of dividing it": truth.out * codes.scale**2,
     }
-    return sorted(guesses.items(), key=lambda guess: float(codes.error(output, guess[1]).norm()))
+    return sorted(faults.items(), key=lambda fault: float(codes.error(output, fault[1]).norm()))
 
 
 def _too_much_work(truth: Truth) -> bool:

@@ -128,7 +128,7 @@ def _with_zero(ends: Tensor) -> Tensor:
 
 
 def latent_explanations(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
-    """Wrong questions that only layers with a latent cache know; ``params`` and ``rows``: those of the naive form."""
+    """Faults that only layers with a latent cache can have; ``params`` and ``rows``: those of the naive form."""
     mla, weights = problem.layer.mla, problem.up_projections
     if mla is None or weights is None:
         return

@@ -1,4 +1,4 @@
-"""Wrong questions that only a path knows: parts lost or counted twice, rows placed as if nothing had been cut.
+"""Faults that only a path can have: parts lost or counted twice, rows placed as if nothing had been cut.
 
 They explain an output that is wrong but fits one of them, as those of :mod:`attncheck.harness.truth.hypotheses` do.
 """

@@ -1,4 +1,4 @@
-"""Wrong questions about scales: left out, applied twice, exchanged, of one head for all, applied where no codes are.
+"""Faults of scales: left out, applied twice, exchanged, of one head for all, applied where no codes are.
 
 The keys and values of the rows are numbers, ``code * scale``; so each fault is a factor a head on them.
 """
