@@ -19,7 +19,7 @@ _Fill = TypeVar("_Fill")
 
 
 class FormError(InternalError):
-    """Carries an answer that is no tensor of the right shape, dtype and device up to whoever asked a check."""
+    """Carries an answer that is no tensor of the right shape, dtype and device up to the caller of a check."""
 
     def __init__(self, finding: Broken) -> None:
         self.finding = finding

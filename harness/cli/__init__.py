@@ -1,4 +1,4 @@
-"""The command line: one module a command, each loaded light and heavy only once it runs.
+"""The command line: one module a command, which imports torch and pydantic only when it runs.
 
 Begin with ``app.py``, which names the commands and turns errors into exit codes. ``run.py`` declares the options of
 ``attncheck run``, ``run_options.py`` holds them as one value, and ``run_execution.py`` executes the run.

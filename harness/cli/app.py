@@ -16,8 +16,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
-from attncheck.harness.cli import compare, doctor, new, report, run
-from attncheck.harness.cli import list_names as listing
+from attncheck.harness.cli import compare, doctor, list_names, new, report, run
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -98,7 +97,7 @@ def attncheck_command(
 
 
 app.command("run")(with_exit_code(run.run))
-app.command("list")(with_exit_code(listing.list_names))
+app.command("list")(with_exit_code(list_names.list_names))
 app.command("doctor")(with_exit_code(doctor.doctor))
 app.command("report")(with_exit_code(report.report))
 app.command("compare")(with_exit_code(compare.compare))

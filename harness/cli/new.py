@@ -1,7 +1,6 @@
 """``attncheck new backend``: a right little backend and its test, written to be edited. Loads no torch and no backend.
 
-It fills the name into the files of ``harness/cli/templates``; ``docs/adding-a-backend.md`` shows the
-same.
+It fills the name into the files of ``harness/cli/templates``; ``docs/adding-a-backend.md`` shows the same.
 """
 
 import keyword

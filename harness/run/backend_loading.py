@@ -160,8 +160,7 @@ class Loader:
             description = describe_backend(loaded, self._device)
         except QuestionError as error:
             return error
-        if isinstance(
-            found, UnavailableBackend
-        ):  # what it says of itself holds, although it cannot be examined in this process
+        if isinstance(found, UnavailableBackend):
+            # The description holds, although the backend cannot be examined in this process.
             return description.model_copy(update={"is_loaded": False, "unavailable_reasons": found.reasons})
         return description

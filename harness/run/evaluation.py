@@ -209,7 +209,7 @@ class Examiner:
                 finding = capture_exception(OURSELVES, error)
             record = record_of(self._circumstances, case, backend, check, finding, perf_counter() - began)
             if isinstance(finding, Broken) and self.plan.dump is not None:
-                case_checks.dump(self.plan.dump, backend.name)  # whoever stops at this record will not come back
+                case_checks.dump(self.plan.dump, backend.name)  # before the yield: a caller may stop at this record
             yield record
 
     def _unavailable(self, backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
