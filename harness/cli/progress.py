@@ -98,7 +98,7 @@ class ProgressBar:
 
 @contextmanager
 def progress_for(cases: int, *, rounds: int = 1, silent: bool = False, is_timed: bool = False) -> Iterator[RunProgress]:
-    """The watcher that suits where stderr goes; ``cases`` is how many the run has, counted anew for each backend.
+    """Yield the progress that suits where stderr goes; ``cases``: how many the run has, counted anew for each backend.
 
     ``rounds``: of the check ``timing``, whose cases are counted in every one. ``is_timed``: it is made, and nothing is
     drawn while a time is taken.

@@ -1,7 +1,7 @@
 """A case made into tensors, laid out as a serving engine would: the same bits on every machine.
 
 A :class:`Problem` is the question alone: rows, keys and where they lie in a pool of pages. All tensors are on the CPU;
-the runner moves copies.
+the driver moves copies.
 """
 
 from collections.abc import Iterator

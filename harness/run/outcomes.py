@@ -1,6 +1,6 @@
 """From what a backend did to an outcome: the one place where results, refusals and exceptions become records.
 
-Runner, engine, command line and plugin all go through here.
+The evaluation of cases, the supervisor of the workers and the examination of providers all use it.
 """
 
 from dataclasses import dataclass, fields

@@ -54,7 +54,7 @@ class WorkerPipes:
         """The next request; None: there will be none.
 
         Raises:
-            SeveredError: the pipe is gone.
+            PipeClosedError: the pipe to the run is closed.
         """
         try:
             line = self._requests.readline()
@@ -66,7 +66,7 @@ class WorkerPipes:
         """Send one answer, whole.
 
         Raises:
-            SeveredError: the pipe is gone.
+            PipeClosedError: the pipe to the run is closed.
         """
         if os.getpid() != self._process:
             os._exit(0)  # the worker itself answers; two answers would mix in the pipe

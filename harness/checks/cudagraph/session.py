@@ -1,7 +1,7 @@
 """Plays the model runner for one probe: captures its graphs, then steps by replaying them, and never looks inside.
 
-One impl, builders, a cache and input buffers live as long as the session. Whatever a backend raises comes back as a
-:class:`~attncheck.harness.driver.observation.Raised`.
+One impl, builders, a cache and input buffers live as long as the session. Whatever a backend raises becomes a
+:class:`~attncheck.harness.driver.foreign_code.StageError`.
 """
 
 import math
@@ -47,7 +47,7 @@ class CapturedGraph(CapturedForward):
 
 @dataclass(frozen=True)
 class CapturedBucket:
-    """The graphs of one bucket, one a builder, and the cache's memory before and after (None: it has no image)."""
+    """The graphs of one bucket, one a builder, and the cache's memory before and after."""
 
     graphs: tuple[CapturedGraph, ...]
     pool: KVPool
