@@ -49,17 +49,17 @@ class DiagnosedStep:
         return next((fault for fault in faults if fault is not None), None)
 
 
-def lets_nan_through(scene: DiagnosedStep) -> bool:
+def lets_nan_through(step: DiagnosedStep) -> bool:
     """Whether the step is wrong only for NaN in slots that nobody owns: graphs have no part in that.
 
     It is made without a graph, by a new impl and builder, and without padding, of which rows of NaN are no such fault.
     """
-    if scene.session.is_pool_finite:
+    if step.session.is_pool_finite:
         return False
 
     def is_wrong(*, is_pool_finite: bool) -> bool:
-        session = scene.afresh(is_pool_finite=is_pool_finite)
-        return scene.fault_without_graph(session, is_padded=False) is not None
+        session = step.afresh(is_pool_finite=is_pool_finite)
+        return step.fault_without_graph(session, is_padded=False) is not None
 
     try:
         return is_wrong(is_pool_finite=False) and not is_wrong(is_pool_finite=True)
@@ -67,16 +67,16 @@ def lets_nan_through(scene: DiagnosedStep) -> bool:
         return False
 
 
-def why_wrong(scene: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTrace, index: int) -> str:
+def why_wrong(step: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTrace, index: int) -> str:
     """The cause in words. ``made_of``: of the metadata of the step, by the builder whose graph is ``index``."""
-    without_graph = scene.fault_without_graph(scene.session)
+    without_graph = step.fault_without_graph(step.session)
     if without_graph is not None:
-        return _why_wrong_anyway(scene, without_graph)
+        return _why_wrong_anyway(step, without_graph)
     graph = capture.graphs[index]
     moved = [path for path in graph.trace.moved(made_of) if path in graph.read]
     reshaped = [path for path in graph.trace.reshaped(made_of) if path in graph.read]
     changed = graph.trace.changed(made_of)
-    builder = "build_for_drafting" if scene.turn.draft_index is not None else "build"
+    builder = "build_for_drafting" if step.turn.draft_index is not None else "build"
     causes = []
     if moved:
         more = f" and {len(moved) - _NAMED} more" if len(moved) > _NAMED else ""
@@ -94,18 +94,18 @@ def why_wrong(scene: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTr
     return f"the same step is right without a graph: {'; and '.join(causes)}"
 
 
-def _why_wrong_anyway(scene: DiagnosedStep, fault: str) -> str:
+def _why_wrong_anyway(step: DiagnosedStep, fault: str) -> str:
     """Of a step that is wrong without a graph, too."""
     try:
-        anew = scene.fault_without_graph(scene.afresh(is_pool_finite=scene.session.is_pool_finite))
+        anew = step.fault_without_graph(step.afresh(is_pool_finite=step.session.is_pool_finite))
     except StageError as failure:
         anew = failure.raised.message
     if anew is None:
         return "wrong without a graph, too, but right with a new impl and builder: something is kept from earlier steps"
-    padding = scene.questions.case(scene.probe, scene.turn).batch.padding
-    if (padding.requests or padding.tokens) and scene.fault_without_graph(scene.session, is_padded=False) is None:
+    padding = step.questions.case(step.probe, step.turn).batch.padding
+    if (padding.requests or padding.tokens) and step.fault_without_graph(step.session, is_padded=False) is None:
         return (
             "wrong without a graph, too, and right without padding: padding (query length 0, seq_lens "
-            f"{scene.conventions.pad_seq_len}, slot -1, rows of NaN) is not left alone"
+            f"{step.conventions.pad_seq_len}, slot -1, rows of NaN) is not left alone"
         )
     return f"wrong without a graph, too: {fault}"

@@ -169,13 +169,13 @@ def _play(
             return capture
         captures.append(capture)
     for turn, problem in zip(turns, problems, strict=True):
-        scene = DiagnosedStep(probe, turn, questions, session, make)
+        step = DiagnosedStep(probe, turn, questions, session, make)
         try:
-            wrong = _take(scene, problem, None if turn.bucket is None else captures[turn.bucket])
+            wrong = _take(step, problem, None if turn.bucket is None else captures[turn.bucket])
         except StageError as failure:
-            wrong = ProbeFault(f"{_told(scene)}: {failure.raised.in_words}")
+            wrong = ProbeFault(f"{_told(step)}: {failure.raised.in_words}")
         if wrong is not None:
-            return replace(wrong, is_leak=lets_nan_through(scene)) if isinstance(wrong, ProbeFault) else wrong
+            return replace(wrong, is_leak=lets_nan_through(step)) if isinstance(wrong, ProbeFault) else wrong
     return None
 
 
@@ -211,25 +211,23 @@ def _askable(
     return turns, None
 
 
-def _take(
-    scene: DiagnosedStep, problem: Problem, capture: CapturedBucket | None
-) -> ProbeFault | UnmeasuredProbe | None:
+def _take(step: DiagnosedStep, problem: Problem, capture: CapturedBucket | None) -> ProbeFault | UnmeasuredProbe | None:
     """One step of a probe: what is wrong with it, and why."""
     if capture is not None:
         for graph in capture.graphs:
             for memory in graph.recording.released():
                 return _let_go(graph, memory)
-    truth = scene.questions.truth(problem.case)
-    taken = scene.session.step(scene.turn, problem, capture)
+    truth = step.questions.truth(problem.case)
+    taken = step.session.step(step.turn, problem, capture)
     for index, one in enumerate(taken):
-        fault = step_fault(problem, truth, scene.conventions, one)
+        fault = step_fault(problem, truth, step.conventions, one)
         if fault is None:
             continue
         if capture is None:
-            return ProbeFault(f"{_told(scene)}: {fault}", "this step was made without a graph, between replays")
-        if scene.session.recorder.name == "emulated" and (hidden := _hidden(scene, problem)):
+            return ProbeFault(f"{_told(step)}: {fault}", "this step was made without a graph, between replays")
+        if step.session.recorder.name == "emulated" and (hidden := _hidden(step, problem)):
             return UnmeasuredProbe(hidden)
-        return ProbeFault(f"{_told(scene)}: {fault}", why_wrong(scene, capture, one.trace, index))
+        return ProbeFault(f"{_told(step)}: {fault}", why_wrong(step, capture, one.trace, index))
     return None
 
 
@@ -244,29 +242,29 @@ def _let_go(graph: CapturedGraph, memory: Released) -> ProbeFault:
     )
 
 
-def _hidden(scene: DiagnosedStep, problem: Problem) -> str | None:
+def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
     """Whether work of forward is hidden from the emulation: then its replays say nothing about a graph's.
 
     It is where the step is right without a graph, and wrong even by a graph captured at this very step. What hidden
     work left in memory of the backend's own is another step's by then, where addresses were given away.
     """
-    if scene.fault_without_graph(scene.session) is not None:
+    if step.fault_without_graph(step.session) is not None:
         return None
     try:
-        capture = scene.session.capture_step(scene.turn, problem)
+        capture = step.session.capture_step(step.turn, problem)
         if isinstance(capture, UnseenError):
             return str(capture)
         if isinstance(capture, CaptureError):
             return None
-        others = [turn for turn in scene.probe.turns if turn.requests != scene.turn.requests]
+        others = [turn for turn in step.probe.turns if turn.requests != step.turn.requests]
         if others and any(graph.recording.hands_out_memory() for graph in capture.graphs):
-            other = scene.questions.problem(scene.questions.case(scene.probe, others[0]))
-            scene.session.step(others[0], other, None)
-        taken = scene.session.step(scene.turn, problem, capture)
+            other = step.questions.problem(step.questions.case(step.probe, others[0]))
+            step.session.step(others[0], other, None)
+        taken = step.session.step(step.turn, problem, capture)
     except StageError as failure:
         return failure.raised.in_words
-    truth = scene.questions.truth(problem.case)
-    if all(step_fault(problem, truth, scene.conventions, one) is None for one in taken):
+    truth = step.questions.truth(problem.case)
+    if all(step_fault(problem, truth, step.conventions, one) is None for one in taken):
         return None
     return (
         "forward does work that torch's dispatcher does not see, and that replaying its operators does not repeat "
@@ -274,12 +272,12 @@ def _hidden(scene: DiagnosedStep, problem: Problem) -> str | None:
     )
 
 
-def _told(scene: DiagnosedStep) -> str:
+def _told(step: DiagnosedStep) -> str:
     """The step in words."""
-    requests = scene.turn.requests
+    requests = step.turn.requests
     lengths = ", ".join(f"{query_len} of {seq_len}" for query_len, seq_len in requests[:_TOLD])
     if len(requests) > _TOLD:
         lengths += f" and {len(requests) - _TOLD} more"
-    where = "without a graph" if scene.turn.bucket is None else f"graph for {scene.probe.buckets[scene.turn.bucket]}"
-    draft = "" if scene.turn.draft_index is None else f"draft {scene.turn.draft_index} by build_for_drafting, "
+    where = "without a graph" if step.turn.bucket is None else f"graph for {step.probe.buckets[step.turn.bucket]}"
+    draft = "" if step.turn.draft_index is None else f"draft {step.turn.draft_index} by build_for_drafting, "
     return f"{draft}{where}, requests {lengths}"
