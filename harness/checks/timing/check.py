@@ -47,7 +47,7 @@ class TimingCheck:
         self._ceilings: dict[str, Ceilings] = {}
 
     @cached_property
-    def _bench(self) -> TimingConditions:
+    def _conditions(self) -> TimingConditions:
         """Made when it is needed: what it flushes a cache with takes memory of the device."""
         return TimingConditions(self._device, self._settings, self._sampler, CacheFlush(self._device))
 
@@ -64,13 +64,13 @@ class TimingCheck:
             return NotExamined((f"out of memory for the contents of several problems: {error}",), "attncheck")
 
     def _measure(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
-        bench = self._bench
+        conditions = self._conditions
         ceilings = self._ceilings_of(problem.layer.dtype)
-        measurement = TimingMeasurement(bench, backend.backend, problem, truth)
+        measurement = TimingMeasurement(conditions, backend.backend, problem, truth)
         latencies = measurement.latencies()
-        state = state_under_load(bench.device, measurement.call_once_more)
+        state = state_under_load(conditions.device, measurement.call_once_more)
         measurement.compare_neighbours()
-        kernels = measurement.kernels() if bench.settings.kernels else ()
+        kernels = measurement.kernels() if conditions.settings.kernels else ()
         measurement.finish()
         if replaced := replaced_clocks():
             return Broken(
@@ -82,7 +82,7 @@ class TimingCheck:
             notes = (*notes, f"the device was held back: {', '.join(state.throttle_reasons)}")
         timing = Timing(
             latencies=latencies,
-            cache="cold" if bench.is_cold else "warm",
+            cache="cold" if conditions.is_cold else "warm",
             ceilings=ceilings,
             kernels=kernels,
             device=state,

@@ -59,13 +59,13 @@ class TimingMeasurement:
     """
 
     def __init__(
-        self, bench: TimingConditions, backend: type[AttentionBackend], problem: Problem, truth: Truth
+        self, conditions: TimingConditions, backend: type[AttentionBackend], problem: Problem, truth: Truth
     ) -> None:
-        self._bench, self._backend, self._problem = bench, backend, problem
+        self._conditions, self._backend, self._problem = conditions, backend, problem
         self._parts = parts_of(problem)
-        self._session = Session(backend, problem, bench.device, capture_sizes=self._capture_sizes())
+        self._session = Session(backend, problem, conditions.device, capture_sizes=self._capture_sizes())
         self._latest = LatestAnswer()
-        self._fresh = FreshContents(problem, truth, bench.device)
+        self._fresh = FreshContents(problem, truth, conditions.device)
         self._own = self._step("forward", self._fresh)
         self._notes: list[str] = []
 
@@ -85,7 +85,7 @@ class TimingMeasurement:
         builds = self._own.build_ns[-len(samples.samples_ns) :]  # one before each sample
         found = [
             _latency("forward", self._own.clock_name, samples, self._problem.case),
-            _latency("build", "host", samples_of(builds, self._bench.settings)),
+            _latency("build", "host", samples_of(builds, self._conditions.settings)),
         ]
         for name, part in self._parts.items():
             contents = self._contents(part, at_least=2)
@@ -135,7 +135,7 @@ class TimingMeasurement:
 
     def kernels(self) -> tuple[Kernel, ...]:
         """What runs in one ``forward``."""
-        return kernels_of(self._own.unjudged_call(), self._bench.device)
+        return kernels_of(self._own.unjudged_call(), self._conditions.device)
 
     def _contents(self, problem: Problem, *, at_least: int) -> FreshContents | None:
         """Contents of ``problem``; None where the backend does not claim to serve it, or its truth cannot be had."""
@@ -143,32 +143,32 @@ class TimingMeasurement:
         if declared_reasons(lambda: self._backend.unsupported_reasons(asked.layer, asked.cache, asked.batch)):
             return None
         try:
-            return FreshContents(problem, None, self._bench.device, at_least=at_least)
+            return FreshContents(problem, None, self._conditions.device, at_least=at_least)
         except QuestionError:
             return None
 
     def _step(self, name: str, contents: FreshContents, like: TimedStep | None = None) -> TimedStep:
         """A step, warmed up; in the memory of another where there is one."""
-        bench = self._bench
+        conditions = self._conditions
         step = TimedStep(
             name,
             self._session,
             contents,
-            clock_for(bench.device),
-            bench.flush if bench.is_cold else lambda: None,
+            clock_for(conditions.device),
+            conditions.flush if conditions.is_cold else lambda: None,
             self._latest,
             None if like is None else like.memory,
-            recorder_for(bench.device) if self._is_replayed(contents.bases[0].problem) else None,
+            recorder_for(conditions.device) if self._is_replayed(contents.bases[0].problem) else None,
         )
         for _ in range(WARM_UPS):
             step.take()
         return step
 
     def _sampled(self, part: StepPart, step: TimedStep) -> Samples:
-        return self._bench.sampler(part, step.take, self._bench.settings)
+        return self._conditions.sampler(part, step.take, self._conditions.settings)
 
     def _is_replayed(self, problem: Problem) -> bool:
-        return self._bench.device.type == "cuda" and allows_graph(self._backend, problem)
+        return self._conditions.device.type == "cuda" and allows_graph(self._backend, problem)
 
     def _capture_sizes(self) -> tuple[int, ...]:
         """Tokens of the batches that are replayed from graphs, ascending."""
