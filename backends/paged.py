@@ -100,6 +100,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             head_size_v=self.head_size_v,
         )
         self.attn_type = AttentionType(attn_type)
+        self.has_cache = self.attn_type.has_cache
         self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
         self.sinks = None if sinks is None else sinks.to(torch.float32)
         self._sink_logits = None if sinks is None else tuple(sinks.tolist())
@@ -156,7 +157,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         if attn_metadata is None:  # profiling: there is no cache and no batch
             return output.zero_()
         self._refuse_wrong_step(query, key, value, kv_cache, attn_metadata, output, output_lse, output_scale)
-        is_fp8 = self.attn_type.has_cache and self.kv_cache_dtype in FP8_DTYPES
+        is_fp8 = self.has_cache and self.kv_cache_dtype in FP8_DTYPES
         refuse_undeclared_call(
             self.backend,
             attn_type=self.attn_type,
@@ -169,11 +170,10 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             has_output_block_scale=output_block_scale is not None,
             has_output_lse=output_lse is not None,
         )
-        caches = self._cache_views(kv_cache) if self.attn_type.has_cache else None
-        slots = attn_metadata.common.slot_mapping
+        caches = self._cache_views(kv_cache) if self.has_cache else None
         writes = caches is not None and self.brings_writer and self.kv_sharing_target_layer_name is None
         if writes and caches is not None and key is not None and value is not None:
-            self.write(layer, key, value, *caches, slots)
+            self.write(layer, key, value, *caches, attn_metadata.common.slot_mapping)
         if output_scale is None:
             self.attend(layer, query, key, value, caches, attn_metadata, output, output_lse)
         else:
@@ -275,7 +275,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         if output_lse is not None and (output_lse.shape[0] < tokens or output_lse.shape[1:] != (self.num_heads,)):
             wrong.append(f"output_lse has shape {tuple(output_lse.shape)}, not [{tokens}+, {self.num_heads}]")
         wrong += self._wrong_keys(key, value, metadata)
-        if self.attn_type.has_cache:
+        if self.has_cache:
             wrong += self._wrong_cache(kv_cache, query.dtype)
         if wrong:
             raise ValueError(f"{name}: {'; '.join(wrong)}")
@@ -284,7 +284,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         """Rows of key and value the step needs: those its slots name, or in an encoder those of the query."""
         if self.kv_sharing_target_layer_name is not None:
             return []
-        needed = len(metadata.common.slot_mapping) if self.attn_type.has_cache else metadata.num_rows
+        needed = len(metadata.common.slot_mapping) if self.has_cache else metadata.num_rows
         wrong = []
         for name, given, size in (("key", key, self.head_size), ("value", value, self.head_size_v)):
             if given is None:

@@ -39,6 +39,9 @@ _LONGEST = 2**27
 _ROOM = 2**20
 """Bytes of answers that wait to be read; Linux gives no more to everybody."""
 
+_LONGEST_ANSWER = 2**24
+"""Bytes of one answer. A longer one does not come from the worker."""
+
 
 class ProcessEndedError(InternalError):
     """A backend's process ended while an answer was due. ``cause`` in words, ``output``: the end of what it printed."""
@@ -115,6 +118,8 @@ class WorkerProcess:
                     return parse_answer(bytes(line))
                 except ValidationError:
                     raise self._intruded() from None
+            if len(line) > _LONGEST_ANSWER:
+                raise self._intruded()
             is_over = self.has_ended  # before the pipe is looked at: nothing comes behind it
             if self._poll.poll(0 if is_over else _LOOK_EVERY_MS):
                 chunk = os.read(self._reading, 2**16)

@@ -1,6 +1,5 @@
 """Cases of several backends through their processes: what each loses when one of them dies, and what nobody notices."""
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -185,66 +184,6 @@ def test_one_that_could_not_be_loaded_is_asked_nothing(make_case: Any) -> None:
     records = list(supervisor(workers, make_case(), backends=(unloadable("gone", "gone", ("no library",)),)).run())
     assert told(records) == [(check, "unavailable") for check in CHECKS]
     assert not workers.alive
-
-
-class Attentive(FakeProcess):
-    """Is asked many cases before it is listened to, and says when it is asked and when it is heard."""
-
-    def __init__(self, ref: str, script: Script, log: list[str]) -> None:
-        super().__init__(script)
-        self._ref, self._log = ref, log
-        self._answers = itertools.chain.from_iterable(script)
-
-    def send(self, request: Examine) -> None:
-        self._log.append(f"{self._ref} is asked {request.case.partition('/')[2]}")
-
-    def receive(self) -> Answer:
-        answer = super().receive()
-        if isinstance(answer, Done):
-            self._log.append(f"{self._ref} is heard")
-        return answer
-
-
-def test_the_next_one_works_while_one_is_heard_and_records_keep_their_order(make_case: Any) -> None:
-    log: list[str] = []
-    processes = {ref: Attentive(ref, [WELL, WELL], log) for ref in "abc"}
-    workers = FakePool(a=[], b=[], c=[])
-    workers.process = lambda ref: processes[ref]  # type: ignore[method-assign]
-    cases = (make_case(name="first"), make_case(name="second"))
-    known = tuple(BackendDescription(info=BackendInfo(name=ref, ref=ref, features=("lse",))) for ref in "abc")
-    ahead = Supervisor(
-        RunPlan(cases=cases, checks=CHECKS), known, cast(WorkerPool, workers), ENVIRONMENT, asks_ahead=True
-    )
-    assert told(list(ahead.run())) == [(check, "passed") for _ in "abc" for _ in cases for check in CHECKS]
-    asked = [f"{{}} is asked {case.id}" for case in cases]
-    assert log == [
-        *(line.format("b") for line in asked),
-        *(line for case in asked for line in (case.format("a"), "a is heard")),
-        *(line.format("c") for line in asked),
-        *["b is heard"] * 2,
-        *["c is heard"] * 2,
-    ]
-
-
-def test_a_case_that_takes_much_memory_is_not_asked_ahead(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    processes = {ref: Attentive(ref, [WELL, WELL], log) for ref in "ab"}
-    workers = FakePool(a=[], b=[])
-    workers.process = lambda ref: processes[ref]  # type: ignore[method-assign]
-    cases = (make_case(name="first"), make_case(name="second"))
-    monkeypatch.setattr(
-        "attncheck.harness.workers.supervisor.needed_bytes", lambda case: 2**31 if case.id == cases[1].id else 2**20
-    )
-    known = tuple(BackendDescription(info=BackendInfo(name=ref, ref=ref, features=("lse",))) for ref in "ab")
-    list(
-        Supervisor(
-            RunPlan(cases=cases, checks=CHECKS), known, cast(WorkerPool, workers), ENVIRONMENT, asks_ahead=True
-        ).run()
-    )
-    heard = log.index("a is heard")
-    assert log[:heard].count(f"b is asked {cases[0].id}") == 1
-    assert f"b is asked {cases[1].id}" not in log[:heard]
-    assert log.count(f"b is asked {cases[1].id}") == 1
 
 
 PROCESSES = Path(__file__).parents[2] / "miniatures" / "processes.py"

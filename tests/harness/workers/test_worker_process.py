@@ -57,6 +57,13 @@ def test_how_a_process_ended(monkeypatch: pytest.MonkeyPatch, code: str, cause: 
     assert (caught.value.cause, caught.value.output) == (cause, "last words\n")
 
 
+def test_one_that_writes_into_the_pipe_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_LONGEST_ANSWER", 300_000)
+    code = "while True: os.write(int(sys.argv[2]), b'x' * 65536)"
+    with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="wrote into attncheck's own pipe"):
+        process.receive()
+
+
 def test_what_was_said_before_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "x" * 200_000
     text = """say('{"kind":"refused","reason":"' + "x" * 200_000 + '"}'); os.abort()"""
