@@ -97,7 +97,7 @@ def _overheads(speeds: Sequence[Speed]) -> Iterator[str]:
         empty_us = statistics.median(each.empty_ns for each in found) / 1000
         replays = [each.replay_ns for each in found if each.replay_ns is not None]
         replay = f", {statistics.median(replays) / 1000:.1f} us for the replay of a graph" if replays else ""
-        yield f"subtracted from each sample: {empty_us:.1f} us for a pair of events{replay}"
+        yield f"subtracted from samples: {empty_us:.1f} us for a pair of events{replay}"
 
 
 def _ceilings(speeds: Sequence[Speed]) -> Iterator[str]:

@@ -4,15 +4,14 @@
 :class:`EventClock` for the work of a device.
 """
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from statistics import median
 from typing import Any, Protocol
 
 import torch
 
 from attncheck.harness.checks.timing.device_api import DeviceApi, cuda_api, host_ns
+from attncheck.harness.driver.foreign_code import collection_paused
 from attncheck.reports.run_file.timings import ClockName
 
 __all__ = ["Clock", "EventClock", "HostClock", "clock_for", "host_ns"]
@@ -29,18 +28,6 @@ MARGIN_NS = 20_000
 
 def do_nothing() -> None:
     """Do nothing."""
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Keep Python from collecting garbage: what a collection takes depends on what all others have allocated."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Clock(Protocol):

@@ -163,7 +163,7 @@ def test_notes_tell_what_speaks_against_a_figure(timed: Build, speeds_of: Callab
     )
     notes = speed_notes(found)
     assert "forward by CUDA events" in notes
-    assert "subtracted from each sample: 2.1 us for a pair of events, 1.3 us for the replay of a graph" in notes
+    assert "subtracted from samples: 2.1 us for a pair of events, 1.3 us for the replay of a graph" in notes
     assert "SM clock 1200 to 1900 of at most 1980 MHz" in notes
     assert "the device was held back (SW power cap) while these were timed: reference, smoke/edge" in notes
     assert "cold in some cases and warm in others: figures of the two are not to be compared" in notes
