@@ -29,6 +29,7 @@ from attncheck.cases.model import Case
 from attncheck.harness.checks.timing.clock import clock_for
 from attncheck.harness.checks.timing.device_state import kernels_of
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
+from attncheck.harness.checks.timing.measurement import measure_overhead
 from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
@@ -124,6 +125,8 @@ def timing_of(backend: type, suite: str) -> Timing:
 def against_the_profiler(backend: LoadedBackend, device: torch.device) -> list[list[object]]:
     """Of every step: the kernels of a call, their time by the profiler and by the clock in microseconds, error."""
     rows: list[list[object]] = []
+    overhead = measure_overhead(device)
+    empty_ns = 0 if overhead is None else overhead.empty_ns
     for query_len, seq_len, count in STEPS if device.type == "cuda" else [(1, 40, 2)]:
         request = RequestSpec(query_len=query_len, seq_len=seq_len, count=count)
         case = Case(
@@ -140,7 +143,7 @@ def against_the_profiler(backend: LoadedBackend, device: torch.device) -> list[l
         clocked = [clock.time(call) for _ in range(2 * REPEATS)][REPEATS:]
         kernels = kernels_of(lambda call=call: [call() for _ in range(REPEATS)], device)  # type: ignore[misc]
         profiled_us = sum(kernel.duration_ns for kernel in kernels) / REPEATS / 1000
-        clocked_us = statistics.median(clocked) / 1000
+        clocked_us = (statistics.median(clocked) - empty_ns) / 1000
         launches = sum(kernel.count for kernel in kernels) / REPEATS
         rows.append([case.id, launches, profiled_us, clocked_us, clocked_us / profiled_us - 1])
     return rows

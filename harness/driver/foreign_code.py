@@ -3,6 +3,7 @@
 What the code did to process-wide settings is undone when it returns.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,18 @@ def declared_reasons(call: Callable[[], Sequence[str]]) -> tuple[str, ...]:
         return tuple(map(printable, reasons))
 
     return call_backend("declaration", ask)
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Keep Python from collecting garbage: what it takes, and what it frees, depends on what others have allocated."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -61,6 +61,17 @@ class Ceilings(RunFileValue):
         return 1e9 * max(moved_bytes / self.copy_bytes_per_s, flops / self.matmul_flops_per_s)
 
 
+class ClockOverhead(RunFileValue):
+    """What CUDA events measure where nothing is timed; every sample is without it.
+
+    ``empty_ns``: of a call that issues nothing. ``replay_ns``: what the replay of a graph of one kernel takes longer
+    than a launch of that kernel; None where no graph could be captured.
+    """
+
+    empty_ns: NonNegativeInt
+    replay_ns: NonNegativeInt | None = None
+
+
 class Kernel(RunFileValue):
     """A kernel that ran in one step, as the profiler names it, and how long its ``count`` launches took together."""
 
@@ -82,7 +93,8 @@ class Timing(RunFileValue):
     """What one process measured of one case.
 
     ``cache``: whether the device's last-level cache was flushed before each sample. ``ceilings``: None where they were
-    not measured. ``kernels``: only where they were asked for. ``notes``: what a reader of the figures should know.
+    not measured. ``kernels``: only where they were asked for. ``overhead``: None where the host's clock was used.
+    ``notes``: what a reader of the figures should know.
     """
 
     latencies: tuple[Latency, ...]
@@ -90,6 +102,7 @@ class Timing(RunFileValue):
     ceilings: Ceilings | None = None
     kernels: tuple[Kernel, ...] = ()
     device: DeviceState | None = None
+    overhead: ClockOverhead | None = None
     notes: tuple[str, ...] = ()
 
     def latency(self, part: StepPart) -> Latency | None:

@@ -50,7 +50,7 @@ def fastest_note(tables: Sequence[SpeedTable]) -> list[str]:
 
 def speed_notes(speeds: Sequence[Speed]) -> list[str]:
     """Rounds, clock, cache, ceilings, the device's own clocks; what is unsettled or throttled; what timing noted."""
-    parts = (_rounds, _clocks, _ceilings, _device, _throttled, _unsettled, _noted)
+    parts = (_rounds, _clocks, _overheads, _ceilings, _device, _throttled, _unsettled, _noted)
     return [note for part in parts for note in part(speeds)]
 
 
@@ -89,6 +89,15 @@ def _clocks(speeds: Sequence[Speed]) -> Iterator[str]:
         yield "warm: caches were left as the call before left them"
     elif caches:
         yield "cold in some cases and warm in others: figures of the two are not to be compared"
+
+
+def _overheads(speeds: Sequence[Speed]) -> Iterator[str]:
+    found = [timing.overhead for timing in _timings(speeds) if timing.overhead is not None]
+    if found:
+        empty_us = statistics.median(each.empty_ns for each in found) / 1000
+        replays = [each.replay_ns for each in found if each.replay_ns is not None]
+        replay = f", {statistics.median(replays) / 1000:.1f} us for the replay of a graph" if replays else ""
+        yield f"subtracted from samples: {empty_us:.1f} us for a pair of events{replay}"
 
 
 def _ceilings(speeds: Sequence[Speed]) -> Iterator[str]:

@@ -56,7 +56,7 @@ def capture_forward(
         try:
             return recorder.record(prepare)
         except (CaptureError, UnseenError) as refusal:
-            return refusal
+            return refusal.with_traceback(None)  # its frames hold the graph, and this refusal
 
     recording = call_backend("warm-up for capture", attempt)
     if isinstance(recording, CaptureError | UnseenError):

@@ -10,11 +10,10 @@ wrong answers every time, and one that writes it is found out. Zero, an index th
 """
 
 import gc
-import linecache
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from traceback import extract_tb, walk_tb
+from dataclasses import dataclass, field
+from functools import cache
 from types import CellType, FunctionType, ModuleType
 from weakref import WeakValueDictionary
 
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor
 
 from attncheck.errors import InternalError
-from attncheck.harness.checks.cudagraph.call_sites import SourceLine, call_site_of
 from attncheck.harness.checks.cudagraph.recorder import (
     CaptureError,
     Forward,
@@ -31,12 +29,11 @@ from attncheck.harness.checks.cudagraph.recorder import (
     Violation,
     count_uses,
 )
+from attncheck.harness.checks.cudagraph.rehearsal import rehearse, syncs_raise, violation_of
+from attncheck.harness.driver.foreign_code import collection_paused
 
 WARM_UPS = 1
 """Runs before the rehearsal: what compiles, tunes or allocates at the first call may wait for the device there."""
-
-SYNCHRONISED = "called a synchronizing CUDA operation"
-"""What torch says where its sync-debug mode forbids to wait for the device."""
 
 _NAN = 0xFF
 """A byte that makes NaN of every floating type, when it fills all bytes of a number."""
@@ -122,17 +119,35 @@ class CudaRecording:
         return ()
 
 
+@dataclass(frozen=True)
+class CaptureStream:
+    """The side stream of all recorders of a device: cuBLAS keeps a workspace for each stream, 32 MiB on some GPUs.
+
+    ``unended``: graphs whose capture could not be ended. torch's allocator of host memory keeps a pointer to such a
+    graph as long as the process lives, and asks it which streams are its own.
+    """
+
+    stream: torch.cuda.Stream
+    unended: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+
+
+@cache
+def capture_stream(device: torch.device) -> CaptureStream:
+    """Return the one of ``device``."""
+    return CaptureStream(torch.cuda.Stream(device))
+
+
 class CudaRecorder:
     """Makes graphs on one device; see :class:`attncheck.harness.checks.cudagraph.recorder.Recorder`."""
 
     name: RecorderName = "cuda"
 
     def __init__(self, device: torch.device) -> None:
+        gc.collect()  # once, not before each capture: it takes longer than a capture
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._side = capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._memory = HeldMemory()
-        self._unended: list[torch.cuda.CUDAGraph] = []
 
     def watching(self) -> AbstractContextManager[None]:
         """Nothing: CUDA itself knows what lies on the host."""
@@ -152,115 +167,62 @@ class CudaRecorder:
                 forward = prepare()
                 with self._side_stream():
                     forward()
-            self._rehearse(prepare())
+            if violation := self._rehearse(prepare()):
+                raise CaptureError((violation,))
             torch.cuda.synchronize()  # what a warm-up's kernels did wrong belongs to it, not to the capture
             forward = prepare()
             blocks = self._memory.of(tensors_within(forward))
-            return CudaRecording(self._capture(forward), blocks)
+            graph = self._capture(forward)
+            if isinstance(graph, Violation):
+                raise CaptureError((graph,))
+            return CudaRecording(graph, blocks)
 
-    def _rehearse(self, forward: Forward) -> None:
-        """As under capture, without one: what waits for the device raises before anything is spoilt."""
-        with self._side_stream(), _as_under_capture(), _syncs_raise():
-            try:
-                forward()
-            except Exception as error:
-                raise CaptureError((violation_of(error),)) from error
+    def _rehearse(self, forward: Forward) -> Violation | None:
+        """Why nothing must be captured: what waits for the device in a capture spoils it."""
+        with self._side_stream():
+            return rehearse(forward)
 
-    def _capture(self, forward: Forward) -> torch.cuda.CUDAGraph:
+    def _capture(self, forward: Forward) -> torch.cuda.CUDAGraph | Violation:
+        """The graph, or why there is none.
+
+        No garbage is collected meanwhile: to free an earlier graph, or memory, would spoil the capture.
+        """
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
-        raised: Exception | None = None
+        violation: Violation | None = None
         try:
             # torch itself waits for the device where a capture begins: only forward must not.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with collection_paused(), torch.cuda.graph(graph, pool=self._pool, stream=self._side.stream):
                 try:
-                    with _syncs_raise():
+                    with syncs_raise():
                         forward()
-                except Exception as error:  # noqa: BLE001 (raised again below: the capture must be ended first)
-                    raised = error
+                except Exception as error:  # noqa: BLE001 (the capture must be ended first)
+                    violation = violation_of(error)
         except Exception as error:  # noqa: BLE001 (the same)
             self._recover(graph, current)
-            raised = raised or error
-        if raised is not None:
-            raise CaptureError((violation_of(raised),)) from raised
-        return graph
+            violation = violation or violation_of(error)
+        return violation or graph
 
     def _recover(self, graph: torch.cuda.CUDAGraph, current: torch.cuda.Stream) -> None:
         """After a capture that could not be ended: torch has left its stream current, and its pool recording."""
         torch.cuda.set_stream(current)
         with suppress(RuntimeError):  # it was not recording after all
             torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
+            torch._C._cuda_releasePool(current.device_index, self._pool)  # which only an ended capture does itself
         self._pool = torch.cuda.graph_pool_handle()
-        self._unended.append(graph)  # torch's allocators may still ask it which streams are its own
+        self._side.unended.append(graph)
         with suppress(RuntimeError):  # a device that is lost says so at its next use
             torch.cuda.synchronize()
 
     @contextmanager
     def _side_stream(self) -> Iterator[None]:
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
+        current, side = torch.cuda.current_stream(), self._side.stream
+        side.wait_stream(current)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(side):
                 yield
         finally:
-            current.wait_stream(self._stream)
-
-
-@contextmanager
-def _syncs_raise() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-@contextmanager
-def _as_under_capture() -> Iterator[None]:
-    """While torch says that the stream is capturing: many a backend reads on the host only where it is not.
-
-    ``torch.cuda.synchronize`` raises, which the sync-debug mode lets pass.
-    """
-    stand_ins = {"is_current_stream_capturing": lambda: True, "synchronize": _refuse_to_wait}
-    own = {name: getattr(torch.cuda, name) for name in stand_ins}
-    vars(torch.cuda).update(stand_ins)
-    try:
-        yield
-    finally:
-        vars(torch.cuda).update(own)
-
-
-def _refuse_to_wait(*_: object) -> None:
-    raise RuntimeError(SYNCHRONISED)
-
-
-def violation_of(error: BaseException) -> Violation:
-    """What ``error`` says about ``forward``, and which line of the backend it comes from."""
-    waited = next((each for each in _chain(error) if SYNCHRONISED in str(each)), None)
-    if waited is not None:
-        place = call_site_of(waited)
-        return Violation("host read", _expression(waited, place.line) or SYNCHRONISED, str(place))
-    first, *_ = str(error).strip().splitlines() or [""]
-    return Violation("error", f"{type(error).__name__}: {first}", str(call_site_of(error)))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """``error``, what it was raised from, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _expression(error: BaseException, line: SourceLine | None) -> str:
-    """The source of the call on ``line`` that raised ``error``; the whole line, where the call has more than one."""
-    for (frame, number), summary in zip(walk_tb(error.__traceback__), extract_tb(error.__traceback__), strict=False):
-        if line == SourceLine(frame.f_code, number):
-            source = linecache.getline(summary.filename, number)
-            if summary.colno is None or summary.end_lineno != number:
-                return source.strip()
-            return source.encode()[summary.colno : summary.end_colno].decode()
-    return ""
+            current.wait_stream(side)
 
 
 def tensors_within(root: object) -> list[Tensor]:

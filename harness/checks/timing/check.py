@@ -7,7 +7,8 @@ Cannot see: what the same kernel takes in another process; a backend that attack
 (``docs/timing.md`` has the threat model). Needs runs of the backend.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -22,14 +23,17 @@ from attncheck.harness.checks.timing.clock import clock_for
 from attncheck.harness.checks.timing.device_api import CacheFlush, replaced_clocks
 from attncheck.harness.checks.timing.device_state import state_under_load
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
-from attncheck.harness.checks.timing.measurement import Sampler, TimingConditions, TimingMeasurement
+from attncheck.harness.checks.timing.measurement import Sampler, TimingConditions, TimingMeasurement, measure_overhead
 from attncheck.harness.checks.timing.roofline import measure_ceilings
 from attncheck.harness.checks.timing.sampling import Samples, sample
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
-from attncheck.reports.run_file.timings import Ceilings, StepPart, Timing
+from attncheck.reports.run_file.timings import Ceilings, DeviceState, StepPart, Timing
+
+LOW_CLOCK = 0.8
+"""The share of the highest SM clock below which a time is noted to be of a slow device."""
 
 _PLAYED = ("split_kv", "dcp", "micro_batch")
 
@@ -49,7 +53,8 @@ class TimingCheck:
     @cached_property
     def _conditions(self) -> TimingConditions:
         """Made when it is needed: what it flushes a cache with takes memory of the device."""
-        return TimingConditions(self._device, self._settings, self._sampler, CacheFlush(self._device))
+        bench = TimingConditions(self._device, self._settings, self._sampler, CacheFlush(self._device))
+        return replace(bench, overhead=measure_overhead(self._device, bench.flusher))
 
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
         """The finding for one case. Raises StageError for what the backend raised."""
@@ -77,22 +82,21 @@ class TimingCheck:
                 f"replaced while the backend was loaded or ran: {', '.join(replaced)}",
                 meaning="clocks, events or synchronisation were patched; attncheck's own references were not",
             )
-        notes = measurement.notes
-        if state is not None and state.throttle_reasons:
-            notes = (*notes, f"the device was held back: {', '.join(state.throttle_reasons)}")
+        notes = (*measurement.notes, *_device_notes(state))
         timing = Timing(
             latencies=latencies,
             cache="cold" if conditions.is_cold else "warm",
             ceilings=ceilings,
             kernels=kernels,
             device=state,
+            overhead=bench.overhead,
             notes=notes,
         )
         return Holds(_figures(timing) | {"budget_share": measurement.worst}, notes, timing=timing)
 
     def _ceilings_of(self, dtype: str) -> Ceilings:
         if dtype not in self._ceilings:
-            self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device))
+            self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device), self._bench.flusher)
         return self._ceilings[dtype]
 
 
@@ -118,6 +122,17 @@ def _interpreted_reasons(backend: LoadedBackend, device: torch.device) -> tuple[
     if ENVIRONMENT.keys() <= required.keys() or (is_interpreted() and MARK in backend.version):
         return ("its kernels are interpreted here: their times say nothing",)
     return ()
+
+
+def _device_notes(state: DeviceState | None) -> Iterator[str]:
+    """What speaks against times that were taken in this state."""
+    if state is None:
+        return
+    if state.throttle_reasons:
+        yield f"the device was held back: {', '.join(state.throttle_reasons)}"
+    clock, most = state.sm_clock_mhz, state.max_sm_clock_mhz
+    if clock is not None and most is not None and clock < LOW_CLOCK * most:
+        yield f"the SM clock under load was {clock} MHz of at most {most} MHz: another run may be faster"
 
 
 def _figures(timing: Timing) -> dict[str, float | int]:

@@ -4,14 +4,14 @@
 :class:`EventClock` for the work of a device.
 """
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from statistics import median
 from typing import Any, Protocol
 
 import torch
 
 from attncheck.harness.checks.timing.device_api import DeviceApi, cuda_api, host_ns
+from attncheck.harness.driver.foreign_code import collection_paused
 from attncheck.reports.run_file.timings import ClockName
 
 __all__ = ["Clock", "EventClock", "HostClock", "clock_for", "host_ns"]
@@ -19,8 +19,8 @@ __all__ = ["Clock", "EventClock", "HostClock", "clock_for", "host_ns"]
 LONGEST_HOLD_NS = 10_000_000
 """For how long a device is held back at most, while a call is issued."""
 
-GUARDS = 3
-"""Samples at first for which the device is not held back."""
+GUARDS = 5
+"""Samples at first for which the device is not held back; the median of them decides whether it is later."""
 
 MARGIN_NS = 20_000
 """By how much a hold is longer than was needed before, and a device may be idle later than it used to be."""
@@ -28,18 +28,6 @@ MARGIN_NS = 20_000
 
 def do_nothing() -> None:
     """Do nothing."""
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Keep Python from collecting garbage: what a collection takes depends on what all others have allocated."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Clock(Protocol):
@@ -120,11 +108,14 @@ class EventClock:
       ``settled`` to ``last``, which is recorded once the whole device is idle, is then longer than after a call that
       issues nothing.
     - Work elsewhere that does not wait for the current stream would be done while this is held. So the first
-      :data:`GUARDS` samples, which belong to the warm-up, are taken on an idle device instead; where most of them are
-      late, all further ones are, gaps between launches included.
+      :data:`GUARDS` samples, which belong to the warm-up, are taken on an idle device instead; where their median is
+      late, all further ones are, gaps between launches included: ``is_overlapped``. A host that is late itself, twice
+      of five times, changes nothing.
     - A call that leaves another stream current does not move the end: it is recorded where the start was.
 
-    Cannot see: work elsewhere that is over within :data:`MARGIN_NS` of the end, or that begins early from the fourth
+    An empty call takes a few microseconds by these events; who takes samples subtracts them (``measure_overhead``).
+
+    Cannot see: work elsewhere that is over within :data:`MARGIN_NS` of the end, or that begins early from the sixth
     sample on. Both show in contents, in the order of the stream: inputs made by ``before`` are not there yet when they
     are read, an output is poisoned after it was written, or is not complete when ``after`` copies it.
 
@@ -136,8 +127,9 @@ class EventClock:
     def __init__(self, device: torch.device | str, api: DeviceApi | None = None) -> None:
         self._api = cuda_api(device) if api is None else api
         self._hold_ns = 0
-        self._guards: list[bool] = []
+        self._guards: list[int] = []
         self._is_holding = True
+        self.is_overlapped = False
         self._idle_ns: int | None = None
         self.num_taken = self.num_behind = self.num_late = 0
 
@@ -176,13 +168,15 @@ class EventClock:
         last = api.record(stream)
         api.synchronize()
 
-        is_late = self._between(settled, last) > 2 * idle_ns + MARGIN_NS
+        went_on_ns, late_ns = self._between(settled, last), 2 * idle_ns + MARGIN_NS
+        is_late = went_on_ns > late_ns
         if is_guard:
-            self._guards.append(is_late)
-            self._is_holding = 2 * sum(self._guards) <= GUARDS
+            self._guards.append(went_on_ns)
+            self.is_overlapped = len(self._guards) == GUARDS and median(self._guards) > late_ns
+            self._is_holding = not self.is_overlapped
         else:
             self.num_taken += 1
-            self.num_behind += not is_ahead
+            self.num_behind += not is_ahead and not self.is_overlapped
             self.num_late += is_late
         self._set_hold(issued_ns, is_behind=is_held and not is_ahead)
         return self._between(start, last) - idle_ns if is_late else self._between(start, end)
@@ -213,7 +207,7 @@ class EventClock:
                 last = self._api.record(stream)
                 self._api.synchronize()
                 found.append(self._between(settled, last))
-            self._idle_ns = sorted(found)[len(found) // 2]
+            self._idle_ns = round(median(found))
         return self._idle_ns
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 
@@ -11,10 +12,10 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.cudagraph.check import unexamined_reasons
 from attncheck.harness.checks.cudagraph.measurement import level_for
-from attncheck.harness.checks.cudagraph.recorder import recorder_for
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, recorder_for
 from attncheck.harness.checks.findings import Broken
-from attncheck.harness.checks.timing.clock import clock_for
-from attncheck.harness.checks.timing.device_api import CacheFlush
+from attncheck.harness.checks.timing.clock import GUARDS, Clock, EventClock, clock_for, do_nothing
+from attncheck.harness.checks.timing.device_api import CacheFlush, cuda_api
 from attncheck.harness.checks.timing.device_state import kernels_of
 from attncheck.harness.checks.timing.fresh_contents import FreshContents
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
@@ -28,10 +29,13 @@ from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.truth import Truth
 from attncheck.reference.spec import AttentionCGSupport, BatchSpec
-from attncheck.reports.run_file.timings import ClockName, Kernel, Latency, StepPart
+from attncheck.reports.run_file.timings import ClockName, ClockOverhead, Kernel, Latency, StepPart
 
 WARM_UPS = 2
 """Calls before any is timed: a first one may compile."""
+
+EMPTY_CALLS = 15
+"""Calls of nothing whose median is what the clock of a device adds to a sample."""
 
 Sampler = Callable[[StepPart, Callable[[], int], TimingSettings], Samples]
 """Takes samples of a part by calling what gives one, in nanoseconds: warm-ups first, the samples last."""
@@ -45,11 +49,17 @@ class TimingConditions:
     settings: TimingSettings
     sampler: Sampler
     flush: CacheFlush
+    overhead: ClockOverhead | None = None
 
     @property
     def is_cold(self) -> bool:
         """Whether the device's last-level cache is flushed before each sample."""
         return not self.settings.warm and self.flush.num_bytes > 0
+
+    @property
+    def flusher(self) -> Callable[[], object]:
+        """What comes before each sample."""
+        return self.flush if self.is_cold else do_nothing
 
 
 class TimingMeasurement:
@@ -149,18 +159,19 @@ class TimingMeasurement:
 
     def _step(self, name: str, contents: FreshContents, like: TimedStep | None = None) -> TimedStep:
         """A step, warmed up; in the memory of another where there is one."""
-        conditions = self._conditions
+        conditions, clock = self._conditions, clock_for(self._conditions.device)
         step = TimedStep(
             name,
             self._session,
             contents,
-            clock_for(conditions.device),
-            conditions.flush if conditions.is_cold else lambda: None,
+            clock,
+            conditions.flusher,
             self._latest,
             None if like is None else like.memory,
             recorder_for(conditions.device) if self._is_replayed(contents.bases[0].problem) else None,
+            conditions.overhead,
         )
-        for _ in range(WARM_UPS):
+        for _ in range(GUARDS if isinstance(clock, EventClock) else WARM_UPS):
             step.take()
         return step
 
@@ -175,6 +186,39 @@ class TimingMeasurement:
         replayed = [each for each in (self._problem, *self._parts.values()) if self._is_replayed(each)]
         batches = [problem.case.batch for problem in replayed]
         return tuple(sorted({batch.num_tokens + batch.padding.tokens for batch in batches}))
+
+
+def measure_overhead(device: torch.device, flush: Callable[[], object] = do_nothing) -> ClockOverhead | None:
+    """Return what the clock of ``device`` adds to a sample; None of the host's, beside whose samples it is measured."""
+    if device.type != "cuda":
+        return None
+    api = cuda_api(device)
+
+    def launch() -> None:
+        api.hold(0)
+
+    try:
+        replay = recorder_for(device).record(lambda: launch).launch
+    except CaptureError:  # no graph will be timed either
+        replay = None
+    return overhead_of(lambda: EventClock(device, api), launch, replay, flush)
+
+
+def overhead_of(
+    new_clock: Callable[[], Clock],
+    launch: Callable[[], object],
+    replay: Callable[[], object] | None,
+    flush: Callable[[], object] = do_nothing,
+) -> ClockOverhead:
+    """Return what a clock adds to a sample. ``launch``: of a kernel that does nothing; ``replay``: of its graph."""
+
+    def taken_ns(call: Callable[[], object]) -> int:
+        clock = new_clock()
+        times = [clock.time(call, before=flush) for _ in range(2 * GUARDS + EMPTY_CALLS)]  # holds are learnt first
+        return round(median(times[-EMPTY_CALLS:]))
+
+    replay_ns = None if replay is None else max(0, taken_ns(replay) - taken_ns(launch))
+    return ClockOverhead(empty_ns=taken_ns(do_nothing), replay_ns=replay_ns)
 
 
 def allows_graph(backend: type[AttentionBackend], problem: Problem) -> bool:

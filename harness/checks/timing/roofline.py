@@ -13,8 +13,8 @@ The least is counted from the case, everything once, however often a kernel does
   for decodes, or naive (keys and values are projected), as they do for prompts.
 
 What the device can do, copies and products of matrices, is measured in the process that times the backend, on random
-numbers (zeros can be faster), and the best of a few counts: on a shared machine that is nearest to what it can do. The
-sizes are big on a GPU, and small enough on a CPU to take under 0.3 s.
+numbers (zeros can be faster), and the best of a few counts: on a shared machine that is nearest to what it can do. Each
+follows on the flush that samples follow on. The sizes are big on a GPU, and small enough on a CPU to take under 0.3 s.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from torch import Tensor
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
-from attncheck.harness.checks.timing.clock import Clock, host_ns
+from attncheck.harness.checks.timing.clock import Clock, do_nothing, host_ns
 from attncheck.harness.problem.latent import naive_layer
 from attncheck.harness.problem.visible_span import visible_span
 from attncheck.reference import layer_params
@@ -183,9 +183,12 @@ CPU = Sizes(copied=2**25, side=1024, repeats=5, limit_ns=80_000_000)
 FIRST_SIDE = 128
 
 
-def measure_ceilings(device: torch.device | str, dtype: str, clock: Clock) -> Ceilings:
+def measure_ceilings(
+    device: torch.device | str, dtype: str, clock: Clock, flush: Callable[[], object] = do_nothing
+) -> Ceilings:
     """Measure the ceilings of ``device``; ``dtype`` is a layer's, ``clock`` one that is used for nothing else.
 
+    ``flush`` comes before each call, as it comes before each sample.
     Copied bytes count twice: they are read and written.
     """
     device, element = torch.device(device), DTYPES[dtype]
@@ -194,14 +197,14 @@ def measure_ceilings(device: torch.device | str, dtype: str, clock: Clock) -> Ce
     copied = min(sizes.copied, free // 8) // element.itemsize
     source = torch.randn(copied, generator=generator, device=device, dtype=element)
     target = torch.empty_like(source)
-    copy_ns = _best(lambda: target.copy_(source), clock, sizes)
+    copy_ns = _best(lambda: target.copy_(source), clock, sizes, flush)
     copy_bytes, source, target = 2 * source.nbytes, torch.empty(0), torch.empty(0)  # the memory is free first
 
     side, rate = FIRST_SIDE, 0.0
     end = host_ns() + sizes.limit_ns
     while True:
         a, b = (torch.randn(side, side, generator=generator, device=device, dtype=element) for _ in range(2))
-        best_ns = _best(lambda a=a, b=b: a @ b, clock, sizes)  # type: ignore[misc]
+        best_ns = _best(lambda a=a, b=b: a @ b, clock, sizes, flush)  # type: ignore[misc]
         rate = max(rate, 2 * side**3 / best_ns * 1e9)
         # The next is eight times as much work.
         if side == sizes.side or 12 * (side * side * element.itemsize) > free or host_ns() + 16 * best_ns > end:
@@ -210,12 +213,12 @@ def measure_ceilings(device: torch.device | str, dtype: str, clock: Clock) -> Ce
     return Ceilings(copy_bytes_per_s=copy_bytes / copy_ns * 1e9, matmul_flops_per_s=rate, dtype=dtype)
 
 
-def _best(call: Callable[[], object], clock: Clock, sizes: Sizes) -> int:
+def _best(call: Callable[[], object], clock: Clock, sizes: Sizes, flush: Callable[[], object]) -> int:
     """The shortest of some repeats after the first, within the limit."""
     end = host_ns() + sizes.limit_ns
-    times = [clock.time(call)]
+    times = [clock.time(call, before=flush)]
     for _ in range(sizes.repeats):
         if host_ns() + times[-1] > end:
             break
-        times.append(clock.time(call))
+        times.append(clock.time(call, before=flush))
     return max(1, min(times[1:] or times))

@@ -30,7 +30,7 @@ from attncheck.harness.driver.persistent_inputs import PersistentInputs, map_ten
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import Step, make_step, request_order
 from attncheck.harness.problem.problem import Problem
-from attncheck.reports.run_file.timings import ClockName
+from attncheck.reports.run_file.timings import ClockName, ClockOverhead
 
 Flusher = Callable[[], object]
 
@@ -75,10 +75,12 @@ class TimedStep:
         latest: LatestAnswer,
         memory: LentMemory | None = None,
         recorder: Recorder | None = None,
+        overhead: ClockOverhead | None = None,
     ) -> None:
         """``latest``: of all steps of the session. ``memory``: of one of at least the same sizes, to be used as well.
 
         ``recorder``: makes the graph whose replays are timed in place of ``forward``; None: none is to be made.
+        ``overhead``: what ``clock`` adds to every sample; None: nothing, or it is the host's.
         """
         self._session, self._contents, self._clock, self._flush = session, contents, clock, flush
         self._backend, self._device, self._latest = session.backend, session.device, latest
@@ -86,7 +88,7 @@ class TimedStep:
         self._order = call_backend("builder", lambda: request_order(problem, session.threshold))
         self._judge = AnswerJudge(name, contents, self._backend.conventions)
         self._host = HostClock(clock.wait)
-        self._recorder = recorder
+        self._recorder, self._overhead = recorder, overhead
         self._replay: CapturedForward | None = None
         self._notes: tuple[str, ...] = ()
         self.build_ns: list[int] = []
@@ -164,6 +166,11 @@ class TimedStep:
         clock = self._clock
         if not isinstance(clock, EventClock):
             return
+        if clock.is_overlapped:
+            yield (
+                f"{self._judge.name}: the device was not held back, because work seemed to go on elsewhere on it after "
+                "the warm-up's calls; gaps between launches count"
+            )
         if clock.num_behind:
             yield (
                 f"{self._judge.name}: in {clock.num_behind} of {clock.num_taken} calls the host fell behind the "
@@ -235,7 +242,7 @@ class TimedStep:
             self._flush()
             buffers.refill(num_rows)
             inputs.load_rows(fresh)
-            if isinstance(self._clock, HostClock):  # of events, which lie on the device, an empty call takes nothing
+            if isinstance(self._clock, HostClock):  # what an empty call takes by events is known beforehand
                 self._empty_ns.append(self._clock.time(kept(do_nothing)))
                 returned.clear()
 
@@ -256,8 +263,13 @@ class TimedStep:
                 "forward",
                 lambda: self._clock.time(kept(forward), before=before, after=after),
             )
-        empty = median(self._empty_ns) if self._empty_ns else 0
-        return answers[0], max(1, taken - int(empty))  # a time of nothing is less than a clock can tell
+        return answers[0], max(1, taken - self._overhead_ns())  # a time of nothing is less than a clock can tell
+
+    def _overhead_ns(self) -> int:
+        """What a sample has too much."""
+        if self._overhead is None:
+            return int(median(self._empty_ns)) if self._empty_ns else 0
+        return self._overhead.empty_ns + (0 if self._replay is None else self._overhead.replay_ns or 0)
 
     @property
     def _kv_cache(self) -> torch.Tensor | None:

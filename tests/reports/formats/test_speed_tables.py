@@ -155,10 +155,15 @@ def test_notes_tell_what_speaks_against_a_figure(timed: Build, speeds_of: Callab
     calm = {"sm_clock_mhz": 1900, "max_sm_clock_mhz": 1980}
     found = speeds_of(
         timed({"forward": 1e6}, timing={"device": device, "cache": "cold"} | CEILINGS, work={"is_settled": False}),
-        timed({"forward": 1e6}, timing={"device": calm, "notes": ["odd\x1b[2J"]}, backend="Wrong"),
+        timed(
+            {"forward": 1e6},
+            timing={"device": calm, "notes": ["odd\x1b[2J"], "overhead": {"empty_ns": 2140, "replay_ns": 1260}},
+            backend="Wrong",
+        ),
     )
     notes = speed_notes(found)
     assert "forward by CUDA events" in notes
+    assert "subtracted from samples: 2.1 us for a pair of events, 1.3 us for the replay of a graph" in notes
     assert "SM clock 1200 to 1900 of at most 1980 MHz" in notes
     assert "the device was held back (SW power cap) while these were timed: reference, smoke/edge" in notes
     assert "cold in some cases and warm in others: figures of the two are not to be compared" in notes

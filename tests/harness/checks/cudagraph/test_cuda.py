@@ -3,20 +3,33 @@
 A stand-in for torch's CUDA graphs takes down the calls; real ones are captured in ``test_cuda_real.py``.
 """
 
+import gc
+import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
 
-from attncheck.harness.checks.cudagraph.cuda import SYNCHRONISED, CudaRecorder, ReleasedMemoryError, violation_of
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
+from attncheck.harness.checks.cudagraph import cuda
+from attncheck.harness.checks.cudagraph.capture import capture_forward
+from attncheck.harness.checks.cudagraph.cuda import CudaRecorder, ReleasedMemoryError
+from attncheck.harness.checks.cudagraph.recorder import CaptureError
+from attncheck.harness.checks.cudagraph.rehearsal import SYNCHRONISED
 
 DEVICE = torch.device("cuda", 0)
 HERE = Path(__file__)
+
+
+class Graph:
+    """A graph that was captured, or not."""
+
+    def __init__(self, replay):
+        self.replay = replay
 
 
 class Journal(list):
@@ -79,20 +92,24 @@ def journal(monkeypatch, elsewhere):
             raise taken.end
         current.pop()
 
+    def set_sync_debug_mode(mode):
+        warnings.warn("does not yet detect all synchronizing operations", UserWarning, stacklevel=2)
+        taken.mode = mode
+
     def set_stream(chosen):
         taken.append(f"back on {chosen.name}")
         current[:] = [chosen]
 
     stand_ins = {
-        "CUDAGraph": lambda: SimpleNamespace(replay=taken.take_down("replay")),
-        "Stream": lambda device: side,
+        "CUDAGraph": lambda: Graph(taken.take_down("replay")),
+        "Stream": lambda device: taken.append("a stream") or side,
         "current_stream": lambda: current[-1],
         "device": nullcontext,
         "get_sync_debug_mode": lambda: taken.mode,
         "graph": graph,
         "graph_pool_handle": lambda: next(handles),
         "set_stream": set_stream,
-        "set_sync_debug_mode": lambda mode: setattr(taken, "mode", mode),
+        "set_sync_debug_mode": set_sync_debug_mode,
         "stream": stream,
         "synchronize": taken.take_down("synchronize"),
         "is_current_stream_capturing": lambda: taken.capturing,
@@ -102,7 +119,12 @@ def journal(monkeypatch, elsewhere):
     monkeypatch.setattr(
         torch._C, "_cuda_endAllocateToPool", lambda device, pool: taken.append(f"{pool} of {device} records no more")
     )
-    return taken
+    monkeypatch.setattr(
+        torch._C, "_cuda_releasePool", lambda device, pool: taken.append(f"{pool} of {device} is given back")
+    )
+    cuda.capture_stream.cache_clear()
+    yield taken
+    cuda.capture_stream.cache_clear()
 
 
 def prepared(journal, forward=None):
@@ -116,7 +138,9 @@ def prepared(journal, forward=None):
 
 
 def test_warms_up_on_the_side_rehearses_and_captures_each_with_fresh_metadata(journal):
-    recording = CudaRecorder(DEVICE).record(prepared(journal))
+    recorder = CudaRecorder(DEVICE)
+    journal.clear()
+    recording = recorder.record(prepared(journal))
     side = ["side waits for main", "main waits for side"]
     assert journal == [
         *("prepare on main", side[0], "forward, syncs pass", side[1]),
@@ -166,17 +190,78 @@ def test_a_backend_that_reads_on_the_host_only_outside_of_capture_is_captured(jo
     assert not torch.cuda.is_current_stream_capturing()
 
 
-def test_waiting_for_the_whole_device_is_named_too(journal):
-    def forward():
-        if journal.mode == "error":
-            torch.cuda.synchronize()
+def test_recorders_of_a_device_share_a_stream(journal):
+    for _ in range(2):
+        CudaRecorder(DEVICE).record(prepared(journal))
+    assert journal.count("a stream") == 1
 
-    with pytest.raises(CaptureError) as caught:
+
+def test_a_warning_of_the_backend_is_the_backends(journal):
+    """Those of torch, about the debug mode, are errors here as well, and none is seen."""
+
+    def forward():
+        warnings.warn("no tuned tiles", UserWarning, stacklevel=1)
+
+    with pytest.warns(UserWarning, match="no tuned tiles"):
         CudaRecorder(DEVICE).record(prepared(journal, forward))
-    where = f"{HERE}:{forward.__code__.co_firstlineno + 2} in forward"
-    assert caught.value.violations == (Violation("host read", "torch.cuda.synchronize()", where),)
-    torch.cuda.synchronize()
-    assert journal[-1] == "synchronize"
+
+
+def test_no_garbage_is_collected_during_a_capture(journal):
+    seen = []
+
+    def forward():
+        seen.append(gc.isenabled())
+        if seen[2:]:
+            raise ValueError("no such shape")
+
+    recorder = CudaRecorder(DEVICE)
+    with pytest.raises(CaptureError):
+        recorder.record(prepared(journal, forward))
+    assert seen == [True, True, False]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("raises", [ValueError("no such shape"), RuntimeError(SYNCHRONISED)])
+def test_a_failed_capture_is_freed_though_its_refusal_is_kept(journal, monkeypatch, raises):
+    """Without the collector: a graph that waits for it might be freed within a later capture."""
+    made, left = [], []
+
+    class Rows:
+        pass
+
+    def graph():
+        made.append(ref(found := Graph(None)))
+        return found
+
+    def enter(lent, metadata):
+        left.append(ref(metadata))
+        if len(left) == 3 or (SYNCHRONISED in str(raises) and len(left) == 2):
+            raise raises.with_traceback(None)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    recorder, call = CudaRecorder(DEVICE), SimpleNamespace(common=None)
+    monkeypatch.setattr("attncheck.harness.checks.cudagraph.capture.map_tensors", lambda call, _: call)
+    gc.disable()
+    try:
+        refusal = capture_forward(recorder, call, lambda common: Rows(), enter)
+        raises.__traceback__ = None
+        assert isinstance(refusal, CaptureError)
+        assert [each() for each in (*made, *left)] == [None] * (len(made) + len(left))
+    finally:
+        gc.enable()
+
+
+def test_a_graph_whose_capture_cannot_be_ended_outlives_its_recorder(journal, monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(ref(found := Graph(None))) or found)
+    recorder = CudaRecorder(DEVICE)
+    journal.end = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    with pytest.raises(CaptureError):
+        recorder.record(prepared(journal))
+    journal.end = None  # whose traceback holds the graph
+    del recorder
+    gc.collect()
+    assert made[0]() is not None
 
 
 def test_what_the_capture_raises_is_told_after_it_was_ended(journal):
@@ -201,7 +286,8 @@ def test_after_a_capture_that_cannot_be_ended_the_next_is_made_in_a_pool_of_its_
     journal.end = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     with pytest.raises(CaptureError, match=r"not permitted when stream is capturing at .* in forward$"):
         recorder.record(prepared(journal, forward))
-    assert journal[-3:] == ["back on main", "pool 1 of 0 records no more", "synchronize"]
+    pool = ["pool 1 of 0 records no more", "pool 1 of 0 is given back"]
+    assert journal[-4:] == ["back on main", *pool, "synchronize"]
     assert torch.cuda.current_stream().name == "main"
     journal.clear()
     journal.end = None
@@ -229,31 +315,6 @@ def test_what_the_first_warm_up_raises_comes_through(journal):
 
     with pytest.raises(ZeroDivisionError):
         CudaRecorder(DEVICE).record(prepared(journal, forward))
-
-
-def test_the_expression_that_waited_is_named_though_another_error_came_of_it(elsewhere):
-    of_torch = {"__name__": "torch._tensor"}
-    exec(f"def item():\n    raise RuntimeError({SYNCHRONISED!r})", of_torch)
-    rows = SimpleNamespace(item=of_torch["item"])
-
-    def read():
-        return [0] * (1 + rows.item())
-
-    def forward():
-        try:
-            read()
-        except RuntimeError as error:
-            raise ValueError("no lengths") from error
-
-    with pytest.raises(ValueError, match="no lengths") as caught:
-        forward()
-    where = f"{HERE}:{read.__code__.co_firstlineno + 1} in read"
-    assert violation_of(caught.value) == Violation("host read", "rows.item()", where)
-
-
-def test_without_a_line_of_the_backend_the_message_stands_alone():
-    assert violation_of(RuntimeError(SYNCHRONISED)) == Violation("host read", SYNCHRONISED)
-    assert violation_of(RuntimeError()) == Violation("error", "RuntimeError: ")
 
 
 def test_memory_let_go_of_since_the_capture_is_spoilt_before_a_replay(journal):

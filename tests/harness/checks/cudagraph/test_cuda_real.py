@@ -29,17 +29,29 @@ def test_a_real_host_read_is_named_and_the_next_recording_works(monkeypatch, tmp
     def reading():
         out.fill_(x.sum().item())
 
-    def waiting():  # an event's waits are seen by no debug mode: only the capture fails
+    def copying():
+        out.copy_(torch.tensor([1.0] * 4, device="cuda"))
+
+    def waiting():
         event = torch.cuda.Event()
         event.record()
         event.synchronize()
+
+    def asking():  # which no debug mode sees: only the capture fails
+        event = torch.cuda.Event()
+        event.record()
+        event.query()
 
     with pytest.raises(CaptureError) as caught:
         recorder.record(lambda: reading)
     where = f"{HERE}:{reading.__code__.co_firstlineno + 1} in reading"
     assert caught.value.violations == (Violation("host read", "x.sum().item()", where),)
-    with pytest.raises(CaptureError, match="in waiting"):
+    with pytest.raises(CaptureError, match=r"^host copy: torch\.tensor\(.*in copying$"):
+        recorder.record(lambda: copying)
+    with pytest.raises(CaptureError, match=r"^host read: event\.synchronize\(\).*in waiting$"):
         recorder.record(lambda: waiting)
+    with pytest.raises(CaptureError, match="in asking"):
+        recorder.record(lambda: asking)
     recording = recorder.record(lambda: partial(torch.add, x, x, out=out))
     x.fill_(3.0)
     recording.replay()

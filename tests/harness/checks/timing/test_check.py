@@ -1,5 +1,7 @@
 """What the check ``timing`` hands on: records' values, notes, and what a check keeps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from attncheck.harness.checks.timing.sampling import Samples
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reports.run_file.timings import Ceilings, DeviceState
+from attncheck.reports.run_file.timings import Ceilings, ClockOverhead, DeviceState
 
 CPU = torch.device("cpu")
 SETTINGS = TimingSettings(limit_s=60, min_samples=2, max_samples=2)
@@ -24,8 +26,9 @@ def measured(monkeypatch):
     """The dtypes whose ceilings were measured."""
     asked = []
 
-    def measure_ceilings(_device, dtype, _clock):
+    def measure_ceilings(_device, dtype, _clock, flush):
         asked.append(dtype)
+        flush()
         return CEILINGS
 
     monkeypatch.setattr(timing, "measure_ceilings", measure_ceilings)
@@ -77,12 +80,49 @@ def test_a_check_that_is_not_run_takes_no_memory(question, monkeypatch):
     assert made == [CPU]
 
 
-def test_a_device_that_was_held_back_is_noted(question, monkeypatch):
-    state = DeviceState(sm_clock_mhz=1200, throttle_reasons=("sw_power_cap",))
+@pytest.mark.parametrize(("settings", "flushes"), [(SETTINGS, 1), (replace(SETTINGS, warm=True), 0)])
+def test_ceilings_are_measured_as_cold_as_samples_are(question, monkeypatch, settings, flushes):
+    flushed = []
+
+    class Flush:
+        num_bytes = 8
+
+        def __call__(self):
+            flushed.append(None)
+
+    monkeypatch.setattr(timing, "CacheFlush", lambda device: Flush())
+    check = TimingCheck(CPU, settings, steady)
+    check._ceilings_of("float32")
+    assert len(flushed) == flushes
+
+
+def test_what_the_clock_adds_is_in_the_record_and_not_in_the_times(question, monkeypatch):
+    """More than the whole step takes, so that nothing of it is left."""
+    overhead = ClockOverhead(empty_ns=10**12, replay_ns=1300)
+    monkeypatch.setattr(timing, "measure_overhead", lambda _device, _flush: overhead)
+    found = TimingCheck(CPU, SETTINGS).examine(load("reference"), *question)
+    assert found.timing.overhead == overhead
+    assert found.timing.latency("forward").samples_ns == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "notes"),
+    [
+        ({"throttle_reasons": ("sw_power_cap",)}, ("the device was held back: sw_power_cap",)),
+        (
+            {"sm_clock_mhz": 1583, "max_sm_clock_mhz": 1980},
+            ("the SM clock under load was 1583 MHz of at most 1980 MHz: another run may be faster",),
+        ),
+        ({"sm_clock_mhz": 1585, "max_sm_clock_mhz": 1980}, ()),
+        ({"sm_clock_mhz": 300}, ()),
+    ],
+)
+def test_a_device_that_was_held_back_is_noted(question, monkeypatch, state, notes):
+    state = DeviceState(**state)
     called = []
     monkeypatch.setattr(timing, "state_under_load", lambda _device, work: called.append(work()) or state)
     found = TimingCheck(CPU, SETTINGS, steady).examine(load("reference"), *question)
-    assert found.notes == found.timing.notes == ("the device was held back: sw_power_cap",)
+    assert found.notes == found.timing.notes == notes
     assert found.timing.device == state
     assert called == [None]
 

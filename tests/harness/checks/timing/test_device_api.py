@@ -95,6 +95,8 @@ class TestCudaApi:
             monkeypatch.setattr(device_api, name, stand_in(name, answer))
         for name in ("_synchronize", "_set_stream", "_sleep", "_record"):
             monkeypatch.setattr(device_api, name, stand_in(name))
+        properties = {1: SimpleNamespace(clock_rate=1_600_000)}
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
         monkeypatch.setattr(device_api, "_on_device", on_device)
         monkeypatch.setattr(device_api, "_new_event", SimpleNamespace)
         return taken
@@ -126,13 +128,37 @@ def test_a_cpu_is_not_flushed():
     assert flush.num_bytes == 0
 
 
-def test_a_flush_writes_twice_the_cache(monkeypatch):
-    properties = type("Properties", (), {"L2_cache_size": 1000})
-    empty = torch.empty
+def test_a_flush_reads_twice_the_cache_and_leaves_nothing_to_be_written_back(monkeypatch, device, cached):
+    """The call itself takes 50 us; 1 MB of dirty lines would take a millisecond more."""
+    properties, zeros = SimpleNamespace(L2_cache_size=500_000), torch.zeros
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: empty(*size, dtype=dtype).fill_(7))
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
     flush = CacheFlush("cuda")
-    assert flush.num_bytes == 2000
-    flush()
-    assert flush._buffer.shape == (2000,)
-    assert not flush._buffer.any()
+    assert flush.num_bytes == 1_000_000
+    began = device.free["main"] = device.host
+    with cached:
+        flush()
+    assert device.free["main"] - began >= 1_000_000
+
+    def flushed():
+        with cached:
+            flush()
+
+    timer = device.clock
+    times = [timer.time(lambda: device.work(50_000), before=flushed) for _ in range(10)]
+    assert times[-1] == pytest.approx(50_000, abs=10)
+
+
+@pytest.mark.parametrize(
+    ("properties", "cycles"),
+    [
+        ({"clock_rate": 1_980_000}, 2.475),
+        ({"clock_rate": 2_520_000, "gcnArchName": "NVIDIA GeForce RTX 4090"}, 3.15),
+        ({"clock_rate": 2_100_000, "gcnArchName": "gfx942:sramecc+:xnack-"}, 2.625),
+        ({"clock_rate": 2_304_000, "gcnArchName": "gfx1100"}, 0.1),
+        ({}, 3),
+    ],
+)
+def test_a_hold_counts_the_cycles_of_its_device(monkeypatch, properties, cycles):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
+    assert device_api.cycles_per_ns("cuda:0") == pytest.approx(cycles)

@@ -1,9 +1,12 @@
 """What is timed beside a batch, and what becomes of it where a backend will not have it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
 from attncheck.harness.checks.timing import measurement
 from attncheck.harness.checks.timing.device_api import CacheFlush
 from attncheck.harness.checks.timing.judgement import UntrustworthyTimeError
@@ -69,6 +72,65 @@ def test_what_is_raised_at_a_neighbour_says_which(measure):
     with pytest.raises(StageError) as caught:
         made.compare_neighbours()
     assert caught.value.raised.stage == "forward of the same batch, a token shorter"
+
+
+class TestOverhead:
+    """What a clock adds, on a simulated device whose events take 2 us, and the replay of a graph 3 us."""
+
+    @pytest.fixture
+    def gpu(self, monkeypatch, device):
+        device.event_ns = 2_000
+        monkeypatch.setattr(measurement, "cuda_api", lambda _device: device.api)
+        return device
+
+    @pytest.fixture
+    def recorder(self, monkeypatch, gpu):
+        """Replays take 3 us on the device before the kernel that was captured."""
+
+        class Recorder:
+            refusal = None
+
+            def record(self, prepare):
+                if self.refusal is not None:
+                    raise self.refusal
+                forward = prepare()
+                return SimpleNamespace(launch=lambda: (gpu.work(3_000), forward()))
+
+        made = Recorder()
+        monkeypatch.setattr(measurement, "recorder_for", lambda _device: made)
+        return made
+
+    def test_events_and_replays_are_measured_apart(self, gpu, recorder):
+        gpu.hold = lambda ns: gpu.work(ns + 1_500)  # the least that any kernel takes
+        found = measurement.measure_overhead(torch.device("cuda", 0), lambda: gpu.work(700_000))
+        assert (found.empty_ns, found.replay_ns) == (pytest.approx(2_000, abs=10), pytest.approx(3_000, abs=10))
+
+    def test_where_nothing_can_be_captured_events_are_measured_all_the_same(self, gpu, recorder):
+        recorder.refusal = CaptureError((Violation("error", "no graphs here"),))
+        found = measurement.measure_overhead(torch.device("cuda", 0))
+        assert (found.empty_ns, found.replay_ns) == (pytest.approx(2_000, abs=10), None)
+
+    def test_the_hosts_clock_has_none(self, recorder):
+        assert measurement.measure_overhead(CPU) is None
+
+    def test_no_sample_is_a_guard_however_little_time_there_is(self, gpu, monkeypatch, make_case):
+        """Guards wait for the device, and gaps between launches count in them."""
+
+        class Impl(ReferenceImpl):
+            def forward(self, *arguments, **keywords):
+                gpu.work(10_000)
+                gpu.spend(100_000)
+                gpu.work(10_000)
+                return super().forward(*arguments, **keywords)
+
+        backend = type("Slow", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+        monkeypatch.setattr(measurement, "clock_for", lambda _device: gpu.clock)
+        settings = TimingSettings(limit_s=1e-9)
+        bench = TimingConditions(CPU, settings, lambda _part, *take: sample(*take), CacheFlush(CPU))
+        problem = build_problem(make_case((1, 21), dtype="float32"), 0)
+        made = TimingMeasurement(bench, backend, problem, truth_of(problem, CPU, refuse_blindness=False))
+        forward, _ = made.latencies()
+        assert forward.samples_ns == tuple([pytest.approx(22_000, abs=10)] * 3)
 
 
 class TestNeighbours:

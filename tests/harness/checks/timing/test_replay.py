@@ -21,6 +21,7 @@ from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import BatchSpec, RequestSpec
+from attncheck.reports.run_file.timings import ClockOverhead
 
 CPU = torch.device("cpu")
 LEVELS = AttentionCGSupport
@@ -112,6 +113,20 @@ def test_replays_are_timed_and_builds_go_on(make_case):
     assert (recorder.launches, recorder.marked) == (4, 3)
     assert (builder.captures, builder.builds, len(step.build_ns)) == (2, 4, 4)
     assert step.notes == ()
+
+
+def test_what_a_replay_adds_to_its_kernels_is_no_part_of_a_time(make_case, device):
+    """Kernels of 50 us on a simulated device, 3 us to replay them, 2 us to record an event."""
+
+    class Slow(Recorder):
+        def launch(self):
+            device.work(53_000)
+            super().launch()
+
+    step, _ = timed(Graphed, Slow(), make_case)
+    device.event_ns = 2_000
+    step._clock, step._overhead = device.clock, ClockOverhead(empty_ns=2_000, replay_ns=3_000)
+    assert [step.take() for _ in range(10)][-1] == pytest.approx(50_000, abs=10)
 
 
 def test_a_replay_is_judged_like_any_other_call(make_case):

@@ -263,6 +263,23 @@ def test_what_is_slow_is_asked_for_less(measured):
     assert watch.host < 0.3e9
 
 
+def test_no_copy_pays_for_what_the_one_before_left_in_the_cache(monkeypatch):
+    """A copy takes 2 ms, and 1 ms more where dirty lines have to be written back meanwhile."""
+    dirty = [False]
+
+    class Cached(Watch):
+        def time(self, call, *, before=lambda: None):
+            before()
+            late, dirty[0] = dirty[0], True
+            self.times = lambda _number, _result: 3_000_000 if late else 2_000_000
+            return super().time(call)
+
+    monkeypatch.setattr(roofline, "host_ns", lambda: watch.host)
+    watch = Cached(None)
+    found = measure_ceilings("cpu", "float32", watch, lambda: dirty.__setitem__(0, False))
+    assert found.copy_bytes_per_s == pytest.approx(2 * CPU.copied / 2e-3)
+
+
 def test_this_machine_can_do_something():
     state = torch.get_rng_state()
     found = measure_ceilings("cpu", "bfloat16", HostClock())

@@ -13,6 +13,7 @@ from attncheck.harness.checks.timing.timed_step import LatestAnswer, TimedStep
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
+from attncheck.reports.run_file.timings import ClockOverhead
 
 CPU = torch.device("cpu")
 
@@ -212,6 +213,19 @@ def test_one_call_can_be_looked_at_by_other_means(case):
     step.finish()  # what it left in the buffer is nobody's answer
 
 
+def test_what_an_empty_pair_of_events_takes_is_no_part_of_a_time(case, device):
+    device.event_ns = 2_000
+
+    class Impl(ReferenceImpl):
+        def forward(self, *arguments, **keywords):
+            device.work(50_000)
+            return super().forward(*arguments, **keywords)
+
+    step = step_of(backend_of(Impl), case)
+    step._clock, step._overhead = device.clock, ClockOverhead(empty_ns=2_000, replay_ns=3_000)
+    assert [step.take() for _ in range(10)][-1] == pytest.approx(50_000, abs=10)
+
+
 def test_a_reader_learns_what_the_clock_of_a_device_met(case):
     api = DeviceApi(
         current=lambda: "main",
@@ -235,6 +249,8 @@ def test_a_reader_learns_what_the_clock_of_a_device_met(case):
     assert step.take() == 500_000
     assert (step.clock_name, step.notes) == ("events", ())
     clock.num_taken, clock.num_behind, clock.num_late = 20, 4, 3
-    behind, late = step.notes
+    clock.is_overlapped = True
+    unheld, behind, late = step.notes
+    assert unheld.startswith("forward: the device was not held back, because work seemed to go on elsewhere")
     assert behind.startswith("forward: in 4 of 20 calls the host fell behind")
     assert late.startswith("forward: in 3 of 20 calls work went on elsewhere")
