@@ -68,6 +68,7 @@ class TimingCheck:
         ceilings = self._ceilings_of(problem.layer.dtype)
         measurement = TimingMeasurement(bench, backend.backend, problem, truth)
         latencies = measurement.latencies()
+        chosen = measurement.chosen_kernels
         state = state_under_load(bench.device, measurement.call_once_more)
         measurement.compare_neighbours()
         kernels = measurement.kernels() if bench.settings.kernels else ()
@@ -88,7 +89,8 @@ class TimingCheck:
             device=state,
             notes=notes,
         )
-        return Holds(_figures(timing) | {"budget_share": measurement.worst}, notes, timing=timing)
+        figures = _figures(timing) | {"budget_share": measurement.worst}
+        return Holds(figures, notes, chosen_kernels=chosen, timing=timing)
 
     def _ceilings_of(self, dtype: str) -> Ceilings:
         if dtype not in self._ceilings:
