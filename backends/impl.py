@@ -4,7 +4,7 @@ Backends import from :mod:`attncheck.backends.contract`, which exports what they
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -79,6 +79,11 @@ class AttentionImpl(ABC, Generic[M]):
     brings_writer: ClassVar[bool] = True
     """Whether the backend writes the new K/V itself (in ``forward`` or ``do_kv_cache_update``). False: the harness
     writes them through the codec before ``forward``, and ``cache_write`` has nothing to examine."""
+
+    chosen_kernels: Collection[str] = ()
+    """Names of the kernels that ``forward`` has run so far, where a library chooses them; empty: not known.
+
+    Records and reports show them. An impl that knows them replaces this by a collection of its own."""
 
     @abstractmethod
     def __init__(

@@ -81,6 +81,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         sinks: Tensor | None = None,
         head_size_v: int | None = None,
     ) -> None:
+        self.chosen_kernels: set[str] = set()
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size_v = head_size if head_size_v is None else head_size_v
@@ -107,8 +108,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         self._window_size = sliding_window
         self.sliding_window = window_pair(sliding_window, bidirectional=not self.attends_causally)
         self.logits_soft_cap = logits_soft_cap or None
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
 
     @property
     def attends_causally(self) -> bool:

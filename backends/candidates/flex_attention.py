@@ -29,6 +29,9 @@ _RECOMPILE_LIMIT = 4096
 _EAGER_SCORES = 2**22
 """Scores of all heads that an eager call may materialise: 16 MiB. Requests are packed, and long ones cut, to that."""
 
+_EAGER, _COMPILED = "eager", "as Inductor chooses: flex_attention or flex_decoding"
+"""What runs on a CPU, and what runs where flex_attention is compiled."""
+
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -192,6 +195,7 @@ class FlexImpl(PagedImpl):
                     enable_gqa=self.num_heads != self.num_kv_heads,
                     return_aux=AuxRequest(lse=True),
                 )
+            self.chosen_kernels.add(_COMPILED if query_qHD.is_cuda else _EAGER)
             out_qHD, lse_qH = out_HqD[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
         if self.sinks is None:
             return out_qHD, lse_qH

@@ -4,12 +4,17 @@ A right and simple baseline for CPU and CUDA, and what a user of plain torch wou
 log-sum-exp are out of SDPA's reach, and declared so. Requests of equally many rows, few each, are one batched call that
 reads their lengths on the device, so that it can stand in a CUDA graph; of other steps each request is a call of its
 own, with lengths from the host.
+
+SDPA chooses a kernel for each call. The impl records which; ``torch_sdpa:KERNEL`` prefers one of them.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attncheck.backends.base.gathering import UnpagedRequest, unpaged_requests
@@ -24,8 +29,28 @@ UNIFORM_ROWS = 16
 cheaper; where a graph is captured, all that tells them from drafts to verify is how many rows they have."""
 
 
+KERNELS: Mapping[str, SDPBackend] = MappingProxyType(
+    {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+)
+"""SDPA's kernels by the names that records and ``torch_sdpa:KERNEL`` use."""
+
+_NAMES = MappingProxyType({kernel: name for name, kernel in KERNELS.items()})
+
+_ONLY_ON_CUDA = ("efficient", "cudnn")
+
+
 class SDPABackend(PagedBackend):
     """Any head size, any block size, both layouts. Graphs of uniform steps: see :class:`SDPABuilder`."""
+
+    kernels: ClassVar[tuple[SDPBackend, ...]] = (KERNELS["flash"], KERNELS["efficient"], KERNELS["math"])
+    """The kernels that SDPA may choose, the preferred one first.
+
+    cuDNN is left out: it builds a plan for each shape, and torch prefers it on some GPUs and not on others."""
 
     packing = "split_second"
     features = frozenset(
@@ -47,6 +72,25 @@ class SDPABackend(PagedBackend):
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     supported_attn_types = tuple(AttentionType)
 
+    @classmethod
+    def from_argument(cls, argument: str) -> "type[SDPABackend]":
+        """Return the backend whose calls run the kernel ``argument``, or ``math`` where SDPA refuses that kernel.
+
+        Raises ValueError for a name that is not in :data:`KERNELS`.
+        """
+        if argument not in KERNELS:
+            raise ValueError(f"torch_sdpa has no kernel {argument!r}; known: {', '.join(KERNELS)}")
+        impl: type[SDPAImpl] = type("PinnedSDPAImpl", (SDPAImpl,), {"__module__": __name__})
+        members = {
+            "__module__": __name__,
+            "kernels": tuple(dict.fromkeys((KERNELS[argument], KERNELS["math"]))),
+            "supported_devices": ("cuda",) if argument in _ONLY_ON_CUDA else cls.supported_devices,
+            "get_impl_cls": staticmethod(lambda: impl),
+        }
+        pinned = type("PinnedSDPABackend", (cls,), members)
+        impl.backend = pinned
+        return pinned
+
     @staticmethod
     def get_name() -> str:
         return "TORCH_SDPA"
@@ -65,7 +109,8 @@ class SDPABackend(PagedBackend):
 
     @classmethod
     def version(cls) -> str:
-        return f"torch {torch.__version__}"
+        has_cudnn = KERNELS["cudnn"] in cls.kernels
+        return f"torch {torch.__version__}" + (f", cuDNN {torch.backends.cudnn.version()}" if has_cudnn else "")
 
 
 class SDPAMetadata(PagedMetadata):
@@ -90,7 +135,7 @@ class SDPABuilder(PagedBuilder):
 class SDPAImpl(PagedImpl):
     """One layer."""
 
-    backend = SDPABackend
+    backend: ClassVar[type[SDPABackend]] = SDPABackend
     metadata_cls = SDPAMetadata
 
     def write(
@@ -117,10 +162,11 @@ class SDPAImpl(PagedImpl):
     ) -> None:
         params, dtype = self.params(metadata), query.dtype
         query_len = uniform_query_len(metadata, UNIFORM_ROWS)
-        if query_len is None:
-            for piece in unpaged_requests(params, metadata, layer, key, value, caches, dtype):
-                output[piece.rows] = self._attend_piece(params, query[piece.rows], piece)
-        else:
+        with sdpa_kernel(list(self.backend.kernels), set_priority=True):
+            if query_len is None:
+                for piece in unpaged_requests(params, metadata, layer, key, value, caches, dtype):
+                    output[piece.rows] = self._attend_piece(params, query[piece.rows], piece)
+                return
             tree = metadata.tree if metadata.tree is not None and len(metadata.tree) == query_len else None
             for part in uniform_requests(params, metadata, query_len, layer, key, value, caches, dtype):
                 output[part.rows] = self._attend_uniform(params, query[part.rows], part, tree)
@@ -169,16 +215,16 @@ class SDPAImpl(PagedImpl):
             # The bias is a float mask; in half precision slope * distance would lose the distance, so all is float32.
             tensors = [tensor.float() for tensor in tensors]
         query_nHqD, key_nHkD, value_nHkD = (tensor.transpose(1, 2) for tensor in tensors)
-        out_nHqD = scaled_dot_product_attention(
-            query_nHqD,
-            key_nHkD,
-            value_nHkD,
-            attn_mask=mask,
-            is_causal=is_causal,
-            scale=abs(self.scale) or 1.0,
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        )
-        return out_nHqD.transpose(1, 2)
+        asked: dict[str, Any] = {
+            "attn_mask": mask,
+            "is_causal": is_causal,
+            "scale": abs(self.scale) or 1.0,
+            "enable_gqa": self.num_heads != self.num_kv_heads,
+        }
+        # The function by which SDPA itself chooses.
+        choice = SDPBackend(torch._fused_sdp_choice(query_nHqD, key_nHkD, value_nHkD, **asked))
+        self.chosen_kernels.add(_NAMES[choice])
+        return scaled_dot_product_attention(query_nHqD, key_nHkD, value_nHkD, **asked).transpose(1, 2)
 
 
 def _alibi_mask(slopes: Tensor, seen: Tensor, ahead: Tensor) -> Tensor:

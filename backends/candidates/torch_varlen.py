@@ -126,6 +126,7 @@ class TorchVarlenImpl(FlashImpl):
             window_size=(left, 0 if params.causal else right),  # a tuple: (-1, 0) is recognised by comparison
             **asked,
         )
+        self.chosen_kernels.add(flash_implementation())
         return out, lse.t()
 
 
@@ -141,6 +142,12 @@ def varlen_module() -> Any:
 def varlen_parameters() -> frozenset[str]:
     """Return the names of the arguments of ``varlen_attn``."""
     return frozenset(inspect.signature(varlen_module().varlen_attn).parameters)
+
+
+def flash_implementation() -> str:
+    """Return the FlashAttention that ``varlen_attn`` calls: torch's own FA2, or the one activated in its place."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return (None if current is None else current()) or "FA2"
 
 
 def takes_pages(known: frozenset[str]) -> bool:

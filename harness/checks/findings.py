@@ -15,10 +15,12 @@ Figures = Mapping[str, float | int]
 class Measurements:
     """What a check measured besides, which the record carries as it is, in the field of the same name.
 
-    ``graph``: levels and probes of the check ``cudagraph``. ``timing``: times of the check ``timing``.
+    ``graph``: levels and probes of the check ``cudagraph``. ``chosen_kernels``: what a library chose to run; None: not
+    looked at. ``timing``: times of the check ``timing``.
     """
 
     graph: GraphLevels | None = None
+    chosen_kernels: tuple[str, ...] | None = None
     timing: Timing | None = None
 
 

@@ -182,8 +182,10 @@ def _check_again(problem: Problem, truth: Truth, session: Session, fill: Fill) -
 
 def _check(case: CheckedCase) -> Finding:
     session, seen = case.first_step()
-    first = check_numerics(case.problem, case.truth, seen)
-    return check_next_step(case.problem, case.truth, session, first) if isinstance(first, Holds) else first
+    finding = check_numerics(case.problem, case.truth, seen)
+    if isinstance(finding, Holds):
+        finding = check_next_step(case.problem, case.truth, session, finding)
+    return finding if isinstance(finding, Raised) else replace(finding, chosen_kernels=session.chosen_kernels)
 
 
 CHECK = Check(_check)

@@ -4,6 +4,7 @@ A :class:`Session` constructs impl, builder and cache once; every :meth:`Session
 fresh tensors and reports what was seen. Whatever the backend raises is caught here, with the stage it happened in.
 """
 
+from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.forward import BackendLayer, OutputBuffers
 from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs, forward_calls_of, num_builders
 from attncheck.harness.driver.kv_pool import KVPool
-from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.observation import Observation, Raised, printable
 from attncheck.harness.driver.output_buffers import read_result
 from attncheck.harness.driver.pool_filling import new_pool
 from attncheck.harness.driver.results import CallResult, merged, observed, placed
@@ -88,6 +89,11 @@ class Session:
         return threshold
 
     @property
+    def chosen_kernels(self) -> tuple[str, ...]:
+        """The kernels that the impl names so far, sorted; empty: not known. Raises StageError for what is no name."""
+        return call_backend("chosen_kernels", self._kernel_names)
+
+    @property
     def _is_merged(self) -> bool:
         return is_merged(self.problem.case.batch, self.backend.features)
 
@@ -132,6 +138,13 @@ class Session:
         except StageError as failure:
             return failure.raised
         return read_result(returned, buffers.out, must_be_buffer=self.backend.accept_output_buffer)[0]
+
+    def _kernel_names(self) -> tuple[str, ...]:
+        given: object = self.impl.chosen_kernels
+        names = list(given) if isinstance(given, Collection) and not isinstance(given, str) else [None]
+        if not all(isinstance(name, str) and name for name in names):
+            raise TypeError(f"{type(self.impl).__name__}.chosen_kernels is {given!r}; a collection of names is right")
+        return tuple(sorted({printable(str(name)) for name in names}))
 
     def _prepare(self) -> None:
         """Everything that depends on the problem."""

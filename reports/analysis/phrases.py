@@ -3,7 +3,7 @@
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from attncheck.reports.analysis.graph_levels import LevelRow
 from attncheck.reports.analysis.reasons import joined, shortened
@@ -56,6 +56,11 @@ def title(header: RunHeader) -> str:
 def suite_size(suite: SuiteInfo) -> str:
     """``57 cases``; what is asked of a provider are functions."""
     return plural(suite.cases, "function" if suite.name == UTILITIES else "case")
+
+
+def chosen_kernels(cases: Mapping[str, int]) -> str:
+    """Kernels and in how many cases each ran: ``flash (52 cases), math (1 case)``."""
+    return ", ".join(f"{one_line(kernel)} ({plural(count, 'case')})" for kernel, count in cases.items())
 
 
 def conventions(backend: BackendInfo) -> str:

@@ -25,6 +25,7 @@ from attncheck.reports.run_file.records import (
     Unavailable,
     Unsupported,
     XFailed,
+    chosen_kernels_of,
 )
 
 RunVerdict = Literal["passed", "failed", "not examined"]
@@ -78,7 +79,8 @@ class RunSummary:
     ``short`` are the records that fell short, ``expected`` those that did so as expected. Providers and their functions
     are counted in all figures, and apart from ``backends``, ``suites``, ``checks``, ``cases`` and ``gaps``. ``rounds``:
     of each record in ``short`` that stands for several rounds, in how many it fell short, and of how many;
-    ``most_rounds``: in how many any question was put.
+    ``most_rounds``: in how many any question was put. ``chosen_kernels``: of each backend that knows them, in how many
+    cases each of its library's kernels ran, the most frequent first.
     """
 
     backends: tuple[str, ...]
@@ -96,6 +98,7 @@ class RunSummary:
     expected: tuple[XFailed, ...]
     rounds: Mapping[RecordKey, tuple[int, int]] = field(default_factory=dict)
     most_rounds: int = 1
+    chosen_kernels: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def verdict(self) -> RunVerdict:
@@ -159,11 +162,24 @@ def summarise(records: Sequence[Record], *, checks: Sequence[str] = ()) -> RunSu
         expected=tuple(record for record in records if isinstance(record, XFailed)),
         rounds={each.record.key: (each.short, each.rounds) for each in asked if each.short and each.rounds > 1},
         most_rounds=max((each.rounds for each in asked), default=1),
+        chosen_kernels=_chosen_kernels(of_backends),
     )
 
 
 def _in_order(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
+
+
+def _chosen_kernels(records: Sequence[Record]) -> dict[str, dict[str, int]]:
+    """Of each backend, the kernels that its records name, and in how many cases."""
+    found = {(r.backend, kernel, r.suite, r.case_id) for r in records for kernel in chosen_kernels_of(r)}
+    counts = Counter((backend, kernel) for backend, kernel, _, _ in found)
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return {
+        backend: {kernel: count for (owner, kernel), count in ordered if owner == backend}
+        for backend in _in_order(record.backend for record in records)
+        if any(owner == backend for owner, _ in counts)
+    }
 
 
 def _gaps(records: Sequence[Record], checks: Sequence[str]) -> tuple[UnexaminedCases, ...]:

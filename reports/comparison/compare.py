@@ -12,6 +12,7 @@ from attncheck.reports.comparison.environment_changes import (
     EnvironmentChange,
     another_device,
     environment_changes,
+    kernel_changes,
     warnings_of_times,
 )
 from attncheck.reports.comparison.matching import OneSidedCases, RunMatching, is_one_file, label, match_runs
@@ -90,7 +91,10 @@ def compare_runs(
         matching.only_base,
         matching.only_new,
         matching.changed,
-        environment_changes(base.header, new.header, matching.backends),
+        (
+            *environment_changes(base.header, new.header, matching.backends),
+            *kernel_changes(base.records, new.records, matching.backends),
+        ),
         tuple(warnings),
         terms,
     )

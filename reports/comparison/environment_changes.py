@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from attncheck.reports.comparison.speed_changes import SpeedChange
 from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader
+from attncheck.reports.run_file.records import Record, chosen_kernels_of
 from attncheck.reports.run_file.timings import Timing
 from attncheck.reports.speeds.speed import Speed
 
@@ -41,6 +42,21 @@ def environment_changes(base: RunHeader, new: RunHeader, backends: Mapping[str, 
     return tuple(EnvironmentChange(name, _words(was), _words(now)) for name, was, now in fields if was != now)
 
 
+def kernel_changes(
+    base: Sequence[Record], new: Sequence[Record], backends: Mapping[str, str]
+) -> tuple[EnvironmentChange, ...]:
+    """Return the backends whose libraries chose other kernels in NEW; none where a run does not know its kernels.
+
+    ``backends``: the names of those compared, in BASE and NEW.
+    """
+    pairs = [(one, _kernels_of(one, base), _kernels_of(other, new)) for one, other in backends.items()]
+    return tuple(
+        EnvironmentChange(f"{name}: kernels", _words(was), _words(now))
+        for name, was, now in pairs
+        if was and now and was != now
+    )
+
+
 def another_device(base: Environment, new: Environment) -> str:
     """Why times of the two machines are no comparison of backends; empty: one device, as far as can be told."""
     names = ["device", "device_name"]
@@ -65,6 +81,10 @@ def warnings_of_times(changes: Sequence[SpeedChange]) -> tuple[str, ...]:
 
 
 _FIELDS = tuple(name for name in Environment.model_fields)
+
+
+def _kernels_of(name: str, records: Sequence[Record]) -> tuple[str, ...]:
+    return tuple(sorted({kernel for r in records if r.backend == name for kernel in chosen_kernels_of(r)}))
 
 
 def _info(header: RunHeader, name: str) -> BackendInfo:

@@ -88,6 +88,7 @@ def _environment() -> "Environment":
     )
     environment.filters |= {
         "budgets": phrases.budgets,
+        "chosen_kernels": phrases.chosen_kernels,
         "conventions": phrases.conventions,
         "gap_outcome": phrases.gap_outcome,
         "gap_reasons": phrases.gap_reasons,

@@ -77,6 +77,7 @@ def _backends(run: Run, summary: RunSummary) -> list[str]:
         _suite_table(summary, run.header),
         "## Backends and checks",
         check_table(summary),
+        *_chosen_kernels(summary),
         *support(run, summary.backends),
     ]
 
@@ -114,6 +115,15 @@ def check_table(summary: RunSummary) -> str:
         for backend in summary.backends
     ]
     return markup.table(["backend", *summary.checks], rows)
+
+
+def _chosen_kernels(summary: RunSummary) -> list[str]:
+    """The kernels that libraries chose; empty where no backend knows them."""
+    lines = [
+        f"- Kernels of {markup.escaped(name)}: {markup.escaped(phrases.chosen_kernels(cases))}"
+        for name, cases in summary.chosen_kernels.items()
+    ]
+    return ["\n".join(lines)] if lines else []
 
 
 def _backend(name: str, header: RunHeader) -> str:

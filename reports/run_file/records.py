@@ -116,9 +116,11 @@ class _LevelRecord(_RecordBase):
 class _MeasuredRecord(_LevelRecord):
     """What a record may carry where the case was examined. A new kind of measurement is a field here.
 
-    ``timing``: of the check ``timing``.
+    ``chosen_kernels``: of the checks ``numerics`` and ``timing``, the kernels that a library chose, by the backend's
+    names; empty: not known. ``timing``: of the check ``timing``.
     """
 
+    chosen_kernels: tuple[str, ...] = ()
     timing: Timing | None = None
 
 
@@ -212,6 +214,11 @@ def graph_of(record: Record) -> GraphLevels | None:
 def timing_of(record: Record) -> Timing | None:
     """The times a record carries; None for other checks, and where nothing was timed."""
     return record.timing if isinstance(record, _MeasuredRecord) else None
+
+
+def chosen_kernels_of(record: Record) -> tuple[str, ...]:
+    """Return the kernels that a library chose; empty where they are not known, and where nothing was examined."""
+    return record.chosen_kernels if isinstance(record, _MeasuredRecord) else ()
 
 
 def without_outcome(record: Record) -> dict[str, Any]:

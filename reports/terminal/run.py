@@ -73,6 +73,7 @@ def render(
     summary = summarise(records, checks=header.checks)
     sections = [
         _check_table(summary, color),
+        _chosen_kernels(summary),
         _graph_levels(level_rows(records), unmeasured_cases(records), color),
         _suite_table(summary, color) if len(summary.suites) > 1 else "",
         render_speeds(speeds(records)),
@@ -103,6 +104,11 @@ def _check_table(summary: RunSummary, color: bool) -> str:
         for backend in summary.backends
     ]
     return table([["backend", *summary.checks, *worst, "not\nexamined"], *rows])
+
+
+def _chosen_kernels(summary: RunSummary) -> str:
+    lines = [f"kernels of {name}: {phrases.chosen_kernels(cases)}" for name, cases in summary.chosen_kernels.items()]
+    return "\n".join(wrap(phrases.one_line(line)) for line in lines)
 
 
 def _graph_levels(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str, int]], color: bool) -> str:

@@ -115,8 +115,8 @@ def test_a_class_of_vllms_is_answered_with_the_name_that_takes_it(file, monkeypa
 
 
 def test_a_name_that_takes_no_argument():
-    with pytest.raises(BackendLoadError, match="torch_sdpa takes no argument; ask for 'torch_sdpa'"):
-        load("torch_sdpa:fast")
+    with pytest.raises(BackendLoadError, match="flex_attention takes no argument; ask for 'flex_attention'"):
+        load("flex_attention:fast")
 
 
 def test_a_class_in_a_file(file):

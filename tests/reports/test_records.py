@@ -22,6 +22,7 @@ from attncheck.reports.run_file.records import (
     Unsupported,
     XFailed,
     XPassed,
+    chosen_kernels_of,
     format_line,
     graph_of,
     parse_line,
@@ -184,3 +185,17 @@ def test_the_digest_tells_environments_apart() -> None:
 def test_a_suite_read_from_a_file_is_named_by_its_path() -> None:
     assert HEADER.suite_ref("mine") == "./mine.yaml"
     assert HEADER.suite_ref("smoke") == "smoke"
+
+
+def test_a_line_from_before_kernels_were_recorded_is_read() -> None:
+    written = json.loads(format_line(ONE_OF_EACH[0].model_copy(update={"chosen_kernels": ("flash",)})))
+    assert written.pop("chosen_kernels") == ["flash"]
+    again = parse_line(json.dumps(written))
+    assert again == ONE_OF_EACH[0]
+    assert [chosen_kernels_of(record) for record in ONE_OF_EACH] == [()] * 8
+
+
+def test_an_expected_failure_keeps_the_kernels_that_ran() -> None:
+    failed = ONE_OF_EACH[1].model_copy(update={"chosen_kernels": ("flash",)})
+    expected = XFailed(**without_outcome(failed), underlying="failed", summary="7 of 40 rows", reason="known")
+    assert chosen_kernels_of(expected) == ("flash",)

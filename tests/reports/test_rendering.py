@@ -210,3 +210,17 @@ def test_messages_cannot_become_markup(write: Write, make: Make) -> None:
     cells = next(line for line in outside.splitlines() if "unsupported |" in line)
     assert len(re.findall(r"(?<!\\)\|", cells)) == 5
     assert "a_b" in cells
+
+
+def test_kernels_that_a_library_chose_stand_below_the_table(header: RunHeader, make: Make, write: Write) -> None:
+    records = [
+        make("passed", chosen_kernels=["flash"]),
+        make("passed", case_id="b", chosen_kernels=["flash", "a | b"]),
+        make("passed", backend="Wrong"),
+    ]
+    lines = terminal.render(header, records).splitlines()
+    assert lines[4:6] == ["", "kernels of reference: flash (2 cases), a | b (1 case)"]
+    told = markdown.render_run(read_run(write(*records)))
+    assert "- Kernels of reference: flash (2 cases), a \\| b (1 case)\n" in told
+    assert "kernels of" not in terminal.render(header, records[2:])
+    assert "Kernels of" not in markdown.render_run(read_run(write(records[2], name="two.jsonl")))

@@ -81,3 +81,17 @@ def test_reasons_that_differ_in_a_size_are_one_gap(make: Make) -> None:
     (gap,) = summarise(sizes).gaps
     assert gap.reasons == ("head_size 8, 80: no", "no window")
     assert gap.cases == 2
+
+
+def test_kernels_are_counted_in_cases_the_most_frequent_first(make: Make) -> None:
+    records = [
+        make("passed", chosen_kernels=["math"]),
+        make("passed", check="timing", chosen_kernels=["flash", "math"]),
+        make("failed", case_id="b", chosen_kernels=["flash"]),
+        make("passed", case_id="c", chosen_kernels=["flash"]),
+        make("unsupported", case_id="d"),
+        make("passed", backend="Wrong"),
+    ]
+    assert {name: list(cases.items()) for name, cases in summarise(records).chosen_kernels.items()} == {
+        "reference": [("flash", 3), ("math", 1)]
+    }

@@ -138,6 +138,7 @@ class FlashAttnImpl(FlashImpl):
             return_softmax_lse=True,
             **self._scores(metadata, query.device),
         )
+        self.chosen_kernels.add("FA2 flash_attn_with_kvcache")
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
     def _packed(
@@ -161,6 +162,7 @@ class FlashAttnImpl(FlashImpl):
             block_table=common.block_table_tensor if is_paged else None,
             **self._scores(metadata, query.device),
         )
+        self.chosen_kernels.add("FA2 flash_attn_varlen_func")
         return out, lse.t()
 
     def _scores(self, metadata: PackedMetadata, device: torch.device) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class FlashInferImpl(PagedImpl):
                 _run(part, query[rows], _dense(key[rows]), _dense(value[rows]), output=output[rows], lse=lse)
             else:
                 raise RuntimeError("neither a cache nor keys and values to attend to")
+            self.chosen_kernels.add(part.planned.kernels)
 
     def _refuse_wrong_step(
         self,

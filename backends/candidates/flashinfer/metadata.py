@@ -26,6 +26,11 @@ class PlannedWrapper:
         self.latest: Plan | None = None
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
+    @property
+    def kernels(self) -> str:
+        """The family of kernels that the library's latest plan chose, such as ``fa2``, and the wrapper that runs it."""
+        return f"{self.wrapper._backend} {type(self.wrapper).__name__}"
+
     def plan(self, **arguments: Any) -> Plan:
         """Plans for another step, and forgets the plan before it.
 

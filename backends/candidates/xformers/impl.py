@@ -12,10 +12,13 @@ from torch import Tensor
 from attncheck.backends.candidates.triton_unified.attention import unified_attention
 from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
 from attncheck.backends.candidates.xformers.backend import XFormersBackend
-from attncheck.backends.candidates.xformers.operator import paged_decode
+from attncheck.backends.candidates.xformers.operator import operator_for, paged_decode
 from attncheck.backends.contract import AttentionCGSupport, AttentionLayer, CommonAttentionMetadata
 from attncheck.backends.paged import PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
+
+UNIFIED = "attncheck's unified_attention"
+"""What records call the kernel that attends to all other rows."""
 
 
 @dataclass
@@ -96,6 +99,7 @@ class XFormersImpl(PagedImpl):
         if n:
             lse = None if output_lse is None else output_lse[:n]
             paged_decode(query[:n], *caches, table[:n], lens[:n], self.scale, output[:n], lse)
+            self.chosen_kernels.add(operator_for(caches[0].shape[1]).NAME)
         if n < metadata.num_rows:
             key_cache, value_cache = caches
             unified_attention(
@@ -110,6 +114,7 @@ class XFormersImpl(PagedImpl):
                 params=self.params(metadata),
                 output_lse=None if output_lse is None else output_lse[n:],
             )
+            self.chosen_kernels.add(UNIFIED)
 
     def _wrong_cache(self, kv_cache: Tensor, dtype: torch.dtype) -> list[str]:
         """Also a cache that is no run of tokens, as which the library takes it: refused before it is written."""

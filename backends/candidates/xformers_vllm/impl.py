@@ -6,11 +6,12 @@ constructor without a word. Attributes keep vLLM's names.
 
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from attncheck.backends.candidates.triton_unified.attention import unified_attention
 from attncheck.backends.candidates.triton_unified.cache import reshape_and_cache
 from attncheck.backends.candidates.xformers.availability import quiet_import
+from attncheck.backends.candidates.xformers.impl import UNIFIED
 from attncheck.backends.candidates.xformers.operator import operator_for
 from attncheck.backends.candidates.xformers_vllm.backend import XFormersAttentionBackend
 from attncheck.backends.candidates.xformers_vllm.metadata import XFormersAttentionMetadata
@@ -19,7 +20,8 @@ from attncheck.backends.dtypes import FP8_DTYPES
 from attncheck.reference.attention.params import AttentionParams
 
 with quiet_import():
-    from xformers.ops.fmha import memory_efficient_attention_forward
+    from xformers.ops.fmha import Inputs, memory_efficient_attention_forward
+    from xformers.ops.fmha.dispatch import _dispatch_fw
 
 
 class XFormersAttentionImpl(AttentionImpl[XFormersAttentionMetadata]):
@@ -48,6 +50,8 @@ class XFormersAttentionImpl(AttentionImpl[XFormersAttentionMetadata]):
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"XFormersAttentionImpl: attn_type {attn_type}: only decoder is supported")
         XFormersAttentionBackend.validate_head_size(head_size)
+        self.chosen_kernels: set[str] = set()
+        self._dispatched: set[Size] = set()
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -97,6 +101,7 @@ class XFormersAttentionImpl(AttentionImpl[XFormersAttentionMetadata]):
                 k_scale=None if code_dtype is None else layer._k_scale,
                 v_scale=None if code_dtype is None else layer._v_scale,
             )
+            self.chosen_kernels.add(UNIFIED)
         if (decode := attn_metadata.decode_metadata) is not None:
             decode_query = query[:num_decode_tokens]
             out = self._decode(decode_query, key_cache, value_cache, decode)
@@ -145,15 +150,15 @@ class XFormersAttentionImpl(AttentionImpl[XFormersAttentionMetadata]):
             cache.view(1, -1, kv_heads, 1, head_size).expand(-1, -1, -1, group, -1)
             for cache in (key_cache, value_cache)
         )
+        grouped, bias = query.view(1, -1, kv_heads, group, head_size), decode.attn_bias
+        operator = operator_for(key_cache.shape[1]) if self.names_operator else None
         result: Tensor = memory_efficient_attention_forward(
-            query.view(1, -1, kv_heads, group, head_size),
-            key,
-            value,
-            attn_bias=decode.attn_bias,
-            p=0.0,
-            scale=self.scale,
-            op=operator_for(key_cache.shape[1]) if self.names_operator else None,
+            grouped, key, value, attn_bias=bias, p=0.0, scale=self.scale, op=operator
         )
+        if grouped.shape not in self._dispatched:  # the choice follows from the shape, and takes a while
+            self._dispatched.add(grouped.shape)
+            operator = operator or _dispatch_fw(Inputs(grouped, key, value, bias, 0.0, self.scale), False)
+            self.chosen_kernels.add(operator.NAME)
         return result
 
 

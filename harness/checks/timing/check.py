@@ -53,8 +53,8 @@ class TimingCheck:
     @cached_property
     def _conditions(self) -> TimingConditions:
         """Made when it is needed: what it flushes a cache with takes memory of the device."""
-        bench = TimingConditions(self._device, self._settings, self._sampler, CacheFlush(self._device))
-        return replace(bench, overhead=measure_overhead(self._device, bench.flusher))
+        conditions = TimingConditions(self._device, self._settings, self._sampler, CacheFlush(self._device))
+        return replace(conditions, overhead=measure_overhead(self._device, conditions.flusher))
 
     def examine(self, backend: LoadedBackend, problem: Problem, truth: Truth) -> Finding:
         """The finding for one case. Raises StageError for what the backend raised."""
@@ -73,6 +73,7 @@ class TimingCheck:
         ceilings = self._ceilings_of(problem.layer.dtype)
         measurement = TimingMeasurement(conditions, backend.backend, problem, truth)
         latencies = measurement.latencies()
+        chosen = measurement.chosen_kernels
         state = state_under_load(conditions.device, measurement.call_once_more)
         measurement.compare_neighbours()
         kernels = measurement.kernels() if conditions.settings.kernels else ()
@@ -89,14 +90,15 @@ class TimingCheck:
             ceilings=ceilings,
             kernels=kernels,
             device=state,
-            overhead=bench.overhead,
+            overhead=conditions.overhead,
             notes=notes,
         )
-        return Holds(_figures(timing) | {"budget_share": measurement.worst}, notes, timing=timing)
+        figures = _figures(timing) | {"budget_share": measurement.worst}
+        return Holds(figures, notes, chosen_kernels=chosen, timing=timing)
 
     def _ceilings_of(self, dtype: str) -> Ceilings:
         if dtype not in self._ceilings:
-            self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device), self._bench.flusher)
+            self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device), self._conditions.flusher)
         return self._ceilings[dtype]
 
 

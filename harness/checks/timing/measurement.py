@@ -85,6 +85,11 @@ class TimingMeasurement:
         return (*self._own.notes, *self._notes)
 
     @property
+    def chosen_kernels(self) -> tuple[str, ...]:
+        """The kernels that a library chose so far; empty: not known."""
+        return self._session.chosen_kernels
+
+    @property
     def worst(self) -> float:
         """The largest error of the batch's answers, in budgets."""
         return self._own.worst

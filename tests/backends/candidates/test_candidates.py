@@ -265,3 +265,12 @@ def test_scales_mean_nothing_to_a_float_cache(make_step):
         step = make_step(backend, PLAIN, MIXED, cache=CacheSpec(k_scale=0.3, v_scale=(2.0, 5.0)))
         step.run()
         assert_right(step)
+
+
+@pytest.mark.parametrize(("backend", "kernels"), [(FlexBackend, {"eager"}), (ReferenceBackend, set())])
+def test_on_a_cpu_flex_attention_says_that_nothing_was_compiled(backend, kernels, make_step):
+    step = make_step(backend, PLAIN, MIXED)
+    impl = step.impl()
+    step.impl = lambda: impl
+    step.run()
+    assert impl.chosen_kernels == kernels

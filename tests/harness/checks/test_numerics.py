@@ -3,9 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 
-from attncheck.harness.checks.numerics import other_batches
+from attncheck.backends.registry import load
+from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
+from attncheck.harness.checks.numerics import CHECK, other_batches
 from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import AttentionType, RequestSpec
 
 
@@ -40,3 +44,13 @@ def test_cross_attention_stays_on_its_step(make_case: Any) -> None:
     alike, smaller = other_batches(make_case(first, later, attn_type=AttentionType.ENCODER_DECODER))
     assert [(r.context_len > 0, r.encoder_len) for r in alike.batch] == [(False, 30), (True, 21)]
     assert [(r.context_len > 0, r.encoder_len) for r in smaller.batch] == [(True, 10), (False, 15)]
+
+
+@pytest.mark.parametrize(
+    ("ref", "kernels"), [("torch_sdpa", ("flash",)), ("torch_sdpa:math", ("math",)), ("reference", ())]
+)
+def test_the_finding_names_the_kernels_that_a_library_chose(ref: str, kernels: tuple[str, ...], make_case: Any) -> None:
+    problem = build_problem(make_case((1, 9), (3, 20)), 0)
+    truth = truth_of(problem, torch.device("cpu"))
+    found = CHECK.run(CheckedCase(load(ref), problem, truth, torch.device("cpu"), (), SharedByChecks()))
+    assert found.chosen_kernels == kernels  # type: ignore[union-attr]

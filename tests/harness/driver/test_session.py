@@ -307,3 +307,25 @@ def test_an_exception_without_words_is_still_told() -> None:
             raise RuntimeError
 
     assert "RuntimeError" in capture_exception("forward", MuteError()).message
+
+
+def test_the_kernels_that_an_impl_names_are_sorted_and_known_after_a_step(make_case: Any) -> None:
+    def forward(self: Any, *given: Any, **more: Any) -> Any:
+        self.chosen_kernels = ["math", "flash", "math"]
+        return ReferenceImpl.forward(self, *given, **more)
+
+    session = Session(impl(forward=forward), build_problem(make_case(), 0), CPU)
+    assert session.chosen_kernels == ()
+    session.run()
+    assert session.chosen_kernels == ("flash", "math")
+
+
+@pytest.mark.parametrize("wrong", ["flash", None, 3, ["flash", None], [""]])
+def test_kernels_that_are_no_names_are_an_error_of_the_backend(wrong: Any, make_case: Any) -> None:
+    made = type("Impl", (ReferenceImpl,), {"chosen_kernels": property(lambda _: wrong, lambda _, value: None)})
+    session = Session(variant(Impl=made), build_problem(make_case(), 0), CPU)
+    with pytest.raises(StageError) as caught:
+        _ = session.chosen_kernels
+    assert caught.value.raised.in_words == (
+        f"chosen_kernels raised TypeError: Impl.chosen_kernels is {wrong!r}; a collection of names is right"
+    )

@@ -1,6 +1,7 @@
 """What a finding measured is in its record, in the field of the same name."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -8,11 +9,22 @@ from pydantic import ValidationError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined
 from attncheck.harness.run.outcomes import Circumstances, record_of
 from attncheck.reports.run_file.graph_levels import GraphLevels
-from attncheck.reports.run_file.records import Failed, Passed, Record, XFailed, XPassed, graph_of, timing_of
+from attncheck.reports.run_file.records import (
+    Failed,
+    Passed,
+    Record,
+    XFailed,
+    XPassed,
+    chosen_kernels_of,
+    graph_of,
+    timing_of,
+)
 from attncheck.reports.run_file.timings import Timing
 
 LEVELS = GraphLevels(declared="ALWAYS", measured=None, recorder="cuda")
 TIMING = Timing(latencies=())
+KERNELS = ("flash", "math")
+MEASURED: dict[str, Any] = {"graph": LEVELS, "chosen_kernels": KERNELS, "timing": TIMING}
 
 
 @dataclass(frozen=True)
@@ -40,10 +52,10 @@ def test_every_measurement_has_a_field_in_records(outcome: type[Record]) -> None
     assert {field.name for field in fields(Measurements)} <= outcome.model_fields.keys()
 
 
-@pytest.mark.parametrize("finding", [Holds(graph=LEVELS, timing=TIMING), Broken("no", graph=LEVELS, timing=TIMING)])
+@pytest.mark.parametrize("finding", [Holds(**MEASURED), Broken("no", **MEASURED)])
 def test_a_record_carries_what_was_measured(finding: Finding) -> None:
     record = recorded(finding)
-    assert (graph_of(record), timing_of(record)) == (LEVELS, TIMING)
+    assert (graph_of(record), chosen_kernels_of(record), timing_of(record)) == (LEVELS, KERNELS, TIMING)
 
 
 def test_what_was_not_examined_has_levels_and_no_times() -> None:

@@ -120,3 +120,27 @@ def test_backends_of_one_run_may_all_be_slower_than_others(run_of: RunOf, timed:
     assert len(found.speeds) == 8
     assert all(change.ratio > 1 for change in found.speeds)
     assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "told"),
+    [
+        (("flash",), ("flash",), {}),
+        (("flash",), ("cudnn", "flash"), {"reference: kernels": ("flash", "cudnn, flash")}),
+        ((), ("flash",), {}),
+        (("flash",), (), {}),
+    ],
+)
+def test_other_kernels_of_a_library_are_told_where_both_runs_know_them(
+    base: tuple[str, ...],
+    new: tuple[str, ...],
+    told: dict[str, tuple[str, str]],
+    run_of: RunOf,
+    timed: Timed,
+    around: Around,
+) -> None:
+    def run(kernels: tuple[str, ...]) -> Run:
+        return run_of([record.model_copy(update={"chosen_kernels": kernels}) for record in timed(around(1e6))])
+
+    changes = compare_runs(run(base), run(new)).environments
+    assert {each.field: (each.base, each.new) for each in changes} == told

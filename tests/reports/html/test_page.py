@@ -10,7 +10,7 @@ import pytest
 
 from attncheck.errors import MissingExtraError
 from attncheck.reports.html import page, render_runs
-from attncheck.reports.run_file.records import Failed, Unavailable, Unsupported
+from attncheck.reports.run_file.records import Failed, Passed, Unavailable, Unsupported
 
 LENGTHS = (512, 1024, 2048, 4096)
 
@@ -125,3 +125,9 @@ def test_what_is_missing_is_named_with_what_installs_it(
         MissingExtraError, match=rf"{package}, which is not installed; pip install 'attncheck\[report\]'"
     ):
         render_runs([run_with([record_of()])])
+
+
+def test_kernels_that_a_library_chose_stand_below_the_table(parse: Any, run_with: Any, record_of: Any) -> None:
+    one = record_of(Passed, case_id="a", backend="one", chosen_kernels=("<flash>",))
+    assert "Kernels of one: <flash> (1 case)" in parse(run_with([one])).shown
+    assert "Kernels of" not in parse(run_with([record_of(Passed, case_id="a", backend="one")])).shown

@@ -260,3 +260,16 @@ def test_the_stand_ins_have_the_signatures_of_the_installed_library(stand_ins):
         found = inspect.signature(getattr(real, function.__name__)).parameters.values()
         own = inspect.signature(function).parameters.values()
         assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in own]
+
+
+@pytest.mark.parametrize(
+    ("batch", "kernel"),
+    [("decode", "FA2 flash_attn_with_kvcache"), ("mixed", "FA2 flash_attn_varlen_func")],
+)
+def test_the_function_that_ran_is_named(batch, kernel, make_written_step, flash_attn_calls):
+    step = make_written_step(FlashAttnBackend, PLAIN, BATCHES[batch])
+    impl = step.impl()
+    step.impl = lambda: impl
+    step.run()
+    assert [f"FA2 {called}" for called, _ in flash_attn_calls] == [kernel]
+    assert impl.chosen_kernels == {kernel}

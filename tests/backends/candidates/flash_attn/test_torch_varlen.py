@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from attncheck.backends.candidates.torch_varlen import TorchVarlenBackend
+from attncheck.backends.candidates.torch_varlen import TorchVarlenBackend, flash_implementation
 from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
 PLAIN = LayerSpec(num_heads=6, num_kv_heads=2, head_size=24, dtype="float16", scale=0.3)
@@ -213,3 +213,18 @@ def test_a_torch_without_the_kernels_is_unavailable(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     reasons = TorchVarlenBackend.unavailable_reasons("cpu")
     assert reasons[1:] == [f"torch {torch.__version__} was built without FlashAttention"]
+
+
+@pytest.mark.parametrize(("activated", "kernel"), [(None, "FA2"), ("FA3", "FA3")])
+def test_the_flash_attention_that_torch_calls_is_named(activated, kernel, make_written_step, aten_calls, monkeypatch):
+    monkeypatch.setattr(torch.nn.attention._registry, "_FLASH_ATTENTION_ACTIVE", activated and (activated, None))
+    step = make_written_step(TorchVarlenBackend, PLAIN, MIXED)
+    impl = step.impl()
+    step.impl = lambda: impl
+    step.run()
+    assert impl.chosen_kernels == {kernel}
+
+
+def test_a_torch_that_knows_no_other_flash_attention_runs_its_own(make_written_step, aten_calls, monkeypatch):
+    monkeypatch.delattr(torch.nn.attention, "current_flash_attention_impl")
+    assert flash_implementation() == "FA2"

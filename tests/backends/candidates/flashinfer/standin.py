@@ -105,6 +105,7 @@ class Wrapper:
         assert given["float_workspace_buffer"].dtype == torch.uint8
         assert self.layout in ("NHD", "HND")
         self.is_graph, self.given = given["use_cuda_graph"], given
+        self._backend = given["backend"]
         self.plan_arguments: dict[str, Any] = {}
         if self.is_graph:
             assert self.name == DECODE, "no other is made for graphs here"

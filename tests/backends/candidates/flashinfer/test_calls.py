@@ -188,3 +188,18 @@ def test_the_writer_is_that_of_the_unified_kernel(make_engine: Make, monkeypatch
     ((*rows, scales),) = seen
     assert rows == arguments
     assert scales == {"k_scale": engine.layer._k_scale, "v_scale": engine.layer._v_scale}
+
+
+def test_the_family_of_kernels_that_the_library_chose_is_named(
+    library: Any, make_engine: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the latest plan, whatever was asked for."""
+    engine = make_engine()
+    metadata = engine.build(make_batch(MIXED))
+    monkeypatch.setattr(metadata.prefill.planned.wrapper, "_backend", "fa3")
+    assert engine.impl.chosen_kernels == set()
+    engine.forward(metadata)
+    assert engine.impl.chosen_kernels == {
+        "fa2 BatchDecodeWithPagedKVCacheWrapper",
+        "fa3 BatchPrefillWithPagedKVCacheWrapper",
+    }

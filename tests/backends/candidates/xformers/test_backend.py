@@ -190,3 +190,19 @@ def test_bfloat16_is_asked_where_the_interpreter_can_multiply_it(modifiers, is_a
     assert (XFormersBackend.unavailable_case_reasons(*asked) == []) == is_asked
     monkeypatch.delenv("TRITON_INTERPRET")
     assert XFormersBackend.unavailable_case_reasons(*asked) == []
+
+
+@pytest.mark.parametrize(
+    ("modifiers", "requests", "expected"),
+    [
+        ({}, [(1, 5), (1, 9)], {"paged_triton_splitK_n16"}),
+        ({}, [(1, 5), (4, 9)], {"paged_triton_splitK_n16", "attncheck's unified_attention"}),
+        ({"sliding_window": 3}, [(1, 5), (1, 9)], {"attncheck's unified_attention"}),
+    ],
+)
+def test_the_kernels_that_ran_are_named(modifiers, requests, expected, make_step, attended):
+    step = make_step(XFormersBackend, replace(PLAIN, **modifiers), requests)
+    impl = step.impl()
+    step.impl = lambda: impl
+    step.run()
+    assert impl.chosen_kernels == expected

@@ -1,6 +1,7 @@
 """``forward`` of ``xformers_vllm``, its real operator interpreted: what is right, and what is known to be wrong."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,3 +156,36 @@ def test_a_pool_of_fewer_than_256_slots_keeps_split_k_off_the_list(make_step):
     with pytest.raises(NotImplementedError, match="No operator found") as caught:
         step.run(kv_cache=torch.zeros(2, 15, 16, 2, 32, dtype=torch.float16))
     assert NAMED not in str(caught.value)
+
+
+@pytest.mark.parametrize(("backend", "name"), [(XFormersAttentionBackend, "asked"), (XFormersAutoBackend, "found")])
+def test_the_operator_that_ran_is_named(backend, name, make_step, monkeypatch):
+    """The library is asked for its choice once a shape, after a call that has succeeded."""
+    asked, dispatched = SimpleNamespace(NAME="asked"), []
+
+    def attend(query, key, value, *, attn_bias, p, scale, op):
+        assert op is (asked if name == "asked" else None)
+        return query
+
+    def dispatch(given, needs_gradient):
+        dispatched.append((given.query.shape, needs_gradient))
+        return SimpleNamespace(NAME="found")
+
+    monkeypatch.setattr(impl_module, "operator_for", lambda page_size: asked)
+    monkeypatch.setattr(impl_module, "memory_efficient_attention_forward", attend)
+    monkeypatch.setattr(impl_module, "_dispatch_fw", dispatch)
+    step = make_step(backend, PLAIN, DECODES)
+    impl = step.impl()
+    step.impl = lambda: impl
+    step.run()
+    step.run()
+    assert impl.chosen_kernels == {name}
+    assert dispatched == ([] if name == "asked" else [((1, 2, 2, 2, 32), False)])
+
+
+def test_the_kernel_of_prefills_is_named_too(make_step):
+    step = make_step(XFormersAttentionBackend, PLAIN, [(1, 5), (3, 3)])
+    impl = step.impl()
+    step.impl = lambda: impl
+    step.run()
+    assert impl.chosen_kernels == {"paged_triton_splitK_n16", "attncheck's unified_attention"}

@@ -153,3 +153,8 @@ def test_too_little_memory_is_nobodys_fault(question, monkeypatch):
 @pytest.mark.parametrize(("features", "is_asked"), [(frozenset({"cascade", "lse"}), True), (frozenset({"lse"}), False)])
 def test_a_cascade_is_timed_where_it_is_one_call(features, is_asked, make_case):
     assert (unasked_reasons(make_case(path="cascade"), features) == ()) is is_asked
+
+
+def test_the_kernels_that_a_library_chose_are_measured_too(question):
+    found = TimingCheck(CPU, SETTINGS, steady).examine(load("torch_sdpa:math"), *question)
+    assert found.chosen_kernels == ("math",)
