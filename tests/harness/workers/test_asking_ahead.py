@@ -43,7 +43,7 @@ class Attentive:
         self.sent += len(format_message(request))
         self._log.append(f"{self._ref} is asked {request.case.partition('/')[2]}")
 
-    def receive(self) -> Answer:
+    def receive(self, limit_s: float | None = None) -> Answer:
         answer = next(self._answers)
         if isinstance(answer, Done):
             self._log.append(f"{self._ref} is heard")

@@ -93,7 +93,7 @@ class Process:
             self._answers.append(record_of(who, case, known(self.ref), check, deed, 0.0))
         self._answers.append(Done(blind=deed if isinstance(deed, str) else None))
 
-    def receive(self) -> Answer:
+    def receive(self, limit_s: float | None = None) -> Answer:
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
