@@ -121,23 +121,30 @@ class WorkerPool:
             process.close()
 
     def finish(self, ref: str) -> None:
-        """Let the process of ``ref`` end by itself; those that were finishing have had their time."""
-        while self._finishing:
-            self._finishing.pop().close()
+        """Let the process of ``ref`` end by itself; those that were finishing have had their time.
+
+        One that used a GPU has ended on return: in compute mode EXCLUSIVE_PROCESS the next one gets no context before.
+        """
+        self._await_finishing()
         if (process := self._processes.pop(ref, None)) is not None:
             process.finish()
             self._finishing.append(process)
+        if self._assignment is not None and self._assignment.device != "cpu":
+            self._await_finishing()
 
     def isolate(self, ref: str) -> None:
         """End all processes but that of ``ref``; on return nothing else of the run is at work, or ending."""
         self.keep_only([ref])
-        while self._finishing:
-            self._finishing.pop().close()
+        self._await_finishing()
 
     def keep_only(self, refs: Iterable[str]) -> None:
         """End all processes but those of ``refs``."""
         for ref in set(self._processes) - set(refs):
             self.discard(ref)
+
+    def _await_finishing(self) -> None:
+        while self._finishing:
+            self._finishing.pop().close()
 
     def _described(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         if self._assignment is None:

@@ -42,7 +42,7 @@ class Fake:
         self.started.append(self)
 
     def send(self, request: Request) -> None:
-        assert request is ASSIGNMENT
+        assert isinstance(request, Assignment)
 
     def receive(self) -> Answer:
         answer = self.script[self.ref][self._turn]
@@ -175,6 +175,15 @@ def test_those_not_chosen_end_and_those_that_are_done_may_take_a_moment(started:
         assert processes.process("a") is None
         assert [fake.state for fake in started[:2]] == ["finished", "alive"]
     assert [fake.state for fake in started[:2]] == ["ended", "ended at once"]
+
+
+def test_one_that_used_a_gpu_has_ended_before_the_next_one_uses_it(started: list[Fake]) -> None:
+    Fake.script = {ref: [described(ref)] for ref in "ab"}
+    with WorkerPool() as processes:
+        processes.assign(ASSIGNMENT.model_copy(update={"device": "cuda:0"}))
+        processes.describe(list("ab"))
+        processes.finish("a")
+        assert [fake.state for fake in started] == ["ended", "alive"]
 
 
 def test_one_that_is_to_be_alone_is_so_at_once(started: list[Fake]) -> None:
