@@ -91,8 +91,11 @@ class Supervisor:
         if not any(part.questions for part in by_backend.values()):
             return  # and the processes are still fresh
         for index, backend in enumerate(self._descriptions):
-            if self._asks_ahead:
-                self._ask_ahead(next((each for each in self._descriptions[index + 1 :] if each.is_loaded), None))
+            following = next((each for each in self._descriptions[index + 1 :] if each.is_loaded), None)
+            if following is not None:
+                self._workers.prepare(following.ref)
+                if self._asks_ahead:
+                    self._ask_ahead(following)
             yield from self._examine_round(backend, by_backend[backend.ref])
             self._workers.finish(backend.ref)
 
@@ -117,10 +120,10 @@ class Supervisor:
         self._circumstances = replace(self._circumstances, round=part.round)
         return self._examine_all(backend, part) if backend.is_loaded else self._miss_all(backend, part)
 
-    def _ask_ahead(self, backend: BackendDescription | None) -> None:
+    def _ask_ahead(self, backend: BackendDescription) -> None:
         """Let the process of ``backend`` begin; its answers wait in its pipe, and it waits where that is full."""
-        process = None if backend is None else self._workers.process(backend.ref)
-        if backend is None or process is None or process in self._asked:
+        process = self._workers.process(backend.ref)
+        if process is None or process in self._asked:
             return
         room, asked = _ROOM_FOR_REQUESTS, self._asked.setdefault(process, set())
         for case, checks in untimed_questions(self._plan, backend.ref).questions:

@@ -66,6 +66,9 @@ class FakePool:
     def discard(self, ref: str) -> None:
         del self.processes[ref]
 
+    def prepare(self, ref: str) -> None:
+        pass
+
     def restart(self, ref: str) -> Attentive:
         self.log.append(f"{ref} is restarted")
         self.processes[ref] = Attentive(ref, self.log)

@@ -54,6 +54,9 @@ class FakePool:
     def discard(self, ref: str) -> None:
         self.alive.pop(ref, None)
 
+    def prepare(self, ref: str) -> None:
+        pass
+
     def restart(self, ref: str) -> "Process":
         self.starts[ref] += 1
         if self.starts[ref] in self.unstartable.get(ref, []):

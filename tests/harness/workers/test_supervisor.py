@@ -43,6 +43,9 @@ class FakePool:
     def process(self, ref: str) -> "FakeProcess | None":
         return FakeProcess(self._scripts[ref], self.asked, has_ended=ref in self.gone) if ref in self.alive else None
 
+    def prepare(self, ref: str) -> None:
+        pass
+
     def restart(self, ref: str) -> "FakeProcess":
         if self._restarts and (error := self._restarts.pop(0)) is not None:
             raise error
