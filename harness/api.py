@@ -1,6 +1,6 @@
 """``attncheck.examine``: the examination as one call, for notebooks, kernel tuners and judges of generated kernels.
 
-Prints nothing, writes no file. Whatever a candidate does is a record; only a wrong question raises.
+Prints nothing, writes no file. What a candidate does is a record; a wrong question raises, and a lost GPU.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -94,6 +94,8 @@ def examine(
     Raises:
         QuestionError: the question is wrong: an unknown suite, case, check, backend or device, a broken case file, a
             class that breaks the contract, a backend that cannot run here. What a candidate itself raises is a record.
+        DeviceLostError: the candidate lost the GPU, by an illegal access for instance; every CUDA call of this process
+            raises from then on. ``error.record`` is that of the check.
     """
     selection = select_cases(_listed(suite), _listed(cases), _listed(checks))
     if timing is not None:

@@ -92,6 +92,14 @@ def run(
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N. Default: cuda where a GPU is.")
     ] = None,
+    case_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Kill the process of a backend that finishes no check of a case for so long; the check is crashed. It "
+            "covers the compiling of kernels, and of the check timing all samples. 0: no limit. Default: 600.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the inputs.")] = 0,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The run file; must not exist. Default: results/<time>.jsonl.")
@@ -134,6 +142,7 @@ def run(
         warm_cache=warm_cache,
         kernels=kernels,
         device=device,
+        case_timeout=case_timeout,
         seed=seed,
         output=output,
         exitfirst=exitfirst,
@@ -163,7 +172,7 @@ def _print_report(finished: "FinishedRun") -> None:
     for line in finished.unseen:
         typer.echo(line)
     if finished.stopped:
-        typer.echo("stopped at the first record that fell short (--exitfirst): what follows it was not examined")
+        typer.echo(f"stopped {finished.stopped}: what follows was not examined")
 
 
 def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
@@ -172,7 +181,7 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
     Raises:
         SelectionError: a case proves nothing, or a backend, or the whole run, had nothing examined.
     """
-    from attncheck.harness.run.evaluation import OURSELVES
+    from attncheck.harness.run.outcomes import OURSELVES
     from attncheck.reports.run_file.records import FALLEN_SHORT
 
     records = finished.records

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 RESULTS = Path("results")
 
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
+_FIRST = "at the first record that fell short (--exitfirst)"
+_DEVICE_LOST = "when this process lost the device (a run without --in-process goes on in a fresh one)"
 
 
 class CaseExaminer(Protocol):
@@ -52,7 +54,7 @@ class FinishedRun:
     """What a run found. ``path``: its run file.
 
     ``blind``: why cases could not be examined. ``unmet``: a line for each expectation that counts as a failure;
-    ``unseen``: for each that only did not show. ``stopped``: the run ended at the first record that fell short.
+    ``unseen``: for each that only did not show. ``stopped``: why the run ended early, empty: it did not.
     """
 
     path: Path
@@ -61,7 +63,7 @@ class FinishedRun:
     blind: tuple[str, ...]
     unmet: tuple[str, ...]
     unseen: tuple[str, ...]
-    stopped: bool
+    stopped: str
 
 
 def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> FinishedRun:
@@ -103,7 +105,7 @@ def _execute(
 
     prepared = prepare_run(selection, options.backend_refs, settings, pool=pool)
     plan, environment = prepared.plan, prepared.environment
-    examiner = case_examiner(prepared, pool)
+    examiner = case_examiner(prepared, pool, options.case_limit_s)
     functions = plan_providers(options.providers, options.functions, plan.cases, plan.device, options.seed)
     infos = [each.info for each in prepared.backends]
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
@@ -131,8 +133,8 @@ def _execute(
         raise
 
 
-def case_examiner(prepared: "PreparedRun", pool: WorkerPool | None) -> CaseExaminer:
-    """Return what examines the plan: this process, or the processes of ``pool``."""
+def case_examiner(prepared: "PreparedRun", pool: WorkerPool | None, limit_s: float | None = None) -> CaseExaminer:
+    """Return what examines the plan: this process, or those of ``pool``, killed after ``limit_s`` without an answer."""
     from attncheck.harness.run.environment import usable_cores
     from attncheck.harness.run.evaluation import Examiner
     from attncheck.harness.workers.supervisor import Supervisor
@@ -142,7 +144,7 @@ def case_examiner(prepared: "PreparedRun", pool: WorkerPool | None) -> CaseExami
         return Examiner(plan, environment)
     # On a GPU two processes would share its memory, and one core is busy with one.
     asks_ahead = plan.device == "cpu" and usable_cores() > 1
-    return Supervisor(plan, prepared.backends, pool, environment, asks_ahead=asks_ahead)
+    return Supervisor(plan, prepared.backends, pool, environment, asks_ahead=asks_ahead, limit_s=limit_s)
 
 
 def _expectations(
@@ -190,21 +192,30 @@ def _examine(
     exitfirst: bool,
 ) -> FinishedRun:
     """Write every record as it comes, then the expectations that no record matched."""
+    from attncheck.harness.run.lost_device import DeviceLostError
     from attncheck.reports.run_file.store import RunWriter
 
     records: list[Record] = []
-    stopped = False
+    stopped = ""
+
+    def keep(each: Record) -> Record:
+        record = each if expectations is None else expectations.apply(each)
+        writer.add(record)
+        records.append(record)
+        progress.see(record)
+        return record
+
     with RunWriter(path, header) as writer:
-        for each in found:
-            record = each if expectations is None else expectations.apply(each)
-            writer.add(record)
-            records.append(record)
-            progress.see(record)
-            if exitfirst and record.outcome in FALLEN_SHORT:
-                stopped = True
-                break
+        try:
+            for each in found:
+                if keep(each).outcome in FALLEN_SHORT and exitfirst:
+                    stopped = _FIRST
+                    break
+        except DeviceLostError as lost:
+            keep(lost.record)
+            stopped = _DEVICE_LOST
         blind = tuple(map(str, examiner.blind))
-        unmet = tuple(expectations.unmet(stopped_early=stopped)) if expectations else ()
+        unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
         unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
         for error in (*blind, *unmet):
             writer.fail(error)

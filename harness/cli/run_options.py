@@ -9,6 +9,9 @@ from attncheck.reports.run_file.records import UTILITIES
 PROVIDER_SUITES = ("smoke", "named_batches", "padding")
 """Default suites of a run of providers without backends: their batches become the questions."""
 
+_CASE_LIMIT_S = 600.0
+"""Long enough for a cold compile, the longest that a check takes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -17,7 +20,8 @@ class RunOptions:
     Empty: the option was not given, and its default counts. ``command``: what was typed, for the run file.
 
     Raises:
-        SelectionError: a check or a pattern that no backend or provider of the run is examined by.
+        SelectionError: a check or a pattern that no backend or provider of the run is examined by, or a limit that
+            cannot be kept.
     """
 
     backends: tuple[str, ...] = ()
@@ -32,6 +36,7 @@ class RunOptions:
     warm_cache: bool = False
     kernels: bool = False
     device: str | None = None
+    case_timeout: float | None = None
     seed: int = 0
     output: Path | None = None
     exitfirst: bool = False
@@ -41,6 +46,13 @@ class RunOptions:
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.case_timeout is not None and not self.case_timeout >= 0:
+            raise SelectionError(f"--case-timeout {self.case_timeout:g}: give seconds, or 0 for no limit")
+        if self.case_timeout and self.in_process:
+            raise SelectionError(
+                f"--case-timeout {self.case_timeout:g} kills the process of a backend, and --in-process starts none; "
+                "leave out one of them"
+            )
         if not self.providers:
             if self.functions:
                 raise SelectionError("--function chooses among the functions of a provider; give --provider")
@@ -53,6 +65,11 @@ class RunOptions:
             raise SelectionError(
                 f"check {self.backend_checks[0]!r} examines a backend, and there is none; give --backend"
             )
+
+    @property
+    def case_limit_s(self) -> float | None:
+        """Seconds that the process of a backend may take for a check; None: no limit."""
+        return _CASE_LIMIT_S if self.case_timeout is None else self.case_timeout or None
 
     @property
     def backend_refs(self) -> tuple[str, ...] | None:

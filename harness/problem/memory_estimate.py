@@ -1,11 +1,9 @@
 """How much memory a case needs, estimated before anything is allocated."""
 
-import os
-from pathlib import Path
-
 import torch
 
 from attncheck.cases.model import Case
+from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.problem.latent import naive_layer, stored_sizes
 from attncheck.reference.spec import (
     AttentionType,
@@ -72,7 +70,7 @@ def _num_weights(layer: LayerSpec) -> int:
 def shortage(case: Case, device: torch.device) -> str | None:
     """Why ``case`` does not fit ``device`` (and the host) right now, with the GiB it needs; None: it does."""
     needed = needed_bytes(case)
-    for name, free in (("the host", _free_host_bytes()), (str(device), _free_device_bytes(device))):
+    for name, free in (("the host", free_host_bytes()), (str(device), _free_device_bytes(device))):
         if free is not None and needed > 0.9 * free:
             return f"the case needs about {needed / 2**30:.1f} GiB, {name} has {free / 2**30:.1f} GiB free"
     return None
@@ -84,14 +82,3 @@ def _free_device_bytes(device: torch.device) -> int | None:
     free, _ = torch.cuda.mem_get_info(device)
     # What torch keeps for itself between allocations counts as taken to the driver, and is there to be used again.
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def _free_host_bytes() -> int | None:
-    """Memory the kernel could hand out without swapping; None where it does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError, IndexError):
-        pages = os.sysconf_names.get("SC_AVPHYS_PAGES")
-        return None if pages is None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

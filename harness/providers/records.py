@@ -14,8 +14,7 @@ from attncheck.harness.providers.plan import ProviderPlan
 from attncheck.harness.providers.provider import Provider
 from attncheck.harness.providers.questions import Subject
 from attncheck.harness.providers.subjects import SUBJECTS
-from attncheck.harness.run.evaluation import OURSELVES
-from attncheck.harness.run.outcomes import Circumstances, record_of
+from attncheck.harness.run.outcomes import OURSELVES, Circumstances, record_of
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import UTILITIES, Passed, Record, XPassed, without_outcome

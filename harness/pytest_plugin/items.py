@@ -21,6 +21,7 @@ from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.run.backend_choice import suite_device
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.evaluation import Examiner, UnavailableBackend
+from attncheck.harness.run.lost_device import DeviceLostError
 from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import Selection, select_cases
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
@@ -44,6 +45,7 @@ class Collection:
         self.descriptions: tuple[BackendDescription, ...] = ()
         self._examined: tuple[Examiner, RunHeader] | None = None
         self._latest: tuple[tuple[str, str], list[Record]] | None = None
+        self._lost: DeviceLostError | None = None
 
     @cached_property
     def asked(self) -> tuple[Selection, str]:
@@ -127,15 +129,27 @@ class Collection:
         """
         examiner, _ = self.examined(item.session)
         if item.check == TIMING:
-            records = list(examiner.records(item.case, item.backend, checks=(TIMING,)))
+            records = self._examine(examiner, item, (TIMING,))
         else:
             pair = (item.case.key, item.backend.name)
             if self._latest is None or self._latest[0] != pair:
                 checks = tuple(check for check in examiner.plan.checks_of(item.case) if check != TIMING)
-                self._latest = (pair, list(examiner.records(item.case, item.backend, checks=checks)))
+                self._latest = (pair, self._examine(examiner, item, checks))
             records = self._latest[1]
         found = next((record for record in records if record.check == item.check), None)
+        if self._lost is not None and found is self._lost.record:
+            item.session.shouldfail = f"attncheck: {self._lost}"
         return found or examiner.fault_of(item.case) or QuestionError(f"{item.case.key} gave no record of {item.check}")
+
+    def _examine(self, examiner: Examiner, item: "CheckItem", checks: tuple[str, ...]) -> list[Record]:
+        """The records of the item's case and backend, up to that of a check that lost the device."""
+        records: list[Record] = []
+        try:
+            records.extend(examiner.records(item.case, item.backend, checks=checks))
+        except DeviceLostError as lost:
+            self._lost = lost
+            records.append(lost.record)
+        return records
 
     def examined(self, session: pytest.Session) -> tuple[Examiner, RunHeader]:
         """The examiner of this process, for the checks whose items are selected, and the header that goes with it."""

@@ -5,7 +5,7 @@ kept aside as a fault of the question.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -28,14 +28,12 @@ from attncheck.harness.driver.observation import capture_exception
 from attncheck.harness.problem.memory_estimate import shortage
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.run.environment import collect_environment
-from attncheck.harness.run.outcomes import Circumstances, record_of, unavailable
+from attncheck.harness.run.lost_device import is_device_error, until_device_is_lost
+from attncheck.harness.run.outcomes import OURSELVES, Circumstances, record_of, unavailable
 from attncheck.harness.run.selection import checks_of, unanswered_reasons
 from attncheck.harness.truth.truth import Truth, truth_of
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import Record
-
-OURSELVES = "attncheck itself"
-"""The stage of an exception that no backend raised: a fault of attncheck, which ends the command line with 3."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +136,9 @@ class Examiner:
         """The same, each as it is found; ``begin`` is told of every stage that is entered, such as ``check lse``.
 
         ``checks``: those to make; None: all that the plan asks of the case. ``round_number``: the round of the records.
+
+        Raises:
+            DeviceLostError: a check lost the device; the checks that follow it are not made.
         """
         checks = self.plan.checks_of(case) if checks is None else checks
         self._circumstances = replace(self._circumstances, round=round_number)
@@ -146,7 +147,7 @@ class Examiner:
                 yield unavailable(self._circumstances, case, backend, check, backend.reasons)
             return
         with _exact_float32(), _current(self.device):
-            yield from self._records(case, backend, checks, begin)
+            yield from until_device_is_lost(self._records(case, backend, checks, begin), self.device)
 
     def fault_of(self, case: Case) -> QuestionError | None:
         """Why the case could not be put, if it was tried and could not."""
@@ -179,13 +180,13 @@ class Examiner:
         if case in self._faults:
             return
         begin("the preparation of the case")
-        if self._latest is None or self._latest[0] != case:
-            self._latest = None  # before free memory is looked at: the case before needs none any more
-            lacking = shortage(case, self.device)
-            if lacking is not None:
-                yield from gone((lacking,))
-                return
         try:
+            if self._latest is None or self._latest[0] != case:
+                self._latest = None  # before free memory is looked at: the case before needs none any more
+                lacking = shortage(case, self.device)
+                if lacking is not None:
+                    yield from gone((lacking,))
+                    return
             case_checks = self._case_checks(case, backend, reasons)
         except StageError as failure:
             yield from same_for_all(failure.raised)
@@ -198,6 +199,11 @@ class Examiner:
             reason = f"out of memory while the truth was computed: {error}"
             yield from gone((reason,))
             return
+        except RuntimeError as error:  # the backend's declarations ran before, and may have lost the device
+            if not is_device_error(error, self.device):
+                raise
+            yield from same_for_all(capture_exception(OURSELVES, error))
+            return
         for check in checks:
             begin(f"check {check}")
             began = perf_counter()
@@ -209,7 +215,8 @@ class Examiner:
                 finding = capture_exception(OURSELVES, error)
             record = record_of(self._circumstances, case, backend, check, finding, perf_counter() - began)
             if isinstance(finding, Broken) and self.plan.dump is not None:
-                case_checks.dump(self.plan.dump, backend.name)  # before the yield: a caller may stop at this record
+                with suppress(torch.AcceleratorError):  # a lost device gives no tensors
+                    case_checks.dump(self.plan.dump, backend.name)  # before the yield: a caller may stop at this record
             yield record
 
     def _unavailable(self, backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
@@ -254,8 +261,13 @@ def _exact_float32() -> Iterator[None]:
 @contextmanager
 def _current(device: torch.device) -> Iterator[None]:
     """Makes a GPU the current one, as a worker does: a kernel launched by hand goes there, wherever its tensors are."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            yield
-    else:
+    if device.type != "cuda":
         yield
+        return
+    selected = torch.cuda.device(device)
+    selected.__enter__()
+    try:
+        yield
+    finally:
+        with suppress(torch.AcceleratorError):  # a lost device refuses this as well, and its loss is known
+            selected.__exit__(None, None, None)

@@ -12,6 +12,9 @@ from attncheck.harness.checks.findings import Broken, Finding, Holds, Measuremen
 from attncheck.harness.driver.observation import Raised
 from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, Record, Unavailable, Unsupported
 
+OURSELVES = "attncheck itself"
+"""The stage of an exception that no backend raised: a fault of attncheck, which ends the command line with 3."""
+
 
 @dataclass(frozen=True)
 class Circumstances:

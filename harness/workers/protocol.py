@@ -8,7 +8,7 @@
                   <---------------- Described, or Refused
       Examine(case)  ------------->
                   <---------------- Begun(stage), then a record, as often as there is something to tell
-                  <---------------- Done
+                  <---------------- Done, or DeviceLost
       (closes the pipe) ---------->  ends
 
 ``HarnessFailure`` may come in place of any answer: attncheck itself failed there.
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.records import Crashed, Record
 
 
 class _Message(BaseModel):
@@ -85,6 +85,13 @@ class Done(_Message):
     blind: str | None = None
 
 
+class DeviceLost(_Message):
+    """A check lost the device, and the process ends. ``record``: of that check; those behind it are still due."""
+
+    kind: Literal["device_lost"] = "device_lost"
+    record: Crashed
+
+
 class HarnessFailure(_Message):
     """attncheck itself failed: ``error`` in a line, and the traceback."""
 
@@ -94,7 +101,7 @@ class HarnessFailure(_Message):
 
 
 Request = Assignment | Examine
-Answer = Described | Refused | Begun | Record | Done | HarnessFailure
+Answer = Described | Refused | Begun | Record | Done | DeviceLost | HarnessFailure
 
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="kind")])

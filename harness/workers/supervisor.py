@@ -3,8 +3,9 @@
 The check ``timing`` comes last, in rounds: while one process is asked for its times, the run has no other.
 
 What a backend's process dies of costs the checks of one case that have no record yet: they are ``crashed``, but for
-those that would have asked nothing, and a fresh process takes the cases that follow. Where attncheck itself fails in a
-process, a fresh one is asked once more; if it fails again, the case is lost and told, the rest of the run is not.
+those that would have asked nothing, and a fresh process takes the cases that follow. A process that lost the device
+names the check that lost it: a fresh one takes the remaining checks. Where attncheck itself fails in a process, a
+fresh one is asked once more; if it fails again, the case is lost and told, the rest of the run is not.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -17,10 +18,19 @@ from attncheck.harness.checks.case_checks import not_applicable
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.problem.memory_estimate import needed_bytes
 from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.evaluation import OURSELVES, RunPlan
-from attncheck.harness.run.outcomes import Circumstances, crashed, record_of, unavailable
+from attncheck.harness.run.evaluation import RunPlan
+from attncheck.harness.run.outcomes import OURSELVES, Circumstances, crashed, record_of, unavailable
 from attncheck.harness.run.timing_rounds import RoundQuestions, rotated, timed_questions, untimed_questions
-from attncheck.harness.workers.protocol import Begun, Described, Done, Examine, HarnessFailure, Refused, format_message
+from attncheck.harness.workers.protocol import (
+    Begun,
+    Described,
+    DeviceLost,
+    Done,
+    Examine,
+    HarnessFailure,
+    Refused,
+    format_message,
+)
 from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import Environment
@@ -28,6 +38,9 @@ from attncheck.reports.run_file.records import EXAMINED, Record
 
 _ROOM_FOR_REQUESTS = 2**15
 """Bytes of requests sent ahead: they fit into a pipe that nobody reads for long."""
+
+_TRIES = 2
+"""Processes in which attncheck may fail before the case is lost."""
 
 _SMALL = 2**30
 """Bytes a case may need to be examined beside another."""
@@ -47,17 +60,18 @@ class Supervisor:
         environment: Environment,
         *,
         asks_ahead: bool = False,
+        limit_s: float | None = None,
     ) -> None:
         """``asks_ahead``: while one backend is examined, the process of the next is already at work on its cases.
 
-        Of the check ``timing``, nothing is asked ahead.
+        Of the check ``timing``, nothing is asked ahead. ``limit_s``: seconds that a process may send nothing.
         """
         self.blind: list[QuestionError] = []
         self._plan, self._descriptions, self._workers = plan, descriptions, workers
         self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
         self._faulty: set[str] = set()
         self._unexamined: dict[str, set[str]] = {}
-        self._asks_ahead = asks_ahead
+        self._asks_ahead, self._limit_s = asks_ahead, limit_s
         self._asked: dict[WorkerProcess, set[str]] = {}
 
     def run(self) -> Iterator[Record]:
@@ -76,8 +90,11 @@ class Supervisor:
         if not any(part.questions for part in by_backend.values()):
             return  # and the processes are still fresh
         for index, backend in enumerate(self._descriptions):
-            if self._asks_ahead:
-                self._ask_ahead(next((each for each in self._descriptions[index + 1 :] if each.is_loaded), None))
+            following = next((each for each in self._descriptions[index + 1 :] if each.is_loaded), None)
+            if following is not None:
+                self._workers.prepare(following.ref)
+                if self._asks_ahead:
+                    self._ask_ahead(following)
             yield from self._examine_round(backend, by_backend[backend.ref])
             self._workers.finish(backend.ref)
 
@@ -102,10 +119,10 @@ class Supervisor:
         self._circumstances = replace(self._circumstances, round=part.round)
         return self._examine_all(backend, part) if backend.is_loaded else self._miss_all(backend, part)
 
-    def _ask_ahead(self, backend: BackendDescription | None) -> None:
+    def _ask_ahead(self, backend: BackendDescription) -> None:
         """Let the process of ``backend`` begin; its answers wait in its pipe, and it waits where that is full."""
-        process = None if backend is None else self._workers.process(backend.ref)
-        if backend is None or process is None or process in self._asked:
+        process = self._workers.process(backend.ref)
+        if process is None or process in self._asked:
             return
         room, asked = _ROOM_FOR_REQUESTS, self._asked.setdefault(process, set())
         for case, checks in untimed_questions(self._plan, backend.ref).questions:
@@ -128,26 +145,44 @@ class Supervisor:
             self._workers.discard(backend.ref)
         for index, (case, checks) in enumerate(part.questions):
             due = list(checks)
-            request = Examine(case=case.key, checks=checks, round=part.round)
             try:
-                # A backend may spoil its process so that attncheck fails there: a fresh one tells whose fault it is.
-                if (fault := (yield from self._examine(backend, case, due, request))) is not None:
-                    fault = yield from self._examine(backend, case, due, request)
+                fault = yield from self._examine(backend, case, due, part.round)
             except (QuestionError, OSError) as error:
                 cause = f"its process has ended, and no other could be started: {error}"
                 yield from self._crashed(backend, case, due, "the start", cause)
                 for left, lost in part.questions[index + 1 :]:
                     yield from self._crashed(backend, left, lost, "the start", cause)
                 return
-            if fault is not None:  # of a case all of whose checks have a record, nothing is missing
+            if fault is not None:
                 raised = Raised(OURSELVES, WorkerError(backend.ref, fault), fault.error, fault.traceback)
                 for check in due:
                     yield record_of(self._circumstances, case, backend, check, raised, 0.0)
 
     def _examine(
-        self, backend: BackendDescription, case: Case, due: list[str], request: Examine
+        self, backend: BackendDescription, case: Case, due: list[str], number: int
     ) -> Generator[Record, None, HarnessFailure | None]:
-        """The records of the checks that are ``due``, which those are no longer that have one; what of ours failed.
+        """Yield the records of the checks that are ``due``; return what of attncheck failed in two processes.
+
+        A process that lost the device is replaced for the checks behind. One in which attncheck failed is replaced
+        once: the backend may have spoilt it.
+
+        Raises:
+            QuestionError, OSError: a fresh process was needed, and could not be had.
+        """
+        faults: list[HarnessFailure] = []
+        while due and len(faults) < _TRIES:
+            request = Examine(case=case.key, checks=tuple(due), round=number)
+            end = yield from self._examine_once(backend, case, due, request)
+            if end is None:
+                return None
+            if isinstance(end, HarnessFailure):
+                faults.append(end)
+        return faults[-1] if due else None
+
+    def _examine_once(
+        self, backend: BackendDescription, case: Case, due: list[str], request: Examine
+    ) -> Generator[Record, None, HarnessFailure | DeviceLost | None]:
+        """Yield the records of the checks that are ``due``, and remove these; return what ended the process, if told.
 
         Raises:
             QuestionError, OSError: a fresh process was needed, and could not be had.
@@ -158,12 +193,18 @@ class Supervisor:
             process.forget_output()
             process.send(request)
         try:
-            while not isinstance(answer := process.receive(), Done):
+            while not isinstance(answer := process.receive(self._limit_s), Done):
                 match answer:
                     case Begun():
                         stage = answer.stage
                     case HarnessFailure():
                         self._workers.discard(backend.ref)
+                        return answer
+                    case DeviceLost(record=record):
+                        output = record.output + process.output()
+                        self._workers.discard(backend.ref)
+                        due.remove(record.check)
+                        yield record.model_copy(update={"output": output})
                         return answer
                     case Described() | Refused():
                         raise RuntimeError(f"the process of {backend.ref} answered a case by {answer.kind!r}")

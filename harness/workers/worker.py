@@ -18,6 +18,7 @@ from attncheck.harness.workers.protocol import (
     Assignment,
     Begun,
     Described,
+    DeviceLost,
     Done,
     Examine,
     HarnessFailure,
@@ -156,10 +157,16 @@ def _examine(
     case: "Case",
     request: Examine,
 ) -> None:
+    from attncheck.harness.run.lost_device import DeviceLostError
+
     def begin(stage: str) -> None:
         pipes.send(Begun(stage=stage))
 
-    for record in examiner.records(case, backend, begin, checks=request.checks, round_number=request.round):
-        pipes.send(record)
+    try:
+        for record in examiner.records(case, backend, begin, checks=request.checks, round_number=request.round):
+            pipes.send(record)
+    except DeviceLostError as lost:
+        pipes.send(DeviceLost(record=lost.record))
+        os._exit(1)  # what Python does at its end may wait for the device
     fault = examiner.fault_of(case)
     pipes.send(Done(blind=None if fault is None else str(fault)))

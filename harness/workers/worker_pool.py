@@ -1,11 +1,18 @@
-"""The processes of a run's backends, one each: started together, asked for descriptions, started again."""
+"""The processes of a run's backends, one each: started, asked for descriptions, started again.
+
+All start together, and load torch while the run does, where the host has memory for all of them. Elsewhere a few are
+there at a time: a process ends once its backend has described itself, and starts again while the one before is at work.
+"""
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
+from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
 from attncheck.harness.workers.protocol import Assignment, Described, HarnessFailure, Refused
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
@@ -15,6 +22,13 @@ from attncheck.reports.run_file.header import BackendInfo, Environment
 if TYPE_CHECKING:
     from attncheck.harness.run.evaluation import RunPlan  # loads torch, as the processes do meanwhile
     from attncheck.harness.run.selection import Selection
+
+
+_PROCESS_BYTES = 2**30
+"""What a process with a CUDA build of torch may take of the host before its first case; estimated."""
+
+_LEAST_ROOM = 2
+"""Processes there are at once on the smallest host: one at work, and the next."""
 
 
 class WorkerError(InternalError):
@@ -29,6 +43,9 @@ class WorkerPool:
     """The processes by their backends' references; a context manager, on leaving which all have ended."""
 
     def __init__(self) -> None:
+        free = free_host_bytes()
+        self._room = sys.maxsize if free is None else max(free // (2 * _PROCESS_BYTES), _LEAST_ROOM)
+        self._prepared: set[str] = set()
         self._processes: dict[str, WorkerProcess] = {}
         self._environments: dict[str, dict[str, str]] = {}
         self._infos: dict[str, BackendInfo] = {}
@@ -45,10 +62,21 @@ class WorkerPool:
             process.close(at_once=kind is not None)
 
     def start(self, refs: Iterable[str]) -> None:
-        """Start the processes of ``refs`` that are not there yet; they load their backends by themselves."""
+        """Start the processes of ``refs`` that are not there yet, as many as there is memory for.
+
+        They load their backends by themselves.
+        """
         for ref in refs:
-            if ref not in self._processes:
-                self._processes[ref] = WorkerProcess(ref, self._environments.get(ref, {}))
+            if len(self._processes) < self._room:
+                self._start(ref)
+
+    def prepare(self, ref: str) -> None:
+        """Start the process of ``ref``, if it is not there, so that :meth:`restart` need not wait for long."""
+        if ref not in self._processes and self._assignment is not None:
+            with suppress(OSError):  # restart() meets it again, when it matters
+                self._start(ref)
+                self._processes[ref].send(self._assignment)
+                self._prepared.add(ref)
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
         """Assign the run of ``plan`` to the processes."""
@@ -82,7 +110,7 @@ class WorkerPool:
             self.discard(ref)
             self._environments[ref] = self._environments.get(ref, {}) | needs
             try:
-                self.start([ref])
+                self._start(ref)
             except OSError as error:  # a variable longer than the system takes
                 reason = f"its process cannot be started with the environment it requires: {error.strerror}"
                 found[ref] = BackendLoadError(ref, reason)
@@ -95,17 +123,18 @@ class WorkerPool:
         return list(found.values())
 
     def process(self, ref: str) -> WorkerProcess | None:
-        """The process of a backend; None where it has ended."""
-        return self._processes.get(ref)
+        """The process of a backend; None where it has ended, or has only been prepared."""
+        return None if ref in self._prepared else self._processes.get(ref)
 
     def restart(self, ref: str) -> WorkerProcess:
-        """A fresh process in place of the one of ``ref``.
+        """A fresh process in place of the one of ``ref``: the one that was prepared, or another.
 
         Raises:
             QuestionError: it does not come as far as the first one did, or describes itself otherwise.
             WorkerError: attncheck itself failed in it.
         """
-        self.discard(ref)
+        if ref not in self._prepared:
+            self.discard(ref)
         (description,) = self._described([ref])
         if isinstance(description, QuestionError):
             raise description
@@ -117,35 +146,57 @@ class WorkerPool:
 
     def discard(self, ref: str) -> None:
         """End the process of ``ref`` at once."""
+        self._prepared.discard(ref)
         if (process := self._processes.pop(ref, None)) is not None:
             process.close()
 
     def finish(self, ref: str) -> None:
-        """Let the process of ``ref`` end by itself; those that were finishing have had their time."""
-        while self._finishing:
-            self._finishing.pop().close()
+        """Let the process of ``ref`` end by itself; those that were finishing have had their time.
+
+        One that used a GPU has ended on return: in compute mode EXCLUSIVE_PROCESS the next one gets no context before.
+        """
+        self._await_finishing()
         if (process := self._processes.pop(ref, None)) is not None:
             process.finish()
             self._finishing.append(process)
+        if self._assignment is not None and self._assignment.device != "cpu":
+            self._await_finishing()
 
     def isolate(self, ref: str) -> None:
         """End all processes but that of ``ref``; on return nothing else of the run is at work, or ending."""
         self.keep_only([ref])
-        while self._finishing:
-            self._finishing.pop().close()
+        self._await_finishing()
 
     def keep_only(self, refs: Iterable[str]) -> None:
         """End all processes but those of ``refs``."""
         for ref in set(self._processes) - set(refs):
             self.discard(ref)
 
+    def _await_finishing(self) -> None:
+        while self._finishing:
+            self._finishing.pop().close()
+
     def _described(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         if self._assignment is None:
             raise RuntimeError("assign() comes before the first description")
-        self.start(refs)
-        for ref in refs:
-            self._processes[ref].send(self._assignment)
-        return [self._description(self._processes[ref]) for ref in refs]
+        asked, self._prepared = self._prepared & set(refs), self._prepared - set(refs)
+        found = []
+        for index, ref in enumerate(refs):
+            due = [each for each in refs[index:] if each not in self._processes]
+            if due and index > 1 and len(self._processes) >= self._room:
+                self.discard(refs[index - 1])  # the first stays: the run begins with it
+            self._start(ref)
+            self.start(refs[index:])
+            for each in refs[index:]:
+                if each in self._processes and each not in asked:
+                    self._processes[each].send(self._assignment)
+                    asked.add(each)
+            found.append(self._description(self._processes[ref]))
+        return found
+
+    def _start(self, ref: str) -> None:
+        if ref not in self._processes:
+            self._processes[ref] = WorkerProcess(ref, self._environments.get(ref, {}))
 
     def _description(self, process: WorkerProcess) -> BackendDescription | QuestionError:
         try:

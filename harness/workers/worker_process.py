@@ -104,12 +104,13 @@ class WorkerProcess:
             while rest:
                 rest = rest[os.write(self._writing, rest) :]
 
-    def receive(self) -> Answer:
-        """The next answer.
+    def receive(self, limit_s: float | None = None) -> Answer:
+        """The next answer; a process that sends none within ``limit_s`` is killed with all it started.
 
         Raises:
-            ProcessEndedError: there is none, since the process ended, or closed its pipe.
+            ProcessEndedError: there is none, since the process ended, or closed its pipe, or was killed.
         """
+        began = time.monotonic()
         while True:
             line, newline, rest = self._received.partition(b"\n")
             if newline:
@@ -128,7 +129,16 @@ class WorkerProcess:
             elif os.fstat(self._printed.fileno()).st_size > _LONGEST:
                 self.forget_output()  # before the disk is full
             if is_over:
-                raise ProcessEndedError(self._cause(), self._output())
+                raise ProcessEndedError(self._cause(), self.output())
+            if limit_s is not None and time.monotonic() - began > limit_s and b"\n" not in self._received:
+                self._kill()
+                raise ProcessEndedError(f"no answer within {limit_s:g} s", self.output())
+
+    def output(self) -> str:
+        """The end of what was printed, from the beginning of a line on."""
+        size = os.fstat(self._printed.fileno()).st_size
+        text = os.pread(self._printed.fileno(), _SHOWN, max(size - _SHOWN, 0)).decode("utf-8", "replace")
+        return text.partition("\n")[2] or text if size > _SHOWN else text
 
     def forget_output(self) -> None:
         """Forget what was printed so far."""
@@ -159,7 +169,7 @@ class WorkerProcess:
 
     def _intruded(self) -> ProcessEndedError:
         self._kill()
-        return ProcessEndedError("stopped, since it wrote into attncheck's own pipe", self._output())
+        return ProcessEndedError("stopped, since it wrote into attncheck's own pipe", self.output())
 
     def _cause(self) -> str:
         """In words, how the process ended."""
@@ -174,12 +184,6 @@ class WorkerProcess:
             return f"killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"killed by signal {-code}"
-
-    def _output(self) -> str:
-        """The end of what was printed, from the beginning of a line on."""
-        size = os.fstat(self._printed.fileno()).st_size
-        text = os.pread(self._printed.fileno(), _SHOWN, max(size - _SHOWN, 0)).decode("utf-8", "replace")
-        return text.partition("\n")[2] or text if size > _SHOWN else text
 
 
 def _pipe(started: contextlib.ExitStack) -> tuple[int, int]:

@@ -6,7 +6,7 @@ A candidate that was handed over in Python has no name a shell could give; its l
 import shlex
 
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Record
+from attncheck.reports.run_file.records import UTILITIES, Crashed, Record
 
 
 def python_ref(name: str) -> str:
@@ -35,10 +35,16 @@ def repro_command(record: Record, header: RunHeader | None = None) -> str:
 
 
 def _assignments(record: Record, header: RunHeader | None) -> str:
-    """``NAME=value`` for each environment variable that the record's backend requires, and a space."""
-    backends = () if header is None else header.backends
-    required = next((info.required_environment for info in backends if info.name == record.backend), {})
-    return "".join(f"{shlex.quote(name)}={shlex.quote(value)} " for name, value in required.items())
+    """``NAME=value`` for each environment variable that the repetition needs, and a space: those the backend requires.
+
+    A crash on a GPU is repeated with launches that wait, so that the kernel which crashes is the one that is named.
+    """
+    if header is None:
+        return ""
+    required = next((info.required_environment for info in header.backends if info.name == record.backend), {})
+    blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if isinstance(record, Crashed) and header.device != "cpu" else {}
+    values = {**blocking, **required}
+    return "".join(f"{shlex.quote(name)}={shlex.quote(value)} " for name, value in values.items())
 
 
 def _repro_function(record: Record, header: RunHeader | None) -> str:

@@ -16,6 +16,7 @@
     |   |-- RunFileError             a run file that cannot be trusted: path, line, why
     |   `-- MissingExtraError        something asked for needs a package that is not installed
     |-- BackendUnavailableError      a registered backend cannot run on this machine: an outcome, not a fault
+    |-- DeviceLostError              a backend lost the device: the process cannot use it any more
     |-- ReferenceArgumentError       the reference refuses an undefined argument (also a ValueError)
     `-- InternalError                from one part of attncheck to another, each defined in its own module
         |-- StageError               a backend raised: carries what, and in which stage of the contract

@@ -12,6 +12,7 @@ import attncheck
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.errors import BackendLoadError, CaseFileError, QuestionError, SelectionError, UnknownNameError
 from attncheck.harness.run.evaluation import Examiner
+from attncheck.harness.run.lost_device import DeviceLostError
 from attncheck.reference.attention.params import AttentionParams
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 from attncheck.reports.run_file.records import Errored, Failed, Passed, Unsupported, timing_of
@@ -185,3 +186,16 @@ def test_a_class_whose_library_is_missing_is_a_wrong_question(suite: str) -> Non
     lazy = type("Lazy", (ReferenceBackend,), {"get_impl_cls": staticmethod(get_impl_cls)})
     with pytest.raises(SelectionError, match=r"'Lazy' is unavailable here: .*no such library"):
         attncheck.examine(lazy, suite, device="cpu")
+
+
+def test_a_lost_device_ends_the_call_with_its_record(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    def losing(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", fail)
+
+    with pytest.raises(DeviceLostError, match="CUDA error: unspecified launch failure") as caught:
+        attncheck.examine(losing, suite=suite, cases="decode", checks="numerics", device="cpu")
+    assert (caught.value.record.case_id, caught.value.record.outcome) == ("decode", "crashed")

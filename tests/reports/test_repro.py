@@ -40,6 +40,13 @@ def test_what_a_process_must_be_started_with_stands_first(make: Make, header: Ru
     assert repro_command(make("failed"), asked).startswith("attncheck run --backend reference ")
 
 
+def test_a_crash_on_a_gpu_is_repeated_with_launches_that_wait(make: Make, header: RunHeader) -> None:
+    on_gpu = header.model_copy(update={"device": "cuda:0"})
+    assert repro_command(make("crashed"), on_gpu).startswith("CUDA_LAUNCH_BLOCKING=1 attncheck run --backend ")
+    assert repro_command(make("crashed"), header).startswith("attncheck run ")
+    assert repro_command(make("failed"), on_gpu).startswith("attncheck run ")
+
+
 def test_a_suite_file_is_named_by_its_path_and_quoted(make: Make, header: RunHeader) -> None:
     words = shlex.split(repro_command(make("failed", suite="mine"), header))
     assert words[words.index("--suite") + 1] == "./my suite.yaml"

@@ -32,7 +32,7 @@ def test_a_run_is_a_call(in_process: bool, tmp_path: Path, capfd: pytest.Capture
     )
     finished = execute_run(options, begun.append)
     assert [(record.case, record.outcome) for record in finished.records] == [("smoke/decode.float32", "passed")]
-    assert (finished.blind, finished.unmet, finished.unseen, finished.stopped) == ((), (), (), False)
+    assert (finished.blind, finished.unmet, finished.unseen, finished.stopped) == ((), (), (), "")
     assert begun == [finished.header]
     stored = read_run(finished.path)
     assert (stored.header, tuple(stored.records)) == (finished.header, finished.records)
@@ -50,7 +50,7 @@ def test_two_work_at_once_where_they_share_neither_a_gpu_nor_one_core(
 ) -> None:
     ahead: list[bool] = []
 
-    def supervise(*given: Any, asks_ahead: bool) -> None:
+    def supervise(*given: Any, asks_ahead: bool, **others: Any) -> None:
         ahead.append(asks_ahead)
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)

@@ -180,3 +180,37 @@ def test_without_its_options_the_plugin_costs_nothing(folder: pytest.Pytester) -
     )
     # Other plugins of this environment may load what they like.
     run(folder, "-p", "no:hypothesispytest", "-p", "no:benchmark", "-p", "no:cov").assert_outcomes(passed=1)
+
+
+LOSING = """\
+import torch
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+
+def illegal_access(*arguments, **keywords):
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+class Losing(ReferenceBackend):
+    class Impl(ReferenceImpl):
+        def forward(self, attn_layer, query, *args, **kwargs):
+            if len(query) == 17:
+                torch.cuda.is_initialized = lambda: True
+                torch.cuda.synchronize = illegal_access
+                illegal_access()
+            return super().forward(attn_layer, query, *args, **kwargs)
+    @classmethod
+    def get_impl_cls(cls): return cls.Impl
+"""
+
+
+def test_a_lost_device_fails_its_item_and_ends_the_session(folder: pytest.Pytester) -> None:
+    (folder.path / "losing.py").write_text(LOSING)
+    (folder.path / "small.yaml").write_text(f"{SUITE}  - {{id: last, batch: q3}}\n")
+    result = run(folder, *OURS, "--attncheck-backend", "losing.py:Losing", "--attncheck-check", "numerics")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "the device was lost (CUDA error: an illegal memory access was encountered; repeat with*",
+            "! attncheck: backend Losing, case small/capped.x-1: the device was lost (*) during check numerics, in*",
+        ]
+    )

@@ -43,7 +43,7 @@ class Attentive:
         self.sent += len(format_message(request))
         self._log.append(f"{self._ref} is asked {request.case.partition('/')[2]}")
 
-    def receive(self) -> Answer:
+    def receive(self, limit_s: float | None = None) -> Answer:
         answer = next(self._answers)
         if isinstance(answer, Done):
             self._log.append(f"{self._ref} is heard")
@@ -65,6 +65,9 @@ class FakePool:
 
     def discard(self, ref: str) -> None:
         del self.processes[ref]
+
+    def prepare(self, ref: str) -> None:
+        pass
 
     def restart(self, ref: str) -> Attentive:
         self.log.append(f"{ref} is restarted")

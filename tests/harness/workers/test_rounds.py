@@ -54,6 +54,9 @@ class FakePool:
     def discard(self, ref: str) -> None:
         self.alive.pop(ref, None)
 
+    def prepare(self, ref: str) -> None:
+        pass
+
     def restart(self, ref: str) -> "Process":
         self.starts[ref] += 1
         if self.starts[ref] in self.unstartable.get(ref, []):
@@ -93,7 +96,7 @@ class Process:
             self._answers.append(record_of(who, case, known(self.ref), check, deed, 0.0))
         self._answers.append(Done(blind=deed if isinstance(deed, str) else None))
 
-    def receive(self) -> Answer:
+    def receive(self, limit_s: float | None = None) -> Answer:
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer

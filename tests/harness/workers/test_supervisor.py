@@ -10,10 +10,11 @@ from attncheck.backends.registry import load
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.run.backend_description import BackendDescription, unloadable
-from attncheck.harness.run.evaluation import OURSELVES, Examiner, RunPlan, environment_of
+from attncheck.harness.run.evaluation import Examiner, RunPlan, environment_of
+from attncheck.harness.run.outcomes import OURSELVES
 from attncheck.harness.run.preparation import RunSettings, prepare_run
 from attncheck.harness.run.selection import select_cases
-from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, HarnessFailure
+from attncheck.harness.workers.protocol import Answer, Begun, DeviceLost, Done, Examine, HarnessFailure
 from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError
@@ -33,19 +34,23 @@ class FakePool:
         self.alive = set(scripts)
         self.gone: set[str] = set()
         self.finished: list[str] = []
+        self.asked: list[Examine] = []
 
     def keep_only(self, refs: Iterator[str]) -> None:
         self.alive &= set(refs)
 
     def process(self, ref: str) -> "FakeProcess | None":
-        return FakeProcess(self._scripts[ref], has_ended=ref in self.gone) if ref in self.alive else None
+        return FakeProcess(self._scripts[ref], self.asked, has_ended=ref in self.gone) if ref in self.alive else None
+
+    def prepare(self, ref: str) -> None:
+        pass
 
     def restart(self, ref: str) -> "FakeProcess":
         if self._restarts and (error := self._restarts.pop(0)) is not None:
             raise error
         self.alive.add(ref)
         self.gone.discard(ref)
-        return FakeProcess(self._scripts[ref])
+        return FakeProcess(self._scripts[ref], self.asked)
 
     def discard(self, ref: str) -> None:
         self.alive.discard(ref)
@@ -55,16 +60,21 @@ class FakePool:
 
 
 class FakeProcess:
-    def __init__(self, script: Script, *, has_ended: bool = False) -> None:
+    def __init__(self, script: Script, asked: list[Examine] | None = None, *, has_ended: bool = False) -> None:
         self._script, self.has_ended = script, has_ended
+        self._asked = [] if asked is None else asked
+
+    def output(self) -> str:
+        return "printed\n"
 
     def forget_output(self) -> None:
         pass
 
     def send(self, request: Examine) -> None:
+        self._asked.append(request)
         self._answers = iter(self._script.pop(0))
 
-    def receive(self) -> Answer:
+    def receive(self, limit_s: float | None = None) -> Answer:
         answer = next(self._answers)
         if isinstance(answer, Exception):
             raise answer
@@ -142,6 +152,32 @@ def test_one_that_cannot_be_started_again_loses_the_rest_and_the_next_backend_no
     assert told(records[2:6]) == [(check, "crashed", "the start", cause) for check in (*CHECKS, *CHECKS)]
     assert [record.case_id for record in records[:6]] == ["case", "case", "second", "second", "third", "third"]
     assert [record.outcome for record in records[6:]] == ["passed"] * 6
+
+
+def lost(check: str) -> list[Answer | Exception]:
+    who = passed(check).model_dump(include=set(Crashed.model_fields) - {"outcome"})
+    return [DeviceLost(record=Crashed(**who, stage=f"check {check}", cause="the device was lost", output="line 3\n"))]
+
+
+def test_a_lost_device_costs_one_check_and_the_checks_behind_get_a_fresh_process(make_case: Any) -> None:
+    case = make_case()
+    workers = FakePool(a=[lost("numerics"), [passed("lse"), Done()]])
+    found = supervisor(workers, case).run()
+    first = next(found)
+    assert not workers.alive
+    assert told([first, *found]) == [
+        ("numerics", "crashed", "check numerics", "the device was lost"),
+        ("lse", "passed"),
+    ]
+    assert isinstance(first, Crashed)
+    assert first.output == "line 3\nprinted\n"
+    assert [request.checks for request in workers.asked] == [CHECKS, CHECKS[1:]]
+
+
+def test_a_backend_that_always_loses_the_device_loses_every_check_once(make_case: Any) -> None:
+    workers = FakePool(a=[lost("numerics"), lost("lse"), WELL])
+    records = list(supervisor(workers, make_case(), make_case(name="next")).run())
+    assert [record.outcome for record in records] == ["crashed", "crashed", "passed", "passed"]
 
 
 FAULT = HarnessFailure(error="ValueError: ours", traceback="Traceback")

@@ -1,6 +1,6 @@
 """The processes of a run: what they are started with, and what is told of one that does not come up."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ class Fake:
         self.started.append(self)
 
     def send(self, request: Request) -> None:
-        assert request is ASSIGNMENT
+        assert isinstance(request, Assignment)
 
     def receive(self) -> Answer:
         answer = self.script[self.ref][self._turn]
@@ -81,6 +81,43 @@ def test_all_are_started_before_the_first_is_listened_to(started: list[Fake]) ->
         assert isinstance(found[1], QuestionError)
         assert str(found[1]) == "unknown backend"
         assert len(started) == 2
+
+
+def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works(
+    started: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "free_host_bytes", lambda: 6 * 2**30)
+    monkeypatch.setattr(Fake, "receive", counting := Counting(Fake.receive))
+    refs = list("abcde")
+    Fake.script = {ref: [described(ref)] * 3 for ref in refs}
+    with assigned() as processes:
+        processes.start(refs)
+        assert [fake.ref for fake in started] == ["a", "b", "c"]
+        assert processes.describe(refs) == [described(ref).description for ref in refs]
+        assert counting.alive == [["a", "b", "c"], ["a", "b", "c"], ["a", "c", "d"], ["a", "d", "e"], ["a", "d", "e"]]
+        processes.prepare("b")
+        processes.prepare("b")
+        assert [fake.ref for fake in started] == ["a", "b", "c", "d", "e", "b"]
+        assert processes.process("b") is None  # it has not described itself again
+        again = processes.restart("b")
+        assert again is started[-1] is processes.process("b")  # type: ignore[comparison-overlap]
+        processes.restart("b")
+        assert len(started) == 7
+
+
+class Counting:
+    """Receives as ``receive`` does, and notes which processes are alive then."""
+
+    def __init__(self, receive: Callable[[Fake], Answer]) -> None:
+        self._receive = receive
+        self.alive: list[list[str]] = []
+
+    def __get__(self, fake: Fake, _: object = None) -> Callable[[], Answer]:
+        def receive() -> Answer:
+            self.alive.append([each.ref for each in fake.started if each.state == "alive"])
+            return self._receive(fake)
+
+        return receive
 
 
 def test_one_that_requires_an_environment_is_started_again_with_it(
@@ -175,6 +212,15 @@ def test_those_not_chosen_end_and_those_that_are_done_may_take_a_moment(started:
         assert processes.process("a") is None
         assert [fake.state for fake in started[:2]] == ["finished", "alive"]
     assert [fake.state for fake in started[:2]] == ["ended", "ended at once"]
+
+
+def test_one_that_used_a_gpu_has_ended_before_the_next_one_uses_it(started: list[Fake]) -> None:
+    Fake.script = {ref: [described(ref)] for ref in "ab"}
+    with WorkerPool() as processes:
+        processes.assign(ASSIGNMENT.model_copy(update={"device": "cuda:0"}))
+        processes.describe(list("ab"))
+        processes.finish("a")
+        assert [fake.state for fake in started] == ["ended", "alive"]
 
 
 def test_one_that_is_to_be_alone_is_so_at_once(started: list[Fake]) -> None:

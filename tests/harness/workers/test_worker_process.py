@@ -75,6 +75,23 @@ def test_what_was_said_before_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> No
             process.receive()
 
 
+def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import time
+child = os.fork()
+if child: print(child, flush=True)
+say('{"kind":"begun","stage":"check lse"}')
+time.sleep(600)
+"""
+    with start(monkeypatch, code) as process:
+        assert process.receive(60).kind == "begun"
+        assert process.receive(60).kind == "begun"
+        with pytest.raises(ProcessEndedError, match=r"no answer within 0\.3 s") as caught:
+            process.receive(0.3)
+        assert process.has_ended
+        assert wait_for(lambda: ended(int(caught.value.output)))
+
+
 def test_a_copy_that_holds_the_pipe_does_not_hide_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     note = tmp_path / "copy"
     code = f"""

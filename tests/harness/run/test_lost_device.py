@@ -1,0 +1,131 @@
+"""A backend that loses the device, wherever it first shows: its check has crashed, and the process is given up."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.registry import load_object
+from attncheck.cases.model import Case
+from attncheck.harness.run import evaluation
+from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.run.lost_device import DeviceLostError
+from attncheck.reports.run_file.records import Crashed, Record
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+LOST = f"the device was lost ({ILLEGAL}; repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer)"
+
+
+def raising(message: str) -> Callable[..., NoReturn]:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise torch.AcceleratorError(f"{message}\nSearch for it")
+
+    return fail
+
+
+@pytest.fixture
+def lose(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``lose(message)``: from now on waiting for the device raises it."""
+    synchronize = raising(ILLEGAL)
+
+    def lose(message: str = ILLEGAL) -> None:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronize if message == ILLEGAL else raising(message))
+
+    return lose
+
+
+def records(case: Case, deed: Callable[[], object], **plan: Any) -> list[Record]:
+    """What becomes of a case whose forward does ``deed`` at its end."""
+
+    class Impl(ReferenceImpl):
+        def forward(self, *arguments: Any, **keywords: Any) -> Any:
+            out = super().forward(*arguments, **keywords)
+            deed()
+            return out
+
+    class Mine(ReferenceBackend):
+        @classmethod
+        def get_impl_cls(cls) -> type[ReferenceImpl]:
+            return Impl
+
+    loaded = load_object(Mine)
+    return Examiner(RunPlan((case,), (loaded,), ("numerics", "lse"), **plan)).examine(case, loaded)
+
+
+def crash(case: Case, deed: Callable[[], object], **plan: Any) -> Crashed:
+    with pytest.raises(DeviceLostError) as caught:
+        records(case, deed, **plan)
+    return caught.value.record
+
+
+def test_a_check_that_would_pass_has_crashed(make_case: Any, lose: Callable[[], None]) -> None:
+    record = crash(make_case(), lose)
+    assert (record.check, record.stage, record.cause) == ("numerics", "check numerics", LOST)
+
+
+def test_a_call_of_the_harness_that_raises_first_is_not_to_blame(
+    make_case: Any, lose: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deed() -> None:
+        lose()
+        monkeypatch.setattr(torch.Tensor, "clone", raising(ILLEGAL))
+
+    record = crash(make_case(), deed)
+    assert (record.check, record.stage, record.cause) == ("numerics", "check numerics", LOST)
+
+
+def test_what_the_backend_raised_names_its_stage(make_case: Any, lose: Callable[[], None]) -> None:
+    def deed() -> None:
+        lose()
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    record = crash(make_case(), deed)
+    assert (record.stage, record.cause) == ("check numerics, in forward", LOST)
+    assert "test_lost_device.py" in record.output
+    assert " in deed" in record.output
+
+
+def test_an_error_that_a_launch_left_to_the_harness_is_the_backends(
+    make_case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = "CUDA error: invalid configuration argument"
+    record = crash(make_case(), lambda: monkeypatch.setattr(torch.Tensor, "clone", raising(left)))
+    assert record.cause == (
+        f"a CUDA error was left behind ({left}; repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer)"
+    )
+
+
+def test_out_of_memory_is_no_lost_device(make_case: Any, lose: Callable[[str], None]) -> None:
+    found = records(make_case(), lambda: lose("CUDA error: out of memory"))
+    assert [record.outcome for record in found] == ["passed", "passed"]
+
+
+@pytest.mark.parametrize("step", ["shortage", "build_problem"])
+def test_a_device_lost_by_a_declaration_shows_as_the_case_is_prepared(
+    make_case: Any, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(evaluation, step, raising(ILLEGAL))
+    assert crash(make_case(), lambda: None).stage == "check numerics"
+
+
+def test_a_fault_of_ours_stays_one(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(evaluation, "shortage", fail)
+    with pytest.raises(RuntimeError, match="ours"):
+        records(make_case(), lambda: None)
+
+
+def test_tensors_that_a_lost_device_holds_are_not_dumped(
+    make_case: Any, lose: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wrong = evaluation.Broken("wrong", {})
+    monkeypatch.setattr("attncheck.harness.checks.case_checks.CaseChecks.examine", lambda self, check: wrong)
+    monkeypatch.setattr("attncheck.harness.checks.case_checks.dump_case", raising(ILLEGAL))
+    lose()
+    assert crash(make_case(), lambda: None, dump=tmp_path).cause == LOST
