@@ -1,6 +1,6 @@
 """Read by every Python that starts with this folder on ``PYTHONPATH``: ``PRETEND_CUDA`` gives it a CUDA device.
 
-The variable holds the fields of ``pretend_cuda.Settings`` as JSON. The product's processes are so given one from outside.
+The variable holds the fields of ``pretend_cuda.Settings`` as JSON. The product has no part in it.
 """
 
 import json
@@ -14,10 +14,13 @@ if "PRETEND_CUDA" in os.environ:
     import pretend_cuda
 
     entered = ExitStack()
-    device = entered.enter_context(pretend_cuda.present(pretend_cuda.Settings(**json.loads(os.environ["PRETEND_CUDA"]))))
+    device = entered.enter_context(
+        pretend_cuda.present(pretend_cuda.Settings(**json.loads(os.environ["PRETEND_CUDA"])))
+    )
     atexit.register(device.close)
 
-    from attncheck.harness.checks.cudagraph import cuda
     from pretend_cuda.recorder import PythonRecorder
+
+    from attncheck.harness.checks.cudagraph import cuda
 
     entered.enter_context(patch.object(cuda, "CudaRecorder", lambda _device: PythonRecorder(device)))

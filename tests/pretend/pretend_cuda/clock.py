@@ -90,7 +90,7 @@ class Event:
 
     pretend: ClassVar[Any]
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:  # noqa: FBT001, FBT002 (as torch has it)
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.at_ns: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:

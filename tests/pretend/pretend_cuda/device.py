@@ -61,6 +61,8 @@ class PretendDevice:
         self.launches: Counter[str] = Counter()
         self.float8_operators: Counter[str] = Counter()
         self.acts: list[Act] = []
+        self.given: object = ()
+        """The arguments of the torch function that runs: what it makes of no tensor lies beside them."""
         self.is_lost = self.is_capturing = False
         self.num_captures = 0
         self.sync_debug_mode = 0
@@ -91,7 +93,9 @@ class PretendDevice:
             free = self.settings.total_memory - self.allocated()
             if free < 0:
                 self.release(tensor)
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes, {free + size} are free")
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to allocate {size} bytes, {free + size} are free"
+                )
 
     def release(self, tensor: Tensor) -> None:
         """Take the storage of ``tensor`` off the device: it lies on the host."""

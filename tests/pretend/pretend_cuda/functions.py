@@ -28,13 +28,13 @@ class Functions(TorchFunctionMode):
             Tensor.cuda: lambda tensor, device=None, **_: self._moved(tensor, tensor, is_wanted=True),
             Tensor.pin_memory: lambda tensor, *_: tensor,
             Tensor.to: self._to,
-            Tensor.type_as: lambda tensor, other: self._to(tensor, other),
+            Tensor.type_as: self._to,
             Tensor.new_tensor: self._new_tensor,
             torch.tensor: lambda *args, **kwargs: self._made_of(torch.tensor, *args, **kwargs),
             torch.as_tensor: lambda *args, **kwargs: self._made_of(torch.as_tensor, *args, **kwargs),
             torch.asarray: lambda *args, **kwargs: self._made_of(torch.asarray, *args, **kwargs),
             Tensor.numpy: lambda tensor, **kwargs: self._exported(Tensor.numpy, tensor, **kwargs),
-            Tensor.__array__: lambda tensor, *args: self._exported(Tensor.__array__, tensor, *args),
+            Tensor.__array__: lambda tensor, *args, **kwargs: self._exported(Tensor.__array__, tensor, *args, **kwargs),
             Tensor.tolist: lambda *args: self._read(Tensor.tolist, *args),
             Tensor.__repr__: lambda *args, **kwargs: self._read(Tensor.__repr__, *args, **kwargs),
             Tensor.__format__: lambda *args: self._read(Tensor.__format__, *args),
@@ -42,12 +42,17 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        handler = self._handlers.get(func)
-        if handler is not None:
-            return handler(*args, **kwargs)
-        if kwargs.get("device") is None or getattr(func, "__name__", "") == "set_default_device":
-            return func(*args, **kwargs)
-        return self._made(func, args, kwargs)
+        outer, self._device.given = self._device.given, ()
+        try:
+            handler = self._handlers.get(func)
+            if handler is not None:
+                return handler(*args, **kwargs)
+            if kwargs.get("device") is None or getattr(func, "__name__", "") == "set_default_device":
+                self._device.given = (args, kwargs)
+                return func(*args, **kwargs)
+            return self._made(func, args, kwargs)
+        finally:
+            self._device.given = outer
 
     def _made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A new tensor where ``device`` says; its generator must be that device's."""
@@ -89,7 +94,9 @@ class Functions(TorchFunctionMode):
 
     def _new_tensor(self, like: Tensor, data: object, **kwargs: Any) -> Tensor:
         named = kwargs.pop("device", None)
-        return self._made_of(torch.tensor, data, dtype=kwargs.pop("dtype", None) or like.dtype, device=self._of(like, named))
+        return self._made_of(
+            torch.tensor, data, dtype=kwargs.pop("dtype", None) or like.dtype, device=self._of(like, named)
+        )
 
     def _of(self, like: Tensor, named: object) -> object:
         return named if named is not None else CUDA if self._device.holds(like) else CPU
@@ -106,7 +113,9 @@ class Functions(TorchFunctionMode):
             named = rest.pop(0)
         if named is not None:
             is_wanted = is_cuda(named)
-        dtype = kwargs.pop("dtype", None) or (rest.pop(0) if rest and isinstance(rest[0], torch.dtype) else tensor.dtype)
+        dtype = kwargs.pop("dtype", None) or (
+            rest.pop(0) if rest and isinstance(rest[0], torch.dtype) else tensor.dtype
+        )
         non_blocking = non_blocking or (bool(rest.pop(0)) if rest else False)
         made = Tensor.to(tensor, dtype, non_blocking, *rest, **kwargs)
         return self._moved(tensor, made, is_wanted=is_wanted, is_blocking=not non_blocking)
@@ -116,7 +125,9 @@ class Functions(TorchFunctionMode):
         if is_wanted == self._device.holds(source):
             return made
         if is_wanted:
-            return self._uploaded(made, "copy", is_alias=storage_key(made) == storage_key(source), is_blocking=is_blocking)
+            return self._uploaded(
+                made, "copy", is_alias=storage_key(made) == storage_key(source), is_blocking=is_blocking
+            )
         self._copied("to host", "copy", is_blocking=is_blocking)
         made = made.clone() if storage_key(made) == storage_key(source) else made
         self._device.release(made)
@@ -137,7 +148,7 @@ class Functions(TorchFunctionMode):
     def _exported(self, func: Callable[..., object], tensor: Tensor, *args: object, **kwargs: object) -> object:
         if self._device.holds(tensor):
             raise TypeError(
-                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to host memory first."
             )
         return func(tensor, *args, **kwargs)
 

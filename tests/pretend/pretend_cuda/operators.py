@@ -4,10 +4,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretend_cuda.device import PretendDevice, storage_key
-from pretend_cuda.functions import tensors_in
+from pretend_cuda.functions import Functions, tensors_in
+
+_CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_TORCHS_OWN = frozenset({"aten", "prim", "prims"})
 
 _COPIES = frozenset({"aten::copy_", "aten::set_", "aten::is_same_size", "aten::result_type"})
 """Operators that take tensors of both devices."""
@@ -19,7 +23,9 @@ _NO_NUMBERS = frozenset(
 )  # fmt: skip
 """Operators that take no tensor of the host, not even one number."""
 
-_INDEXED = frozenset({"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+_INDEXED = frozenset(
+    {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+)
 _WAITING = frozenset(
     f"aten::{name}"
     for name in ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim",
@@ -62,7 +68,14 @@ class Operators(TorchDispatchMode):
             given = tensors_in((args, kwargs))
             held = [self._device.holds(tensor) for tensor in given]
             if not any(held):
-                return func(*args, **kwargs)
+                is_inside = not given and any(map(self._device.holds, tensors_in(self._device.given)))
+                made = func(*args, **kwargs)
+                if is_inside:  # torch's own code makes a mask, say, with the options of its argument
+                    for tensor in tensors_in(made):
+                        self._device.take(tensor)
+                return made
+            if isinstance(func, OpOverload) and func.namespace not in _TORCHS_OWN:
+                return self._custom(func, args, kwargs)
             if not all(held) and name not in _COPIES:
                 self._require_one_device(name, args, given, held)
             self._note(name, args, kwargs, given)
@@ -74,6 +87,12 @@ class Operators(TorchDispatchMode):
                     if storage_key(tensor) not in known:
                         self._device.take(tensor)
         return result
+
+    def _custom(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A custom operator is what its Python code asks of the device."""
+        kernel = torch.library.get_kernel(func, "CPU")
+        with torch._C._EnableTorchFunction(), Functions(self._device), self:
+            return kernel.call_boxed(_CPU_KEYS, *args, **kwargs)
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> None:
         """Count what the operator asks of the device, and refuse float8 where CUDA has no kernel."""

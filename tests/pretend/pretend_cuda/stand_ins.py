@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -100,7 +100,7 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
 class Generator(torch.Generator):
     """A generator that draws on the host, and says that it is the named device's."""
 
-    def __new__(cls, device: object = "cpu") -> "Generator":
+    def __new__(cls, device: object = "cpu") -> Self:
         made = super().__new__(cls, "cpu")
         made._named = CUDA if is_cuda(device) else torch.device("cpu")
         return made
@@ -118,7 +118,7 @@ def profiler_of(device: PretendDevice) -> type:
             self._before = Counter[str]()
             self._found = Counter[str]()
 
-        def __enter__(self) -> "Profile":
+        def __enter__(self) -> Self:
             self._before = Counter(device.launches)
             return self
 
