@@ -70,11 +70,11 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
-        "current_device": lambda: answered(0),
+        "current_device": lambda: 0,
         "set_device": lambda _device: device.answer(),
-        "get_device_properties": lambda _device=None: answered(properties),
-        "get_device_capability": lambda _device=None: answered(CAPABILITY),
-        "get_device_name": lambda _device=None: answered(NAME),
+        "get_device_properties": lambda _device=None: properties,
+        "get_device_capability": lambda _device=None: CAPABILITY,
+        "get_device_name": lambda _device=None: NAME,
         "mem_get_info": lambda _device=None: answered(
             (settings.total_memory - device.allocated(), settings.total_memory)
         ),
