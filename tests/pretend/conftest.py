@@ -1,0 +1,38 @@
+"""Runs of attncheck's own command, in processes that have the pretend device or a CPU only."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from pretend_cuda import Settings
+
+from attncheck.reports.run_file.records import RunFooter, RunHeader, parse_line
+
+RunCommand = Callable[..., tuple[RunHeader, list]]
+
+
+@pytest.fixture
+def run_attncheck(tmp_path: Path) -> RunCommand:
+    """``run_attncheck(words, settings)``: header and records of ``attncheck run``; settings of None: on the CPU."""
+
+    def run(words: Sequence[str], settings: Settings | None = None) -> tuple[RunHeader, list]:
+        output = tmp_path / f"{'cpu' if settings is None else 'cuda'}.jsonl"
+        paths = [str(Path(__file__).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        if settings is not None:
+            env["PRETEND_CUDA"] = json.dumps(asdict(settings))
+        device = "cpu" if settings is None else "cuda"
+        command = [sys.executable, "-m", "attncheck", "run", "--device", device, "--output", str(output), *words]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert output.exists(), done.stdout + done.stderr
+        header, *records, footer = map(parse_line, output.read_text(encoding="utf-8").splitlines())
+        assert isinstance(footer, RunFooter)
+        assert footer.errors == ()
+        return header, records
+
+    return run

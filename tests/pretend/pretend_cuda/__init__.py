@@ -1,0 +1,48 @@
+"""A CUDA device that is not there, for tests of code that takes one: values are computed on the CPU.
+
+Each storage lies on the device or on the host, and what torch refuses between them is refused. The device counts what
+it is asked, has a simulated clock, and can be small, taken or lost.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from pretend_cuda.device import Act, PretendDevice, Settings
+from pretend_cuda.functions import Functions
+from pretend_cuda.operators import Operators
+from pretend_cuda.stand_ins import Generator, cuda_names, profiler_of
+
+__all__ = ["Act", "PretendDevice", "Settings", "present"]
+
+
+@contextmanager
+def present(settings: Settings = Settings()) -> Iterator[PretendDevice]:  # noqa: B008 (frozen)
+    """Let torch have a CUDA device, in this thread."""
+    device = PretendDevice(settings)
+    with ExitStack() as entered:
+        entered.callback(device.close)
+        entered.enter_context(patch.multiple(torch.cuda, create=True, **cuda_names(device)))
+        entered.enter_context(patch.multiple(torch, Generator=Generator, compile=_uncompiled))
+        entered.enter_context(patch.object(torch.profiler, "profile", profiler_of(device)))
+        entered.enter_context(patch.object(time, "perf_counter_ns", device.clock.read))
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            from triton.runtime.interpreter import GridExecutor
+
+            from pretend_cuda.kernels import launcher
+
+            launch = launcher(device, GridExecutor.__call__)
+            entered.enter_context(patch.object(GridExecutor, "__call__", launch))
+        entered.enter_context(Functions(device))
+        entered.enter_context(Operators(device))
+        yield device
+
+
+def _uncompiled(function: Callable[..., Any] | None = None, **_: object) -> Any:
+    """Stands in for ``torch.compile``: Inductor has no code for a device that is not there."""
+    return function if function is not None else _uncompiled

@@ -1,0 +1,116 @@
+"""Simulated time: of the host, of streams, and of events. Nothing here waits, and a repeated run has equal times."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+READ_NS = 100
+"""The host's time of one look at its clock, so that a loop until a moment ends."""
+
+LAUNCH_NS = 4_000
+"""The host's time of issuing one operator or event."""
+
+KERNEL_NS = 2_000
+"""The device's time of one operator, beside its bytes."""
+
+EVENT_NS = 1_000
+"""The device's time of one event."""
+
+WAKE_NS = 6_000
+"""From the end of what the host waits for until the host goes on."""
+
+BYTES_PER_NS = 2_000
+"""The device's memory bandwidth."""
+
+CYCLES_PER_NS = 2
+"""Of ``torch.cuda._sleep``."""
+
+
+class SimulatedClock:
+    """The host's time in nanoseconds, and the streams that may be ahead of it."""
+
+    def __init__(self) -> None:
+        self.host_ns = 10**15
+        self.streams: list[Stream] = []
+
+    def read(self) -> int:
+        """Return the host's time, in place of ``time.perf_counter_ns``."""
+        self.host_ns += READ_NS
+        return self.host_ns
+
+    def work(self, stream: "Stream", device_ns: int) -> int:
+        """Issue ``device_ns`` of work to ``stream``; return when it is done."""
+        self.host_ns += LAUNCH_NS
+        stream.free_ns = max(self.host_ns, stream.free_ns) + device_ns
+        return stream.free_ns
+
+    def wait_until(self, ns: int) -> None:
+        """Let the host wait until the device is at ``ns``."""
+        self.host_ns = max(self.host_ns, ns) + WAKE_NS
+
+    def synchronize(self) -> None:
+        """Let the host wait for all streams."""
+        self.wait_until(max((stream.free_ns for stream in self.streams), default=0))
+
+
+class Stream:
+    """Stands in for ``torch.cuda.Stream``; a subclass names the device."""
+
+    pretend: ClassVar[Any]
+
+    def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
+        self.free_ns = 0
+        self.device_index, self.device_type = 0, 1
+        self.pretend.clock.streams.append(self)
+        self.stream_id = self.cuda_stream = len(self.pretend.clock.streams) - 1
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.free_ns = max(self.free_ns, other.free_ns)
+
+    def wait_event(self, event: "Event") -> None:
+        self.free_ns = max(self.free_ns, event.at_ns or 0)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or self.pretend.event_class()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        self.pretend.answer()
+        return self.free_ns <= self.pretend.clock.read()
+
+    def synchronize(self) -> None:
+        self.pretend.refuse_in_capture()
+        self.pretend.note("wait", "Stream.synchronize")
+        self.pretend.clock.wait_until(self.free_ns)
+
+
+class Event:
+    """Stands in for ``torch.cuda.Event``; a subclass names the device."""
+
+    pretend: ClassVar[Any]
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.at_ns: int | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.pretend.note("event", "Event.record")
+        self.at_ns = self.pretend.clock.work(stream or self.pretend.current, EVENT_NS)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.pretend.current).wait_event(self)
+
+    def query(self) -> bool:
+        self.pretend.answer()
+        return self.at_ns is None or self.at_ns <= self.pretend.clock.read()
+
+    def elapsed_time(self, end: "Event") -> float:
+        self.pretend.answer()
+        if self.at_ns is None or end.at_ns is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return float(np.float32((end.at_ns - self.at_ns) / 1e6))
+
+    def synchronize(self) -> None:
+        self.pretend.refuse_in_capture()
+        self.pretend.note("wait", "Event.synchronize")
+        self.pretend.clock.wait_until(self.at_ns or 0)

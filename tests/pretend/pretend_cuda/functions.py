@@ -1,0 +1,179 @@
+"""What torch's Python functions say of devices, which no operator can: getters, destinations, readers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pretend_cuda.device import CUDA, PretendDevice, storage_key
+
+CPU = torch.device("cpu")
+_WORDS = (torch.device, str, int)
+
+
+class Functions(TorchFunctionMode):
+    """Passes each function of torch with the devices it is to see, and puts its result where it belongs."""
+
+    def __init__(self, device: PretendDevice) -> None:
+        super().__init__()
+        self._device = device
+        self._handlers: dict[Any, Callable[..., object]] = {
+            Tensor.device.__get__: lambda tensor: CUDA if device.holds(tensor) else CPU,
+            Tensor.is_cuda.__get__: device.holds,
+            Tensor.is_cpu.__get__: lambda tensor: not device.holds(tensor),
+            Tensor.get_device: lambda tensor: 0 if device.holds(tensor) else -1,
+            Tensor.cpu: lambda tensor, **_: self._moved(tensor, tensor, is_wanted=False),
+            Tensor.cuda: lambda tensor, device=None, **_: self._moved(tensor, tensor, is_wanted=True),
+            Tensor.pin_memory: lambda tensor, *_: tensor,
+            Tensor.to: self._to,
+            Tensor.type_as: self._to,
+            Tensor.new_tensor: self._new_tensor,
+            torch.tensor: lambda *args, **kwargs: self._made_of(torch.tensor, *args, **kwargs),
+            torch.as_tensor: lambda *args, **kwargs: self._made_of(torch.as_tensor, *args, **kwargs),
+            torch.asarray: lambda *args, **kwargs: self._made_of(torch.asarray, *args, **kwargs),
+            Tensor.numpy: lambda tensor, **kwargs: self._exported(Tensor.numpy, tensor, **kwargs),
+            Tensor.__array__: lambda tensor, *args, **kwargs: self._exported(Tensor.__array__, tensor, *args, **kwargs),
+            Tensor.tolist: lambda *args: self._read(Tensor.tolist, *args),
+            Tensor.__repr__: lambda *args, **kwargs: self._read(Tensor.__repr__, *args, **kwargs),
+            Tensor.__format__: lambda *args: self._read(Tensor.__format__, *args),
+        }
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        outer, self._device.given = self._device.given, ()
+        try:
+            handler = self._handlers.get(func)
+            if handler is not None:
+                return handler(*args, **kwargs)
+            if kwargs.get("device") is None or getattr(func, "__name__", "") == "set_default_device":
+                self._device.given = (args, kwargs)
+                return func(*args, **kwargs)
+            return self._made(func, args, kwargs)
+        finally:
+            self._device.given = outer
+
+    def _made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A new tensor where ``device`` says; its generator must be that device's."""
+        is_wanted = is_cuda(kwargs["device"])
+        generator = kwargs.get("generator")
+        if generator is not None and is_cuda(generator.device) != is_wanted:
+            named, found = ("cuda", "cpu") if is_wanted else ("cpu", "cuda")
+            raise RuntimeError(f"Expected a '{named}' device type for generator but found '{found}'")
+        if is_wanted:
+            self._device.answer()
+        made = func(*args, **{**kwargs, "device": CPU})
+        for tensor in tensors_in(made):
+            if is_wanted:
+                self._device.take(tensor)
+                if "empty" not in func.__name__:
+                    self._device.launch(func.__name__, tensor.nbytes)
+            else:
+                self._device.release(tensor)
+        return made
+
+    def _made_of(self, func: Callable[..., Tensor], data: object, *args: object, **kwargs: Any) -> Tensor:
+        """A tensor made of ``data``: beside it where it is a tensor, and on the host elsewhere, unless told."""
+        named = kwargs.pop("device", None)
+        if named is None and len(args) > 1:
+            named, args = args[1], args[:1]
+        if not isinstance(data, Tensor):
+            for held in filter(self._device.holds, tensors_in(data)):
+                self._device.wait(func.__name__, "to host")
+                del held
+        made = func(data, *args, **kwargs)
+        if isinstance(data, Tensor):
+            is_held = self._device.holds(data)
+            if is_held and storage_key(made) != storage_key(data):
+                self._device.take(made)
+            return self._moved(data, made, is_wanted=is_held if named is None else is_cuda(named))
+        if named is None or not is_cuda(named):
+            return made
+        return self._uploaded(made, f"torch.{func.__name__}", is_alias=not isinstance(data, int | float | list | tuple))
+
+    def _new_tensor(self, like: Tensor, data: object, **kwargs: Any) -> Tensor:
+        named = kwargs.pop("device", None)
+        return self._made_of(
+            torch.tensor, data, dtype=kwargs.pop("dtype", None) or like.dtype, device=self._of(like, named)
+        )
+
+    def _of(self, like: Tensor, named: object) -> object:
+        return named if named is not None else CUDA if self._device.holds(like) else CPU
+
+    def _to(self, tensor: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+        rest = list(args)
+        is_wanted = self._device.holds(tensor)
+        like = rest.pop(0) if rest and isinstance(rest[0], Tensor) else kwargs.pop("other", None)
+        named = kwargs.pop("device", None)
+        if like is not None:
+            is_wanted = self._device.holds(like)
+            rest.insert(0, like.dtype)
+        elif rest and isinstance(rest[0], _WORDS) and not isinstance(rest[0], bool):
+            named = rest.pop(0)
+        if named is not None:
+            is_wanted = is_cuda(named)
+        dtype = kwargs.pop("dtype", None) or (
+            rest.pop(0) if rest and isinstance(rest[0], torch.dtype) else tensor.dtype
+        )
+        non_blocking = non_blocking or (bool(rest.pop(0)) if rest else False)
+        made = Tensor.to(tensor, dtype, non_blocking, *rest, **kwargs)
+        return self._moved(tensor, made, is_wanted=is_wanted, is_blocking=not non_blocking)
+
+    def _moved(self, source: Tensor, made: Tensor, *, is_wanted: bool, is_blocking: bool = True) -> Tensor:
+        """``made`` from ``source``, on the device or the host as wanted, by a copy that is noted if they differ."""
+        if is_wanted == self._device.holds(source):
+            return made
+        if is_wanted:
+            return self._uploaded(
+                made, "copy", is_alias=storage_key(made) == storage_key(source), is_blocking=is_blocking
+            )
+        self._copied("to host", "copy", is_blocking=is_blocking)
+        made = made.clone() if storage_key(made) == storage_key(source) else made
+        self._device.release(made)
+        return made
+
+    def _uploaded(self, made: Tensor, what: str, *, is_alias: bool, is_blocking: bool = True) -> Tensor:
+        self._copied("to device", what, is_blocking=is_blocking)
+        made = made.clone() if is_alias else made
+        self._device.take(made)
+        return made
+
+    def _copied(self, kind: Any, what: str, *, is_blocking: bool) -> None:
+        if is_blocking:
+            self._device.wait(what, kind)
+        else:
+            self._device.note(kind, f"{what}, not waited for")
+
+    def _exported(self, func: Callable[..., object], tensor: Tensor, *args: object, **kwargs: object) -> object:
+        if self._device.holds(tensor):
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to host memory first."
+            )
+        return func(tensor, *args, **kwargs)
+
+    def _read(self, func: Callable[..., object], tensor: Tensor, *args: object, **kwargs: object) -> object:
+        if self._device.holds(tensor):
+            self._device.wait(func.__name__, "to host")
+        return func(tensor, *args, **kwargs)
+
+
+def is_cuda(named: object) -> bool:
+    """Whether ``named``, as torch takes devices, is the pretend one."""
+    if isinstance(named, torch.device):
+        return named.type == "cuda"
+    return isinstance(named, int) or torch.device(named).type == "cuda"
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """Return the tensors in ``value`` and in its lists, tuples and dicts."""
+    found, pending = [], [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, list | tuple):
+            pending.extend(part[::-1])
+        elif isinstance(part, dict):
+            pending.extend(part.values())
+    return found

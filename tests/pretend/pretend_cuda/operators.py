@@ -1,0 +1,141 @@
+"""What operators do on the device: refuses what CUDA refuses, and counts launches, waits and copies."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pretend_cuda.device import PretendDevice, storage_key
+from pretend_cuda.functions import Functions, tensors_in
+
+_CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_TORCHS_OWN = frozenset({"aten", "prim", "prims"})
+
+_COPIES = frozenset({"aten::copy_", "aten::set_", "aten::is_same_size", "aten::result_type"})
+"""Operators that take tensors of both devices."""
+
+_NO_NUMBERS = frozenset(
+    f"aten::{name}"
+    for name in ("cat", "stack", "equal", "mm", "bmm", "baddbmm", "gather", "scatter", "scatter_", "scatter_reduce",
+                 "index_select", "searchsorted", "bucketize")
+)  # fmt: skip
+"""Operators that take no tensor of the host, not even one number."""
+
+_INDEXED = frozenset(
+    {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+)
+_WAITING = frozenset(
+    f"aten::{name}"
+    for name in ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim",
+                 "unique_consecutive", "repeat_interleave")
+)  # fmt: skip
+"""Operators that wait for the device: the host reads a number, or the shape of the result depends on contents."""
+
+_FLOAT8 = frozenset(
+    f"aten::{name}"
+    for name in ("index", "index_put_", "_index_put_impl_", "cat", "fill_", "zero_", "clone", "empty_like", "new_empty",
+                 "empty_strided", "new_empty_strided", "_to_copy", "copy_", "set_", "lift_fresh")
+)  # fmt: skip
+"""Operators that CUDA has for float8 (torch 2.7 and newer), beside views."""
+
+_FLOAT8_DTYPES = frozenset(
+    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
+)
+
+
+class Operators(TorchDispatchMode):
+    """Judges each operator by the devices of its tensors, and puts new tensors beside those it was given."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: PretendDevice) -> None:
+        super().__init__()
+        self._device = device
+        self._facts: dict[Any, tuple[str, bool]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the compiler is not imported with the first operator
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name, is_view = self._facts.get(func) or self._facts.setdefault(func, facts_of(func))
+        if is_view:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            given = tensors_in((args, kwargs))
+            held = [self._device.holds(tensor) for tensor in given]
+            if not any(held):
+                is_inside = not given and any(map(self._device.holds, tensors_in(self._device.given)))
+                made = func(*args, **kwargs)
+                if is_inside:  # torch's own code makes a mask, say, with the options of its argument
+                    for tensor in tensors_in(made):
+                        self._device.take(tensor)
+                return made
+            if isinstance(func, OpOverload) and func.namespace not in _TORCHS_OWN:
+                return self._custom(func, args, kwargs)
+            if not all(held) and name not in _COPIES:
+                self._require_one_device(name, args, given, held)
+            self._note(name, args, kwargs, given)
+            known = {storage_key(tensor) for tensor in given}
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            if name not in _COPIES and (name not in _INDEXED or held[0]):
+                for tensor in tensors_in(result):
+                    if storage_key(tensor) not in known:
+                        self._device.take(tensor)
+        return result
+
+    def _custom(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A custom operator is what its Python code asks of the device."""
+        kernel = torch.library.get_kernel(func, "CPU")
+        with torch._C._EnableTorchFunction(), Functions(self._device), self:
+            return kernel.call_boxed(_CPU_KEYS, *args, **kwargs)
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> None:
+        """Count what the operator asks of the device, and refuse float8 where CUDA has no kernel."""
+        device = self._device
+        if any(tensor.dtype in _FLOAT8_DTYPES and device.holds(tensor) for tensor in given):
+            device.float8_operators[name] += 1
+            if name not in _FLOAT8 and name not in _WAITING:
+                device.note("float8", name)
+                raise NotImplementedError(f'"{name.removeprefix("aten::")}_cuda" not implemented for float8')
+        if name == "aten::copy_" and device.holds(args[0]) != device.holds(args[1]):
+            kind = "to device" if device.holds(args[0]) else "to host"
+            if kwargs.get("non_blocking") or (len(args) > 2 and args[2]):
+                device.note(kind, f"{name}, not waited for")
+            else:
+                device.wait(name, kind)
+        elif name in _WAITING or (name in _INDEXED and self._counts(args[1])):
+            device.launch(name)
+            device.wait(name, "to host" if name == "aten::_local_scalar_dense" else "wait")
+        elif not name.startswith(("aten::empty", "aten::new_empty")) and name != "aten::set_":
+            device.launch(name, sum(tensor.nbytes for tensor in given))
+
+    def _counts(self, indices: Any) -> bool:
+        """Whether an index is a mask, whose set places are counted, or lies on the host, and is copied."""
+        found = [tensor for tensor in indices if isinstance(tensor, Tensor)]
+        return any(tensor.dtype in {torch.bool, torch.uint8} or not self._device.holds(tensor) for tensor in found)
+
+    def _require_one_device(self, name: str, args: tuple[Any, ...], given: list[Tensor], held: list[bool]) -> None:
+        if name in _INDEXED:
+            target, indices = args[0], tensors_in(args[1])
+            values = args[2] if len(args) > 2 and isinstance(args[2], Tensor) and args[2].dim() else target
+            is_right = self._device.holds(target) == self._device.holds(values)
+            is_right &= self._device.holds(target) or not any(map(self._device.holds, indices))
+        else:
+            is_right = name not in _NO_NUMBERS and not any(
+                tensor.dim() for tensor, is_held in zip(given, held, strict=True) if not is_held
+            )
+        if not is_right:
+            self._device.note("mixed", name)
+            found = " and ".join(dict.fromkeys("cuda:0" if is_held else "cpu" for is_held in held))
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found {found} in {name}")
+
+
+def facts_of(func: Any) -> tuple[str, bool]:
+    """Return the operator's name, and whether it only looks at memory in another form: a device has no part in that."""
+    schema = getattr(func, "_schema", None)
+    return (str(func) if schema is None else schema.name), bool(getattr(func, "is_view", False))

@@ -1,0 +1,82 @@
+"""A CUDA-graph recorder: its replays run the Python code of ``forward`` again, with what was bound at capture.
+
+What ``forward`` returns, beside what it writes, is that of the capture.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.checks.cudagraph.cuda import violation_of
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, RecorderName, Released
+from pretend_cuda.device import PretendDevice
+
+WARM_UPS = 2
+
+
+class PythonRecording:
+    """Implements the product's ``Recording``."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def replay(self) -> None:
+        self._forward()
+        torch.cuda.current_stream().synchronize()
+
+    def launch(self) -> None:
+        self._forward()
+
+    def reads(self, tensor: Tensor) -> bool | None:
+        return None
+
+    def host_reads(self) -> tuple[str, ...]:
+        return ()
+
+    def hands_out_memory(self) -> bool:
+        return False
+
+    def released(self) -> tuple[Released, ...]:
+        return ()
+
+
+class PythonRecorder:
+    """Implements the product's ``Recorder`` in place of ``CudaRecorder``."""
+
+    name: RecorderName = "cuda"
+
+    def __init__(self, pretend: PretendDevice) -> None:
+        self._pretend = pretend
+
+    def watching(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark_host(self, *tensors: Tensor) -> None:
+        pass
+
+    def record(self, prepare: Callable[[], Forward]) -> PythonRecording:
+        for _ in range(WARM_UPS):
+            prepare()()
+        torch.cuda.synchronize()
+        forward = prepare()
+        try:
+            with self._pretend.capturing():
+                forward()
+        except Exception as error:
+            raise CaptureError((violation_of(_without_own_frames(error)),)) from error
+        return PythonRecording(forward)
+
+
+def _without_own_frames(error: Exception) -> Exception:
+    """The error as torch would raise it: from the backend's line, with no frame of the pretend device behind it."""
+    last = last_foreign = error.__traceback__
+    while last is not None:
+        if Path(last.tb_frame.f_code.co_filename).parent != Path(__file__).parent:
+            last_foreign = last
+        last = last.tb_next
+    if last_foreign is not None:
+        last_foreign.tb_next = None
+    return error

@@ -1,0 +1,26 @@
+"""Read by every Python that starts with this folder on ``PYTHONPATH``: ``PRETEND_CUDA`` gives it a CUDA device.
+
+The variable holds the fields of ``pretend_cuda.Settings`` as JSON. The product has no part in it.
+"""
+
+import json
+import os
+
+if "PRETEND_CUDA" in os.environ:
+    import atexit
+    from contextlib import ExitStack
+    from unittest.mock import patch
+
+    import pretend_cuda
+
+    entered = ExitStack()
+    device = entered.enter_context(
+        pretend_cuda.present(pretend_cuda.Settings(**json.loads(os.environ["PRETEND_CUDA"])))
+    )
+    atexit.register(device.close)
+
+    from pretend_cuda.recorder import PythonRecorder
+
+    from attncheck.harness.checks.cudagraph import cuda
+
+    entered.enter_context(patch.object(cuda, "CudaRecorder", lambda _device: PythonRecorder(device)))

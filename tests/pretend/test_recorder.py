@@ -1,0 +1,64 @@
+"""The recorder that replays Python: what it refuses at capture, and what a replay reads."""
+
+import inspect
+
+import pytest
+import torch
+from pretend_cuda import Settings, present
+from pretend_cuda.recorder import PythonRecorder
+
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Violation
+
+
+def test_a_replay_reads_what_its_inputs_hold_by_then_and_keeps_what_was_bound():
+    with present() as device:
+        given, made = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+        numbers = iter([10, 20, 30])
+
+        def prepare():
+            bound = next(numbers)  # two warm-ups and the capture
+            return lambda: made.copy_(given * bound)
+
+        recording = PythonRecorder(device).record(prepare)
+        assert made.tolist() == [30, 30, 30]
+        given.fill_(2)
+        recording.replay()
+        assert made.tolist() == [60, 60, 60]
+
+
+def forward_that_reads(given):
+    return given.sum().item()
+
+
+def test_a_forward_that_reads_on_the_host_is_refused_at_its_line():
+    with present() as device:
+        given = torch.ones(3, device="cuda")
+        with pytest.raises(CaptureError) as caught:
+            PythonRecorder(device).record(lambda: lambda: forward_that_reads(given))
+        lines, first = inspect.getsourcelines(forward_that_reads)
+        (violation,) = caught.value.violations
+        assert (violation.kind, violation.call) == ("host read", lines[1].strip().removeprefix("return "))
+        assert violation.where.endswith(f"test_recorder.py:{first + 1} in forward_that_reads")
+        torch.cuda.synchronize()  # no capture goes on
+
+
+def test_a_forward_that_synchronises_is_refused():
+    with present() as device, pytest.raises(CaptureError, match="not permitted when stream is capturing"):
+        PythonRecorder(device).record(lambda: _synchronise_in_capture(device))
+
+
+def _synchronise_in_capture(device):
+    return lambda: torch.cuda.synchronize() if device.is_capturing else None
+
+
+def test_the_capture_that_is_to_fail_fails_and_the_next_does_not():
+    with present(Settings(failing_capture=2)) as device:
+        recorder, ran = PythonRecorder(device), []
+        prepare = lambda: lambda: ran.append(1)  # noqa: E731
+        recorder.record(prepare)
+        with pytest.raises(CaptureError) as caught:
+            recorder.record(prepare)
+        recorder.record(prepare).replay()
+    words = "AcceleratorError: CUDA error: operation failed due to a previous error during capture"
+    assert caught.value.violations[0] == Violation("error", words, caught.value.violations[0].where)
+    assert len(ran) == 3 * 3 + 1

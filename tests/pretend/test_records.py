@@ -1,0 +1,76 @@
+"""attncheck's own command on the pretend device: its records are those of the CPU, and nothing is mixed on the way.
+
+What differs, and why:
+
+- the environment: its device, name and capability;
+- the recorder of CUDA graphs, and in how many words it says why a capture fails: it ends at the first fault, and names
+  the call as it is written; the emulation goes on, and names the function;
+- the error of flex_attention: the fused kernel is given half precision on CUDA, and float32 on a CPU.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+from pretend_cuda import Settings
+from pretend_cuda.stand_ins import CAPABILITY, NAME
+
+VALUES = ("numerics", "lse", "cache_write", "containment", "claims")
+ALL = (*VALUES, "cudagraph")
+ONE_A_PATH = ("alibi", "fp8-cache", "cross", "verify-tree.*", "context-parallel", "micro-batches", "padded-mixed")
+
+RUNS = [
+    ("reference", "smoke", ONE_A_PATH, ALL),
+    ("torch_sdpa", "smoke", ONE_A_PATH, VALUES),
+    ("torch_sdpa", "smoke", ("padded-decode",), ("cudagraph",)),
+    ("flex_attention", "smoke", ONE_A_PATH, ALL),
+    ("reference_mla", "smoke", ("latent-float32",), ALL),
+    ("torch_mla", "smoke", ("latent-float32",), ALL),
+    ("triton_unified", "interpreted", ("window-wide", "output-quant", "merge"), ALL),
+    ("triton_mla", "interpreted", ("latent-short",), ALL),
+]
+
+
+def comparable(record):
+    """What must be equal on both devices."""
+    kept = record.model_dump(exclude={"environment", "duration_s"})
+    if kept.get("graph"):
+        del kept["graph"]["recorder"]
+        for probe in kept["graph"]["probes"]:
+            if "cannot be captured" in probe["reason"]:
+                probe["reason"] = probe["reason"].partition(":")[0]
+    if record.backend == "flex_attention" and record.outcome == "passed":
+        kept["figures"].pop("budget_share", None)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("backend", "suite", "cases", "checks"), RUNS, ids=lambda each: each if isinstance(each, str) else ""
+)
+def test_records_are_those_of_the_cpu(run_attncheck, tmp_path, backend, suite, cases, checks):
+    if backend.startswith("triton"):
+        pytest.importorskip("triton")
+    words = ["--backend", backend, "--suite", suite]
+    words += [word for case in cases for word in ("--case", case)]
+    words += [word for check in checks for word in ("--check", check)]
+    _, expected = run_attncheck(words)
+    header, found = run_attncheck(words, Settings(report=str(tmp_path)))
+
+    assert [comparable(record) for record in found] == [comparable(record) for record in expected]
+    assert Counter(record.outcome for record in found)["passed"] >= len(cases)
+    environment = header.environment
+    assert (environment.device, environment.device_name) == ("cuda", NAME)
+    assert environment.capability == ".".join(map(str, CAPABILITY))
+    recorders = {record.graph.recorder for record in found if getattr(record, "graph", None)}
+    assert recorders <= {"cuda"}
+
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*.json")]
+    assert sum(sum(report["launches"].values()) for report in reports) > 100 * len(cases)
+    assert not [act for report in reports for act in report["acts"] if act["kind"] in {"mixed", "float8"}]
+
+
+def test_a_device_that_another_process_holds_is_no_crash_of_the_command(run_attncheck, tmp_path):
+    """Each backend's process makes a context when it is its turn, while the one before it is ending."""
+    words = ["--backend", "torch_sdpa", "--backend", "reference", "--case", "alibi", "--check", "numerics"]
+    _, found = run_attncheck(words, Settings(lock=str(tmp_path / "lock")))
+    assert {record.outcome for record in found} == {"passed"}

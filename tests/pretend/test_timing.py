@@ -1,0 +1,73 @@
+"""Times taken on the pretend device: the harness neither waits nor copies while the device is held."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SUITE = """\
+suite: small
+description: one decode
+defaults:
+  layer: {num_heads: 4, num_kv_heads: 2, head_size: 32, dtype: float32}
+cases:
+  - {id: decode, batch: q1s20_q1s7}
+"""
+WAITING = """\
+from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPAImpl
+
+class Impl(SDPAImpl):
+    def forward(self, layer, query, *args, **kwargs):
+        query.sum().item()
+        return super().forward(layer, query, *args, **kwargs)
+
+class Builder(SDPABackend.get_builder_cls()):
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+        from attncheck.backends.contract import AttentionCGSupport
+        return AttentionCGSupport.NEVER
+
+class Waiting(SDPABackend):
+    @staticmethod
+    def get_impl_cls():
+        return Impl
+    @staticmethod
+    def get_builder_cls():
+        return Builder
+"""
+
+
+@pytest.fixture
+def time_backend(tmp_path):
+    (tmp_path / "small.yaml").write_text(SUITE)
+    (tmp_path / "waiting.py").write_text(WAITING)
+
+    def run(backend):
+        paths = [str(HERE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(HERE / "timed_on_pretend.py"), backend, "./small.yaml"]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("backend", "clock", "acts"), [("torch_sdpa", "graph", set()), ("./waiting.py:Waiting", "events", {"to host"})]
+)
+def test_while_the_device_is_held_nothing_waits_but_the_backend(time_backend, tmp_path, backend, clock, acts):
+    timed = time_backend(backend)
+    assert timed["record"]["outcome"] == "passed"
+    forward, _ = timed["record"]["timing"]["latencies"]
+    assert forward["clock"] == clock
+    if clock == "graph":  # elsewhere the hold changes while it is learnt
+        assert len(set(forward["samples_ns"])) == 1
+    assert len(timed["held"]) > 5
+    found = [act for held in timed["held"] for act in held]
+    assert {act["kind"] for act in found} == acts
+    assert {act["place"] for act in found} <= {f"{tmp_path / 'waiting.py'}:5 forward"}

@@ -1,0 +1,48 @@
+"""Times a backend on the pretend device, and prints what waits and copies between a hold and the mark of the end.
+
+Run with this folder on the path, as ``timed_on_pretend.py BACKEND SUITE``: clocks are taken on the first import.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from unittest.mock import patch
+
+from pretend_cuda import Act, Settings, present
+from pretend_cuda.recorder import PythonRecorder
+
+SMALL = Settings(total_memory=24 * 2**20, l2_cache_size=2**20)
+"""Ceilings are measured on an eighth of the memory, and the cache is flushed twice over: on a CPU both take a while."""
+
+
+def held_acts(acts: list[Act]) -> list[list[Act]]:
+    """What stands between each hold and the second event behind it, events aside."""
+    found: list[list[Act]] = []
+    num_events = 2
+    for act in acts:
+        if act.kind == "hold":
+            num_events = 0
+            found.append([])
+        elif act.kind == "event":
+            num_events += 1
+        elif num_events < 2:
+            found[-1].append(act)
+    return found
+
+
+def main(backend: str, suite: str) -> None:
+    with present(SMALL) as device:
+        import attncheck
+        from attncheck.harness.checks.cudagraph import cuda
+        from attncheck.harness.checks.timing.settings import TimingSettings
+
+        settings = TimingSettings(min_samples=5, max_samples=5, kernels=True)
+        with patch.object(cuda, "CudaRecorder", lambda _device: PythonRecorder(device)):
+            examined = attncheck.examine(backend, suite, checks="timing", device="cuda", timing=settings)
+        (record,) = examined.records
+        held = [[asdict(act) for act in acts] for acts in held_acts(device.acts)]
+    sys.stdout.write(json.dumps({"record": record.model_dump(mode="json"), "held": held}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
