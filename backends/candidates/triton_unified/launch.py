@@ -80,6 +80,7 @@ def unified_attention_op(
         group=group,
         head_size=max(head_size, head_size_v),
         itemsize=query.itemsize if kv_format or key.dtype == query.dtype else 4,
+        is_coded=kv_format > 0,
         shared_memory=shared_memory_of(query.device),
         interpreted=interpreted,
     )
