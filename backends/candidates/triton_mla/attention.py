@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attncheck.backends.candidates.triton_mla.kernels.latent import attend_latent
 from attncheck.backends.candidates.triton_unified.formats import CODE_FORMATS, FLOATS
-from attncheck.backends.candidates.triton_unified.launch import launch_merge, shared_memory_of
+from attncheck.backends.candidates.triton_unified.launch import UNLIMITED, launch_merge, page_argument, shared_memory_of
 from attncheck.backends.candidates.triton_unified.tiling import SplitScratch, choose_segments, power_of_two, tile_width
 from attncheck.backends.interpreter import is_interpreted
 
@@ -207,6 +207,7 @@ def latent_attention_op(
         shared_memory=shared_memory_of(latent.device),
         interpreted=interpreted,
     )
+    page_size, is_shift = page_argument(kv_cache.shape[1])
     num_programs = tiling.num_programs(num_rows, num_reqs, num_heads)
     segments = 1
     if scratch_out is not None and scratch_lse is not None:
@@ -235,6 +236,12 @@ def latent_attention_op(
             p_k_scale=k_scale,
             num_reqs=num_reqs,
             score_factor=scale * _LOG2_E,
+            num_heads=num_heads,
+            page_size=page_size,
+            right=0 if causal else UNLIMITED,
+            block_h=tiling.block_h,
+            block_q=tiling.block_q,
+            num_segments=segments,
             stride_latent_row=latent.stride(0),
             stride_latent_head=latent.stride(1),
             stride_latent_size=latent.stride(2),
@@ -250,17 +257,12 @@ def latent_attention_op(
             stride_lse_row=lse_strides[0],
             stride_lse_head=lse_strides[1],
             stride_table_row=block_table.stride(0),
-            NUM_HEADS=num_heads,
             RANK=rank,
             ROTARY=rotary.shape[2],
-            PAGE=kv_cache.shape[1],
-            CAUSAL=causal,
+            IS_SHIFT=is_shift,
             HAS_LSE=output_lse is not None,
             KV_FORMAT=code_format,
-            NUM_SEGMENTS=segments,
             ONE_BLOCK=tiling.one_block,
-            BLOCK_H=tiling.block_h,
-            BLOCK_Q=tiling.block_q,
             BLOCK_M=tiling.block_m,
             BLOCK_N=tiling.block_n,
             BLOCK_L=tile_width(rank),
@@ -270,7 +272,15 @@ def latent_attention_op(
             num_stages=tiling.num_stages,
         )
         if scratch_out is not None and scratch_lse is not None and segments > 1:
-            launch_merge(scratch_out, scratch_lse, output, output_lse, query_start_loc, segments=segments)
+            launch_merge(
+                scratch_out,
+                scratch_lse,
+                output,
+                output_lse,
+                query_start_loc,
+                segments=segments,
+                most=most_segments,
+            )
 
 
 @latent_attention_op.register_fake

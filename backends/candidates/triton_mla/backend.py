@@ -111,7 +111,7 @@ def _allocate(width: int, device: torch.device) -> SplitScratch:
     A step with more results a segment than that fills the device without being cut up.
     """
     programs, most = _INTERPRETED_PROGRAMS, _INTERPRETED_SEGMENTS
-    if device.type == "cuda" and not is_interpreted():
+    if not is_interpreted():
         programs = _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
         most = _MOST_SEGMENTS
     lines = programs * _LINES

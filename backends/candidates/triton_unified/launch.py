@@ -19,6 +19,9 @@ from attncheck.backends.interpreter import is_interpreted
 
 _LOG2_E = 1.4426950408889634
 
+UNLIMITED = 2**30 - 1
+"""Distance to the right within which every key lies: added to a position, which is below 2**30, it fits 32 bits."""
+
 _INTERPRETED_RESULTS = 32
 """Merged by one program where programs cost what their operations cost, whatever the sizes; a GPU has one for each."""
 
@@ -65,6 +68,7 @@ def unified_attention_op(
     interpreted = is_interpreted()
     kv_format, out_format = CODE_FORMATS.get(key.dtype, 0), CODE_FORMATS.get(output.dtype, 0)
     page = 0 if block_table is None else key.shape[1]
+    page_size, is_shift = page_argument(page)
     # Pages are one axis more; without them there is one page, as it were, that holds all rows.
     b_key, b_value = (x.view(torch.uint8) if kv_format else x for x in (key, value))
     if block_table is None:
@@ -76,6 +80,7 @@ def unified_attention_op(
         group=group,
         head_size=max(head_size, head_size_v),
         itemsize=query.itemsize if kv_format or key.dtype == query.dtype else 4,
+        is_coded=kv_format > 0,
         shared_memory=shared_memory_of(query.device),
         interpreted=interpreted,
     )
@@ -116,6 +121,16 @@ def unified_attention_op(
             num_reqs=num_reqs,
             score_factor=scale if soft_cap else scale * _LOG2_E,
             soft_cap=soft_cap,
+            group=group,
+            block_q=tiling.block_q,
+            page_size=page_size,
+            left=window_left,
+            right=0 if causal else window_right if window_right >= 0 else UNLIMITED,
+            chunk=chunk,
+            tree_size=0 if tree is None else tree.shape[0],
+            num_segments=segments,
+            k_scale_step=_scale_step(k_scale),
+            v_scale_step=_scale_step(v_scale),
             stride_query_row=query.stride(0),
             stride_query_head=query.stride(1),
             stride_query_size=query.stride(2),
@@ -133,27 +148,19 @@ def unified_attention_op(
             stride_lse_row=lse_strides[0],
             stride_lse_head=lse_strides[1],
             stride_table_row=0 if block_table is None else block_table.stride(0),
-            GROUP=group,
             HEAD_SIZE=head_size,
             HEAD_SIZE_V=head_size_v,
-            PAGE=page,
-            CAUSAL=causal,
-            LEFT=window_left,
-            RIGHT=window_right,
-            CHUNK=chunk,
+            IS_SHIFT=is_shift,
+            HAS_LEFT=window_left >= 0,
+            HAS_CHUNK=chunk > 0,
             HAS_SOFT_CAP=soft_cap > 0,
             HAS_ALIBI=alibi_slopes is not None,
             HAS_SINKS=sinks is not None,
             HAS_LSE=output_lse is not None,
             KV_FORMAT=kv_format,
-            K_SCALE_STEP=_scale_step(k_scale),
-            V_SCALE_STEP=_scale_step(v_scale),
             OUT_FORMAT=out_format,
-            TREE_SIZE=0 if tree is None else tree.shape[0],
-            NUM_SEGMENTS=segments,
             ONE_BLOCK=tiling.one_block,
             BLOCK_M=tiling.block_m,
-            BLOCK_Q=tiling.block_q,
             BLOCK_N=tiling.block_n,
             BLOCK_D=tile_width(head_size),
             BLOCK_V=tile_width(head_size_v),
@@ -169,6 +176,7 @@ def unified_attention_op(
                 output_lse,
                 query_start_loc,
                 segments=segments,
+                most=most_segments,
                 output_scale=output_scale,
                 out_format=out_format,
             )
@@ -180,9 +188,17 @@ def _unified_attention_fake(*args: object) -> None:
 
 
 def _scale_step(scale: Tensor | None) -> int:
-    if scale is None:
-        return -1
-    return 0 if scale.numel() == 1 else scale.stride(0)
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+
+
+def page_argument(page: int) -> tuple[int, bool]:
+    """Return ``page_size`` and ``IS_SHIFT`` of ``kernels.places.find_slot`` for pages of ``page`` tokens.
+
+    >>> page_argument(16), page_argument(48)
+    ((4, True), (48, False))
+    """
+    is_shift = page.bit_count() == 1
+    return (page.bit_length() - 1 if is_shift else page), is_shift
 
 
 @functools.cache
@@ -202,6 +218,7 @@ def launch_merge(
     query_start_loc: Tensor,
     *,
     segments: int,
+    most: int,
     output_scale: Tensor | None = None,
     out_format: int = 0,
 ) -> None:
@@ -209,8 +226,9 @@ def launch_merge(
 
     scratch_out: float32 ``[T, H, segments, size]`` and more, scratch_lse: ``[T, H, segments]`` (base 2) and more.
     output: ``[T, H, size]``, any strides; uint8 where ``out_format``, a code of ``kernels.codes``, is not 0: then codes
-    of ``x / output_scale``. query_start_loc: ``[R + 1]``; rows behind its last entry are left alone. The caller has
-    chosen the device.
+    of ``x / output_scale``. query_start_loc: ``[R + 1]``; rows behind its last entry are left alone. ``most``: a
+    power of two, a bound of ``segments`` that is the same for all launches, each of whose values takes a kernel of its
+    own. The caller has chosen the device.
     """
     num_rows, num_heads, head_size_v = output.shape
     interpreted = is_interpreted()
@@ -224,16 +242,17 @@ def launch_merge(
         query_start_loc=query_start_loc,
         output_scale=output_scale,
         num_reqs=len(query_start_loc) - 1,
+        num_heads=num_heads,
+        num_segments=segments,
         stride_out_row=output.stride(0),
         stride_out_head=output.stride(1),
         stride_out_size=output.stride(2),
         stride_lse_row=lse_strides[0],
         stride_lse_head=lse_strides[1],
-        NUM_HEADS=num_heads,
         HEAD_SIZE_V=head_size_v,
         HAS_LSE=output_lse is not None,
         OUT_FORMAT=out_format,
-        NUM_SEGMENTS=segments,
+        BLOCK_S=most,
         BLOCK_R=results,
         BLOCK_V=tile_width(head_size_v),
         INTERPRETED=interpreted,

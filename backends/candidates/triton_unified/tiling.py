@@ -28,13 +28,32 @@ _INTERPRETED_PROGRAMS = 8
 _LEAST_LINES = 16
 """Rows times heads of a group of the smallest tile."""
 
+_SMALL, _LARGE = 64, 128
+"""The other sizes of a tile: few sizes are few kernels to compile."""
+
+_BESIDE = 8 * 1024
+"""Bytes of shared memory that a program takes beside its tiles of queries, keys and values."""
+
+_HOPPER = 200 * 1024
+"""Bytes of shared memory that only GPUs have which multiply out of it (compute capabilities 9.0 and 10.0).
+
+Others multiply out of registers: of 128 lines, each of 8 warps decodes every code of a tile, and the kernel
+spills and takes three times as long to compile.
+"""
+
+_WAVES = 8
+"""The wanted programs are about so many times those that run at once."""
+
+_LEAST_TILES = 4
+"""Tiles of a segment once all multiprocessors have work: what a segment costs beside its tiles is no longer free."""
+
 
 @dataclass(frozen=True)
 class Tiling:
     """One launch of the attention kernel.
 
     block_m: lines of a tile, ``block_q`` rows times the query heads of a group, and a rest. block_n: keys of a tile.
-    one_block: no request has more rows than ``block_q``, so that requests number the programs.
+    one_block: no request has more rows than ``block_q``, and requests number the programs.
     """
 
     block_m: int
@@ -63,13 +82,26 @@ def tile_width(head_size: int) -> int:
     return max(16, power_of_two(head_size))
 
 
+def tiles_size(block_m: int, block_n: int, num_stages: int, head_size: int, itemsize: int) -> int:
+    """Estimate the bytes of shared memory that a program takes."""
+    lines = block_m + 2 * max(1, num_stages - 1) * block_n  # one tile of queries; of keys and of values at least one
+    return lines * itemsize * tile_width(head_size) + _BESIDE
+
+
 def choose_tiling(
-    *, max_query_len: int, group: int, head_size: int, itemsize: int, shared_memory: int, interpreted: bool
+    *,
+    max_query_len: int,
+    group: int,
+    head_size: int,
+    itemsize: int,
+    is_coded: bool,
+    shared_memory: int,
+    interpreted: bool,
 ) -> Tiling:
     """Tiles for requests of up to ``max_query_len`` rows, ``group`` query heads a KV head, heads of ``head_size``.
 
-    ``itemsize``: bytes of what is multiplied, 2 for tensor cores, 4 for float32. ``shared_memory``: bytes of it that a
-    program may have.
+    ``itemsize``: bytes of what is multiplied, 2 for tensor cores, 4 for float32. ``is_coded``: keys and values are made
+    of codes. ``shared_memory``: bytes of it that a program may have.
     """
     lines = max_query_len * group
     least = max(16, power_of_two(group))
@@ -78,28 +110,39 @@ def choose_tiling(
         return _tiling(block_m, block_n, max_query_len, group, num_warps=1, num_stages=1)
     if itemsize > 2:
         # Without tensor cores; larger tiles would not fit the registers.
-        block_m, block_n = least, (32 if head_size <= 128 else 16)
-        return _tiling(block_m, block_n, max_query_len, group, num_warps=4, num_stages=1)
-    # Decodes have small tiles, for which products cost nothing; prompts as large ones as the registers hold.
-    block_m = max(least, min(128, power_of_two(lines)))
-    block_n = 64 if head_size <= 128 else 32
-    bytes_per_row = itemsize * tile_width(head_size)
-    num_stages = _STAGES if head_size <= 128 else _STAGES - 1
-    while num_stages > 1 and (block_m + 2 * (num_stages - 1) * block_n) * bytes_per_row > shared_memory:
-        num_stages -= 1
-    return _tiling(block_m, block_n, max_query_len, group, num_warps=8 if block_m > 64 else 4, num_stages=num_stages)
+        block_m, block_n, num_stages = least, (32 if head_size <= 128 else 16), 1
+    else:
+        # Decodes have small tiles, for which products cost nothing; prompts as large ones as the registers hold.
+        most = _SMALL if is_coded and shared_memory < _HOPPER else _LARGE
+        block_m = max(least, next((size for size in (_LEAST_LINES, _SMALL) if lines <= size), most))
+        block_n = 64 if head_size <= 128 else 32
+        num_stages = _STAGES if head_size <= 128 else _STAGES - 1
+    while tiles_size(block_m, block_n, num_stages, head_size, itemsize) > shared_memory:
+        if num_stages > 2:  # with one stage less, none is fetched ahead, in the same room
+            num_stages -= 1
+        elif block_m > max(least, _SMALL):
+            block_m = max(least, _SMALL)
+        elif block_n > 16:
+            block_n //= 2
+        else:
+            break
+    num_warps = 8 if block_m > _SMALL else 4
+    return _tiling(block_m, block_n, max_query_len, group, num_warps=num_warps, num_stages=num_stages)
 
 
 def _tiling(block_m: int, block_n: int, max_query_len: int, group: int, *, num_warps: int, num_stages: int) -> Tiling:
     block_q = block_m // group
-    return Tiling(block_m, block_q, block_n, max_query_len <= block_q, num_warps, num_stages)
+    # Larger tiles of more rows have one kernel, which looks for the request of a block.
+    one_block = max_query_len <= block_q and (max_query_len == 1 or block_m == _LEAST_LINES)
+    return Tiling(block_m, block_q, block_n, one_block, num_warps, num_stages)
 
 
 def choose_segments(*, programs: int, wanted: int, results: int, room: int, keys: int, block_n: int, most: int) -> int:
     """Into how many segments every row's keys are cut: a power of two, at most ``most``.
 
-    So many that about ``wanted`` programs run in place of ``programs``, that their results (``results`` a segment, of
-    which there is ``room`` for so many) have a place, and that each has some tiles of the ``keys`` there may be.
+    So many that about ``wanted`` programs run in place of ``programs``, and that their results (``results`` a segment,
+    of which there is ``room`` for so many) have a place. Each has a tile of the ``keys`` there may be, and four of them
+    once about as many programs run as run at once.
 
     >>> choose_segments(programs=8, wanted=264, results=32, room=4096, keys=8192, block_n=64, most=32)
     32
@@ -107,7 +150,8 @@ def choose_segments(*, programs: int, wanted: int, results: int, room: int, keys
     segments = 1
     while 2 * segments <= most:
         doubled = 2 * segments
-        if doubled * programs > wanted or doubled * results > room or doubled * block_n > keys:
+        tiles = 1 if segments * programs < wanted // _WAVES else _LEAST_TILES
+        if doubled * programs > wanted or doubled * results > room or doubled * tiles * block_n > keys:
             break
         segments = doubled
     return segments

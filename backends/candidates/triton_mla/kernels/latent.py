@@ -9,12 +9,28 @@ power of two would nearly double the usual sizes. Scores are kept in base 2.
 import triton
 import triton.language as tl
 
-from attncheck.backends.candidates.triton_unified.kernels.attention import find_request
 from attncheck.backends.candidates.triton_unified.kernels.codes import decode_codes, dot, rounded
+from attncheck.backends.candidates.triton_unified.kernels.places import find_request, find_slot
 from attncheck.backends.candidates.triton_unified.kernels.scores import row_span
 
 
-@triton.jit
+# A kernel is compiled for each value of a constexpr, and for integers that are 1 or multiples of 16. So numbers that
+# differ from layer to layer or step to step are arguments, and of these only strides are specialised.
+@triton.jit(
+    do_not_specialize=[
+        "num_reqs",
+        "num_heads",
+        "page_size",
+        "right",
+        "block_h",
+        "block_q",
+        "num_segments",
+        "stride_lse_row",
+        "stride_lse_head",
+        "stride_table_row",
+    ],
+    do_not_specialize_on_alignment=["p_block_table", "p_seq_lens", "p_query_start_loc", "p_lse"],
+)
 def attend_latent(
     p_latent,  # [T, H, RANK], the queries in the latent space
     p_rotary,  # [T, H, ROTARY]
@@ -29,6 +45,12 @@ def attend_latent(
     p_k_scale,
     num_reqs,
     score_factor,
+    num_heads,
+    page_size,
+    right,
+    block_h,
+    block_q,
+    num_segments,
     stride_latent_row: tl.int64,
     stride_latent_head: tl.int64,
     stride_latent_size,  # no type, so that a stride of 1 is known to be one
@@ -44,17 +66,12 @@ def attend_latent(
     stride_lse_row: tl.int64,
     stride_lse_head: tl.int64,
     stride_table_row: tl.int64,
-    NUM_HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROTARY: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    IS_SHIFT: tl.constexpr,
     HAS_LSE: tl.constexpr,
     KV_FORMAT: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -64,33 +81,34 @@ def attend_latent(
     """Grid: (blocks of rows times groups of heads, segments).
 
     KV_FORMAT: 0: the cache holds numbers; else uint8 codes, of which ``p_k_scale`` makes values. ONE_BLOCK: no request
-    has more rows than a block. score_factor: the scale times log2(e). NUM_SEGMENTS: from 2 on, results go to
+    has more rows than a block, which holds ``block_q`` rows of ``block_h`` heads. score_factor: the scale times
+    log2(e). page_size: as ``find_slot`` reads it; right: as ``row_span`` does. From two segments on, results go to
     ``p_segment_out`` ``[T, H, segments, RANK]`` and ``p_segment_lse`` ``[T, H, segments]`` (base 2).
     """
     LN_2: tl.constexpr = 0.6931471805599453
-    HEAD_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    head_groups = (num_heads + block_h - 1) // block_h
     # Groups of heads of the same rows run side by side: they read the same keys.
-    o_block, group = tl.program_id(0) // HEAD_GROUPS, tl.program_id(0) % HEAD_GROUPS
+    o_block, group = tl.program_id(0) // head_groups, tl.program_id(0) % head_groups
     segment = tl.program_id(1)
     if ONE_BLOCK:
         request = o_block
         block = o_block * 0
     else:
         # Later blocks see more keys under a causal mask: they start first.
-        last_block = tl.num_programs(0) // HEAD_GROUPS - 1
-        request, block = find_request(last_block - o_block, p_query_start_loc, num_reqs, BLOCK_Q=BLOCK_Q)
+        last_block = tl.num_programs(0) // head_groups - 1
+        request, block = find_request(last_block - o_block, p_query_start_loc, num_reqs, block_q)
     request_start = tl.load(p_query_start_loc + request).to(tl.int64)
     query_len = (tl.load(p_query_start_loc + request + 1) - request_start).to(tl.int32)
-    first_row = block * BLOCK_Q
+    first_row = block * block_q
     if first_row >= query_len:
         return
     seq_len = tl.load(p_seq_lens + request).to(tl.int32)
     context_len = seq_len - query_len
 
     line = tl.arange(0, BLOCK_M)
-    row = first_row + line // BLOCK_H  # [M]
-    head = group * BLOCK_H + line % BLOCK_H  # [M]
-    m_line = (line // BLOCK_H < BLOCK_Q) & (row < query_len) & (head < NUM_HEADS)
+    row = first_row + line // block_h  # [M]
+    head = group * block_h + line % block_h  # [M]
+    m_line = (line // block_h < block_q) & (row < query_len) & (head < num_heads)
     token = request_start + row  # [M] int64
     o_key = tl.arange(0, BLOCK_N)
     o_rank = tl.arange(0, BLOCK_L).to(tl.int64)
@@ -115,11 +133,11 @@ def attend_latent(
         factor = factor * tl.load(p_k_scale)
 
     # Keys from ``end`` on are seen by no row of the block.
-    last_row = tl.minimum(first_row + BLOCK_Q, query_len) - 1
-    _, end = row_span(context_len + last_row, seq_len, CAUSAL, -1, -1, 0)
-    _, row_end = row_span(context_len + row, seq_len, CAUSAL, -1, -1, 0)  # [M]
+    last_row = tl.minimum(first_row + block_q, query_len) - 1
+    _, end = row_span(context_len + last_row, seq_len, 0, right, 0, False, False)
+    _, row_end = row_span(context_len + row, seq_len, 0, right, 0, False, False)  # [M]
     num_tiles = (tl.maximum(end, 0) + BLOCK_N - 1) // BLOCK_N
-    per_segment = (num_tiles + NUM_SEGMENTS - 1) // NUM_SEGMENTS
+    per_segment = (num_tiles + num_segments - 1) // num_segments
     tile_begin = tl.minimum(segment * per_segment, num_tiles)
     tile_end = tl.minimum(tile_begin + per_segment, num_tiles)
 
@@ -130,9 +148,10 @@ def attend_latent(
         position = tile * BLOCK_N + o_key  # [N]
         # What no row sees may be nobody's memory: it is not read, since 0 * NaN is NaN.
         m_key = position < end
-        p_entry = p_block_table + request.to(tl.int64) * stride_table_row + position // PAGE
+        number, slot = find_slot(position, page_size, IS_SHIFT)
+        p_entry = p_block_table + request.to(tl.int64) * stride_table_row + number
         page = tl.load(p_entry, mask=m_key, other=0).to(tl.int64)
-        p_keys = p_cache + (page * stride_cache_block + (position % PAGE) * stride_cache_slot)[:, None]
+        p_keys = p_cache + (page * stride_cache_block + slot * stride_cache_slot)[:, None]
         m_tile = m_key[:, None] & m_rank[None, :]
         b_key = tl.load(p_keys + o_rank[None, :] * stride_cache_size, mask=m_tile, other=0)  # [N, L]
         if KV_FORMAT > 0:
@@ -166,12 +185,15 @@ def attend_latent(
     if KV_FORMAT > 0:
         result = result * tl.load(p_k_scale)
     log_total = tl.where(has_seen, pivot + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
-    if NUM_SEGMENTS > 1:
-        o_segment = (token * NUM_HEADS + head) * NUM_SEGMENTS + segment  # [M]
-        tl.store(p_segment_lse + o_segment, log_total, mask=m_line)
-        o_out = o_segment[:, None] * RANK + o_rank[None, :]
-        tl.store(p_segment_out + o_out, result, mask=m_latent & has_seen[:, None])
-    else:
+    is_whole = True
+    if p_segment_out is not None:
+        is_whole = num_segments == 1
+        if num_segments > 1:
+            o_segment = (token * num_heads + head) * num_segments + segment  # [M]
+            tl.store(p_segment_lse + o_segment, log_total, mask=m_line)
+            o_part = o_segment[:, None] * RANK + o_rank[None, :]
+            tl.store(p_segment_out + o_part, result, mask=m_latent & has_seen[:, None])
+    if is_whole:
         if HAS_LSE:
             tl.store(p_lse + token * stride_lse_row + head * stride_lse_head, log_total * LN_2, mask=m_line)
         o_out = (token * stride_out_row + head * stride_out_head)[:, None] + o_rank[None, :] * stride_out_size

@@ -9,28 +9,31 @@ import triton
 import triton.language as tl
 
 from attncheck.backends.candidates.triton_unified.kernels.codes import decode_codes, encode_codes, rounded
+from attncheck.backends.candidates.triton_unified.kernels.places import find_request, find_slot
 from attncheck.backends.candidates.triton_unified.kernels.scores import row_span, tanh
 
 
-@triton.jit
-def find_request(block, query_start_loc, num_reqs, BLOCK_Q: tl.constexpr):
-    """The request that the ``block``-th block of rows belongs to, and which of its blocks it is.
-
-    Blocks are numbered with room for one that is not full behind each request: request ``r`` begins at number
-    ``query_start_loc[r] // BLOCK_Q + r``. Some numbers are nobody's: they lie behind the request's last row.
-    """
-    low = block * 0
-    high = low + num_reqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
-            low = middle
-        else:
-            high = middle
-    return low, block - (tl.load(query_start_loc + low) // BLOCK_Q + low)
-
-
-@triton.jit
+# A kernel is compiled for each value of a constexpr, and for integers that are 1 or multiples of 16. So numbers that
+# differ from layer to layer or step to step are arguments, and of these only strides are specialised.
+@triton.jit(
+    do_not_specialize=[
+        "num_reqs",
+        "group",
+        "block_q",
+        "page_size",
+        "left",
+        "right",
+        "chunk",
+        "tree_size",
+        "num_segments",
+        "k_scale_step",
+        "v_scale_step",
+        "stride_lse_row",
+        "stride_lse_head",
+        "stride_table_row",
+    ],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "lse"],
+)
 def attend_blocks(
     query,
     key,
@@ -51,6 +54,16 @@ def attend_blocks(
     num_reqs,
     score_factor,
     soft_cap,
+    group,
+    block_q,
+    page_size,
+    left,
+    right,
+    chunk,
+    tree_size,
+    num_segments,
+    k_scale_step,
+    v_scale_step,
     stride_query_row,
     stride_query_head,
     stride_query_size,
@@ -68,27 +81,19 @@ def attend_blocks(
     stride_lse_row,
     stride_lse_head,
     stride_table_row,
-    GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_V: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr,
+    IS_SHIFT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     KV_FORMAT: tl.constexpr,
-    K_SCALE_STEP: tl.constexpr,
-    V_SCALE_STEP: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
-    TREE_SIZE: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -96,14 +101,14 @@ def attend_blocks(
 ):
     """Grid: (blocks of rows, KV heads, segments).
 
-    query ``[rows, heads, D]``, out ``[rows, heads, V]``, lse ``[rows, heads]``. PAGE tokens a page: key and value are
-    ``[blocks, PAGE, KV heads, size]``; 0: there are no pages, and keys lie like queries, ``[1, rows, KV heads, size]``.
-    KV_FORMAT: 0: key and value are numbers; else uint8 codes, with scales of one element (step 0), one a KV head (step
-    1), or none (step -1). OUT_FORMAT: 0: ``out`` takes numbers; else codes of ``x / output_scale``. TREE_SIZE: 0: no
-    tree; else ``tree`` is bytes ``[TREE_SIZE, TREE_SIZE]``, for requests of so many rows. ONE_BLOCK: no request has
-    more rows than a block. score_factor: the scale, times log2(e) where no cap comes between. NUM_SEGMENTS: from 2 on,
-    results go to ``segment_out`` ``[rows, heads, segments, V]`` and ``segment_lse`` ``[rows, heads, segments]`` (base
-    2).
+    query ``[rows, heads, D]``, out ``[rows, heads, V]``, lse ``[rows, heads]``. group: query heads a KV head; block_q:
+    rows of a block. With a block_table, key and value are ``[blocks, page size, KV heads, size]``, page_size as
+    ``find_slot`` reads it; else keys lie like queries, ``[1, rows, KV heads, size]``. left, right, chunk: as
+    ``row_span`` reads them. KV_FORMAT: 0: key and value are numbers; else uint8 codes, with scales of one element (step
+    0) or one a KV head (step 1), or none. OUT_FORMAT: 0: ``out`` takes numbers; else codes of ``x / output_scale``.
+    tree: bytes ``[tree_size, tree_size]``, for requests of so many rows. ONE_BLOCK: no request has more rows than a
+    block. score_factor: the scale, times log2(e) where no cap comes between. From two segments on, results go to
+    ``segment_out`` ``[rows, heads, segments, V]`` and ``segment_lse`` ``[rows, heads, segments]`` (base 2).
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     LN_2: tl.constexpr = 0.6931471805599453
@@ -112,32 +117,30 @@ def attend_blocks(
         block = request * 0
     else:
         # Later blocks see more keys under a causal mask: they start first.
-        request, block = find_request(
-            tl.num_programs(0) - 1 - tl.program_id(0), query_start_loc, num_reqs, BLOCK_Q=BLOCK_Q
-        )
+        request, block = find_request(tl.num_programs(0) - 1 - tl.program_id(0), query_start_loc, num_reqs, block_q)
     kv_head = tl.program_id(1)
     segment = tl.program_id(2)
     # Positions fit 32 bits; the interpreter looks whether sums of 32 bits overflow, which costs more than the sums.
     POSITION: tl.constexpr = tl.int64 if INTERPRETED else tl.int32
     request_start = tl.load(query_start_loc + request).to(tl.int64)
     query_len = (tl.load(query_start_loc + request + 1) - request_start).to(POSITION)
-    first_row = block.to(POSITION) * BLOCK_Q
+    first_row = block.to(POSITION) * block_q
     if first_row >= query_len:
         return
-    if PAGE > 0:
+    if block_table is not None:
         seq_len = tl.load(seq_lens + request).to(POSITION)
     else:
         seq_len = query_len
     context_len = seq_len - query_len
 
     line = tl.arange(0, BLOCK_M)
-    row = first_row + line // GROUP  # [M]
-    head = kv_head * GROUP + line % GROUP  # [M]
+    row = first_row + line // group  # [M]
+    head = kv_head * group + line % group  # [M]
     wide_head = head.to(tl.int64)
-    is_line = (line // GROUP < BLOCK_Q) & (row < query_len)
+    is_line = (line // group < block_q) & (row < query_len)
     query_position = context_len + row  # [M]
     token = request_start + row  # [M] int64
-    o_result = token * (tl.num_programs(1) * GROUP) + head  # [M]
+    o_result = token * (tl.num_programs(1) * group) + head  # [M]
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     v = tl.arange(0, BLOCK_V)
@@ -145,28 +148,28 @@ def attend_blocks(
     is_v = v < HEAD_SIZE_V
 
     # Keys outside [begin, end) are seen by no row of the block, keys inside [full_begin, full_end) by all.
-    last_row = tl.minimum(first_row + BLOCK_Q, query_len) - 1
-    begin, full_end = row_span(context_len + first_row, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)
-    full_begin, end = row_span(context_len + last_row, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)
-    lo, hi = row_span(query_position, seq_len, CAUSAL, LEFT, RIGHT, CHUNK)  # [M]
-    if TREE_SIZE > 0:
+    last_row = tl.minimum(first_row + block_q, query_len) - 1
+    begin, full_end = row_span(context_len + first_row, seq_len, left, right, chunk, HAS_LEFT, HAS_CHUNK)
+    full_begin, end = row_span(context_len + last_row, seq_len, left, right, chunk, HAS_LEFT, HAS_CHUNK)
+    lo, hi = row_span(query_position, seq_len, left, right, chunk, HAS_LEFT, HAS_CHUNK)  # [M]
+    if tree is not None:
         full_end = tl.minimum(full_end, context_len)
     # The tiles, and those among them that need no mask: [full_from, full_to).
-    HAS_EDGE_BEFORE: tl.constexpr = LEFT >= 0 or CHUNK > 0
+    HAS_EDGE_BEFORE: tl.constexpr = HAS_LEFT or HAS_CHUNK
     full_from = begin
     if HAS_EDGE_BEFORE:
         full_from = begin + (tl.maximum(full_begin - begin, 0) + (BLOCK_N - 1)) // BLOCK_N * BLOCK_N
     full_to = tl.maximum(begin + tl.maximum(full_end - begin, 0) // BLOCK_N * BLOCK_N, full_from)
     segment_begin = begin
     segment_end = end
-    if NUM_SEGMENTS > 1:
-        step: tl.constexpr = NUM_SEGMENTS * BLOCK_N
+    if segment_out is not None:
+        step = num_segments * BLOCK_N
         length = (tl.maximum(end - begin, 0) + (step - 1)) // step * BLOCK_N
         segment_begin = begin + segment * length
         segment_end = tl.minimum(segment_begin + length, end)
         if (segment > 0) & (segment_begin >= segment_end):
             nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            tl.store(segment_lse + o_result * NUM_SEGMENTS + segment, nothing, mask=is_line)
+            tl.store(segment_lse + o_result * num_segments + segment, nothing, mask=is_line)
             return
 
     # The interpreter cannot multiply bfloat16, and tensor cores no two dtypes: then all is float32.
@@ -183,12 +186,12 @@ def attend_blocks(
     p_keys = key + kv_head.to(tl.int64) * stride_key_head + d[None, :] * stride_key_size  # [1, D]
     p_values = value + kv_head.to(tl.int64) * stride_value_head + v[None, :] * stride_value_size  # [1, V]
     p_pages = block_table
-    if PAGE > 0:
+    if block_table is not None:
         p_pages = block_table + request.to(tl.int64) * stride_table_row
     # What multiplies a score at last: a cap works on natural scores, and what follows counts in base 2.
     factor = score_factor
-    if KV_FORMAT > 0 and K_SCALE_STEP >= 0:
-        factor = factor * tl.load(k_scale + kv_head * K_SCALE_STEP)
+    if k_scale is not None:
+        factor = factor * tl.load(k_scale + kv_head * k_scale_step)
     if HAS_ALIBI:
         slope = tl.load(alibi_slopes + head, mask=is_line, other=0.0) * LOG2_E  # [M]
 
@@ -214,14 +217,14 @@ def attend_blocks(
             key_position = start + n  # [N]
             # What no row sees may be nobody's memory: it is not read, since 0 * NaN is NaN.
             is_key = key_position < end
-            if PAGE > 0:
+            if block_table is not None:
+                number, slot = find_slot(key_position, page_size, IS_SHIFT)
                 if part != 1:
-                    page = tl.load(p_pages + key_position // PAGE, mask=is_key, other=0).to(tl.int64)
+                    page = tl.load(p_pages + number, mask=is_key, other=0).to(tl.int64)
                 else:
-                    page = tl.load(p_pages + key_position // PAGE).to(tl.int64)
-                slot = (key_position % PAGE).to(tl.int64)
-                o_key = page * stride_key_block + slot * stride_key_slot
-                o_value = page * stride_value_block + slot * stride_value_slot
+                    page = tl.load(p_pages + number).to(tl.int64)
+                o_key = page * stride_key_block + slot.to(tl.int64) * stride_key_slot
+                o_value = page * stride_value_block + slot.to(tl.int64) * stride_value_slot
             else:
                 o_key = (request_start + key_position) * stride_key_slot
                 o_value = (request_start + key_position) * stride_value_slot
@@ -249,11 +252,11 @@ def attend_blocks(
                 scores += slope[:, None] * (key_position[None, :] - query_position[:, None]).to(tl.float32)
             if part != 1:
                 sees = (key_position[None, :] >= lo[:, None]) & (key_position[None, :] < hi[:, None])
-                if TREE_SIZE > 0:
-                    if query_len == TREE_SIZE:
+                if tree is not None:
+                    if query_len == tree_size:
                         node = key_position - context_len  # [N]
                         is_new = is_line[:, None] & (node >= 0)[None, :] & is_key[None, :]
-                        branch = tl.load(tree + row[:, None] * TREE_SIZE + node[None, :], mask=is_new, other=1)
+                        branch = tl.load(tree + row[:, None] * tree_size + node[None, :], mask=is_new, other=1)
                         sees = sees & (branch != 0)
                 scores = tl.where(sees, scores, float("-inf"))
 
@@ -273,21 +276,24 @@ def attend_blocks(
     # Not "above 0": what is no number stays none.
     has_seen = total != 0
     result = acc / tl.where(has_seen, total, 1.0)[:, None]  # [M, V]
-    if KV_FORMAT > 0 and V_SCALE_STEP >= 0:
-        result = result * tl.load(v_scale + kv_head * V_SCALE_STEP)
+    if v_scale is not None:
+        result = result * tl.load(v_scale + kv_head * v_scale_step)
     log_total = tl.where(has_seen, pivot + tl.log2(tl.where(has_seen, total, 1.0)), float("-inf"))
     is_result = is_line[:, None] & is_v[None, :]
-    if NUM_SEGMENTS > 1:
-        o_segment = o_result * NUM_SEGMENTS + segment  # [M]
-        tl.store(segment_lse + o_segment, log_total, mask=is_line)
-        o_out = o_segment[:, None] * HEAD_SIZE_V + v[None, :]
-        tl.store(segment_out + o_out, result, mask=is_result & has_seen[:, None])
-    else:
+    is_whole = True
+    if segment_out is not None:
+        is_whole = num_segments == 1
+        if num_segments > 1:
+            o_segment = o_result * num_segments + segment  # [M]
+            tl.store(segment_lse + o_segment, log_total, mask=is_line)
+            o_part = o_segment[:, None] * HEAD_SIZE_V + v[None, :]
+            tl.store(segment_out + o_part, result, mask=is_result & has_seen[:, None])
+    if is_whole:
         if HAS_LSE:
             tl.store(lse + token * stride_lse_row + wide_head * stride_lse_head, log_total * LN_2, mask=is_line)
         o_out = (token * stride_out_row + wide_head * stride_out_head)[:, None] + v[None, :] * stride_out_size
         if OUT_FORMAT > 0:
-            result = encode_codes(tl.div_rn(result, tl.load(output_scale)), OUT_FORMAT)
+            stored = encode_codes(tl.div_rn(result, tl.load(output_scale)), OUT_FORMAT)
         else:
-            result = rounded(result, out.dtype.element_ty, INTERPRETED)
-        tl.store(out + o_out, result, mask=is_result)
+            stored = rounded(result, out.dtype.element_ty, INTERPRETED)
+        tl.store(out + o_out, stored, mask=is_result)

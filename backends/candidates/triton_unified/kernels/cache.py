@@ -6,7 +6,23 @@ import triton.language as tl
 from attncheck.backends.candidates.triton_unified.kernels.codes import encode_codes, rounded
 
 
-@triton.jit
+# Triton compiles for integers that are 1 or multiples of 16: of these here that would gain nothing.
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "num_slots",
+        "num_heads",
+        "block_size",
+        "stride_slots",
+        "stride_ks_block",
+        "stride_ks_slot",
+        "stride_ks_head",
+        "stride_vs_block",
+        "stride_vs_slot",
+        "stride_vs_head",
+    ],
+    do_not_specialize_on_alignment=["p_slots"],
+)
 def write_cache_kernel(
     p_key,  # [T', Hkv, D]
     p_value,  # [T', Hkv, Dv]
@@ -17,6 +33,7 @@ def write_cache_kernel(
     p_v_scale,
     num_rows,  # T * Hkv
     num_slots,  # NB * BS
+    num_heads,
     block_size,
     stride_key_token: tl.int64,
     stride_key_head: tl.int64,
@@ -39,7 +56,6 @@ def write_cache_kernel(
     stride_vs_block: tl.int64,
     stride_vs_slot: tl.int64,
     stride_vs_head: tl.int64,
-    NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_V: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -52,7 +68,7 @@ def write_cache_kernel(
     # A token's place times a stride needs 64 bits, and so does a block's.
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     m_row = o_row < num_rows
-    o_token, o_head = o_row // NUM_HEADS, o_row % NUM_HEADS
+    o_token, o_head = o_row // num_heads, o_row % num_heads
     b_slot = tl.load(p_slots + o_token * stride_slots, mask=m_row, other=-1).to(tl.int64)  # [R]
     m_row = m_row & (b_slot >= 0) & (b_slot < num_slots)
     # Rounding is towards zero on a GPU: a negative slot must not become an offset.

@@ -5,25 +5,22 @@ import triton.language as tl
 
 
 @triton.jit
-def row_span(position, seq_len, CAUSAL: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr):
+def row_span(position, seq_len, left, right, chunk, HAS_LEFT: tl.constexpr, HAS_CHUNK: tl.constexpr):
     """The keys ``lo <= j < hi`` that the row at ``position`` sees; empty where ``lo >= hi``.
 
-    Both ends never fall as the row moves right. LEFT, RIGHT: inclusive distances, negative: unlimited. CHUNK: 0: none.
+    Both ends never fall as the row moves right. left, right: inclusive distances; right: 0 for causal attention. left
+    is read only with HAS_LEFT, chunk only with HAS_CHUNK.
     """
     lo = position * 0
-    hi = lo + seq_len
-    if CAUSAL:
-        hi = tl.minimum(hi, position + 1)
-    if LEFT >= 0:
-        lo = tl.maximum(lo, position - LEFT)
-    if RIGHT >= 0:
-        hi = tl.minimum(hi, position + RIGHT + 1)
-    if CHUNK > 0:
+    hi = tl.minimum(lo + seq_len, position + right + 1)
+    if HAS_LEFT:
+        lo = tl.maximum(lo, position - left)
+    if HAS_CHUNK:
         # Triton's division rounds towards zero, and a row may lie before the first key.
-        back = -((CHUNK - 1 - tl.minimum(position, 0)) // CHUNK)
-        chunk = tl.where(position < 0, back, tl.maximum(position, 0) // CHUNK)
-        lo = tl.maximum(lo, chunk * CHUNK)
-        hi = tl.minimum(hi, (chunk + 1) * CHUNK)
+        back = -((chunk - 1 - tl.minimum(position, 0)) // chunk)
+        number = tl.where(position < 0, back, tl.maximum(position, 0) // chunk)
+        lo = tl.maximum(lo, number * chunk)
+        hi = tl.minimum(hi, (number + 1) * chunk)
     return lo, hi
 
 

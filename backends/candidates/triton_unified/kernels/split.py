@@ -6,7 +6,7 @@ import triton.language as tl
 from attncheck.backends.candidates.triton_unified.kernels.codes import encode_codes, rounded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_heads", "num_segments", "stride_lse_row", "stride_lse_head"])
 def merge_segments(
     segment_out,
     segment_lse,
@@ -15,16 +15,17 @@ def merge_segments(
     query_start_loc,
     output_scale,
     num_reqs,
+    num_heads,
+    num_segments,
     stride_out_row,
     stride_out_head,
     stride_out_size,
     stride_lse_row,
     stride_lse_head,
-    NUM_HEADS: tl.constexpr,
     HEAD_SIZE_V: tl.constexpr,
     HAS_LSE: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
-    NUM_SEGMENTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -32,20 +33,22 @@ def merge_segments(
     """Grid: blocks of BLOCK_R results, one a row and head. Arguments as those of ``attend_blocks``.
 
     Rows of no request are left alone. A segment in which a row sees nothing has an LSE of -inf, and whatever stands in
-    its ``segment_out`` is not read.
+    its ``segment_out`` is not read. BLOCK_S: a power of two, no less than num_segments.
     """
     end = tl.load(query_start_loc + num_reqs)
     first = tl.program_id(0).to(tl.int64) * BLOCK_R
-    if first >= end.to(tl.int64) * NUM_HEADS:
+    if first >= end.to(tl.int64) * num_heads:
         return
     result = first + tl.arange(0, BLOCK_R)  # [R]
-    token = result // NUM_HEADS
-    head = result % NUM_HEADS
+    token = result // num_heads
+    head = result % num_heads
     is_result = token < end
     v = tl.arange(0, BLOCK_V)
     is_v = v < HEAD_SIZE_V
-    o_segment = result[:, None] * NUM_SEGMENTS + tl.arange(0, NUM_SEGMENTS)[None, :]
-    logs = tl.load(segment_lse + o_segment, mask=is_result[:, None], other=float("-inf"))  # [R, segments], base 2
+    segment = tl.arange(0, BLOCK_S)[None, :]
+    o_segment = result[:, None] * num_segments + segment
+    is_segment = is_result[:, None] & (segment < num_segments)
+    logs = tl.load(segment_lse + o_segment, mask=is_segment, other=float("-inf"))  # [R, segments], base 2
     pivot = tl.max(logs, 1)
     shift = tl.where(pivot == float("-inf"), 0.0, pivot)
     weights = tl.exp2(logs - shift[:, None])

@@ -1,3 +1,27 @@
-"""The script beside the tests imports Triton, which is not everywhere: it is none of pytest's modules."""
+"""The scripts beside the tests import Triton, which is not everywhere: they are none of pytest's modules."""
 
-collect_ignore = ["launches.py"]
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+collect_ignore = ["launches.py", "census.py"]
+
+
+@pytest.fixture(scope="session")
+def printed_by() -> Callable[..., Any]:
+    """``printed_by("launches.py", *arguments)``: what the script prints, read as JSON; Triton compiles in it."""
+
+    def run(script: str, *arguments: object) -> Any:
+        env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
+
+    return run

@@ -1,25 +1,38 @@
-"""Compiles, for a GPU that is not here, the Triton kernels of the launches that a statement makes on CPU tensors.
+"""Records Triton launches made with CPU tensors, and compiles their kernels for GPUs that are not here.
 
     python launches.py 90 'import torch; from ... import op; op(torch.zeros(3))'
 
 An interpreter runs kernels that no compiler takes. Nothing is launched: what is shown is that each variant compiles,
-and what it takes. Prints a JSON list: of each kernel its name, bytes of shared memory, and a thread's registers and
-spilled bytes.
+and what it takes. Prints a JSON list: of each kernel its name, the seconds of CPU that compiling took, bytes of shared
+memory, and a thread's registers and spilled bytes.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.compiler import ASTSource
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, compute_cache_key
+
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""Bytes of shared memory that a block can have, of NVIDIA's tables of compute capabilities."""
+
+_PROCESSORS = 132
 
 
 class Elsewhere(DriverBase):
@@ -51,40 +64,79 @@ class Elsewhere(DriverBase):
         raise NotImplementedError
 
 
-def compile_launches(capability: int, statement: str) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    run = JITFunction.run
+@dataclass(frozen=True)
+class Kernel:
+    """What Triton would compile for a launch: once for each ``key``."""
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found.setdefault(
-            kernel.hash, {"name": self.__name__, "shared": kernel.metadata.shared, **used(kernel, capability)}
-        )
-        return kernel
+    name: str
+    key: str
+    source: Any
+    options: dict[str, Any]
 
+    def compile(self, capability: int) -> dict[str, Any]:
+        """Return its name, and what compiling and running it take."""
+        began = cpu_seconds()
+        kernel = triton.compile(self.source, target=GPUTarget("cuda", capability, 32), options=self.options)
+        seconds = cpu_seconds() - began
+        return {
+            "name": self.name,
+            "seconds": seconds,
+            "shared": kernel.metadata.shared,
+            **used(kernel.asm["cubin"]),
+        }
+
+
+@contextmanager
+def recorded(capability: int) -> Iterator[list[Kernel]]:
+    """Record launches in place of making them: their kernels in order, each once. The GPU has 132 multiprocessors."""
+    from attncheck.backends.candidates.triton_mla import attention
+    from attncheck.backends.candidates.triton_unified import launch
+
+    found: dict[tuple[str, str], Kernel] = {}
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kwargs |= {"debug": False, "instrumentation_mode": ""}
+        _, known, _, backend, bind = self.device_caches[0]
+        bound, specialization, options = bind(*args, **kwargs)
+        key = compute_cache_key(known, specialization, options)
+        if (self.__name__, key) not in found:
+            options, *source = self._pack_args(backend, kwargs, bound, specialization, options)
+            found[self.__name__, key] = Kernel(self.__name__, key, ASTSource(self, *source), dict(vars(options)))
+
+    properties = SimpleNamespace(multi_processor_count=_PROCESSORS, shared_memory_per_block_optin=SHARED[capability])
     driver.set_active(Elsewhere(capability))
-    JITFunction.run = compile_only
+    kernels: list[Kernel] = []
     try:
-        exec(statement, {"__name__": "launches"})
+        with (
+            patch.object(JITFunction, "run", record),
+            patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
+            patch.object(launch, "shared_memory_of", lambda device: SHARED[capability]),
+            patch.object(attention, "shared_memory_of", lambda device: SHARED[capability]),
+        ):
+            yield kernels
     finally:
-        JITFunction.run = run
         driver._active = None
-    return list(found.values())
+        kernels += found.values()
 
 
-def used(kernel: Any, capability: int) -> dict[str, int]:
-    """What the assembler says of the kernel: Triton brings one along."""
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    suffix = "a" if capability >= 90 else ""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(kernel.asm["ptx"])
-        command = [str(assembler), "-v", f"-arch=sm_{capability}{suffix}", str(source), "-o", f"{folder}/kernel.cubin"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", told)
-    spilled = re.search(r"(\d+) bytes spill stores", told)
-    return {"registers": int(registers[1]) if registers else -1, "spilled": int(spilled[1]) if spilled else -1}
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of those that it started and waited for."""
+    return sum(os.times()[:4])
+
+
+def used(binary: bytes) -> dict[str, int]:
+    """Return a thread's registers, and the bytes of its stack: what did not fit the registers."""
+    dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(dump), "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, spilled = re.findall(r"\bREG:(\d+) STACK:(\d+)", printed)[0]
+    return {"registers": int(registers), "spilled": int(spilled)}
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(compile_launches(int(sys.argv[1]), sys.argv[2])))
+    with recorded(int(sys.argv[1])) as kernels:
+        exec(sys.argv[2], {"__name__": "launches"})
+    sys.stdout.write(json.dumps([kernel.compile(int(sys.argv[1])) for kernel in kernels]))

@@ -11,6 +11,7 @@ from attncheck.backends.base.gathering import encode_fp8
 from attncheck.backends.candidates.triton_unified import launch
 from attncheck.backends.candidates.triton_unified.tiling import (
     SplitScratch,
+    Tiling,
     allocate_scratch,
     choose_segments,
     choose_tiling,
@@ -173,6 +174,15 @@ def test_segments_stop_where_nothing_is_won() -> None:
     assert choose_segments(**plenty | {"most": 4}) == 4
 
 
+def test_segments_have_four_tiles_once_the_device_is_busy() -> None:
+    """Of 132 multiprocessors with two programs each, which 32 requests of two KV heads reach by four segments."""
+    busy = {"programs": 64, "wanted": 2112, "results": 256, "room": 10**6, "block_n": 64, "most": 32}
+    assert choose_segments(**busy, keys=2048) == 8
+    assert choose_segments(**busy, keys=4096) == 16
+    assert choose_segments(**busy, keys=256) == 4
+    assert choose_segments(**busy | {"programs": 8}, keys=2048) == 32
+
+
 @pytest.mark.parametrize("group", [1, 3, 5, 8, 20, 128])
 @pytest.mark.parametrize("max_query_len", [1, 2, 7, 300])
 @pytest.mark.parametrize("interpreted", [True, False])
@@ -183,6 +193,7 @@ def test_every_row_has_a_block_of_its_own(group: int, max_query_len: int, interp
         group=group,
         head_size=64,
         itemsize=2,
+        is_coded=False,
         shared_memory=10**6,
         interpreted=interpreted,
     )
@@ -198,8 +209,44 @@ def test_every_row_has_a_block_of_its_own(group: int, max_query_len: int, interp
     assert last < tiling.num_blocks(start, len(lens))
 
 
-def test_tiles_shrink_to_the_shared_memory_there_is() -> None:
-    sizes = {"max_query_len": 4096, "group": 4, "head_size": 128, "itemsize": 2, "interpreted": False}
-    roomy, tight = (choose_tiling(**sizes, shared_memory=memory) for memory in (232448, 101376))
-    assert tight.num_stages < roomy.num_stages
-    assert (tight.block_m + 2 * (tight.num_stages - 1) * tight.block_n) * 256 <= 101376
+def tiling_of(max_query_len: int = 4096, **sizes: Any) -> Tiling:
+    plain = {"group": 4, "head_size": 128, "itemsize": 2, "is_coded": False, "interpreted": False}
+    return choose_tiling(max_query_len=max_query_len, **plain | sizes)
+
+
+@pytest.mark.parametrize("kib", [227, 163, 99, 64])
+@pytest.mark.parametrize("max_query_len", [1, 12, 4096])
+@pytest.mark.parametrize("head_size", [64, 128, 160, 256])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_fit_the_shared_memory_there_is(kib: int, max_query_len: int, head_size: int, itemsize: int) -> None:
+    """64 KiB: those of ROCm. Queries, as many stages of keys and values as there are, and 8 KiB for reductions."""
+    tiling = tiling_of(max_query_len, head_size=head_size, itemsize=itemsize, shared_memory=kib * 1024)
+    width = {64: 64, 128: 128, 160: 256, 256: 256}[head_size]
+    keys_and_values = 2 * tiling.block_n * max(1, tiling.num_stages - 1)
+    assert (tiling.block_m + keys_and_values) * width * itemsize + 8 * 1024 <= kib * 1024
+
+
+def test_stages_go_before_lines_and_lines_before_keys() -> None:
+    def shape(kib: int) -> tuple[int, int, int]:
+        tiling = tiling_of(head_size=256, shared_memory=kib * 1024)
+        return tiling.num_stages, tiling.block_m, tiling.block_n
+
+    assert [shape(kib) for kib in (227, 163, 104, 103, 71)] == [
+        (4, 128, 32),
+        (3, 128, 32),
+        (2, 128, 32),
+        (2, 64, 32),
+        (2, 64, 16),
+    ]
+
+
+def test_tiles_have_three_sizes() -> None:
+    lengths = range(1, 100)
+    tilings = {tiling_of(length, group=group, shared_memory=232448) for length in lengths for group in (1, 3, 4, 8)}
+    assert {(tiling.block_m, tiling.one_block) for tiling in tilings} == {(16, True), (64, False), (128, False)}
+
+
+@pytest.mark.parametrize(("kib", "lines"), [(99, 64), (163, 64), (227, 128)])
+def test_codes_have_small_tiles_where_they_are_decoded_in_registers(kib: int, lines: int) -> None:
+    assert tiling_of(is_coded=True, shared_memory=kib * 1024).block_m == lines
+    assert tiling_of(shared_memory=kib * 1024).block_m == 128

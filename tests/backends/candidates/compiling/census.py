@@ -1,0 +1,109 @@
+"""Counts the kernels that a backend would compile for a suite on a GPU, and compiles a part of them.
+
+    python census.py 90 triton_unified smoke --case 'window*' --compile 10
+
+The harness runs its cases on the CPU. Launches are recorded and write nothing, so every judgement is replaced by one
+that holds. Prints JSON: the number of kernels by name, and what compiling some of them took, chosen evenly.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+from launches import Kernel, recorded
+
+from attncheck.backends import interpreter, registry
+from attncheck.cases.loader import load_suite, select
+from attncheck.harness.checks import block_moves, cache_write, numerics
+from attncheck.harness.checks.cudagraph import measurement
+from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
+from attncheck.harness.checks.findings import Holds
+from attncheck.harness.run.evaluation import Examiner, RunPlan
+
+CHECKS = ("numerics", "cache_write", "cudagraph")
+"""Those that launch: others look at the same step, or repeat it with other contents."""
+
+
+class Replay:
+    """A captured graph; replaying one compiles nothing."""
+
+    def replay(self) -> None:
+        pass
+
+    def reads(self, tensor: Any) -> None:
+        return None
+
+    def released(self) -> tuple[()]:
+        return ()
+
+
+class Recorder:
+    """Makes the launches of a capture as ``CudaRecorder`` does."""
+
+    name = "cuda"
+
+    def __init__(self, device: Any) -> None:
+        pass
+
+    def watching(self) -> Any:
+        return nullcontext()
+
+    def mark_host(self, *tensors: Any) -> None:
+        pass
+
+    def record(self, prepare: Callable[[], Callable[[], object]]) -> Replay:
+        for _ in range(3):
+            prepare()()
+        return Replay()
+
+
+@contextmanager
+def judging_nothing() -> Iterator[None]:
+    """Examine Triton's backends on a CPU as if it were a GPU whose answers are all right."""
+    with ExitStack() as stack:
+        for where, name, value in (
+            (interpreter, "unavailable_reasons", lambda device: []),
+            (measurement, "recorder_for", Recorder),
+            (measurement, "step_fault", lambda *seen: None),
+            (ProbeProblems, "truth", lambda *asked: None),
+            (numerics, "check_numerics", lambda *seen: Holds({})),
+            (cache_write, "judge_pool", lambda *seen: Holds({})),
+            (block_moves, "_judge", _call),
+        ):
+            stack.enter_context(patch.object(where, name, value))
+        yield
+
+
+def _call(question: Any) -> None:
+    question.ask(*question.arguments.values())
+
+
+def kernels_of(capability: int, backend: str, suite: str, patterns: list[str]) -> list[Kernel]:
+    """Return the kernels of the cases that match ``patterns``, each once."""
+    cases = tuple(select(load_suite(suite).cases, patterns))
+    examiner = Examiner(RunPlan(cases=cases, backends=(registry.load(backend),), checks=CHECKS))
+    with judging_nothing(), recorded(capability) as kernels:
+        wrong = [record for record in examiner.run() if record.outcome not in ("passed", "unsupported")]
+    assert not wrong, wrong[0]
+    assert not examiner.blind, examiner.blind
+    return kernels
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("capability", type=int)
+    parser.add_argument("backend")
+    parser.add_argument("suite")
+    parser.add_argument("--case", action="append")
+    parser.add_argument("--compile", type=int, default=0)
+    given = parser.parse_args()
+    kernels = kernels_of(given.capability, given.backend, given.suite, given.case or ["*"])
+    step = max(1, len(kernels) // max(1, given.compile))
+    compiled = [kernel.compile(given.capability) for kernel in kernels[::step][: given.compile]]
+    counts = Counter(kernel.name for kernel in kernels)
+    sys.stdout.write(json.dumps({"kernels": counts, "compiled": compiled}))
