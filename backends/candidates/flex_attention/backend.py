@@ -45,7 +45,9 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexBackend(PagedBackend):
-    """Any head size, any block size, both layouts. Sinks are applied to the result by its LSE.
+    """Any head size (padded to 16 at least), any block size, both layouts. Sinks are applied to the result by its LSE.
+
+    On CUDA the kernel is the one of :data:`KERNEL_OPTIONS`, never another of torch's choice.
 
     No CUDA graph: requests are packed, and their pages gathered, by lengths from the host.
     """
@@ -234,7 +236,7 @@ def _as_intended(compiled: bool) -> Iterator[None]:
     """
     if compiled:
         limits = {"recompile_limit": _RECOMPILE_LIMIT, "accumulated_recompile_limit": _RECOMPILE_LIMIT}
-        with dynamo_config.patch(limits), shapes_config.patch(use_duck_shape=False):
+        with dynamo_config.patch(limits), shapes_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             yield
         return
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):

@@ -1,3 +1,3 @@
-"""The script beside the tests imports Triton, which is not everywhere: it is none of pytest's modules."""
+"""The scripts beside the tests import Triton, which is not everywhere: they are none of pytest's modules."""
 
-collect_ignore = ["launches.py"]
+collect_ignore = ["launches.py", "flex_calls.py"]
