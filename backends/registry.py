@@ -32,7 +32,7 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
     {
         "reference": "attncheck.backends.candidates.reference:ReferenceBackend",
         "torch_sdpa": "attncheck.backends.candidates.torch_sdpa:SDPABackend",
-        "flex_attention": "attncheck.backends.candidates.flex_attention:FlexBackend",
+        "flex_attention": "attncheck.backends.candidates.flex_attention.backend:FlexBackend",
         "triton_unified": "attncheck.backends.candidates.triton_unified.backend:UnifiedBackend",
         "xformers": "attncheck.backends.candidates.xformers.backend:XFormersBackend",
         "torch_varlen": "attncheck.backends.candidates.torch_varlen:TorchVarlenBackend",

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.backends.candidates.flex_attention import FlexBackend
+from attncheck.backends.candidates.flex_attention.backend import FlexBackend
 from attncheck.backends.paged_metadata import refuse_tree, tree_mask, tree_of
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attncheck.backends.base.gathering import decode_fp8, encode_fp8
-from attncheck.backends.candidates.flex_attention import FlexBackend
+from attncheck.backends.candidates.flex_attention.backend import FlexBackend
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.contract import GroupShape, QuantKey, ScaleDesc

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.backends.candidates.flex_attention import FlexBackend
+from attncheck.backends.candidates.flex_attention.backend import FlexBackend
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.contract import KVCacheSpec, MultipleOf

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.backends.candidates.flex_attention import FlexBackend
+from attncheck.backends.candidates.flex_attention.backend import FlexBackend
+from attncheck.backends.candidates.flex_attention.packing import Call
 from attncheck.backends.candidates.reference import ReferenceBackend
 from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.backends.paged import PagedBackend
@@ -227,9 +228,18 @@ def test_large_scores_stay_finite(backend, make_step):
 
 @pytest.mark.parametrize("scores", [1, 500, 4000])
 def test_flex_packs_and_cuts_without_a_difference(scores, make_step, monkeypatch):
-    monkeypatch.setattr("attncheck.backends.candidates.flex_attention._EAGER_SCORES", scores)
+    monkeypatch.setattr("attncheck.backends.candidates.flex_attention.backend._EAGER_SCORES", scores)
     requests = [(1, 5), (3, 48)] if scores == 1 else MIXED
     step = make_step(FlexBackend, replace(PLAIN, alibi=True, sliding_window=11), requests)
+    step.run()
+    assert_right(step)
+
+
+@pytest.mark.parametrize("modifiers", ["plain", "alibi and cap", "sinks", "narrow values"])
+def test_flex_adds_rows_as_where_it_is_compiled_without_a_difference(modifiers, make_step, monkeypatch):
+    of_heads = Call.of_heads
+    monkeypatch.setattr(Call, "of_heads", lambda call, group, multiple: of_heads(call, group, 256))
+    step = make_step(FlexBackend, replace(PLAIN, **LAYERS[modifiers]), MIXED)
     step.run()
     assert_right(step)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-collect_ignore = ["launches.py", "census.py"]
+collect_ignore = ["launches.py", "census.py", "flex_calls.py"]
 
 
 @pytest.fixture(scope="session")

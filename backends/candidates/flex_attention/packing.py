@@ -1,0 +1,122 @@
+"""Packs the requests of a step into calls of flex_attention, and says what a call's rows see."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
+
+from attncheck.backends.base.gathering import UnpagedRequest
+from attncheck.reference.attention.params import AttentionParams
+
+BLOCK = 128
+"""Rows, and keys, of a block of the mask."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Requests packed for one call of the kernel.
+
+    rows: the rows of query and output, in order. key, value: ``[keys, num_kv_heads, head size]``. own, low, high: per
+    row, int64: the packed index of the row's own position, and the interval ``low <= k < high`` of keys it sees. In a
+    tree of drafts, node: which of its rows each row is; it then sees of the interval's new keys only those in ``tree``
+    (bool ``[Q, Q]``).
+    """
+
+    rows: list[slice]
+    key: Tensor
+    value: Tensor
+    own: Tensor
+    low: Tensor
+    high: Tensor
+    node: Tensor | None = None
+    tree: Tensor | None = None
+
+    def cut(self, cut: slice) -> "Call":
+        """The same keys for some of the rows only."""
+        return self._with_rows(lambda values: values[cut])
+
+    def of_heads(self, group: int, multiple: int) -> "Call":
+        """Return the call with each row ``group`` times in a row, then rows that see nothing up to a ``multiple``."""
+        missing = -len(self.own) * group % multiple
+        return self._with_rows(lambda values: pad(values.repeat_interleave(group), (0, missing)))
+
+    def _with_rows(self, change: Callable[[Tensor], Tensor]) -> "Call":
+        node = None if self.node is None else change(self.node)
+        return replace(self, own=change(self.own), low=change(self.low), high=change(self.high), node=node)
+
+
+def pack_requests(params: AttentionParams, requests: list[UnpagedRequest]) -> Call:
+    """Key index = position - first key + the keys packed before; a row's interval is cut to its own request's keys."""
+    own, low, high = [], [], []
+    packed = 0
+    tree = requests[0].tree
+    for piece in requests:
+        index = piece.query_positions() - piece.first_key + packed
+        left, right = params.window
+        end = packed + len(piece.key)
+        least = index - left if left >= 0 else torch.zeros_like(index)
+        if params.attn_chunk_size is not None:
+            position, chunk = piece.query_positions(), params.attn_chunk_size
+            least = torch.maximum(least, index - (position - position // chunk * chunk))
+        low.append(least.clamp(packed, end))
+        reach = 0 if params.causal else right
+        high.append((index + reach + 1 if reach >= 0 else torch.full_like(index, end)).clamp(packed, end))
+        own.append(index)
+        packed = end
+    return Call(
+        rows=[piece.rows for piece in requests],
+        key=torch.cat([piece.key for piece in requests]),
+        value=torch.cat([piece.value for piece in requests]),
+        own=torch.cat(own),
+        low=torch.cat(low),
+        high=torch.cat(high),
+        node=None
+        if tree is None
+        else torch.cat([torch.arange(piece.num_rows, device=tree.device) for piece in requests]),
+        tree=tree,
+    )
+
+
+def block_mask(call: Call) -> BlockMask:
+    """Return what each row sees, and which blocks of keys each block of rows sees some of, or all of."""
+    low, high, num_rows, num_keys = call.low, call.high, len(call.low), len(call.key)
+
+    def sees(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        inside = (key >= at(low, row)) & (key < at(high, row))
+        if call.node is None or call.tree is None:
+            return inside
+        # Which row of the tree the key belongs to; below 0: context.
+        other = key - (at(call.own, row) - at(call.node, row))
+        return inside & ((other < 0) | at(call.tree, at(call.node, row), other.clamp(0, len(call.tree) - 1)))
+
+    # A block that no row sees is left out, and where rows see all of it, they are not compared with their intervals.
+    # There is one block of keys too many, since torch compiles anew for a single one.
+    missing = -num_rows % BLOCK
+    begin = pad(low.where(low < high, num_keys), (0, missing), value=num_keys).view(-1, BLOCK, 1)
+    end = pad(high.where(low < high, 0), (0, missing)).view(-1, BLOCK, 1)
+    first = torch.arange(0, num_keys + BLOCK, BLOCK, device=low.device)
+    is_seen = (begin.amin(1) < first + BLOCK) & (end.amax(1) > first)
+    is_whole = (begin.amax(1) <= first) & (end.amin(1) >= first + BLOCK) & (call.tree is None)
+    return BlockMask.from_kv_blocks(
+        *_listed(is_seen & ~is_whole),
+        *_listed(is_whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(num_rows, num_keys),
+        compute_q_blocks=False,  # they are for gradients
+    )
+
+
+def _listed(is_block: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row of ``is_block``: how many are true, and the indices of the true ones, then those of the others."""
+    indices = is_block.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return is_block.sum(-1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None]
+
+
+def at(values: Tensor, *index: Tensor) -> Tensor:
+    """``values[index]`` in a modifier, by the operator: brackets take a detour that is most of an eager call's time."""
+    found: Tensor = torch.ops.aten.index(values, index)
+    return found

@@ -1,0 +1,59 @@
+"""What the calls of the candidate flex_attention are made of; that its answers are right, test_candidates.py shows."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from attncheck.backends.candidates.flex_attention.packing import BLOCK, Call, block_mask
+
+
+def call_of(intervals: list[tuple[int, int]], num_keys: int, **tree: torch.Tensor) -> Call:
+    low, high = torch.tensor(intervals).T
+    return Call([], torch.zeros(num_keys, 1, 1), torch.zeros(num_keys, 1, 1), own=high - 1, low=low, high=high, **tree)
+
+
+CAUSAL = [(0, row + 1) for row in range(300)]
+TWO_REQUESTS = [(0, row + 1) for row in range(200)] + [(200, 201 + row) for row in range(200)]
+WINDOW = [(max(0, row - 140), row + 1) for row in range(500)]
+DECODES = [(10 * row, 10 * row + 10) for row in range(60)]
+MASKS = {
+    "causal": (CAUSAL, 300),
+    "two requests": (TWO_REQUESTS, 400),
+    "window": (WINDOW, 500),
+    "decodes": (DECODES, 600),
+    "all": ([(0, 256)] * 256, 256),
+    "rows that see nothing": ([(0, 0)] * 130 + [(90, 300)] * 200 + [(7, 7)], 300),
+}
+
+
+@pytest.mark.parametrize(("intervals", "num_keys"), MASKS.values(), ids=MASKS.keys())
+def test_blocks_are_those_that_torch_finds_in_the_whole_mask(intervals: list[tuple[int, int]], num_keys: int) -> None:
+    found = block_mask(call_of(intervals, num_keys))
+    expected = create_block_mask(found.mask_mod, None, None, len(intervals), num_keys, device="cpu")
+    dense = create_mask(found.mask_mod, None, None, len(intervals), num_keys, device="cpu")[0, 0]
+    assert dense.tolist() == [[low <= key < high for key in range(num_keys)] for low, high in intervals]
+    for name in ("kv", "full_kv"):
+        counts, indices = (getattr(mask, f"{name}_num_blocks")[0, 0] for mask in (found, expected))
+        assert counts.tolist() == indices.tolist()
+        for row, count in enumerate(counts.tolist()):
+            ours, theirs = (getattr(mask, f"{name}_indices")[0, 0, row, :count] for mask in (found, expected))
+            assert ours.tolist() == theirs.tolist()
+
+
+def test_no_block_of_a_tree_is_taken_for_whole() -> None:
+    tree = torch.eye(4, dtype=torch.bool)
+    found = block_mask(call_of([(0, 256)] * 4, 256, node=torch.arange(4), tree=tree))
+    assert found.full_kv_num_blocks.sum() == 0
+    assert found.kv_num_blocks.tolist() == [[[2]]]
+
+
+def test_a_table_has_two_blocks_of_keys_at_least() -> None:
+    assert block_mask(call_of([(0, 3)], 3)).kv_indices.shape == (1, 1, 1, 2)
+
+
+def test_rows_of_heads_lie_together_and_added_rows_see_nothing() -> None:
+    found = call_of([(0, 3), (1, 5)], 5).of_heads(3, 4)
+    assert found.low.tolist() == [0, 0, 0, 1, 1, 1, 0, 0]
+    assert found.high.tolist() == [3, 3, 3, 5, 5, 5, 0, 0]
+    assert found.own.tolist() == [2, 2, 2, 4, 4, 4, 0, 0]
+    assert len(call_of([(0, 3)], 3).of_heads(7, 2 * BLOCK).low) == 2 * BLOCK
