@@ -98,7 +98,8 @@ class TimingCheck:
 
     def _ceilings_of(self, dtype: str) -> Ceilings:
         if dtype not in self._ceilings:
-            self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device), self._conditions.flusher)
+            flusher = self._conditions.flusher
+            self._ceilings[dtype] = measure_ceilings(self._device, dtype, clock_for(self._device), flusher)
         return self._ceilings[dtype]
 
 
