@@ -72,7 +72,7 @@ def _num_weights(layer: LayerSpec) -> int:
 def shortage(case: Case, device: torch.device) -> str | None:
     """Why ``case`` does not fit ``device`` (and the host) right now, with the GiB it needs; None: it does."""
     needed = needed_bytes(case)
-    for name, free in (("the host", _free_host_bytes()), (str(device), _free_device_bytes(device))):
+    for name, free in (("the host", free_host_bytes()), (str(device), _free_device_bytes(device))):
         if free is not None and needed > 0.9 * free:
             return f"the case needs about {needed / 2**30:.1f} GiB, {name} has {free / 2**30:.1f} GiB free"
     return None
@@ -86,7 +86,7 @@ def _free_device_bytes(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _free_host_bytes() -> int | None:
+def free_host_bytes() -> int | None:
     """Memory the kernel could hand out without swapping; None where it does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
