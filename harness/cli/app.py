@@ -16,7 +16,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
-from attncheck.harness.cli import compare, doctor, list_names, new, report, run
+from attncheck.harness.cli import compare, doctor, list_names, new, report, run, warm
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -97,6 +97,7 @@ def attncheck_command(
 
 
 app.command("run")(with_exit_code(run.run))
+app.command("warm")(with_exit_code(warm.warm))
 app.command("list")(with_exit_code(list_names.list_names))
 app.command("doctor")(with_exit_code(doctor.doctor))
 app.command("report")(with_exit_code(report.report))

@@ -6,8 +6,12 @@ import os
 import platform
 import textwrap
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from attncheck.harness.run.kernel_caches import KernelCache
 
 WIDTH = 100
 LIBRARIES = ("pydantic", "pytest", "triton", "xformers", "flashinfer-python", "flash-attn", "vllm")
@@ -34,6 +38,10 @@ def doctor() -> int:
             _line(devices[-1], _gpu(index))
     else:
         _line("cuda", _why_no_cuda())
+    from attncheck.harness.run.kernel_caches import kernel_caches
+
+    for cache in kernel_caches():
+        _line(f"{cache.library} cache", _cache(cache))
     from attncheck.backends import registry
 
     typer.echo()
@@ -73,11 +81,25 @@ def _cpu() -> str:
 def _gpu(index: int) -> str:
     import torch
 
-    from attncheck.harness.run.environment import collect_environment
+    from attncheck.harness.run.environment import collect_environment, gpu_modes
 
     found = collect_environment(f"cuda:{index}")
     memory = torch.cuda.get_device_properties(index).total_memory / 2**30
-    return f"{found.device_name}, compute capability {found.capability}, {memory:.1f} GiB, driver {found.driver}"
+    words = [found.device_name, f"compute capability {found.capability}", f"{memory:.1f} GiB", f"driver {found.driver}"]
+    modes = gpu_modes(f"cuda:{index}")
+    if modes is not None and not modes.is_shared:
+        words.append(f"compute mode {modes.compute}: one process at a time")
+    if modes is not None and modes.mig == "Enabled":
+        words.append("MIG: a slice of the GPU")
+    return ", ".join(words)
+
+
+def _cache(cache: "KernelCache") -> str:
+    from attncheck.reports.analysis.phrases import plural
+
+    found = cache.contents()
+    size = f"{found.size / 2**20:.1f} MiB, {plural(found.files, 'file')}, {plural(found.kernels, 'kernel')}"
+    return f"{cache.folder}: {size if found.files else 'empty'}"
 
 
 def _why_no_cuda() -> str:

@@ -117,6 +117,13 @@ def run(
             "debuggers, profilers, sanitizers.",
         ),
     ] = False,
+    no_warm: Annotated[
+        bool,
+        typer.Option(
+            "--no-warm",
+            help="On a GPU, start no other processes that compile kernels ahead of the run (see `attncheck warm`).",
+        ),
+    ] = False,
 ) -> int:
     """Examine backends, or providers of metadata utilities, and print what they are worth.
 
@@ -149,6 +156,7 @@ def run(
         expect=expect,
         dump=dump,
         in_process=in_process,
+        warm=not no_warm,
         command=tuple(context.obj or ()),
     )
     finished = execute_run(options, _print_opening)

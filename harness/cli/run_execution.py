@@ -10,7 +10,7 @@ import io
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -45,7 +45,7 @@ class CaseExaminer(Protocol):
     def blind(self) -> list[QuestionError]:
         """Cases that could not be examined at all."""
 
-    def run(self) -> Iterator[Record]:
+    def run(self) -> Generator[Record, None, None]:
         """Every record, as it is found."""
 
 
@@ -105,7 +105,7 @@ def _execute(
 
     prepared = prepare_run(selection, options.backend_refs, settings, pool=pool)
     plan, environment = prepared.plan, prepared.environment
-    examiner = case_examiner(prepared, pool, options.case_limit_s)
+    examiner = case_examiner(prepared, pool, options.case_limit_s, warms=options.warm)
     functions = plan_providers(options.providers, options.functions, plan.cases, plan.device, options.seed)
     infos = [each.info for each in prepared.backends]
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
@@ -114,27 +114,35 @@ def _execute(
     header = make_header(prepared.selection, plan, infos, environment, command=options.command, notes=notes)
     header = header_with_providers(header, functions)
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
-    found = itertools.chain(examiner.run(), examine_providers(functions, circumstances))
     expectations = _expectations(options.expect, prepared.selection, functions, header)
     path = options.output or _free_path()
     begin(header)
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
         faulthandler.enable()  # a kernel that kills the process says at least where
     try:
-        with progress_for(
-            count_questions(plan, [info.ref for info in infos]) + functions.count,
-            rounds=plan.rounds,
-            silent=options.in_process,
-            is_timed=is_timed,
-        ) as progress:
+        with (
+            contextlib.closing(examiner.run()) as records,
+            progress_for(
+                count_questions(plan, [info.ref for info in infos]) + functions.count,
+                rounds=plan.rounds,
+                silent=options.in_process,
+                is_timed=is_timed,
+            ) as progress,
+        ):
+            found = itertools.chain(records, examine_providers(functions, circumstances))
             return _examine(found, examiner, header, path, expectations, progress, exitfirst=options.exitfirst)
     except KeyboardInterrupt:
         typer.echo(f"what was found so far is in {path}", err=True)
         raise
 
 
-def case_examiner(prepared: "PreparedRun", pool: WorkerPool | None, limit_s: float | None = None) -> CaseExaminer:
-    """Return what examines the plan: this process, or those of ``pool``, killed after ``limit_s`` without an answer."""
+def case_examiner(
+    prepared: "PreparedRun", pool: WorkerPool | None, limit_s: float | None = None, *, warms: bool = True
+) -> CaseExaminer:
+    """Return what examines the plan: this process, or those of ``pool``, killed after ``limit_s`` without an answer.
+
+    ``warms``: on a GPU, other processes compile kernels ahead of the run.
+    """
     from attncheck.harness.run.environment import usable_cores
     from attncheck.harness.run.evaluation import Examiner
     from attncheck.harness.workers.supervisor import Supervisor
@@ -144,7 +152,8 @@ def case_examiner(prepared: "PreparedRun", pool: WorkerPool | None, limit_s: flo
         return Examiner(plan, environment)
     # On a GPU two processes would share its memory, and one core is busy with one.
     asks_ahead = plan.device == "cpu" and usable_cores() > 1
-    return Supervisor(plan, prepared.backends, pool, environment, asks_ahead=asks_ahead, limit_s=limit_s)
+    warms = warms and plan.device != "cpu"
+    return Supervisor(plan, prepared.backends, pool, environment, asks_ahead=asks_ahead, warms=warms, limit_s=limit_s)
 
 
 def _expectations(

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +38,37 @@ def collect_environment(device: str) -> Environment:
         tf32=torch.get_float32_matmul_precision() != "highest",
         git_commit=_git_commit(),
     )
+
+
+@dataclass(frozen=True)
+class GpuModes:
+    """The modes of a GPU, in the words of nvidia-smi: ``Default`` or ``Exclusive_Process``; ``Enabled`` for MIG."""
+
+    compute: str
+    mig: str
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes may use the GPU at once."""
+        return self.compute == "Default"
+
+
+def gpu_modes(device: str) -> GpuModes | None:
+    """Return the modes of a GPU; None for a CPU, and where nvidia-smi does not know the GPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    uuid = torch.cuda.get_device_properties(device).uuid
+    query = "--query-gpu=compute_mode,mig.mode.current"
+    line = _first_line("nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader")
+    compute, comma, mig = (line or "").partition(", ")
+    return GpuModes(compute, mig) if comma else None
+
+
+def device_memory(device: str) -> int | None:
+    """Return the bytes of a GPU's memory, without creating a context on it; None for a CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def usable_cores() -> int:

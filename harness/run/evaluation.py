@@ -4,7 +4,7 @@ An exception or a refusal of a backend is a record, never the end of a run; a ca
 kept aside as a fault of the question.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -113,7 +113,7 @@ class Examiner:
         self._shared = SharedByChecks(clocks or TimingCheck(self.device, plan.timing))
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
-    def run(self) -> Iterator[Record]:
+    def run(self) -> Generator[Record, None, None]:
         """Every record, grouped by case, then by backend."""
         for case in self.plan.cases:
             for backend in self.plan.backends:

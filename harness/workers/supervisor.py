@@ -8,6 +8,7 @@ names the check that lost it: a fresh one takes the remaining checks. Where attn
 fresh one is asked once more; if it fails again, the case is lost and told, the rest of the run is not.
 """
 
+import contextlib
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ from attncheck.harness.workers.protocol import (
     Refused,
     format_message,
 )
+from attncheck.harness.workers.warming import WarmingAhead
 from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import Environment
@@ -61,10 +63,12 @@ class Supervisor:
         *,
         asks_ahead: bool = False,
         limit_s: float | None = None,
+        warms: bool = False,
     ) -> None:
         """``asks_ahead``: while one backend is examined, the process of the next is already at work on its cases.
 
         Of the check ``timing``, nothing is asked ahead. ``limit_s``: seconds that a process may send nothing.
+        ``warms``: other processes compile kernels ahead of the run.
         """
         self.blind: list[QuestionError] = []
         self._plan, self._descriptions, self._workers = plan, descriptions, workers
@@ -73,21 +77,24 @@ class Supervisor:
         self._unexamined: dict[str, set[str]] = {}
         self._asks_ahead, self._limit_s = asks_ahead, limit_s
         self._asked: dict[WorkerProcess, set[str]] = {}
+        self._warming = WarmingAhead(plan, workers, is_on=warms)
 
-    def run(self) -> Iterator[Record]:
+    def run(self) -> Generator[Record, None, None]:
         """Every record, grouped by round, by backend, then by case; those without times come before the first round.
 
         Raises:
             WorkerError: attncheck itself failed in a process that was to take the place of another.
         """
         self._workers.keep_only(backend.ref for backend in self._descriptions)
-        yield from self._run_untimed()
+        with contextlib.closing(self._warming):
+            yield from self._run_untimed()
         for number in range(self._plan.rounds):
             yield from self._run_round(number)
 
     def _run_untimed(self) -> Iterator[Record]:
         by_backend = {backend.ref: untimed_questions(self._plan, backend.ref) for backend in self._descriptions}
         if not any(part.questions for part in by_backend.values()):
+            self._warming.before_times(each.ref for each in self._descriptions if not each.unavailable_reasons)
             return  # and the processes are still fresh
         for index, backend in enumerate(self._descriptions):
             following = next((each for each in self._descriptions[index + 1 :] if each.is_loaded), None)
@@ -97,6 +104,7 @@ class Supervisor:
                     self._ask_ahead(following)
             yield from self._examine_round(backend, by_backend[backend.ref])
             self._workers.finish(backend.ref)
+            self._warming.finish()
 
     def _run_round(self, number: int) -> Iterator[Record]:
         """What the first round did not examine, or could not even ask, is not asked again: it would be no news."""
@@ -144,6 +152,7 @@ class Supervisor:
         if waiting is not None and waiting.has_ended and waiting not in self._asked:
             self._workers.discard(backend.ref)
         for index, (case, checks) in enumerate(part.questions):
+            self._warming.before(backend.ref, part.questions[index:])
             due = list(checks)
             try:
                 fault = yield from self._examine(backend, case, due, part.round)

@@ -144,6 +144,14 @@ class WorkerPool:
             raise QuestionError(f"{ref} is not what it was when the run began")
         return self._processes[ref]
 
+    def start_extra(self, ref: str) -> WorkerProcess:
+        """Start one more process of ``ref`` and assign the run to it; the caller closes it. It writes no dump."""
+        if self._assignment is None:
+            raise RuntimeError("assign() comes before the first extra process")
+        process = WorkerProcess(ref, self._environments.get(ref, {}))
+        process.send(self._assignment.model_copy(update={"dump": None}))
+        return process
+
     def discard(self, ref: str) -> None:
         """End the process of ``ref`` at once."""
         self._prepared.discard(ref)

@@ -162,6 +162,11 @@ class WorkerProcess:
         os.close(self._reading)
         self._printed.close()
 
+    def kill(self) -> None:
+        """End the process with all it started. Another thread that waits in :meth:`receive` then learns of it."""
+        if not self.has_ended:
+            self._kill()
+
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)

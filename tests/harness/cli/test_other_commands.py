@@ -5,10 +5,14 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from attncheck.harness.cli import app as cli
+from attncheck.harness.cli import doctor
+from attncheck.harness.run import environment
+from attncheck.harness.run.environment import GpuModes
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
@@ -51,6 +55,44 @@ def test_doctor_knows_what_a_run_gives_the_process_of_a_backend(
     told = " ".join(capsys.readouterr().out.split())
     assert re.search(r"triton_unified \S+ triton \S+ on cpu: can run, with TRITON_INTERPRET=1", told)
     assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_doctor_names_the_kernel_caches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kernel = tmp_path / "key" / "attend.cubin"
+    kernel.parent.mkdir()
+    kernel.write_bytes(b"x" * 3 * 2**19)
+    (tmp_path / "key" / "attend.json").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "none"))
+    monkeypatch.setattr(doctor, "_backend", lambda name, devices: None)
+    monkeypatch.setattr(doctor, "WIDTH", 1000)
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"^triton cache +{tmp_path}: 1.5 MiB, 2 files, 1 kernel$", printed, re.MULTILINE)
+    assert re.search(rf"^flashinfer cache +{tmp_path}/none/.cache/flashinfer: empty$", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("modes", "expected"),
+    [
+        (None, "driver 590.1"),
+        (GpuModes("Default", "[N/A]"), "driver 590.1"),
+        (GpuModes("Exclusive_Process", "Disabled"), "compute mode Exclusive_Process: one process at a time"),
+        (GpuModes("Default", "Enabled"), "driver 590.1, MIG: a slice of the GPU"),
+    ],
+)
+def test_doctor_says_what_a_gpu_is_set_to(
+    modes: GpuModes | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    found = environment.collect_environment("cpu").model_copy(update={"driver": "590.1"})
+    monkeypatch.setattr(environment, "collect_environment", lambda device: found)
+    monkeypatch.setattr(environment, "gpu_modes", lambda device: modes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=2**36))
+    assert doctor._gpu(0).endswith(expected)
 
 
 def test_report_reads_runs(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,14 +44,17 @@ def test_options_that_contradict_each_other_are_no_options() -> None:
         RunOptions(functions=("*",))
 
 
-@pytest.mark.parametrize(("device", "cores", "expected"), [("cpu", 2, True), ("cpu", 1, False), ("cuda:0", 2, False)])
-def test_two_work_at_once_where_they_share_neither_a_gpu_nor_one_core(
-    device: str, cores: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "cores", "expected"),
+    [("cpu", 2, (True, False)), ("cpu", 1, (False, False)), ("cuda:0", 2, (False, True))],
+)
+def test_two_backends_share_a_cpu_of_two_cores_and_a_gpu_is_for_one_and_its_warmers(
+    device: str, cores: int, expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead: list[bool] = []
+    ahead: list[tuple[bool, bool]] = []
 
-    def supervise(*given: Any, asks_ahead: bool, **others: Any) -> None:
-        ahead.append(asks_ahead)
+    def supervise(*given: Any, asks_ahead: bool, warms: bool, **others: Any) -> None:
+        ahead.append((asks_ahead, warms))
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr("attncheck.harness.workers.supervisor.Supervisor", supervise)
@@ -59,4 +62,5 @@ def test_two_work_at_once_where_they_share_neither_a_gpu_nor_one_core(
     backend = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
     plan = RunPlan(cases=selection.cases, device=device)
     case_examiner(PreparedRun(selection, plan, environment_of("cpu"), (backend,)), WorkerPool())
-    assert ahead == [expected]
+    case_examiner(PreparedRun(selection, plan, environment_of("cpu"), (backend,)), WorkerPool(), warms=False)
+    assert ahead == [expected, (expected[0], False)]

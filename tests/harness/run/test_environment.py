@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import attncheck
 from attncheck.harness.run import environment
-from attncheck.harness.run.environment import collect_environment
+from attncheck.harness.run.environment import GpuModes, collect_environment, device_memory, gpu_modes
 
 SRC = Path(attncheck.__file__).parents[1]
 
@@ -49,3 +50,32 @@ def test_a_checkout_that_is_not_installed_knows_its_version() -> None:
         check=True,
     )
     assert done.stdout.strip() == attncheck.__version__
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("Exclusive_Process, Disabled", GpuModes("Exclusive_Process", "Disabled")),
+        ("Default, [N/A]", GpuModes("Default", "[N/A]")),
+        ("No devices were found", None),
+        (None, None),
+    ],
+)
+def test_the_modes_of_a_gpu_are_those_that_nvidia_smi_prints_for_it(
+    printed: str | None, expected: GpuModes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def first_line(*words: str) -> str | None:
+        asked.extend(words)
+        return printed
+
+    monkeypatch.setattr(environment, "_first_line", first_line)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of {device}"))
+    assert gpu_modes("cuda:1") == expected
+    assert "--id=GPU-of cuda:1" in asked
+    assert expected is None or expected.is_shared == (expected.compute == "Default")
+
+
+def test_a_cpu_has_no_modes_and_no_memory_of_its_own() -> None:
+    assert (gpu_modes("cpu"), device_memory("cpu")) == (None, None)

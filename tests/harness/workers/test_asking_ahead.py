@@ -1,7 +1,7 @@
 """The process of the next backend at work while one is heard: when, how far ahead, and what its end then costs."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -144,3 +144,42 @@ def test_what_was_answered_ahead_counts_although_the_process_has_ended_since(mak
     workers.processes[ref].has_ended = True
     assert [record.outcome for record in examine(workers, [make_case()], *map(known, "ab"))] == ["passed"] * 2
     assert [line for line in workers.log if "restarted" in line] == (["a is restarted"] if ref == "a" else [])
+
+
+def test_warmers_are_told_of_each_case_that_is_untimed_and_end_before_the_next_backend_and_the_times(
+    make_case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr("attncheck.harness.workers.supervisor.WarmingAhead", lambda *_, is_on: Noting(log))
+    cases = (make_case(name="first"), make_case(name="second"))
+    plan = RunPlan(cases=cases, checks=("numerics",))
+    list(Supervisor(plan, [known("a"), known("b")], cast(WorkerPool, FakePool("ab")), ENVIRONMENT, warms=True).run())
+    assert log == ["a: first second", "a: second", "finish", "b: first second", "b: second", "finish", "close"]
+
+
+def test_what_is_only_timed_is_warmed_before_the_first_round(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr("attncheck.harness.workers.supervisor.WarmingAhead", lambda *_, is_on: Noting(log))
+    plan = RunPlan(cases=(make_case(name="first"),), checks=("timing",), rounds=0)
+    gone = unloadable("gone", "gone", ("no library",))
+    list(Supervisor(plan, [known("a"), gone], cast(WorkerPool, FakePool("a")), ENVIRONMENT, warms=True).run())
+    assert log == ["times of a", "close"]
+
+
+class Noting:
+    """Stands for what warms: keeps the calls."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def before(self, ref: str, left: Sequence[tuple[Case, Any]]) -> None:
+        self._log.append(f"{ref}: {' '.join(case.id for case, _ in left)}")
+
+    def before_times(self, refs: Iterable[str]) -> None:
+        self._log.append(f"times of {' '.join(refs)}")
+
+    def finish(self) -> None:
+        self._log.append("finish")
+
+    def close(self) -> None:
+        self._log.append("close")

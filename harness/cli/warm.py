@@ -1,0 +1,80 @@
+"""``attncheck warm``: compile the kernels that a run will need, in several processes, into the caches on disk."""
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from attncheck.harness.run.backend_description import BackendDescription
+    from attncheck.harness.run.evaluation import RunPlan
+    from attncheck.harness.workers.worker_pool import WorkerPool
+
+
+def warm(
+    backend: Annotated[
+        list[str] | None, typer.Option(metavar="REF", help="A backend, as of `run`. May be repeated.")
+    ] = None,
+    suite: Annotated[
+        list[str] | None, typer.Option(metavar="NAME|FILE", help="A suite, as of `run`. May be repeated.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A default of the suites, as of `run`.")
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Only these cases, as of `run`. May be repeated.")
+    ] = None,
+    check: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only what this check calls. May be repeated.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N. Default: cuda where a GPU is.")
+    ] = None,
+) -> int:
+    """Compile kernels ahead of a run: examine its cases in several processes at once, and drop the records.
+
+    Kernels go to the caches of Triton, Inductor and FlashInfer, which `attncheck doctor` names, and a run reads them
+    there. A run on a GPU does the same by itself, for a backend that it sees compiling. Exit code 0, whatever the cases
+    come to: `attncheck run` examines them.
+    """
+    from attncheck.harness.run.backend_choice import first_refs
+    from attncheck.harness.run.selection import select_cases
+    from attncheck.harness.workers.worker_pool import WorkerPool
+
+    selection = select_cases(suite or (), case or (), check or (), settings or ())
+    with WorkerPool() as pool:
+        pool.start(first_refs(backend or (), selection.suites))
+
+        from attncheck.harness.run.preparation import RunSettings, prepare_run
+
+        prepared = prepare_run(selection, backend or (), RunSettings(device=device), pool=pool)
+        pool.keep_only(())  # what they were started for is known, and each holds memory
+        for each in prepared.backends:
+            if each.is_loaded and not each.unavailable_reasons:
+                _warm(each, prepared.plan, pool)
+            else:
+                typer.echo(f"{each.name}: not here: {'; '.join(each.unavailable_reasons)}")
+    return 0
+
+
+def _warm(backend: "BackendDescription", plan: "RunPlan", pool: "WorkerPool") -> None:
+    """Examine the cases of one backend, and print what came of it."""
+    from attncheck.harness.run.kernel_caches import kernel_caches
+    from attncheck.harness.workers.warming import Warmers, most_processes, questions_to_warm
+    from attncheck.reports.analysis.phrases import plural
+
+    caches = kernel_caches()
+    before = [cache.contents().kernels for cache in caches]
+    began = time.monotonic()
+    processes = most_processes(plan.device)
+    warmers = Warmers(lambda: pool.start_extra(backend.ref), questions_to_warm(plan, backend.ref), processes)
+    try:
+        warmers.wait()
+    finally:
+        warmers.close()
+    added = (f"{cache.library} {cache.contents().kernels - held}" for cache, held in zip(caches, before, strict=True))
+    lost = f", {plural(len(warmers.lost), 'case')} lost with their process" if warmers.lost else ""
+    typer.echo(
+        f"{backend.name}: {plural(len(warmers.examined), 'case')}{lost}, {time.monotonic() - began:.1f} s, "
+        f"processes at once: {processes}; kernels added: {', '.join(added)}"
+    )

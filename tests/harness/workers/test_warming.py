@@ -1,0 +1,275 @@
+"""Processes that examine cases ahead of a run: what they are asked, when they begin, and how they end."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from attncheck.cases.model import Case
+from attncheck.harness.run.backend_description import unloadable
+from attncheck.harness.run.environment import GpuModes
+from attncheck.harness.run.evaluation import RunPlan
+from attncheck.harness.run.timing_rounds import Question
+from attncheck.harness.workers import warming
+from attncheck.harness.workers.protocol import Begun, Described, Done, Examine, Refused
+from attncheck.harness.workers.warming import Warmers, WarmingAhead, most_processes, questions_to_warm
+from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.harness.workers.worker_process import ProcessEndedError
+
+LOADED = Described(description=unloadable("a", "a", ()))
+CaseMaker = Callable[..., Case]
+
+
+class FakeProcess:
+    """Answers each case at once; a ``hanging`` case waits until it is killed, a ``deadly`` one ends the process."""
+
+    def __init__(self, asked: list[str], *, deadly: str = "", hanging: str = "", first: Any = LOADED) -> None:
+        self._asked, self._deadly, self._hanging, self._answers = asked, deadly, hanging, [first]
+        self._killed = threading.Event()
+        self.is_closed = False
+
+    def forget_output(self) -> None:
+        pass
+
+    def send(self, request: Examine) -> None:
+        self._asked.append(request.case.partition("/")[2])
+        self._answers = [Begun(stage="check numerics"), Done()]
+
+    def receive(self) -> Any:
+        if self._asked and self._asked[-1] == self._deadly:
+            raise ProcessEndedError("killed by SIGABRT", "")
+        if self._asked and self._asked[-1] == self._hanging:
+            assert self._killed.wait(30), "not killed"
+            raise ProcessEndedError("killed by SIGKILL", "")
+        return self._answers.pop(0)
+
+    def kill(self) -> None:
+        self._killed.set()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def questions(make_case: CaseMaker) -> list[Question]:
+    """Four small cases: a, b, c, d."""
+    return [(make_case((1, 5), name=name), ("numerics",)) for name in "abcd"]
+
+
+class Starter:
+    """Starts fakes, the first of which is as ``first`` says, and keeps what they are asked."""
+
+    def __init__(self, **first: Any) -> None:
+        self.asked: list[str] = []
+        self.made: list[FakeProcess] = []
+        self._first = first
+
+    def __call__(self) -> Any:
+        self.made.append(FakeProcess(self.asked, **({} if self.made else self._first)))
+        return self.made[-1]
+
+
+def test_cases_are_examined_from_the_last_by_one_process(questions: list[Question]) -> None:
+    start = Starter()
+    warmers = Warmers(start, questions, 1)
+    warmers.wait()
+    assert start.asked == ["d", "c", "b", "a"]
+    assert warmers.examined == [f"made/{name}" for name in "dcba"]
+    assert [process.is_closed for process in start.made] == [True]
+
+
+def test_there_are_no_more_processes_than_cases(questions: list[Question]) -> None:
+    start = Starter()
+    Warmers(start, questions[:2], 8).wait()
+    assert len(start.made) <= 2
+    assert sorted(start.asked) == ["a", "b"]
+
+
+def test_a_case_that_needs_much_memory_is_left_out(questions: list[Question], make_case: CaseMaker) -> None:
+    start = Starter()
+    large = make_case((8192, 2**17), name="large")
+    Warmers(start, [*questions, (large, ("numerics",))], 1).wait()
+    assert start.asked == ["d", "c", "b", "a"]
+
+
+def test_a_case_that_ends_its_process_is_lost_and_a_fresh_process_takes_the_others(questions: list[Question]) -> None:
+    start = Starter(deadly="c")
+    warmers = Warmers(start, questions, 1)
+    warmers.wait()
+    assert (start.asked, len(start.made)) == (["d", "c", "b", "a"], 2)
+    assert (warmers.lost, warmers.examined) == (["made/c"], ["made/d", "made/b", "made/a"])
+    assert all(process.is_closed for process in start.made)
+
+
+def test_a_case_without_an_end_is_ended(questions: list[Question]) -> None:
+    start = Starter(hanging="d")
+    warmers = Warmers(start, questions, 1, limit_s=0.05)
+    warmers.wait()
+    assert (warmers.lost, start.asked) == (["made/d"], ["d", "c", "b", "a"])
+
+
+def test_a_case_that_the_run_has_come_to_is_left_out(questions: list[Question]) -> None:
+    start = Starter(hanging="d")
+    warmers = Warmers(start, questions, 1)
+    warmers.skip(questions[1][0])
+    while not start.made:
+        pass
+    start.made[0].kill()
+    warmers.wait()
+    assert start.asked == ["d", "c", "a"]
+
+
+def test_closing_ends_a_process_in_the_midst_of_a_case_and_asks_no_more(questions: list[Question]) -> None:
+    start = Starter(hanging="c")
+    warmers = Warmers(start, questions, 1)
+    while "c" not in start.asked:
+        pass
+    warmers.close()
+    assert start.asked == ["d", "c"]
+    assert [process.is_closed for process in start.made] == [True]
+    warmers.close()
+
+
+def test_a_backend_that_cannot_be_loaded_again_is_not_asked(questions: list[Question]) -> None:
+    start = Starter(first=Refused(reason="the suite has changed"))
+    warmers = Warmers(start, questions, 1)
+    warmers.wait()
+    assert (start.asked, warmers.examined) == ([], [])
+    assert [process.is_closed for process in start.made] == [True]
+
+
+def test_what_is_only_timed_is_warmed_by_its_numerics(make_case: CaseMaker) -> None:
+    case = make_case((1, 5))
+    assert questions_to_warm(RunPlan((case,), checks=("lse", "timing")), "a") == ((case, ("lse",)),)
+    assert questions_to_warm(RunPlan((case,), checks=("timing",)), "a") == ((case, ("numerics",)),)
+
+
+class Begins:
+    """Stands for ``Warmers``: keeps what each was given, and what happened to it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def __call__(self, start: object, questions: list[Question], count: int) -> "Begins":
+        self._log.append(f"{count} for {''.join(case.id for case, _ in questions)}")
+        return self
+
+    def skip(self, case: Case) -> None:
+        self._log.append(f"skips {case.id}")
+
+    def wait(self) -> None:
+        self._log.append("waits")
+
+    def close(self) -> None:
+        self._log.append("ends")
+
+
+class Machine:
+    """A clock, and caches that hold ``kernels``."""
+
+    def __init__(self) -> None:
+        self.kernels, self.now = 100, 0.0
+
+    def kernel_count(self) -> int:
+        return self.kernels
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(warming, "kernel_count", machine.kernel_count)
+    monkeypatch.setattr(warming, "time", machine)
+    monkeypatch.setattr(warming, "most_processes", lambda device: 5)
+    return machine
+
+
+def log_of(
+    machine: Machine,
+    questions: list[Question],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    seconds: float,
+    added: int,
+    is_on: bool = True,
+) -> list[str]:
+    """What happens to the warmers of a backend that takes ``seconds`` for a case and adds kernels in each."""
+    log: list[str] = []
+    monkeypatch.setattr(warming, "Warmers", Begins(log))
+    plan = RunPlan(tuple(case for case, _ in questions), checks=("timing",))
+    ahead = WarmingAhead(plan, cast(WorkerPool, None), is_on=is_on)
+    for index in range(len(questions)):
+        ahead.before("a", questions[index:])
+        machine.now += seconds
+        machine.kernels += added
+    ahead.finish()
+    return log
+
+
+def test_warmers_begin_when_the_first_case_has_compiled_and_end_with_the_backend(
+    machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = log_of(machine, questions, monkeypatch, seconds=3.0, added=2)
+    assert log == ["4 for cd", "skips c", "skips d", "ends"]
+
+
+@pytest.mark.parametrize("how", [{"added": 0, "seconds": 3.0}, {"added": 1, "seconds": 0.1}])
+def test_where_kernels_are_there_or_cost_nothing_no_process_is_started(
+    how: dict[str, Any], machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert log_of(machine, questions, monkeypatch, **how) == []
+
+
+def test_switched_off_nothing_is_started(
+    machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert log_of(machine, questions, monkeypatch, seconds=3.0, added=2, is_on=False) == []
+
+
+def test_what_is_only_timed_is_examined_before_and_nothing_beside_the_times(
+    machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(warming, "Warmers", Begins(log))
+    plan = RunPlan(tuple(case for case, _ in questions), checks=("timing",))
+    ahead = WarmingAhead(plan, cast(WorkerPool, None), is_on=True)
+    ahead.before_times(["a", "b"])
+    ahead.close()
+    assert log == ["4 for abcd", "waits", "ends"] * 2
+    for index in range(len(questions)):
+        ahead.before("a", questions[index:])
+        machine.now, machine.kernels = machine.now + 3, machine.kernels + 1
+    assert len(log) == 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, 8),
+        ({"cores": 3}, 3),
+        ({"host": 7 * 2**30}, 4),
+        ({"memory": 24 * 2**30}, 3),
+        ({"memory": 4 * 2**30}, 1),
+        ({"modes": GpuModes("Exclusive_Process", "Disabled")}, 1),
+        ({"modes": None, "memory": None, "host": None}, 8),
+    ],
+)
+def test_as_many_processes_as_the_machine_has_room_for(
+    changed: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An H100 with 80 GiB in a host of 64 cores and 500 GiB, but for what is ``changed``."""
+    found = {
+        "cores": 64,
+        "host": 500 * 2**30,
+        "memory": 80 * 2**30,
+        "modes": GpuModes("Default", "Disabled"),
+        **changed,
+    }
+    monkeypatch.setattr(warming, "usable_cores", lambda: found["cores"])
+    monkeypatch.setattr(warming, "free_host_bytes", lambda: found["host"])
+    monkeypatch.setattr(warming, "device_memory", lambda device: found["memory"])
+    monkeypatch.setattr(warming, "gpu_modes", lambda device: found["modes"])
+    assert most_processes("cuda") == expected
