@@ -43,7 +43,8 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
         device.clock.synchronize()
 
     def hold(cycles: int) -> None:
-        device.note("hold", "torch.cuda._sleep")
+        if cycles:  # a sleep of no cycles is a kernel that does nothing
+            device.note("hold", "torch.cuda._sleep")
         device.clock.work(device.current, cycles // CYCLES_PER_NS)
 
     def set_stream(stream: Stream) -> None:
