@@ -31,7 +31,7 @@ from attncheck.cases.loader import suite_names
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTNCHECK = (sys.executable, "-P", "-m", "attncheck")
-PARTS = ("machine", "timing", "memcheck", "smoke", "miniatures", "suites")
+PARTS = ("machine", "warm", "timing", "memcheck", "smoke", "miniatures", "suites")
 KERNELS = ("triton_unified", "triton_mla", "xformers", "torch_varlen", "flash_attn", "flashinfer")
 """Candidates whose kernels are their own, or a library's: a CPU interprets them, which takes long, or lacks them."""
 
@@ -87,7 +87,7 @@ def main(words: list[str]) -> int:
     page += f"`scripts/gpu-evidence {shlex.join(words)}`\n\n| step | how it ended | command |\n|---|---|---|\n"
     (folder / "README.md").write_text(page, encoding="utf-8")
     chains = {part: list(_chains(part, asked)) for part in PARTS if part in (asked.part or PARTS)}
-    for chain in (*chains.pop("machine", ()), *chains.pop("timing", ())):
+    for chain in (*chains.pop("machine", ()), *chains.pop("warm", ()), *chains.pop("timing", ())):
         _run(chain, asked)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as pool:
         list(pool.map(lambda chain: _run(chain, asked), [chain for part in chains.values() for chain in part]))
@@ -123,6 +123,11 @@ def _chains(part: str, asked: Namespace) -> Iterator[Chain]:
             for path in sorted((ROOT / "tests" / "miniatures").glob("graphs*.py")):
                 words = ["--suite=tests/miniatures/graphs.yaml", "--check=cudagraph", device]
                 yield from _chain(f"miniatures/{path.stem}", _backends_in(path), words, asked, is_emulated=True)
+        case "warm":
+            for ref in KERNELS:
+                chosen = [f"--suite={name}" for name in small or ["smoke"]]
+                if fnmatch(ref, asked.backend) and not is_trial:
+                    yield f"warm/{ref}", [[*ATTNCHECK, "warm", f"--backend={ref}", *chosen, device]]
         case "suites":
             for ref in KERNELS:
                 words = [f"--suite={name}" for name in small or suite_names()]

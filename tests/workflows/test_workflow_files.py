@@ -22,7 +22,7 @@ from attncheck.harness.run.selection import select_cases
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").glob("attncheck-*")}
 CPU, GPU = FILES = "attncheck-cpu.yml", "attncheck-gpu.yml"
-OF_GITHUB = {"GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT", "GITHUB_REPOSITORY"}
+OF_GITHUB = {"GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT", "GITHUB_REPOSITORY", "GITHUB_ENV", "HOME"}
 SHELL = {"[", "ls", "true", "continue", "echo", "tee", "for", "do", "done", "if", "then", "else", "fi"}
 BEGINNINGS = {"pip install", "gh api", "gh run download", "sudo --non-interactive nvidia-smi"}
 
