@@ -210,5 +210,6 @@ class KeepsThePlan(Miniature):
             common = common_attn_metadata
             self.plans = self.plans or {}
             table = common.block_table_tensor
-            own = self.plans.setdefault((table.data_ptr(), table.shape), table.clone())
+            # The table is kept alive: no other one gets its address, as the allocator might give it otherwise.
+            _, own = self.plans.setdefault((table.data_ptr(), table.shape), (table, table.clone()))
             return super().build(common_prefix_len, replace(common, block_table_tensor=own), fast_build)
