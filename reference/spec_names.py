@@ -42,7 +42,7 @@ CHECKS: Mapping[str, CheckInfo] = {
         "the declared AttentionCGSupport level is the measured one: captures and replays of its kinds of batches",
         "batches larger than the probes', and work that is hidden from the recorder",
     ),
-    "claims": CheckInfo(
+    "refusals": CheckInfo(
         "what is declared runs; what is not declared is refused, or answered right",
         "declarations no case of the run asks about",
     ),

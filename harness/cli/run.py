@@ -208,7 +208,7 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
 def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_name: bool) -> None:
     """Refuse a run that examined nothing, or, ``by_name``, nothing of one of its backends or providers.
 
-    A case that was refused as declared (``claims``) counts as examined only where no other check was asked for.
+    A case that was refused as declared (``refusals``) counts as examined only where no other check was asked for.
 
     Raises:
         SelectionError: nothing was examined.
@@ -216,8 +216,8 @@ def _refuse_empty_run(records: "Sequence[Record]", header: "RunHeader", *, by_na
     from attncheck.reports.analysis import phrases
     from attncheck.reports.analysis.summary import summarise
 
-    only_claims = header.checks == ("claims",)
-    summary = summarise([record for record in records if only_claims or record.check != "claims"])
+    only_refusals = header.checks == ("refusals",)
+    summary = summarise([record for record in records if only_refusals or record.check != "refusals"])
     for backend in header.backends if by_name else ():
         tally = summary.by_backend.get(backend.name)
         if tally is None or not tally.examined:

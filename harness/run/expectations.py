@@ -201,6 +201,7 @@ class Expectations:
                     underlying=record.outcome,
                     summary=what_happened(record),
                     reason=wanted.reason,
+                    finding=record.finding,
                 )
             if isinstance(record, Passed) and wanted.says is None:
                 self._met.add(entry)  # not borne out, but its record says so

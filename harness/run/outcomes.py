@@ -75,9 +75,10 @@ def record_of(
     match finding:
         case Holds(figures, notes):
             return Passed(**common, **_measured(finding), figures=dict(figures), notes=notes)
-        case Broken(summary, figures, meaning, details):
-            told: dict[str, Any] = {"summary": summary, "meaning": meaning, "details": details}
-            return Failed(**common, **_measured(finding), figures=dict(figures), **told)
+        case Broken():
+            names = ("summary", "meaning", "details", "finding", "concerns")
+            own = {name: getattr(finding, name) for name in names}
+            return Failed(**common, **_measured(finding), figures=dict(finding.figures), **own)
         case NotExamined(reasons, by):
             return Unsupported(**common, **_measured(finding), reasons=reasons, by=by)
         case Raised():

@@ -16,7 +16,7 @@ from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
 from attncheck.harness.workers.protocol import Assignment, Described, HarnessFailure, Refused
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
-from attncheck.reports.analysis.crashes import last_words
+from attncheck.reports.run_file.causes import last_words
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 if TYPE_CHECKING:

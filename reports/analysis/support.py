@@ -25,7 +25,7 @@ from attncheck.reports.run_file.records import (
     XPassed,
 )
 
-CLAIMS = "claims"
+REFUSALS = "refusals"
 """The check that tries what is not declared."""
 
 ANSWERS = ("numerics", "lse", "cache_write")
@@ -36,7 +36,7 @@ LATENT = "mla"
 
 REFUSED = "refused at"
 ANSWERED = "answered right without declaring it"
-"""How the notes of :data:`CLAIMS` begin where an undeclared case was refused, or answered right."""
+"""How the notes of :data:`REFUSALS` begin where an undeclared case was refused, or answered right."""
 
 UNCLEAR = "not declared, and no clear refusal"
 """How its summary begins where such a case raised something else than a refusal."""
@@ -158,7 +158,7 @@ def _became(records: Iterable[Record]) -> str:
     examined = [record for record in records if record.outcome in EXAMINED]
     if not examined:
         return "left"
-    if all(record.check == CLAIMS for record in examined):
+    if all(record.check == REFUSALS for record in examined):
         (claim,) = examined
         notes = claim.notes if isinstance(claim, Passed) else ()
         if any(note.startswith(REFUSED) for note in notes):

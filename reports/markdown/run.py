@@ -7,7 +7,6 @@ examined; what is alike is told once. Messages of backends are quoted so that th
 from collections.abc import Iterable, Sequence
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.crashes import died_at
 from attncheck.reports.analysis.graph_levels import level_rows, unmeasured_cases, without_reasons
 from attncheck.reports.analysis.reasons import without_figures
 from attncheck.reports.analysis.repro import repro_command
@@ -17,6 +16,7 @@ from attncheck.reports.markdown import markup
 from attncheck.reports.markdown.graph_levels import graph_levels
 from attncheck.reports.markdown.speeds import speeds_section
 from attncheck.reports.markdown.support import support
+from attncheck.reports.run_file.causes import died_at
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, XFailed, graph_of
 from attncheck.reports.run_file.store import Run

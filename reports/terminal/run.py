@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.crashes import died_at, last_words, raised_at
 from attncheck.reports.analysis.graph_levels import (
     LevelRow,
     legend,
@@ -28,6 +27,7 @@ from attncheck.reports.analysis.utilities import (
     known_departures,
     provider_title,
 )
+from attncheck.reports.run_file.causes import died_at, last_words, raised_at
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, graph_of
 from attncheck.reports.run_file.store import Run

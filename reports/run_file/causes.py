@@ -1,4 +1,8 @@
-"""Where something was raised or died, from the text alone: the run may be from another machine.
+"""The cause of a failure as a record keeps it: the words by which records of one cause are grouped.
+
+Computed from text alone: the run may be from another machine. A cause is the likely cause that a check names, the
+exception and its line, or what ended the process and where; else the pattern of the summary. Figures are replaced by
+``N``, so that records which differ in figures alone have one cause.
 
 Of a traceback, the line to show is the author's own, not the library's that noticed. Of a process that died, it is the
 top of the stack that :mod:`faulthandler` writes, innermost call first, with the last lines printed.
@@ -10,6 +14,16 @@ from collections.abc import Iterator
 SHOWN_FRAMES = 3
 SHOWN_LINES = 4
 
+UNEXPLAINED = "the answer is wrong, and no known fault explains it"
+
+_EVIDENCE = ": its truth fits"
+_AT_ROW = re.compile(r"at row \d+ \([^)]*\), head \d+: ")
+_SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows, first: ")
+_IN_PARENTHESES = re.compile(r" \((?:row|request|head|page)[^()]*\)")
+_DETAIL = re.compile(r", first: |; worst | at row \d| reaches? \d+ of ")
+_NUMBERS = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:, -?\d+(?:\.\d+)?)*(?![\w])")
+_PLACE = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+|\?\?\?),? in (?P<function>.+)')
+
 _RAISED = re.compile(r'File "(?P<path>[^"]+)", line \d+')
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d[\d.]*/|^<")
 _HARNESS = "/attncheck/harness/"
@@ -19,6 +33,43 @@ _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?:\d+|\?\?\?) in ')
 _STACK_LINE = re.compile(
     r"<no Python frame>$|Extension modules: |Current thread's C stack trace|Binary file \"|\.\.\.$"
 )
+
+
+def cause_of_failure(check: str, summary: str, meaning: str | None) -> str:
+    """Return the likely cause that the check named, else the pattern of its summary."""
+    if meaning:
+        words = meaning.partition(_EVIDENCE)[0]
+        at_row = _AT_ROW.match(words)
+        return without_figures(words[at_row.end() :] if at_row else words)
+    if check == "numerics" and _SUMMARY_OF_ROWS.match(summary):
+        return UNEXPLAINED
+    return without_figures(_DETAIL.split(_IN_PARENTHESES.sub("", summary))[0])
+
+
+def cause_of_error(error_type: str, stage: str, message: str, traceback: str) -> str:
+    """Return the exception and the author's line that raised it; without a line, the stage and the message."""
+    place = _short_place(raised_at(traceback))
+    if place:
+        return f"{error_type} at {place}"
+    first = next(iter(message.strip().splitlines()), "")
+    return f"{error_type} in {stage}" + (f": {without_figures(first)}" if first else "")
+
+
+def cause_of_crash(cause: str, stage: str, output: str) -> str:
+    """Return what ended the process and the author's line where it did; without a line, the stage."""
+    place = _short_place(next(iter(died_at(output)), ""))
+    return f"{cause} at {place}" if place else f"{cause} during {stage}"
+
+
+def without_figures(text: str) -> str:
+    """Return ``text`` with each number replaced by ``N``, and each list of numbers by one."""
+    return _NUMBERS.sub("N", text)
+
+
+def _short_place(place: str) -> str:
+    """Return ``mine.py:12 in forward`` for a line of a stack."""
+    match = _PLACE.match(place)
+    return f"{match['path'].rpartition('/')[2]}:{match['line']} in {match['function']}" if match else ""
 
 
 def raised_at(traceback: str) -> str:
