@@ -77,13 +77,15 @@ def required_features(
 
 
 def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> tuple[str, ...]:
-    """What a case takes, in words reports count by.
+    """Return what a case takes, in the words that reports count by.
 
-    Its :func:`required_features`; as ``key=value`` the sizes and forms of the layer, and of the cache if it has one.
+    Its :func:`required_features`; as ``key=value`` the path, and the sizes and forms of the layer, and of the cache if
+    it has one. ``group_size``: query heads per KV head.
     """
     specs = (layer, cache) if layer.has_cache else (layer,)
     forms = [f"{name}={getattr(spec, name)}" for spec in specs for name in FORMS if hasattr(spec, name)]
-    return (*sorted(required_features(layer, cache, batch, declared)), *forms)
+    derived = (f"group_size={layer.num_heads // layer.num_kv_heads}", f"path={batch.path.name}")
+    return (*sorted(required_features(layer, cache, batch, declared)), *forms, *derived)
 
 
 def is_chunked(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> bool:

@@ -62,7 +62,7 @@ def keys_of(case: Case) -> dict[str, KeyValue]:
     always: dict[str, KeyValue] = {
         "layer.num_heads": layer.num_heads,
         "layer.num_kv_heads": layer.num_kv_heads,
-        "heads per KV head": layer.num_heads // layer.num_kv_heads,
+        "layer.group_size": layer.num_heads // layer.num_kv_heads,
         "layer.head_size": layer.head_size,
         "layer.dtype": str(layer.dtype),
         "batch.num_requests": batch.num_requests,

@@ -111,5 +111,14 @@ FEATURES: tuple[str, ...] = (
 )
 """Everything a backend may declare under ``features``."""
 
-FORMS: tuple[str, ...] = ("attn_type", "dtype", "head_size", "block_size", "layout", "kv_cache_dtype")
+FORMS: tuple[str, ...] = (
+    "attn_type",
+    "dtype",
+    "head_size",
+    "block_size",
+    "layout",
+    "kv_cache_dtype",
+    "group_size",
+    "path",
+)
 """Sizes and forms of a layer and its cache by which cases are counted, beside the features they need."""

@@ -15,7 +15,7 @@ from attncheck.reports.run_file.records import Crashed, Errored, Record, Unavail
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.speeds.tables import time_unit
-from attncheck.reports.terminal import run as terminal
+from attncheck.reports.terminal.findings import story
 
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What is no character of XML 1.0 (its production 2)."""
@@ -125,7 +125,7 @@ def _case(
 
 def _story(record: Record, header: RunHeader) -> str:
     """Everything known of what fell short, with the line that repeats it."""
-    text = terminal.story(record, header)
+    text = story(record, header)
     if isinstance(record, Errored) and record.traceback:
         text += f"\n\n{record.traceback.rstrip()}"
     if isinstance(record, Crashed) and record.output:

@@ -29,7 +29,7 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Errored, Record, Unavailable, Unsupported
 from attncheck.reports.run_file.timings import TIMING
-from attncheck.reports.terminal import run as terminal
+from attncheck.reports.terminal.findings import story
 
 if TYPE_CHECKING:
     from attncheck.harness.pytest_plugin.benchmark import Benchmarks
@@ -283,7 +283,7 @@ class CheckItem(pytest.Item):
         if not isinstance(excinfo.value, FellShortError):
             return str(super().repr_failure(excinfo))
         record = excinfo.value.record
-        text = terminal.story(record, self.collection.examined(self.session)[1])
+        text = story(record, self.collection.examined(self.session)[1])
         if isinstance(record, Errored) and record.traceback:
             text += f"\n\n{phrases.printable(record.traceback).rstrip()}"
         return text

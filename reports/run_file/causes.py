@@ -14,9 +14,9 @@ from collections.abc import Iterator
 SHOWN_FRAMES = 3
 SHOWN_LINES = 4
 
-UNEXPLAINED = "the answer is wrong, and no known fault explains it"
+UNEXPLAINED = "wrong rows, and no known fault explains them"
 
-_EVIDENCE = ": its truth fits"
+EVIDENCE = ": its truth fits"
 _AT_ROW = re.compile(r"at row \d+ \([^)]*\), head \d+: ")
 _SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows, first: ")
 _IN_PARENTHESES = re.compile(r" \((?:row|request|head|page)[^()]*\)")
@@ -37,10 +37,8 @@ _STACK_LINE = re.compile(
 
 def cause_of_failure(check: str, summary: str, meaning: str | None) -> str:
     """Return the likely cause that the check named, else the pattern of its summary."""
-    if meaning:
-        words = meaning.partition(_EVIDENCE)[0]
-        at_row = _AT_ROW.match(words)
-        return without_figures(words[at_row.end() :] if at_row else words)
+    if meaning and not _AT_ROW.match(meaning):  # which names the place of a symptom, and no cause
+        return without_figures(meaning.partition(EVIDENCE)[0])
     if check == "numerics" and _SUMMARY_OF_ROWS.match(summary):
         return UNEXPLAINED
     return without_figures(_DETAIL.split(_IN_PARENTHESES.sub("", summary))[0])
