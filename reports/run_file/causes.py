@@ -64,6 +64,14 @@ def without_figures(text: str) -> str:
     return _NUMBERS.sub("N", text)
 
 
+def place_of(line: str) -> tuple[str, int | None]:
+    """Return path and number of ``File "mine.py", line 12, in forward``; empty and None for any other text."""
+    match = _PLACE.match(line)
+    if match is None:
+        return "", None
+    return match["path"], int(match["line"]) if match["line"].isdigit() else None
+
+
 def _short_place(place: str) -> str:
     """Return ``mine.py:12 in forward`` for a line of a stack."""
     match = _PLACE.match(place)
