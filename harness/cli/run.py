@@ -117,6 +117,15 @@ def run(
             "debuggers, profilers, sanitizers.",
         ),
     ] = False,
+    show_output: Annotated[
+        bool,
+        typer.Option(
+            "--show-output",
+            "-s",
+            help="Show what backends print as it comes, each line with the backend's name. Without it, the end of it "
+            "is told with each failure.",
+        ),
+    ] = False,
     no_warm: Annotated[
         bool,
         typer.Option(
@@ -156,6 +165,7 @@ def run(
         expect=expect,
         dump=dump,
         in_process=in_process,
+        show_output=show_output,
         warm=not no_warm,
         command=tuple(context.obj or ()),
     )

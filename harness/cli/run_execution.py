@@ -77,7 +77,7 @@ def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> Fini
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
     _make_folder(options.dump)
-    with WorkerPool() as pool:
+    with WorkerPool(_show if options.show_output else None) as pool:
         if options.backend_refs is not None and not options.in_process:
             pool.start(first_refs(options.backend_refs, selection.suites))
 
@@ -87,6 +87,12 @@ def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> Fini
             device=options.device, seed=options.seed, dump=options.dump, timing=timing, rounds=rounds
         )
         return _execute(options, selection, settings, None if options.in_process else pool, begin)
+
+
+def _show(backend: str, lines: str) -> None:
+    """Print what a backend printed, on stderr: stdout holds the report alone."""
+    with contextlib.suppress(OSError, ValueError):  # a reader that left ends no run
+        typer.echo("\n".join(f"{backend} | {line}" for line in lines.split("\n")), err=True)
 
 
 def _execute(

@@ -43,6 +43,7 @@ class RunOptions:
     expect: Path | None = None
     dump: Path | None = None
     in_process: bool = False
+    show_output: bool = False
     warm: bool = True
     command: tuple[str, ...] = ()
 

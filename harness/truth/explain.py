@@ -8,17 +8,19 @@ batches a fault leaves the answer right, and would "explain" any error.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from attncheck.harness.problem.output_quantisation import output_error, output_values
 from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.head_map import other_heads
 from attncheck.harness.truth.hypotheses import Hypothesis, explanations, imprecisions
 from attncheck.harness.truth.latent_forms import latent_explanations
+from attncheck.harness.truth.paging_hypotheses import paging_explanations
 from attncheck.harness.truth.path_hypotheses import path_explanations
 from attncheck.harness.truth.scale_hypotheses import scale_explanations
+from attncheck.harness.truth.softmax_hypotheses import rescaling_explanations
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 
@@ -62,11 +64,16 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
             apart = share_of_budget(truth.out - out, truth.budget)
             yield _Misfit(meaning, against, apart, _slack(out, truth))
 
-    asked = chain(_requantised(truth, output), ((h.meaning, h.compute()[0]) for h in _explanations(problem, truth)))
+    def answers() -> Iterator[tuple[str, Tensor]]:
+        yield from _requantised(truth, output)
+        yield from ((h.meaning, h.compute()[0]) for h in _explanations(problem, truth))
+        if (mapped := other_heads(problem, truth, values, shares)) is not None:
+            yield mapped
+
     factor = _common_factor(truth, values, shares)
     scaled = (f"the output is the right one times {factor:.3g}", truth.out * factor)
     return (
-        _best_fit(problem, misfits(asked), shares)
+        _best_fit(problem, misfits(answers()), shares)
         or _best_fit(problem, misfits([scaled]), shares)
         or _imprecision(truth, problem.dtype, shares, lambda asked: loss(asked[0].double()))
         or _stranger(problem, truth, values, shares)
@@ -189,6 +196,8 @@ def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     yield from explanations(truth.params, truth.rows, problem.cache.block_size)
     yield from latent_explanations(problem, truth.params, truth.rows)
     yield from path_explanations(problem, truth.params, truth.rows)
+    yield from paging_explanations(problem, truth.params, truth.rows)
+    yield from rescaling_explanations(truth.params, truth.rows, problem.cache.block_size)
 
 
 def _requantised(truth: Truth, output: Tensor) -> list[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attncheck.harness.problem.visible_span import visible_span
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
-from attncheck.reference import AttentionParams, Precision
+from attncheck.reference import AttentionParams, Precision, visible
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ _LEFT_OUT = (
     ("sinks", "sinks", "the sinks are ignored", 1),
 )
 """Modifiers of scores: field, name in messages, what a backend does that ignores it, keys a row needs to notice."""
+
+_HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 192, 256)
+"""Head sizes whose usual scale a kernel may hold fast, or take from padded tensors."""
 
 
 def toggles(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]:
@@ -125,12 +128,19 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
     if params.softmax_scale != 1.0:
         yield _altered("the scale is left out", rows, replace(params, scale=1.0))
         yield _altered("the scale is applied twice", rows, replace(params, scale=params.softmax_scale**2))
+    for size in _HEAD_SIZES:
+        if size**-0.5 not in (default, params.softmax_scale):
+            meaning = f"the scale is that of head size {size}, not of {params.head_size}"
+            yield _altered(meaning, rows, replace(params, scale=size**-0.5))
     if params.causal:
         yield _altered("the causal mask is missing", rows, replace(params, causal=False))
     else:
         yield _altered("a causal mask is applied", rows, replace(params, causal=True))
+    if rows.tree is None and (params.causal or max(params.window) >= 0):
+        yield _moved_mask("the mask is that of the next row: a key too late", rows, params, 1)
+        yield _moved_mask("the mask is that of the row before: a key too early", rows, params, -1)
     for meaning, hidden in _lost_keys(rows, block_size):
-        yield _masked(meaning, rows, params, hidden)
+        yield masked(meaning, rows, params, hidden)
     if 1 < params.num_kv_heads < params.num_heads:
         tiled = torch.arange(params.num_heads, device=rows.keys.device) % params.num_kv_heads
         swapped = replace(rows, keys=rows.keys[:, tiled], values=rows.values[:, tiled])
@@ -139,6 +149,11 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
             swapped,
             replace(params, num_kv_heads=params.num_heads),
         )
+    if rows.keys.shape == rows.values.shape:
+        yield _altered("values are read in place of keys", replace(rows, keys=rows.values), params)
+        yield _altered("keys are read in place of values", replace(rows, values=rows.keys), params)
+        exchanged = replace(rows, keys=rows.values, values=rows.keys)
+        yield _altered("keys and values are exchanged", exchanged, params)
     yield _altered("all visible keys weigh the same: the scores are lost", rows, replace(params, scale=0.0))
 
 
@@ -188,8 +203,15 @@ def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, H
     yield "the last, partly filled page is missing", lambda r, _q, k: k >= key_lens[r] // block_size * block_size
 
 
-def _masked(meaning: str, rows: UnpagedAttention, params: AttentionParams, hidden: HiddenKeys) -> Hypothesis:
+def masked(meaning: str, rows: UnpagedAttention, params: AttentionParams, hidden: HiddenKeys) -> Hypothesis:
+    """The fault of losing the keys that are ``hidden``."""
     return Hypothesis(meaning, lambda: rows.attend(params, hidden=hidden))
+
+
+def _moved_mask(meaning: str, rows: UnpagedAttention, params: AttentionParams, shift: int) -> Hypothesis:
+    """The mask of rows ``shift`` positions further on, over the same keys."""
+    every = replace(params, causal=False, window=(-1, -1), attn_chunk_size=None)
+    return masked(meaning, rows, every, lambda _r, q, k: ~visible(params, q + shift, k))
 
 
 def _zeros(rows: UnpagedAttention) -> tuple[Tensor, Tensor]:

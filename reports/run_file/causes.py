@@ -54,7 +54,11 @@ def cause_of_error(error_type: str, stage: str, message: str, traceback: str) ->
 
 
 def cause_of_crash(cause: str, stage: str, output: str) -> str:
-    """Return what ended the process and the author's line where it did; without a line, the stage."""
+    """Return what ended the process and the author's line where it did; without a line, the stage.
+
+    Figures, which stand behind a semicolon, are left out.
+    """
+    cause = cause.partition(";")[0]
     place = _short_place(next(iter(died_at(output)), ""))
     return f"{cause} at {place}" if place else f"{cause} during {stage}"
 
