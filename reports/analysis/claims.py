@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.support import REFUSALS, answered_cases
-from attncheck.reports.run_file.records import Failed, Record, XPassed, graph_of
+from attncheck.reports.run_file.records import EXAMINED, Failed, Record, XPassed, graph_of
 
 _CHANCE = 0.01
 """Below this probability, failing cases do not all need a feature by chance."""
@@ -57,6 +57,8 @@ def false_claims(found: Sequence[Finding], records: Sequence[Record]) -> tuple[F
                 if graph is not None and isinstance(record, Failed) and graph.declared != graph.measured:
                     name = f"CUDA-graph level {graph.declared}"
                     levels.setdefault(name, FalseClaim(backend, name, 1, 1, graph.measured or "a lower one"))
+        if "lse" not in false:
+            levels |= {claim.capability: claim for claim in _lse_claim(records, backend)}
         asked = {name: [case for case, own in needs.items() if name in own] for name in false}
         own = [FalseClaim(backend, name, len(short.intersection(cases)), len(cases)) for name, cases in asked.items()]
         claims += sorted(own, key=lambda claim: (-claim.wrong, claim.capability))
@@ -102,6 +104,15 @@ def _telling_key(finding: Finding) -> str:
     if contrast is None or contrast.exceptions or len(contrast.conditions) != 1 or contrast.alternatives:
         return ""
     return contrast.conditions[0].key.rpartition(".")[2]
+
+
+def _lse_claim(records: Sequence[Record], backend: str) -> list[FalseClaim]:
+    """Return the claim of the feature ``lse`` if the log-sum-exp is wrong where the output is right; else nothing."""
+    own = [record for record in records if record.backend == backend and record.outcome in EXAMINED]
+    asked = [record for record in own if record.check == "lse"]
+    short = {(r.suite, r.case_id) for r in own if r.check == "numerics" and r.outcome not in ("passed", "xpassed")}
+    wrong = [r for r in asked if isinstance(r, Failed) and (r.suite, r.case_id) not in short]
+    return [FalseClaim(backend, "lse", len(wrong), len(asked))] if wrong else []
 
 
 def _needs(records: Sequence[Record], backend: str) -> dict[tuple[str, str], frozenset[str]]:

@@ -17,6 +17,8 @@ SHOWN_LINES = 4
 UNEXPLAINED = "wrong rows, and no known fault explains them"
 
 EVIDENCE = ": its truth fits"
+"""What separates a likely cause from the rows that support it."""
+
 _AT_ROW = re.compile(r"at row \d+ \([^)]*\), head \d+: ")
 _SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows, first: ")
 _IN_PARENTHESES = re.compile(r" \((?:row|request|head|page)[^()]*\)")
