@@ -59,6 +59,9 @@ CHECKS: Mapping[str, CheckInfo] = {
 }
 """The checks of this version, in the order of reports. ``harness/checks`` has a module for each check of a backend."""
 
+FORMER_CHECKS: Mapping[str, str] = {"claims": "refusals"}
+"""Names that checks had before, and have now."""
+
 BACKEND_CHECKS: tuple[str, ...] = tuple(name for name, info in CHECKS.items() if info.applies_to == "backend")
 """The checks a case may ask for."""
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -168,7 +169,8 @@ def _expectations(
     if file is None:
         return None
     from attncheck.harness.providers.records import known_subjects, selected_subjects
-    from attncheck.harness.run.expectations import Expectations, load_expectations
+    from attncheck.harness.run.expectation_file import load_expectations
+    from attncheck.harness.run.expectations import Expectations
 
     return Expectations(
         load_expectations(file),
@@ -176,6 +178,7 @@ def _expectations(
         selected=(*selection.cases, *selected_subjects(functions)),
         backends=[backend.name for backend in header.backends],
         checks=header.checks,
+        today=datetime.now(UTC).date(),
     )
 
 

@@ -15,6 +15,7 @@ from attncheck.reports.run_file.header import CaseInfo, RunHeader
 from attncheck.reports.run_file.records import (
     EXAMINED,
     FALLEN_SHORT,
+    OURSELVES,
     UTILITIES,
     Crashed,
     Errored,
@@ -26,9 +27,6 @@ from attncheck.reports.run_file.records import (
 )
 
 Short = Failed | Errored | Crashed | XFailed | XPassed
-
-_OWN_STAGE = "attncheck itself"
-"""The stage of an error that no backend raised."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Finding:
         """The exit status of a run with this finding alone: 0 expected, 1 the backend's fault, 3 attncheck's own."""
         if self.is_expected:
             return 0
-        return 3 if isinstance(self.example, Errored) and self.example.stage == _OWN_STAGE else 1
+        return 3 if isinstance(self.example, Errored) and self.example.stage == OURSELVES else 1
 
     @property
     def title(self) -> str:

@@ -43,6 +43,9 @@ EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "crashe
 UTILITIES = "utilities"
 """The check, and the suite, of records about a provider: one a function, whose name is the case's id."""
 
+OURSELVES = "attncheck itself"
+"""The stage of an exception that no backend raised: a fault of attncheck, which ends the command line with 3."""
+
 BUDGET_SHARE = "budget_share"
 """The figure that says which share of the error budget the worst row used; above 1.0 the answer is wrong."""
 
