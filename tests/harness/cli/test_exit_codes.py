@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.run.selection import select_cases
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
@@ -95,11 +93,6 @@ def test_a_dump_that_is_a_file_is_refused_before_the_run(
     assert here("--backend", "reference", "--dump", "wrong.py") == 2
     assert "--dump wrong.py cannot be a folder: File exists" in capsys.readouterr().err
     assert not (folder / "results").exists()
-
-
-def test_a_case_without_its_axes_is_suggested_with_them() -> None:
-    with pytest.raises(SelectionError, match=r"no case of smoke matches 'decode'; did you mean 'decode\.\*'\?"):
-        select_cases(["smoke"], ["decode"])
 
 
 def test_our_own_fault_is_exit_code_3_and_says_how_to_see_more(
