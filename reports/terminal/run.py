@@ -68,9 +68,20 @@ def render(
     errors: Sequence[str] = (),
     complete: bool = True,
     color: bool = False,
+    quiet: bool = False,
 ) -> str:
-    """The tables and failures of a run without its opening, ending with the counts of all outcomes."""
+    """The tables and failures of a run without its opening, ending with the counts of all outcomes.
+
+    ``quiet``: the failures and the counts alone.
+    """
     summary = summarise(records, checks=header.checks)
+    failures = _failures(summary, header, color)
+    ending = [
+        "\n".join(wrap(f"error: {error}") for error in errors),
+        phrases.closing(summary, errors, complete=complete),
+    ]
+    if quiet:
+        return "\n\n".join(section for section in (*failures, *ending) if section)
     sections = [
         _check_table(summary, color),
         _chosen_kernels(summary),
@@ -78,12 +89,11 @@ def render(
         _suite_table(summary, color) if len(summary.suites) > 1 else "",
         render_speeds(speeds(records)),
         *(_functions(header, records, provider, color) for provider in summary.providers),
-        *_failures(summary, header, color),
+        *failures,
         _gaps(summary),
         _expected(summary),
         _conventions(header, summary),
-        "\n".join(wrap(f"error: {error}") for error in errors),
-        phrases.closing(summary, errors, complete=complete),
+        *ending,
     ]
     return "\n\n".join(section for section in sections if section)
 
@@ -272,8 +282,9 @@ def _gaps(summary: RunSummary) -> str:
 def _expected(summary: RunSummary) -> str:
     reasons = Counter((record.backend, record.reason) for record in summary.expected)
     return "\n".join(
-        wrap(f"fell short as expected: {phrases.one_line(backend)}, {count} times: {phrases.printable(reason)}")
+        wrap(f"fell short as expected: {phrases.one_line(backend)}, {times}: {phrases.printable(reason)}")
         for (backend, reason), count in reasons.items()
+        for times in (phrases.plural(count, "time"),)
     )
 
 

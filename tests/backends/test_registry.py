@@ -163,7 +163,7 @@ def test_a_class_in_a_module():
     ("suffix", "message"),
     [
         (":Missing", "has no 'Missing'; ask for .*:Good or .*:Other"),
-        ("", "names a file, but no class in it; ask for .*:Good or .*:Other"),
+        ("", "has 2 backends; ask for .*:Good or .*:Other"),
         (":number", "is 7, neither a backend nor a function; derive the class from .*AttentionBackend"),
         (":useless", r"useless\(query\) cannot be called with \(query, key_cache, .*too many positional"),
     ],

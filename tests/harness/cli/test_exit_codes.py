@@ -22,7 +22,15 @@ TheRun = Callable[[Path], Path]
     ("words", "message"),
     [
         (["--backend", "refrence"], "did you mean 'reference'?"),
-        (["--backend", "./wrong.py"], "no class in it; ask for ./wrong.py:Wrong"),
+        (["--backend", "./wrong.py"], "has 5 backends; ask for ./wrong.py:Wrong or ./wrong.py:Raising or "),
+        (["small.yaml"], "backend 'small.yaml' is named as a case file is; give --suite small.yaml"),
+        (["wrong:Missing"], "for the file, ask for ./wrong.py:Missing"),
+        (["wrong"], "for the file, ask for ./wrong.py"),
+        (["--no-output", "--output", "a.jsonl"], "--output a.jsonl names one"),
+        (["--skip", "cuda*", "--check", "cudagraph"], "--skip cudagraph leaves no check of cudagraph"),
+        (["--provider", "vllm", "--skip", "lse"], "--skip lse: only a provider is examined"),
+        (["-k", "("], "-k '(': expected"),
+        (["--last-failed"], "results: no run is kept there"),
         (["--backend", "./broken.py:B"], "importing it raised"),
         (["--backend", "./nothing.py:B"], "cannot read nothing.py"),
         (["--backend", "./wrong.py:Nowhere"], "backend 'Nowhere' is unavailable here: needs a moon"),
@@ -49,7 +57,7 @@ def test_a_wrong_question_is_exit_code_2_with_one_line_that_helps(
     (line,) = printed.err.splitlines()
     assert line.startswith("error: ")
     assert message in line
-    assert not (folder / "results").exists()
+    assert not list((folder / "results").iterdir())
 
 
 def test_two_files_of_one_suite_name_are_a_wrong_question(
@@ -92,7 +100,7 @@ def test_a_dump_that_is_a_file_is_refused_before_the_run(
 ) -> None:
     assert here("--backend", "reference", "--dump", "wrong.py") == 2
     assert "--dump wrong.py cannot be a folder: File exists" in capsys.readouterr().err
-    assert not (folder / "results").exists()
+    assert not list((folder / "results").iterdir())
 
 
 def test_our_own_fault_is_exit_code_3_and_says_how_to_see_more(
