@@ -4,9 +4,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from attncheck.cases.overrides import split_variant
 from attncheck.errors import SelectionError
 from attncheck.harness.cli.run_options import RunOptions
-from attncheck.reports.run_file.records import FALLEN_SHORT, UTILITIES
+from attncheck.reports.run_file.records import FALLEN_SHORT, UTILITIES, Record
 from attncheck.reports.run_file.store import read_run
 
 
@@ -25,12 +26,7 @@ def only_failed(options: RunOptions, path: Path) -> RunOptions:
     short = [each for each in run.records if each.outcome in FALLEN_SHORT and not each.backend_ref.startswith("<")]
     if not short:
         raise SelectionError(f"--last-failed: nothing fell short in the newest run, {path}; leave the option out")
-    short = [
-        each
-        for each in short
-        if (not options.backends or {each.backend, each.backend_ref} & set(options.backends))
-        and (not options.suites or {each.suite, run.header.suite_ref(each.suite)} & set(options.suites))
-    ]
+    short = [each for each in short if _is_named(each, run.header.suite_ref(each.suite), options)]
     if not short:
         raise SelectionError(f"--last-failed: none of these backends and suites fell short in the newest run, {path}")
     cases = [each for each in short if each.check != UTILITIES]
@@ -46,4 +42,13 @@ def only_failed(options: RunOptions, path: Path) -> RunOptions:
         suites=suites or options.suites,
         keys=tuple(dict.fromkeys(each.case for each in cases)),
         functions=tuple(names),
+    )
+
+
+def _is_named(record: Record, suite: str, options: RunOptions) -> bool:
+    """Whether ``options`` name the backend and the suite of ``record``, or none at all; ``suite``: its reference."""
+    backends, suites = {record.backend, record.backend_ref}, {record.suite, suite, split_variant(suite)[0]}
+    return not (
+        (options.backends and backends.isdisjoint(options.backends))
+        or (options.suites and suites.isdisjoint(options.suites))
     )

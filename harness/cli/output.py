@@ -68,7 +68,7 @@ def write_output(text: str, output: Path | None, *, is_summary: bool = False) ->
     elif named:
         _write(Path(named), text, mode="a", name=f"${STEP_SUMMARY} {named}")
     else:
-        typer.echo(text, nl=False)
+        typer.echo(text, nl=False, color=True)  # what it has of colours was chosen
 
 
 def _write(path: Path, text: str, *, mode: str, name: str) -> None:

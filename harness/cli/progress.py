@@ -62,10 +62,10 @@ class _Tally:
     @property
     def left(self) -> str:
         """``about 2 min left``, at the pace so far; empty in the first 10 seconds and the first 5 % of the cases."""
-        elapsed, ended = time.monotonic() - self._began, self.done - 1  # the latest case may go on
-        if elapsed < LINE_EVERY_S or ended < max(self.cases / 20, 1):
+        elapsed = time.monotonic() - self._began
+        if elapsed < LINE_EVERY_S or not self.cases / 20 <= self.done < self.cases:
             return ""
-        seconds = elapsed / ended * (self.cases - ended)
+        seconds = elapsed / self.done * (self.cases - self.done)
         if seconds < 60:
             return f"about {max(round(seconds, -1), 10):.0f} s left"
         minutes = round(seconds / 60)

@@ -129,7 +129,8 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, color: bool) -> None:
     if not quiet:
         typer.echo()
     errors = [*finished.blind, *finished.unmet]
-    typer.echo(terminal.render(finished.header, finished.records, errors=errors, color=color, quiet=quiet))
+    text = terminal.render(finished.header, finished.records, errors=errors, color=color, quiet=quiet)
+    typer.echo(text, color=color)
     for line in finished.unseen:
         typer.echo(line)
     if finished.stopped:

@@ -82,9 +82,9 @@ def drop_old_runs(folder: Path, keep: int) -> None:
     In the user's cache the runs of all folders count together, and a folder that is left empty is deleted.
     """
     is_cache = folder.is_relative_to(_cache())
-    folders = [each for each in folder.parent.iterdir() if each.is_dir()] if is_cache else [folder]
-    runs = sorted((path for each in folders for path in kept_runs(each)), key=lambda path: path.name)
     with contextlib.suppress(OSError):
+        folders = folder.parent.iterdir() if is_cache else [folder]
+        runs = sorted((path for each in folders for path in kept_runs(each)), key=lambda path: path.name)
         for path in runs[:-keep]:
             path.unlink(missing_ok=True)
             if is_cache and not any(path.parent.iterdir()):

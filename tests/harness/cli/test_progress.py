@@ -86,10 +86,10 @@ def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
 @pytest.mark.parametrize(
     ("cases", "seconds_a_case", "expected"),
     [
-        (200, 2.0, [None] * 10 + ["about 6 min left"]),  # 5 % are 10 cases, of which 22 s are spent: 190 are left
-        (20, 1.0, [None] * 9 + ["about 10 s left", "about 10 s left"]),  # not in the first ten seconds
-        (20, 600.0, [None, "about 3 h left"]),
-        (10, 11.0, [None, "about 3 min left", "about 2 min left"]),
+        (200, 2.0, [None] * 9 + ["about 6 min left"]),  # 5 % are 10 cases; 190 cases of 2 s are left
+        (20, 1.0, [None] * 9 + ["about 10 s left"]),  # ten seconds
+        (20, 600.0, ["about 3 h left"]),
+        (3, 40.0, ["about 1 min left", "about 40 s left", None]),
     ],
 )
 def test_the_time_left_is_told_once_there_is_a_pace(
