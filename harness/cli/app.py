@@ -5,6 +5,7 @@ Loads neither torch nor pydantic: a command does, when it runs.
 """
 
 import functools
+import io
 import json
 import os
 import sys
@@ -24,6 +25,9 @@ SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
 """Set this environment variable to 1 to see where attncheck itself failed."""
 
 P = ParamSpec("P")
+
+_UsageError = typer.BadParameter.__bases__[0]
+"""What typer raises for a command line it cannot read; typer gives its base class no name of its own."""
 
 
 def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
@@ -77,10 +81,10 @@ def _version(wanted: bool) -> None:
 
 app = typer.Typer(
     name="attncheck",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -113,8 +117,26 @@ app.add_typer(new_app, name="new")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of ``arguments`` (default: the process's own) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _print_any_text()
     try:
-        app(words, prog_name="attncheck", obj=("attncheck", *words))
-    except SystemExit as left:  # how typer ends, always
-        return left.code if isinstance(left.code, int) else OK
-    return OK
+        code = app(words, prog_name="attncheck", obj=("attncheck", *words), standalone_mode=False)
+    except _UsageError as error:
+        return _wrong_usage(error)
+    except SystemExit as left:  # how completion ends
+        code = left.code
+    return code if isinstance(code, int) else OK
+
+
+def _print_any_text() -> None:
+    """Let stdout and stderr print a character that their encoding lacks as an escape, as in the locale C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _wrong_usage(error: Exception) -> int:
+    """Print the error of a command line that cannot be read, in the form of our own errors."""
+    text = io.StringIO()
+    error.show(text)  # type: ignore[attr-defined]
+    typer.echo(text.getvalue().replace("Error: ", "error: ", 1).rstrip(), err=True)
+    return WRONG_QUESTION

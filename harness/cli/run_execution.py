@@ -8,8 +8,6 @@ import contextlib
 import faulthandler
 import io
 import itertools
-import os
-import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import typer
 
 from attncheck.errors import QuestionError
+from attncheck.harness.cli.run_files import RecordWriter, open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing, select_cases
@@ -32,10 +31,7 @@ if TYPE_CHECKING:
     from attncheck.harness.run.expectations import Expectations
     from attncheck.harness.run.preparation import PreparedRun, RunSettings
 
-RESULTS = Path("results")
-
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
-_FIRST = "at the first record that fell short (--exitfirst)"
 _DEVICE_LOST = "when this process lost the device (a run without --in-process goes on in a fresh one)"
 
 
@@ -52,13 +48,13 @@ class CaseExaminer(Protocol):
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run found. ``path``: its run file.
+    """What a run found. ``path``: its run file; None: none was written.
 
     ``blind``: why cases could not be examined. ``unmet``: a line for each expectation that counts as a failure;
     ``unseen``: for each that only did not show. ``stopped``: why the run ended early, empty: it did not.
     """
 
-    path: Path
+    path: Path | None
     header: RunHeader
     records: tuple[Record, ...]
     blind: tuple[str, ...]
@@ -73,7 +69,15 @@ def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> Fini
     Raises:
         QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
     """
-    selection = select_cases(options.suite_refs, options.cases, options.backend_checks, options.settings)
+    selection = select_cases(
+        options.suite_refs,
+        options.cases,
+        options.backend_checks,
+        options.settings,
+        skip=options.skip,
+        keywords=options.keywords,
+        keys=options.keys,
+    )
     timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
@@ -117,30 +121,33 @@ def _execute(
     infos = [each.info for each in prepared.backends]
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
     one_process = (_ONE_PROCESS,) if is_timed and pool is None else ()
-    notes = (*prepared.notes, *one_process, *prepared.choice_notes)
+    notes = (*prepared.notes, *one_process, *prepared.choice_notes, *options.notes)
     header = make_header(prepared.selection, plan, infos, environment, command=options.command, notes=notes)
     header = header_with_providers(header, functions)
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
     expectations = _expectations(options.expect, prepared.selection, functions, header)
-    path = options.output or _free_path()
-    begin(header)
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
         faulthandler.enable()  # a kernel that kills the process says at least where
-    try:
-        with (
-            contextlib.closing(examiner.run()) as records,
-            progress_for(
-                count_questions(plan, [info.ref for info in infos]) + functions.count,
-                rounds=plan.rounds,
-                silent=options.in_process,
-                is_timed=is_timed,
-            ) as progress,
-        ):
-            found = itertools.chain(records, examine_providers(functions, circumstances))
-            return _examine(found, examiner, header, path, expectations, progress, exitfirst=options.exitfirst)
-    except KeyboardInterrupt:
-        typer.echo(f"what was found so far is in {path}", err=True)
-        raise
+    with open_run(options.output, options.folder, header, options.keep) as writer:
+        begin(header)
+        try:
+            with (
+                contextlib.closing(examiner.run()) as records,
+                progress_for(
+                    count_questions(plan, [info.ref for info in infos]) + functions.count,
+                    rounds=plan.rounds,
+                    silent=options.in_process and not options.verbose,
+                    verbose=options.verbose,
+                    is_timed=is_timed,
+                    color=options.color,
+                ) as progress,
+            ):
+                found = itertools.chain(records, examine_providers(functions, circumstances))
+                return _examine(found, examiner, header, writer, expectations, progress, maxfail=options.maxfail)
+        except KeyboardInterrupt:
+            if writer.path is not None:
+                typer.echo(f"what was found so far is in {writer.path}", err=True)
+            raise
 
 
 def case_examiner(
@@ -192,28 +199,21 @@ def _make_folder(dump: Path | None) -> None:
         raise QuestionError(f"--dump {dump} cannot be a folder: {error.strerror}") from error
 
 
-def _free_path() -> Path:
-    """Name a run file by the time and the process, and by a number where several runs begin in one second."""
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    return next(path for name in names if not (path := RESULTS / f"{name}.jsonl").exists())
-
-
 def _examine(
     found: Iterator[Record],
     examiner: CaseExaminer,
     header: RunHeader,
-    path: Path,
+    writer: RecordWriter,
     expectations: "Expectations | None",
     progress: "RunProgress",
     *,
-    exitfirst: bool,
+    maxfail: int | None,
 ) -> FinishedRun:
     """Write every record as it comes, then the expectations that no record matched."""
     from attncheck.harness.run.lost_device import DeviceLostError
-    from attncheck.reports.run_file.store import RunWriter
 
     records: list[Record] = []
+    short = 0
     stopped = ""
 
     def keep(each: Record) -> Record:
@@ -223,18 +223,24 @@ def _examine(
         progress.see(record)
         return record
 
-    with RunWriter(path, header) as writer:
-        try:
-            for each in found:
-                if keep(each).outcome in FALLEN_SHORT and exitfirst:
-                    stopped = _FIRST
-                    break
-        except DeviceLostError as lost:
-            keep(lost.record)
-            stopped = _DEVICE_LOST
-        blind = tuple(map(str, examiner.blind))
-        unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
-        unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
-        for error in (*blind, *unmet):
-            writer.fail(error)
-    return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped)
+    try:
+        for each in found:
+            short += keep(each).outcome in FALLEN_SHORT
+            if maxfail is not None and short >= maxfail:
+                stopped = _stopped(maxfail)
+                break
+    except DeviceLostError as lost:
+        keep(lost.record)
+        stopped = _DEVICE_LOST
+    blind = tuple(map(str, examiner.blind))
+    unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
+    unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
+    for error in (*blind, *unmet):
+        writer.fail(error)
+    return FinishedRun(writer.path, header, tuple(records), blind, unmet, unseen, stopped)
+
+
+def _stopped(maxfail: int) -> str:
+    if maxfail == 1:
+        return "at the first record that fell short (--exitfirst)"
+    return f"when {maxfail} records had fallen short (--maxfail {maxfail})"

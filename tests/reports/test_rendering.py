@@ -62,7 +62,7 @@ def test_terminal_tells_each_failure_whole(header: RunHeader, records: list[Reco
     assert "repeat: attncheck run --backend ./wrong.py:Wrong" in text
     assert "RuntimeError in forward: no such kernel" in text
     assert 'File "wrong.py", line 9, in forward' in text
-    assert "fell short as expected: Wrong, 1 times: upstream issue 5" in text
+    assert "fell short as expected: Wrong, 1 time: upstream issue 5" in text
     assert "conventions of Wrong: lse_base: 2, batch_invariant: yes" in text
 
 
