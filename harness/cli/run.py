@@ -172,6 +172,8 @@ def run(
     finished = execute_run(options, _print_opening)
     _print_report(finished)
     typer.echo(f"{time.monotonic() - began:.1f} s, run file: {finished.path}")
+    if finished.ended_by is not None:
+        raise finished.ended_by
     return _exit_code(finished, by_name=bool(backend or provider))
 
 
@@ -186,10 +188,14 @@ def _print_report(finished: "FinishedRun") -> None:
 
     typer.echo()
     errors = [*finished.blind, *finished.unmet]
-    typer.echo(terminal.render(finished.header, finished.records, errors=errors, color=use_color()))
+    is_whole = finished.ended_by is None
+    shown = terminal.render(finished.header, finished.records, errors=errors, complete=is_whole, color=use_color())
+    typer.echo(shown)
     for line in finished.unseen:
         typer.echo(line)
-    if finished.stopped:
+    if finished.ended_by is not None:
+        typer.echo(f"{finished.stopped}; what follows was not examined")
+    elif finished.stopped:
         typer.echo(f"stopped {finished.stopped}: what follows was not examined")
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import typer
 
-from attncheck.errors import QuestionError
+from attncheck.errors import QuestionError, RunFileError
+from attncheck.harness.cli.interruption import interruptible
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing, select_cases
@@ -26,7 +27,7 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 
 if TYPE_CHECKING:
-    from attncheck.harness.cli.progress import RunProgress
+    from attncheck.harness.cli.progress import RunProgress, Tally
     from attncheck.harness.providers.plan import ProviderPlan
     from attncheck.harness.run.expectations import Expectations
     from attncheck.harness.run.preparation import PreparedRun, RunSettings
@@ -54,7 +55,8 @@ class FinishedRun:
     """What a run found. ``path``: its run file.
 
     ``blind``: why cases could not be examined. ``unmet``: a line for each expectation that counts as a failure;
-    ``unseen``: for each that only did not show. ``stopped``: why the run ended early, empty: it did not.
+    ``unseen``: for each that only did not show. ``stopped``: why the run ended early, empty: it did not. ``ended_by``:
+    what is raised once the report is shown: a signal, or a run file that could not be written.
     """
 
     path: Path
@@ -64,6 +66,7 @@ class FinishedRun:
     unmet: tuple[str, ...]
     unseen: tuple[str, ...]
     stopped: str
+    ended_by: KeyboardInterrupt | RunFileError | None = None
 
 
 def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> FinishedRun:
@@ -86,7 +89,10 @@ def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> Fini
         settings = RunSettings(
             device=options.device, seed=options.seed, dump=options.dump, timing=timing, rounds=rounds
         )
-        return _execute(options, selection, settings, None if options.in_process else pool, begin)
+        finished = _execute(options, selection, settings, None if options.in_process else pool, begin)
+        if finished.ended_by is not None:
+            pool.close(at_once=True)
+        return finished
 
 
 def _show(backend: str, lines: str) -> None:
@@ -102,7 +108,7 @@ def _execute(
     pool: WorkerPool | None,
     begin: Callable[[RunHeader], None],
 ) -> FinishedRun:
-    from attncheck.harness.cli.progress import progress_for
+    from attncheck.harness.cli.progress import Tally, progress_for
     from attncheck.harness.providers.plan import plan_providers
     from attncheck.harness.providers.records import examine_providers, header_with_providers
     from attncheck.harness.run.outcomes import Circumstances
@@ -125,21 +131,15 @@ def _execute(
     begin(header)
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
         faulthandler.enable()  # a kernel that kills the process says at least where
-    try:
-        with (
-            contextlib.closing(examiner.run()) as records,
-            progress_for(
-                count_questions(plan, [info.ref for info in infos]) + functions.count,
-                rounds=plan.rounds,
-                silent=options.in_process,
-                is_timed=is_timed,
-            ) as progress,
-        ):
-            found = itertools.chain(records, examine_providers(functions, circumstances))
-            return _examine(found, examiner, header, path, expectations, progress, exitfirst=options.exitfirst)
-    except KeyboardInterrupt:
-        typer.echo(f"what was found so far is in {path}", err=True)
-        raise
+    count = count_questions(plan, [info.ref for info in infos]) + functions.count
+    with (
+        contextlib.nullcontext() if options.in_process else interruptible(),  # Python cannot interrupt a kernel
+        contextlib.closing(examiner.run()) as records,
+        progress_for(count, rounds=plan.rounds, silent=options.in_process, is_timed=is_timed) as progress,
+    ):
+        found = itertools.chain(records, examine_providers(functions, circumstances))
+        tally = Tally(count, plan.rounds)
+        return _examine(found, examiner, header, path, expectations, progress, tally, exitfirst=options.exitfirst)
 
 
 def case_examiner(
@@ -203,35 +203,52 @@ def _examine(
     path: Path,
     expectations: "Expectations | None",
     progress: "RunProgress",
+    tally: "Tally",
     *,
     exitfirst: bool,
 ) -> FinishedRun:
-    """Write every record as it comes, then the expectations that no record matched."""
+    """Write every record as it comes, then the expectations that no record matched.
+
+    Raises:
+        KeyboardInterrupt, RunFileError: the run ended before its first record.
+    """
     from attncheck.harness.run.lost_device import DeviceLostError
     from attncheck.reports.run_file.store import RunWriter
 
     records: list[Record] = []
+    blind: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
     stopped = ""
+    ended_by: KeyboardInterrupt | RunFileError | None = None
 
     def keep(each: Record) -> Record:
         record = each if expectations is None else expectations.apply(each)
-        writer.add(record)
         records.append(record)
+        tally.see(record)
+        writer.add(record)
         progress.see(record)
         return record
 
-    with RunWriter(path, header) as writer:
-        try:
-            for each in found:
-                if keep(each).outcome in FALLEN_SHORT and exitfirst:
-                    stopped = _FIRST
-                    break
-        except DeviceLostError as lost:
-            keep(lost.record)
-            stopped = _DEVICE_LOST
-        blind = tuple(map(str, examiner.blind))
-        unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
-        unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
-        for error in (*blind, *unmet):
-            writer.fail(error)
-    return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped)
+    try:
+        with RunWriter(path, header) as writer:
+            try:
+                for each in found:
+                    if keep(each).outcome in FALLEN_SHORT and exitfirst:
+                        stopped = _FIRST
+                        break
+            except DeviceLostError as lost:
+                keep(lost.record)
+                stopped = _DEVICE_LOST
+            blind = tuple(map(str, examiner.blind))
+            unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
+            unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
+            for error in (*blind, *unmet):
+                writer.fail(error)
+    except (KeyboardInterrupt, RunFileError) as error:
+        if not records:
+            raise
+        ended_by = error
+        how = "stopped, since the run file cannot be written" if isinstance(error, RunFileError) else str(error)
+        stopped = f"{how or 'interrupted'}: {tally.done} of {tally.cases} cases"
+    return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped, ended_by)

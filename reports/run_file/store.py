@@ -47,7 +47,7 @@ class RunWriter:
 
     Raises:
         RunFileError: on entering, when ``path`` exists already (runs are never overwritten), is named as a compressed
-            file, or cannot be written.
+            file, or cannot be written; later, when the disk is full. What was written before stays readable.
         ValueError: from :meth:`add`, for a record whose key was written before.
     """
 
@@ -59,6 +59,7 @@ class RunWriter:
         self._errors: list[str] = []
         self._file: TextIOWrapper | None = None
         self._synced = monotonic()
+        self._written = 0
 
     def __enter__(self) -> Self:
         if self.path.exists():
@@ -93,18 +94,35 @@ class RunWriter:
         if kind is None:
             counts = {outcome: self._counts[outcome] for outcome in OUTCOMES if self._counts[outcome]}
             self._write(RunFooter(finished=now(), counts=counts, errors=tuple(self._errors)))
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
+        try:
+            os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as failure:
+            if kind is None:
+                raise self._unwritten(failure) from failure
+        finally:
+            self._file = None
 
     def _write(self, line: RunHeader | Record | RunFooter) -> None:
         if self._file is None:
             raise ValueError(f"{self.path} is not open: use the writer in a with statement")
-        self._file.write(format_line(line) + "\n")
-        self._file.flush()
-        if monotonic() - self._synced >= SYNC_EVERY_S:
-            os.fsync(self._file.fileno())
-            self._synced = monotonic()
+        try:
+            self._file.write(format_line(line) + "\n")
+            self._file.flush()
+            if monotonic() - self._synced >= SYNC_EVERY_S:
+                os.fsync(self._file.fileno())
+                self._synced = monotonic()
+        except OSError as error:
+            raise self._unwritten(error) from error
+        self._written += 1
+
+    def _unwritten(self, error: OSError) -> RunFileError:
+        """The error of a disk that takes no more: what is safe."""
+        safe = max(self._written - 1, 0)  # the header is no record
+        return RunFileError(
+            str(self.path),
+            f"cannot be written: {error.strerror}; its first {safe} records can be read, as by `attncheck report`",
+        )
 
 
 @dataclass(frozen=True)
