@@ -1,9 +1,12 @@
 """The command line: names the commands, and turns whatever happens into one of its exit codes.
 
-0 all as expected, 1 a backend fell short, 2 the question was wrong, 3 attncheck itself failed, 130 interrupted.
+0 all as expected, 1 a backend fell short, 2 the question was wrong, 3 attncheck itself failed; interrupted: 130 by
+SIGINT, 143 by SIGTERM, 129 by SIGHUP.
 Loads neither torch nor pydantic: a command does, when it runs.
 """
 
+import contextlib
+import errno
 import functools
 import io
 import json
@@ -18,8 +21,12 @@ import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
 from attncheck.harness.cli import compare, doctor, expect, list_names, new, report, run, warm
+from attncheck.harness.cli.interruption import Interruption
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a disk or a terminal, where attncheck writes: no fault of its own."""
 
 SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
 """Set this environment variable to 1 to see where attncheck itself failed."""
@@ -45,22 +52,40 @@ def exit_code(work: Callable[[], int]) -> int:
     try:
         return work()
     except (QuestionError, BackendUnavailableError) as error:
-        typer.echo(f"error: {error}", err=True)
+        _say(f"error: {error}")
         return WRONG_QUESTION
+    except Interruption as interruption:
+        _say(str(interruption))
+        return interruption.exit_code
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        _say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader left, as `attncheck list | head` does. What could be said was said.
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for the interpreter's last flush)
+        _drop_stdout()
         return OK
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code may even call sys.exit)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            _say(f"error: {error.filename or 'what is printed'} cannot be written: {error.strerror}")
+            _drop_stdout()
+            return WRONG_QUESTION
         if os.environ.get(SHOW_TRACEBACK):
             traceback.print_exc()
-        typer.echo(f"attncheck itself failed: {type(error).__name__}: {error}", err=True)
+        _say(f"attncheck itself failed: {type(error).__name__}: {error}")
         if not os.environ.get(SHOW_TRACEBACK):
-            typer.echo(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output", err=True)
+            _say(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output")
         return OWN_FAULT
+
+
+def _say(text: str) -> None:
+    """Print a line on stderr, if there is anybody left to read it."""
+    with contextlib.suppress(OSError):
+        typer.echo(text, err=True)
+
+
+def _drop_stdout() -> None:
+    """Print nothing more: the interpreter flushes stdout at its end, and would fail again."""
+    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for the interpreter's last flush)
 
 
 def schema() -> int:

@@ -36,7 +36,7 @@ class NoProgress:
         """One more record."""
 
 
-class _Tally:
+class Tally:
     """How many of the run's questions have begun, and how many records fell short.
 
     A question is a case put to a process of a backend: for its times in every round, for all other checks once. What is
@@ -51,6 +51,7 @@ class _Tally:
         self._begun: set[tuple[str, str, str, int, bool]] = set()
 
     def see(self, record: Record) -> None:
+        """One more record."""
         is_timed = record.check == TIMING
         question = (record.backend, record.suite, record.case_id, record.round, is_timed)
         if question not in self._begun:
@@ -79,7 +80,7 @@ class ProgressLines:
     """
 
     def __init__(self, cases: int, rounds: int, *, verbose: bool = False) -> None:
-        self._tally = _Tally(cases, rounds)
+        self._tally = Tally(cases, rounds)
         self._verbose = verbose
         self._said = time.monotonic()
 
@@ -105,7 +106,7 @@ class ProgressBar:
 
     def __init__(self, progress: Progress, cases: int, rounds: int) -> None:
         self._progress = progress
-        self._tally = _Tally(cases, rounds)
+        self._tally = Tally(cases, rounds)
         self._task = progress.add_task("", total=cases)
 
     def see(self, record: Record) -> None:

@@ -112,6 +112,8 @@ def run(
         _print_durations(finished.records, durations or None)
     where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
     typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
+    if finished.ended_by is not None:
+        raise finished.ended_by
     return _exit_code(finished, by_name=is_by_name)
 
 
@@ -135,6 +137,7 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, color: bool) -> None:
         finished.header,
         finished.records,
         errors=errors,
+        complete=finished.ended_by is None,
         color=color,
         width=terminal_width(),
         quiet=quiet,
@@ -143,7 +146,9 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, color: bool) -> None:
     typer.echo(text, color=color)
     for line in finished.unseen:
         typer.echo(line)
-    if finished.stopped:
+    if finished.ended_by is not None:
+        typer.echo(f"{finished.stopped}; what follows was not examined")
+    elif finished.stopped:
         typer.echo(f"stopped {finished.stopped}: what follows was not examined")
 
 

@@ -8,7 +8,7 @@ import contextlib
 import faulthandler
 import io
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import typer
 
-from attncheck.errors import QuestionError
-from attncheck.harness.cli.run_files import RecordWriter, open_run
+from attncheck.errors import QuestionError, RunFileError
+from attncheck.harness.cli.interruption import interruptible
+from attncheck.harness.cli.run_files import open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing, select_cases
@@ -26,7 +27,6 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 
 if TYPE_CHECKING:
-    from attncheck.harness.cli.progress import RunProgress
     from attncheck.harness.providers.plan import ProviderPlan
     from attncheck.harness.run.expectations import Expectations
     from attncheck.harness.run.preparation import PreparedRun, RunSettings
@@ -51,16 +51,18 @@ class FinishedRun:
     """What a run found. ``path``: its run file; None: none was written.
 
     ``blind``: why cases could not be examined. ``unmet``: a line for each expectation that counts as a failure;
-    ``unseen``: for each that only did not show. ``stopped``: why the run ended early, empty: it did not.
+    ``unseen``: for each that only did not show. ``stopped``: why the run ended early, empty: it did not. ``ended_by``:
+    what is raised once the report is shown: a signal, or a run file that could not be written.
     """
 
     path: Path | None
     header: RunHeader
     records: tuple[Record, ...]
-    blind: tuple[str, ...]
-    unmet: tuple[str, ...]
-    unseen: tuple[str, ...]
-    stopped: str
+    blind: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    stopped: str = ""
+    ended_by: KeyboardInterrupt | RunFileError | None = None
 
 
 def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> FinishedRun:
@@ -91,7 +93,10 @@ def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> Fini
         settings = RunSettings(
             device=options.device, seed=options.seed, dump=options.dump, timing=timing, rounds=rounds
         )
-        return _execute(options, selection, settings, None if options.in_process else pool, begin)
+        finished = _execute(options, selection, settings, None if options.in_process else pool, begin)
+        if finished.ended_by is not None:
+            pool.close(at_once=True)
+        return finished
 
 
 def _show(backend: str, lines: str) -> None:
@@ -107,7 +112,7 @@ def _execute(
     pool: WorkerPool | None,
     begin: Callable[[RunHeader], None],
 ) -> FinishedRun:
-    from attncheck.harness.cli.progress import progress_for
+    from attncheck.harness.cli.progress import Tally, progress_for
     from attncheck.harness.providers.plan import plan_providers
     from attncheck.harness.providers.records import examine_providers, header_with_providers
     from attncheck.harness.run.outcomes import Circumstances
@@ -128,13 +133,19 @@ def _execute(
     expectations = _expectations(options.expect, prepared.selection, functions, header)
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
         faulthandler.enable()  # a kernel that kills the process says at least where
-    with open_run(options.output, options.folder, header, options.keep) as writer:
-        begin(header)
-        try:
+    count = count_questions(plan, [info.ref for info in infos]) + functions.count
+    records: list[Record] = []
+    tally = Tally(count, plan.rounds)
+    path: Path | None = None
+    try:
+        with open_run(options.output, options.folder, header, options.keep) as writer:
+            path = writer.path
+            begin(header)
             with (
-                contextlib.closing(examiner.run()) as records,
+                contextlib.nullcontext() if options.in_process else interruptible(),  # Python cannot stop a kernel
+                contextlib.closing(examiner.run()) as examined,
                 progress_for(
-                    count_questions(plan, [info.ref for info in infos]) + functions.count,
+                    count,
                     rounds=plan.rounds,
                     silent=options.in_process and not options.verbose,
                     verbose=options.verbose,
@@ -142,12 +153,21 @@ def _execute(
                     color=options.color,
                 ) as progress,
             ):
-                found = itertools.chain(records, examine_providers(functions, circumstances))
-                return _examine(found, examiner, header, writer, expectations, progress, maxfail=options.maxfail)
-        except KeyboardInterrupt:
-            if writer.path is not None:
-                typer.echo(f"what was found so far is in {writer.path}", err=True)
+                found = itertools.chain(examined, examine_providers(functions, circumstances))
+                judged = found if expectations is None else map(expectations.apply, found)
+                stopped = _examine(judged, records, (writer.add, progress.see, tally.see), maxfail=options.maxfail)
+            blind = tuple(map(str, examiner.blind))
+            unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
+            unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
+            for error in (*blind, *unmet):
+                writer.fail(error)
+        return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped)
+    except (KeyboardInterrupt, RunFileError) as error:
+        if not records:
             raise
+        how = "stopped, since the run file cannot be written" if isinstance(error, RunFileError) else str(error)
+        stopped = f"{how or 'interrupted'}: {tally.done} of {tally.cases} cases"
+        return FinishedRun(path, header, tuple(records), stopped=stopped, ended_by=error)
 
 
 def case_examiner(
@@ -201,43 +221,33 @@ def _make_folder(dump: Path | None) -> None:
 
 def _examine(
     found: Iterator[Record],
-    examiner: CaseExaminer,
-    header: RunHeader,
-    writer: RecordWriter,
-    expectations: "Expectations | None",
-    progress: "RunProgress",
+    records: list[Record],
+    see: Sequence[Callable[[Record], None]],
     *,
     maxfail: int | None,
-) -> FinishedRun:
-    """Write every record as it comes, then the expectations that no record matched."""
+) -> str:
+    """Append each record to ``records``, call each of ``see`` with it, and return why the run ended early; empty: no.
+
+    ``maxfail``: how many records that fall short end the run; None: none does.
+    """
     from attncheck.harness.run.lost_device import DeviceLostError
 
-    records: list[Record] = []
-    short = 0
-    stopped = ""
-
-    def keep(each: Record) -> Record:
-        record = each if expectations is None else expectations.apply(each)
-        writer.add(record)
+    def keep(record: Record) -> bool:
         records.append(record)
-        progress.see(record)
-        return record
+        for each in see:
+            each(record)
+        return record.outcome in FALLEN_SHORT
 
+    short = 0
     try:
-        for each in found:
-            short += keep(each).outcome in FALLEN_SHORT
+        for record in found:
+            short += keep(record)
             if maxfail is not None and short >= maxfail:
-                stopped = _stopped(maxfail)
-                break
+                return _stopped(maxfail)
     except DeviceLostError as lost:
         keep(lost.record)
-        stopped = _DEVICE_LOST
-    blind = tuple(map(str, examiner.blind))
-    unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
-    unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
-    for error in (*blind, *unmet):
-        writer.fail(error)
-    return FinishedRun(writer.path, header, tuple(records), blind, unmet, unseen, stopped)
+        return _DEVICE_LOST
+    return ""
 
 
 def _stopped(maxfail: int) -> str:
