@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ParamSpec
 
@@ -59,11 +60,25 @@ def exit_code(work: Callable[[], int]) -> int:
         return OWN_FAULT
 
 
-def schema() -> int:
-    """Print the JSON schema of case files."""
-    from attncheck.cases.schema import json_schema
+class SchemaSubject(StrEnum):
+    """What a schema describes: a case file, or a line of a run file."""
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    CASES = "cases"
+    RUN = "run"
+
+
+def schema(
+    of: Annotated[
+        SchemaSubject, typer.Option("--of", help="cases: of a case file; run: of a line of a run file.")
+    ] = SchemaSubject.CASES,
+) -> int:
+    """Print the JSON schema of case files, or of run files."""
+    if of is SchemaSubject.RUN:
+        from attncheck.reports.run_file.schema import run_file_schema as described
+    else:
+        from attncheck.cases.schema import json_schema as described
+
+    typer.echo(json.dumps(described(), indent=2))
     return 0
 
 
