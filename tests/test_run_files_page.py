@@ -1,4 +1,4 @@
-"""docs/run-files.md is true: its commands work, one after the other, and it names every outcome and identifying field."""
+"""docs/run-files.md is true: its commands work in order, and it names every outcome and identifying field."""
 
 import json
 import re
@@ -22,5 +22,7 @@ def test_its_commands_work(shell, tmp_path):
 def test_it_names_what_a_record_is_known_by_and_every_outcome():
     identity = TEXT.partition("## Identity")[2].partition("A run holds")[0]
     assert re.findall(r"`(\w+)`", identity) == list(RecordKey._fields)
-    assert re.findall(r"^\| `(\w+)` \|", TEXT.partition("## Outcomes")[2].partition("## ")[0], re.MULTILINE) == [*OUTCOMES]
+    assert re.findall(r"^\| `(\w+)` \|", TEXT.partition("## Outcomes")[2].partition("## ")[0], re.MULTILINE) == [
+        *OUTCOMES
+    ]
     assert f"`format` is {FORMAT}." in TEXT
