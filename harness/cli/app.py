@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ParamSpec
 
@@ -33,7 +34,7 @@ SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
 
 P = ParamSpec("P")
 
-_UsageError = typer.BadParameter.__bases__[0]
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """What typer raises for a command line it cannot read; typer gives its base class no name of its own."""
 
 
@@ -88,11 +89,25 @@ def _drop_stdout() -> None:
     sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for the interpreter's last flush)
 
 
-def schema() -> int:
-    """Print the JSON schema of case files."""
-    from attncheck.cases.schema import json_schema
+class SchemaSubject(StrEnum):
+    """What a schema describes: a case file, or a line of a run file."""
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    CASES = "cases"
+    RUN = "run"
+
+
+def schema(
+    of: Annotated[
+        SchemaSubject, typer.Option("--of", help="cases: of a case file; run: of a line of a run file.")
+    ] = SchemaSubject.CASES,
+) -> int:
+    """Print the JSON schema of case files, or of run files."""
+    if of is SchemaSubject.RUN:
+        from attncheck.reports.run_file.schema import run_file_schema as described
+    else:
+        from attncheck.cases.schema import json_schema as described
+
+    typer.echo(json.dumps(described(), indent=2))
     return 0
 
 
