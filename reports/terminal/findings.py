@@ -50,7 +50,7 @@ def render_findings(
 
     Of those beyond :data:`SHOWN_FINDINGS` of a backend, and of expected ones, a line.
     """
-    total = Counter(finding.backend for finding in findings)
+    total = Counter(finding.backend for finding in findings if not finding.is_expected)
     place: Counter[str] = Counter()
     full, short, expected = [], [], []
     for finding in findings:
