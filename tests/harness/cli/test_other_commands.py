@@ -78,7 +78,7 @@ def test_doctor_names_a_missing_library_once_with_what_installs_it(
 
 
 def test_doctor_knows_what_each_backend_imports_and_which_extra_brings_it() -> None:
-    root = Path(doctor.__file__).parents[2]
+    root = Path(__file__).parents[3]
     modules = {
         "triton": "triton",
         "xformers": "xformers",
