@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from attncheck.backends import registry
+from attncheck.errors import BackendUnavailableError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import doctor
 from attncheck.harness.run import environment
@@ -55,6 +58,43 @@ def test_doctor_knows_what_a_run_gives_the_process_of_a_backend(
     told = " ".join(capsys.readouterr().out.split())
     assert re.search(r"triton_unified \S+ triton \S+ on cpu: can run, with TRITON_INTERPRET=1", told)
     assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_doctor_names_a_missing_library_once_with_what_installs_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> None:
+        raise BackendUnavailableError(name, ["its library cannot be imported: No module named 'triton'"])
+
+    monkeypatch.setattr(doctor, "_installed", lambda name: None if name in ("triton", "vllm") else "1.0")
+    monkeypatch.setattr(registry, "load", load)
+    assert cli.main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^not installed   triton: pip install 'attncheck\[triton\]'$", told, re.MULTILINE)
+    assert re.search(r"^not installed   vllm: pip install 'vllm'$", told, re.MULTILINE)
+    assert told.count("pip install") == 2
+    assert re.search(r"^triton_mla +not available on this machine: triton is not installed$", told, re.MULTILINE)
+    assert re.search(r"^torch_sdpa +cannot be loaded: ", told, re.MULTILINE)
+
+
+def test_doctor_knows_what_each_backend_imports_and_which_extra_brings_it() -> None:
+    root = Path(__file__).parents[3]
+    modules = {
+        "triton": "triton",
+        "xformers": "xformers",
+        "flashinfer": "flashinfer-python",
+        "flash_attn": "flash-attn",
+    }
+    for name, target in registry.BUILTIN.items():
+        place = root / Path(*target.partition(":")[0].split(".")[1:-1])
+        texts = [path.read_text() for path in place.rglob("*.py")] if place.name == name else []
+        for module, library in modules.items():
+            if any(re.search(rf"^ *(?:import|from) {module}\b", text, re.MULTILINE) for text in texts):
+                assert library in doctor.NEEDS[name]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    for library, requirement in doctor.LIBRARIES.items():
+        if extra := re.fullmatch(r"attncheck\[(.+)\]", requirement):
+            assert any(each.startswith(library) for each in project["optional-dependencies"][extra[1]])
 
 
 def test_doctor_names_the_kernel_caches(
