@@ -26,6 +26,14 @@ def test_schema_is_the_schema_of_case_files(capsys: pytest.CaptureFixture[str]) 
     assert "cases" in json.loads(capsys.readouterr().out)["properties"]
 
 
+def test_suites_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "suites", "--suite", "decode,sinks"]) == 0
+    found = [line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert found == ["decode", "sinks"]
+    assert cli.main(["list", "cases", "-k", "sinks and dtype=float16"]) == 0
+    assert "smoke/sinks" in capsys.readouterr().out
+
+
 def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
     printed = capsys.readouterr().out
