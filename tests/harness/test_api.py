@@ -119,6 +119,26 @@ def test_what_a_function_raises_is_a_record(suite: str, capfd: pytest.CaptureFix
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("result", [torch.zeros(3, 2), (torch.zeros(3, 2), None)])
+def test_a_result_that_is_returned_and_not_written_is_named(suite: str, result: object) -> None:
+    def returning(*arguments: Any) -> object:
+        return result
+
+    (record,) = attncheck.examine(returning, suite, cases="decode", checks="numerics", device="cpu").records
+    assert isinstance(record, Failed)
+    assert record.summary.startswith("2 of 2 rows were never written")
+    kind = "a tensor of shape [3, 2]" if isinstance(result, Tensor) else "a tuple"
+    assert record.details == (f"returning returned {kind}, which is ignored: write the result into `out`",)
+
+
+def test_a_function_may_return_something_besides_what_it_writes(suite: str) -> None:
+    def returning(*arguments: Any) -> Tensor:
+        attend(*arguments)
+        return torch.zeros(3)
+
+    assert attncheck.examine(returning, suite, cases="decode", checks="numerics", device="cpu").passed
+
+
 @pytest.mark.parametrize("candidate", ["reference", ReferenceBackend])
 def test_backends_by_name_and_by_class(suite: str, candidate: str | type, tmp_path: Path) -> None:
     found = attncheck.examine(candidate, suite, cases="decode", device="cpu")
