@@ -200,7 +200,7 @@ def test_an_examination_is_saved_as_a_run_file_and_rendered(suite: str, tmp_path
         each for each in ET.fromstring(found.render("junit")).iter("testcase") if each.find("failure") is not None
     )
     assert case.get("name") == "numerics"
-    assert found.render("html").startswith("<!DOCTYPE html>")
+    assert found.render("html").startswith("<!doctype html>")
     with pytest.raises(UnknownNameError, match="unknown report format 'pdf'"):
         found.render("pdf")
 
