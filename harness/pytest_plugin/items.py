@@ -89,7 +89,7 @@ def module_items(
         label = case.id if len(selection.suites) == 1 else case.key
         for check in checks_of(case, selection.checks):
             item = _item_class(check).from_parent(module, name=f"{name}[{label}-{check}]")
-            item.become(question, case, 0, check, apply, group=f"{module.nodeid}::{name}[{label}]")
+            item.become(question, case, 0, check, apply, group=f"{module.nodeid}::{name}::{label}")
             yield item
 
 
@@ -125,7 +125,10 @@ class CheckItem(pytest.Item):
     def become(
         self, question: Question, case: Case, index: int, check: str, apply: ApplyExpectations, *, group: str
     ) -> None:
-        """Take these values, and the marks that ``-m`` and pytest-xdist look for; ``group``: that of xdist."""
+        """Take these values, and the marks that ``-m`` and pytest-xdist look for.
+
+        ``group``: that of pytest-xdist, which ignores one with a bracket.
+        """
         self.question, self.case, self.index, self.check, self.apply = question, case, index, check, apply
         question.asked.add((case.key, index, check))
         self.add_marker("attncheck")

@@ -1,12 +1,15 @@
 """Expected failures, dumps, defaults and failed examinations in a pytest session; all in the process of this one."""
 
 import xml.etree.ElementTree as ET
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import attncheck.backends.candidates.reference
 import attncheck.backends.candidates.torch_sdpa
 import attncheck.harness.api  # noqa: F401 (pytester forgets what is imported while it runs)
+from attncheck.harness.pytest_plugin.question import _FewProcesses
 
 pytest_plugins = ["pytester"]
 
@@ -110,6 +113,13 @@ def test_failing_tensors_are_dumped_and_defaults_replaced(folder: pytest.Pyteste
 
 def test_a_module_has_an_item_for_each_case_and_check(folder: pytest.Pytester) -> None:
     folder.makepyfile(test_mine=TESTS)
+    # pytest-xdist takes what is behind a bracket for a part of the name.
+    folder.makeconftest(
+        """
+        def pytest_collection_modifyitems(items):
+            assert not any("]" in mark.args[0] for item in items for mark in item.iter_markers("xdist_group"))
+        """
+    )
     result = run(folder, *expecting(folder, expectation("mixed"), expectation("small/other")), "-v", backend=None)
     result.assert_outcomes(passed=2, failed=2, xfailed=1)
     result.stdout.fnmatch_lines(
@@ -133,6 +143,13 @@ def test_a_wrong_question_of_a_module_is_a_collection_error(folder: pytest.Pytes
     result = run(folder, backend=None)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["test_mine: unknown suite 'smoky'; did you mean 'smoke'?*"])
+
+
+def test_a_worker_of_xdist_keeps_one_process_while_backends_describe_themselves() -> None:
+    discarded: list[str] = []
+    pool = SimpleNamespace(describe=lambda refs: [f"{ref} described" for ref in refs], discard=discarded.append)
+    assert _FewProcesses(cast(Any, pool)).describe(["a", "b", "c"]) == ["a described", "b described", "c described"]
+    assert discarded == ["b", "c"]
 
 
 @pytest.mark.parametrize("verbosity", ["-v", "-vv", "-q"])
