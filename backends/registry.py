@@ -16,6 +16,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -57,6 +58,8 @@ ONLY_NAMED = frozenset({*FAMILIES, "xformers_vllm"})
 ENTRY_POINT_GROUP = "attncheck.backends"
 
 _FILE_MODULE = "attncheck_file_"
+_OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
+"""Where the files of attncheck are: an author looks for the fault elsewhere."""
 _LONGEST_MESSAGE = 2_000
 """Characters kept of what an exception says: some print all they have."""
 
@@ -290,7 +293,7 @@ def _known() -> str:
 
 
 def import_failure(error: BaseException) -> str:
-    """What an import raised, and where: the innermost line that is not the import system's own."""
+    """Return what an import raised, and where: the innermost line outside of the import system and attncheck."""
     told = f"importing it raised {traceback.format_exception_only(error)[-1].strip()[:_LONGEST_MESSAGE]}"
     if isinstance(error, SyntaxError):
         return f"{told} ({error.filename}:{error.lineno})"
@@ -299,4 +302,5 @@ def import_failure(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if "importlib" not in frame.filename and frame.filename != __file__
     ]
+    frames = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)] or frames
     return f"{told} ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else told

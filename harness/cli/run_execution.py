@@ -83,7 +83,7 @@ def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> Fini
     timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
-    _make_folder(options.dump)
+    make_dump_folder(options.dump)
     with WorkerPool(_show if options.show_output else None) as pool:
         if options.backend_refs is not None and not options.in_process:
             pool.start(first_refs(options.backend_refs, selection.suites))
@@ -209,7 +209,7 @@ def _expectations(
     )
 
 
-def _make_folder(dump: Path | None) -> None:
+def make_dump_folder(dump: Path | None) -> None:
     """Make the folder before the run, so that the first failure does not end it."""
     if dump is None:
         return

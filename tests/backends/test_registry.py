@@ -214,6 +214,18 @@ def test_a_file_that_does_not_import_says_where(file, text, message):
     assert not [name for name in set(sys.modules) - loaded if name.startswith("attncheck_file")]
 
 
+def test_a_wrong_declaration_is_an_error_of_its_line(file):
+    path = file(
+        "from attncheck import kernel_backend\n"
+        "def attend(query, key_cache, value_cache, metadata, params, out): ...\n"
+        "Mine = kernel_backend(attend, name='mine', features=('slidingwindow',))\n"
+    )
+    with pytest.raises(BackendLoadError) as caught:
+        load(f"{path}:Mine")
+    assert "unknown feature 'slidingwindow'; did you mean 'sliding_window'?" in str(caught.value)
+    assert f"({path}:3: Mine = kernel_backend(" in str(caught.value)
+
+
 def test_a_module_that_exits_does_not_import(tmp_path, monkeypatch):
     (tmp_path / "leaving.py").write_text("raise SystemExit(4)\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
