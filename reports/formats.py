@@ -5,6 +5,7 @@ A function of the table loads what it needs when it is called, since some format
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -68,13 +69,13 @@ def _html_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
 def _junit_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
     from attncheck.reports import junit
 
-    return RenderedReport(junit.render_runs(runs))
+    return RenderedReport(junit.render_runs(runs, str(Path.cwd())))
 
 
 def _github_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
     from attncheck.reports.github import run as github
 
-    return RenderedReport(github.summary(runs), github.annotations(runs))
+    return RenderedReport(github.summary(runs), github.annotations(runs, str(Path.cwd())))
 
 
 def _github_comparison(comparison: "RunComparison", _color: bool) -> RenderedReport:
