@@ -73,7 +73,7 @@ def _html_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
 def _junit_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
     from attncheck.reports import junit
 
-    return RenderedReport(junit.render_runs(runs))
+    return RenderedReport(junit.render_runs(runs, str(Path.cwd())))
 
 
 def _github_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
