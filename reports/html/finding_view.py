@@ -10,7 +10,7 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import RunSummary
-from attncheck.reports.run_file.causes import died_at, raised_at
+from attncheck.reports.run_file.causes import EVIDENCE, died_at, raised_at
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Crashed, Errored, Failed, Record, XFailed
 
@@ -24,7 +24,8 @@ class FindingView:
 
     ``others``: a record of each further case. ``common``: what the cases have in common. ``shape``, ``description``: of
     the example's case; empty where the run file has none. ``rounds``: in how many of its rounds, where there were
-    several. ``places``: lines of the author's code. ``trail``: a traceback, or what a process that died printed last.
+    several. ``meaning``: the likely cause, where the title is another; ``evidence``: what proves a cause that is
+    the title. ``places``: lines of the author's code. ``trail``: a traceback, or what a process that died printed last.
     """
 
     record: Record
@@ -37,6 +38,7 @@ class FindingView:
     what: str
     rounds: str
     meaning: str
+    evidence: str
     details: tuple[str, ...]
     places: tuple[str, ...]
     figures: Mapping[str, str]
@@ -118,7 +120,8 @@ def _shown(
         description=description,
         what=phrases.what_happened(record),
         rounds=phrases.rounds_short(summary, record),
-        meaning="" if meaning == title else meaning,
+        meaning="" if meaning.startswith(title) and title else meaning,
+        evidence=meaning.removeprefix(title).removeprefix(EVIDENCE) if meaning.startswith(title) and title else "",
         details=record.details if isinstance(record, Failed) else (),
         places=places,
         figures=figures_of(record),

@@ -118,7 +118,7 @@ class RunView:
             ("speeds", "Speeds", self.speeds),
             ("budgets", "Error budget", self.budgets),
             ("functions", "Utilities", self.functions),
-            ("expected", "Fell short as expected", self.expected),
+            ("expected", "Expected failures", self.expected),
             ("gaps", "Not examined", self.summary.gaps),
             ("circumstances", "Circumstances", True),
         )
@@ -139,7 +139,10 @@ def run_view(run: Run, key: str, name: str, found: RunFindings) -> RunView:
     verdict, _, counts = phrases.closing(summary, run.errors, complete=run.complete).partition(": ")
     levels, uses = level_rows(run.records), budget_uses(run.records)
     told = answers(run, found.verdicts)
-    examined = [each.backend for each in found.verdicts if each.verdict != "not examined"]
+    declared = {info.name: info.features for info in run.header.backends}
+    examined = {
+        each.backend: declared.get(each.backend, ()) for each in found.verdicts if each.verdict != "not examined"
+    }
     timed = speed_view(run, key)
     needs = known_needs(run.records, run.header)
     return RunView(

@@ -1,16 +1,25 @@
 """What backends support, a row for each: a sign for each feature, then the values of sizes and forms by verdict."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from attncheck.reports.analysis.graph_levels import LevelRow
 from attncheck.reports.analysis.phrases import measured_level
 from attncheck.reports.analysis.support import SupportRow, SupportVerdict
+from attncheck.reports.run_file.graph_levels import GraphLevel
 
 Tone = Literal["good", "bad", "warn", "calm", "none"]
 
-GRAPHS = "CUDA graphs"
-"""The column that holds the measured CUDA-graph level against the declared one."""
+GRAPHS = "CUDA-graph level"
+"""The column that holds whether the declared CUDA-graph level is true."""
+
+_LEVELS: Mapping[GraphLevel, str] = {
+    "NEVER": "never",
+    "UNIFORM_SINGLE_TOKEN_DECODE": "1 token",
+    "UNIFORM_BATCH": "uniform",
+    "ALWAYS": "always",
+}
+"""The measured level in a word."""
 
 
 class Sign(NamedTuple):
@@ -36,10 +45,10 @@ SIGNS: Mapping[SupportVerdict | Literal["declared"], Sign] = {
 
 
 class FeatureCell(NamedTuple):
-    """A feature of a backend: its sign, how many cases that is about, and the same in words."""
+    """A feature of a backend: its sign, how many cases that is about (or the level), and the same in words."""
 
     sign: Sign
-    cases: str
+    small: str
     words: str
 
 
@@ -68,10 +77,20 @@ class SupportMatrix(NamedTuple):
 
 
 def support_matrix(
-    rows: Sequence[SupportRow], backends: Sequence[str], levels: Sequence[LevelRow] = ()
+    rows: Sequence[SupportRow],
+    backends: Mapping[str, Collection[str]],
+    levels: Sequence[LevelRow] = (),
 ) -> SupportMatrix:
-    """The matrix of these backends, in their order; features by name, forms as they first come."""
-    cells = {(row.backend, row.feature): _cell(row) for row in rows if not row.is_form}
+    """The matrix of these backends, in their order; features by name, forms as they first come.
+
+    ``backends``: of each, the features that it declares.
+    """
+    cells = {
+        (name, feature): FeatureCell(SIGNS["declared"], "", "declared: no case")
+        for name, features in backends.items()
+        for feature in features
+    }
+    cells |= {(row.backend, row.feature): _cell(row) for row in rows if not row.is_form and row.backend in backends}
     names = tuple(sorted({feature for _, feature in cells}))
     if levels:
         cells |= {(name, GRAPHS): cell for name in backends if (cell := _graph_cell(name, levels))}
@@ -117,7 +136,7 @@ def _graph_cell(backend: str, levels: Sequence[LevelRow]) -> FeatureCell | None:
     unknown = all(row.graph.measured is None for row in own)
     sign = SIGNS["short" if short else "unproven" if unknown else "right"]
     words = f"declared {told.graph.declared}, measured {measured_level(told.graph.measured)}"
-    return FeatureCell(sign, str(sum(row.cases for row in own)), words)
+    return FeatureCell(sign, _LEVELS[told.proven], words)
 
 
 def _values(rows: Sequence[SupportRow]) -> tuple[FormValues, ...]:
