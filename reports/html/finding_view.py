@@ -10,7 +10,7 @@ from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import RunSummary
-from attncheck.reports.run_file.causes import EVIDENCE, died_at, raised_at
+from attncheck.reports.run_file.causes import died_at, raised_at
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Crashed, Errored, Failed, Record, XFailed
 
@@ -121,7 +121,7 @@ def _shown(
         what=phrases.what_happened(record),
         rounds=phrases.rounds_short(summary, record),
         meaning="" if meaning.startswith(title) and title else meaning,
-        evidence=meaning.removeprefix(title).removeprefix(EVIDENCE) if meaning.startswith(title) and title else "",
+        evidence=meaning.removeprefix(f"{title}: ") if meaning.startswith(title) and title else "",
         details=record.details if isinstance(record, Failed) else (),
         places=places,
         figures=figures_of(record),

@@ -61,14 +61,14 @@ class _Pool:
 def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFindings]) -> str:
     """JSON of every record and every speed of the runs, called ``names``, for a ``<script>`` that is data.
 
-    ``groups``: of each backend and case, ``[run, backend, suite, case id, needs, records, what became of it, its false
-    claims]``, the last two as :class:`attncheck.reports.analysis.recommendation.NeededCase` has them; a record is
-    ``[check, outcome, round, seconds, body, repro command]``. ``cases``: what the headers say of cases, ``[run, suite,
-    case id, shape, description]``. ``answers``: of each backend and need, ``[run, backend, need, standing, words]``.
-    ``speeds``: ``[run, backend, suite, case id, part, median, low,
-    high, rounds, spread, bytes a second, flops a second, share of the roofline, whether it is the fastest]``, times in
-    nanoseconds. Backends, suites, checks, needs, repro commands, words and bodies are numbers within lists of these
-    names.
+    ``groups``: of each backend and case, ``[run, backend, suite, case id, needs, count, false claims, records]``; count
+    and claims as a :class:`attncheck.reports.analysis.recommendation.NeededCase` has them, None for functions. A record
+    is ``[check, outcome, round, seconds, body, repro command]``. ``cases``: of the headers, ``[run, suite, case id,
+    shape, description]``. ``answers``: of each backend and need, ``[run, backend, need, standing, words]``.
+    ``speeds``: ``[run, backend, suite, case id, part, median, low, high, rounds, spread, bytes a second, flops a
+    second, share of the roofline, whether it is the fastest]``, times in nanoseconds. Backends, suites, checks, needs,
+    repro commands and bodies are numbers within lists of these names; counts, standings, words and shapes within
+    ``texts``.
     """
     pools = {kind: _Pool() for kind in ("backends", "suites", "checks", "needs", "repros", "texts")}
     bodies = _Pool()
@@ -79,7 +79,7 @@ def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFind
             if key not in groups:
                 where = [pools["backends"].number(record.backend), pools["suites"].number(record.suite)]
                 needs = pools["needs"].number(", ".join(record.needs))
-                groups[key] = [index, *where, record.case_id, needs, []]
+                groups[key] = [index, *where, record.case_id, needs, None, None, []]
             groups[key][-1].append(
                 [
                     pools["checks"].number(record.check),
@@ -95,7 +95,7 @@ def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFind
         cases = needed_cases(run.records, found[index])
         for case in cases:
             claims = pools["needs"].number(", ".join(sorted(case.false)))
-            groups[index, case.backend, case.case] += [pools["texts"].number(case.count), claims]
+            groups[index, case.backend, case.case][5:7] = [pools["texts"].number(case.count), claims]
         told = need_answers(known_needs(run.records, run.header), found[index], cases, run.header)
         answers += [
             [index, pools["backends"].number(backend), need, *map(pools["texts"].number, (each.standing, each.words))]

@@ -6,7 +6,7 @@ const described = new Map(catalogue.cases.map(([run, suite, caseId, shape, descr
   [`${run} ${suite} ${caseId}`, { shape: catalogue.texts[shape], description }]));
 
 /* became, falseClaims: of a case of a backend, as attncheck.reports.analysis.recommendation has them. */
-const groups = catalogue.groups.map(([run, backend, suite, caseId, needs, records, became, claims]) => ({
+const groups = catalogue.groups.map(([run, backend, suite, caseId, needs, became, claims, records]) => ({
   about: described.get(`${run} ${suite} ${caseId}`),
   became: catalogue.texts[became],
   needed: new Set(catalogue.needs[needs].split(", ")),
