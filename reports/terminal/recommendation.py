@@ -41,7 +41,7 @@ def render_recommendation(run: Run, needs: Sequence[str], backends: Sequence[Sui
     env = run.header.environment
     device = env.device_name if env.driver else f"{run.header.device}: {env.cpu}"
     parts = [style.wrap(f"{PurePath(run.path).name} ({device}): which backend is right for {', '.join(needs)}?")]
-    parts += [warning] if (warning := phrases.incomplete(run)) else []
+    parts += [style.wrap(warning)] if (warning := phrases.incomplete(run)) else []
     for standing, members in groupby(backends, key=lambda each: each.standing):
         lines = [style.paint(STANDINGS[standing], _COLORS.get(standing, "33"))]
         for each in members:
