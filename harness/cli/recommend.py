@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from attncheck.errors import QuestionError
-from attncheck.harness.cli.output import use_color
+from attncheck.harness.cli.output import Color, ColorChoice, terminal_width, use_color
 
 
 class AnswerFormat(StrEnum):
@@ -27,6 +27,7 @@ def recommend(
     form: Annotated[
         AnswerFormat, typer.Option("--format", help="Text, or JSON with times in nanoseconds.")
     ] = AnswerFormat.terminal,
+    color: Color = ColorChoice.AUTO,
 ) -> int:
     """Say which backends are measured right for all that is needed; exit code 0 where one is, else 1."""
     from attncheck.reports.analysis.recommendation import checked_needs
@@ -43,7 +44,7 @@ def recommend(
         told = {"needs": wanted, "runs": [terminal.as_json(run, backends) for run, backends in answers]}
         typer.echo(json.dumps(told, indent=2))
     else:
-        style = Style(color=use_color())
+        style = Style(terminal_width(), use_color(color))
         typer.echo(
             "\n\n".join(terminal.render_recommendation(run, wanted, backends, style) for run, backends in answers)
         )

@@ -3,6 +3,7 @@
 Values for templates, unescaped.
 """
 
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,9 +12,12 @@ from attncheck.reports.analysis.summary import RunSummary, UnexaminedCases
 from attncheck.reports.analysis.support import answered_cases
 from attncheck.reports.analysis.verdicts import BackendVerdict
 from attncheck.reports.html.support_view import Tone
+from attncheck.reports.html.units import measured_time
 from attncheck.reports.run_file.records import UTILITIES
 from attncheck.reports.run_file.store import Run
-from attncheck.reports.speeds.tables import FASTEST, SpeedTable
+from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.summary import summary_tables
+from attncheck.reports.speeds.tables import suite_of
 
 
 class Coverage(NamedTuple):
@@ -83,16 +87,23 @@ def silent_backends(verdicts: Sequence[BackendVerdict], summary: RunSummary) -> 
     )
 
 
-def fastest_backends(tables: Sequence[SpeedTable]) -> Iterator[FastestBackend]:
-    """Yield the fastest of each suite whose means may be compared."""
-    for table in tables:
-        column = next((i for i, heading in enumerate(table.headings) if heading.startswith("forward (")), None)
-        if column is None or not table.averaged or len(table.rows) < 2:
+def fastest_backends(found: Sequence[Speed]) -> Iterator[FastestBackend]:
+    """Yield the fastest of each suite, by the mean of ``forward`` over the cases that all backends were timed in."""
+    for table in summary_tables(found):
+        if not table.averaged or len(table.rows) < 2:
             continue
-        unit = table.headings[column].removeprefix("forward (").removesuffix(")")
-        times = {row[0]: row[column].removesuffix(f" {FASTEST}") for row in table.rows}
-        best = min(times, key=lambda name: float(times[name].replace(",", "")))
-        yield FastestBackend(table.suite, best, f"{times[best]} {unit}", table.averaged, table.has_fastest)
+        shared = _means([each for each in found if each.part == "forward" and suite_of(each) == table.suite])
+        best = min(shared, key=lambda name: shared[name])
+        yield FastestBackend(table.suite, best, measured_time(shared[best]), table.averaged, table.has_fastest)
+
+
+def _means(found: Sequence[Speed]) -> dict[str, float]:
+    """Return the geometric mean of each backend over the cases that all of them were timed in."""
+    times: dict[str, dict[str, float]] = {}
+    for each in found:
+        times.setdefault(each.backend, {})[each.case] = each.median_ns
+    shared = set.intersection(*(set(cases) for cases in times.values()))
+    return {name: statistics.geometric_mean(cases[case] for case in sorted(shared)) for name, cases in times.items()}
 
 
 def _answer(each: BackendVerdict, coverage: Coverage, *, is_complete: bool) -> BackendAnswer:

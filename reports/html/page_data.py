@@ -64,11 +64,12 @@ def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFind
     ``groups``: of each backend and case, ``[run, backend, suite, case id, needs, count, false claims, records]``; count
     and claims as a :class:`attncheck.reports.analysis.recommendation.NeededCase` has them, None for functions. A record
     is ``[check, outcome, round, seconds, body, repro command]``. ``cases``: of the headers, ``[run, suite, case id,
-    shape, description]``. ``answers``: of each backend and need, ``[run, backend, need, standing, words]``.
+    shape, description]``. ``answers``: of each backend and need, ``[run, backend, need, standing, words]``;
+    ``findings``: ``[run, backend, title, cases]``.
     ``speeds``: ``[run, backend, suite, case id, part, median, low, high, rounds, spread, bytes a second, flops a
     second, share of the roofline, whether it is the fastest]``, times in nanoseconds. Backends, suites, checks, needs,
-    repro commands and bodies are numbers within lists of these names; counts, standings, words and shapes within
-    ``texts``.
+    repro commands and bodies are numbers within lists of these names; counts, standings, words, titles and shapes
+    within ``texts``.
     """
     pools = {kind: _Pool() for kind in ("backends", "suites", "checks", "needs", "repros", "texts")}
     bodies = _Pool()
@@ -106,6 +107,11 @@ def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFind
         for index, run in enumerate(runs)
         for case in run.header.cases
     ]
+    blamed = [
+        [index, pools["backends"].number(each.backend), pools["texts"].number(each.title), list(each.cases)]
+        for index in range(len(runs))
+        for each in found[index].findings
+    ]
     rows = [row for index, run in enumerate(runs) for row in _speed_rows(index, run, pools)]
     members = {
         "runs": clean_json(names),
@@ -115,6 +121,7 @@ def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFind
         "groups": clean_json(list(groups.values())),
         "cases": clean_json(described),
         "answers": clean_json(answers),
+        "findings": clean_json(blamed),
         "speeds": clean_json(rows),
     }
     # Within a script, only "<" could begin anything else; as an escape it is the same JSON.

@@ -36,6 +36,7 @@ from attncheck.reports.html.speed_view import SpeedView, speed_view
 from attncheck.reports.html.support_view import SupportMatrix, Tone, support_matrix
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.store import Run
+from attncheck.reports.speeds.speed import speeds
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -143,7 +144,7 @@ def run_view(run: Run, key: str, name: str, found: RunFindings) -> RunView:
     examined = {
         each.backend: declared.get(each.backend, ()) for each in found.verdicts if each.verdict != "not examined"
     }
-    timed = speed_view(run, key)
+    right = {each.backend for each in told if each.word == "right"}
     needs = known_needs(run.records, run.header)
     return RunView(
         run=run,
@@ -157,7 +158,7 @@ def run_view(run: Run, key: str, name: str, found: RunFindings) -> RunView:
         command=shlex.join(run.header.command),
         answers=told,
         silent=silent_backends(found.verdicts, summary),
-        fastest=tuple(fastest_backends(timed.summaries)) if timed else (),
+        fastest=tuple(fastest_backends([each for each in speeds(run.records) if each.backend in right])),
         coverages={each.backend: each.coverage for each in told},
         needed_features=tuple(need for need in needs if "=" not in need),
         needed_forms=_values_by_key(needs),
@@ -170,7 +171,7 @@ def run_view(run: Run, key: str, name: str, found: RunFindings) -> RunView:
         functions=tuple(_functions(run, provider) for provider in summary.providers),
         budgets=uses,
         budget_chart=budget_chart(f"{key}-budgets", uses) if uses else None,
-        speeds=timed,
+        speeds=speed_view(run, key),
         findings=finding_views(found.findings, summary, run.header),
         expected=expected(summary.expected),
     )

@@ -21,7 +21,15 @@ function answersOf(run) {
   return found;
 }
 
-function suitability(backend, answers, own, needs) {
+/* The titles of the findings of some cases. */
+function titlesOf(run, backend, wrong) {
+  const cases = new Set(wrong.map((group) => group.title));
+  return catalogue.findings.filter(([index, name, , members]) => catalogue.runs[index] === run
+    && catalogue.backends[name] === backend && members.some((title) => cases.has(title)))
+    .map(([, , title]) => `; ${catalogue.texts[title]}`).join("");
+}
+
+function suitability(run, backend, answers, own, needs) {
   const all = own.filter((group) => needs.every((need) => group.needed.has(need)));
   const counted = all.filter((group) => group.became !== "short"
     || group.falseClaims.every((claim) => needs.includes(claim)));
@@ -31,7 +39,10 @@ function suitability(backend, answers, own, needs) {
   const said = (standing) => needs.filter((_, index) => !standing || alone[index].standing === standing)
     .map((need) => `${need}: ${answers.get(need).words}`).join("; ");
   const has = (standing) => alone.some((answer) => answer.standing === standing);
-  if (wrong.length) return { backend, standing: "wrong", words: `${wrong.length} of ${wrong.length + right.length} cases` };
+  if (wrong.length) {
+    return { backend, standing: "wrong",
+      words: `wrong in ${wrong.length} of ${wrong.length + right.length}${titlesOf(run, backend, wrong)}` };
+  }
   if (right.length) {
     const beyond = [...new Set(all.filter((group) => !counted.includes(group)).flatMap((group) => group.falseClaims))]
       .filter((claim) => !needs.includes(claim)).sort();
@@ -40,7 +51,10 @@ function suitability(backend, answers, own, needs) {
       words: `${right.length} case${right.length === 1 ? "" : "s"}${only}` };
   }
   const standing = ["wrong", "not declared", "not asked", "declared"].find(has) || "right in each";
-  return { backend, standing, words: said(standing === "right in each" ? "" : standing) };
+  const short = standing === "wrong" ? own.filter((group) => group.became === "short" && needs.some((need, index) =>
+    alone[index].standing === "wrong" && group.needed.has(need))) : [];
+  return { backend, standing,
+    words: said(standing === "right in each" ? "" : standing) + titlesOf(run, backend, short) };
 }
 
 /* Of the right ones, the geometric mean of forward over the cases that all timed ones have times of. */
@@ -70,7 +84,7 @@ function recommended(run, needs) {
     own.get(group.backend).push(group);
   }
   const found = [...answersOf(run)].map(([backend, answers]) =>
-    suitability(backend, answers, own.get(backend) || [], needs));
+    suitability(run, backend, answers, own.get(backend) || [], needs));
   addTimes(run, found);
   return found.sort((one, other) => compareValues(one.time, other.time, 1));
 }

@@ -44,15 +44,15 @@ def test_the_answer_has_a_line_a_backend_and_the_fastest(parse: Any, timed: Any,
     failed = record_of(Failed, case_id="bad", backend="quick", suite="lengths", summary="3 of 8 rows", needs=("sinks",))
     absent = record_of(Unavailable, case_id="bad", backend="absent", suite="lengths", reasons=("needs a moon",))
     left = record_of(Unsupported, case_id="bad", backend="slow", suite="lengths", reasons=("no sinks",))
-    run = run_with([*timed(["quick", "slow"], LENGTHS, rounds=5), failed, absent, left], command=("a", "b *"))
+    run = run_with([*timed(["quick", "right", "slow"], LENGTHS, rounds=5), failed, absent, left], command=("a", "b *"))
     parsed = parse(run)
     said = [" ".join(text.split()) for text in parsed.texts["p"]]
     assert said.index("in every case asked") < said.index("1 finding in 1 of 9 cases")  # the right ones come first
     covered = [text for text in parsed.texts["span"] if " of 9" in text]
     assert covered[:2] == ["8 of 9", "9 of 9"]  # slow was not asked the case that needs sinks
     assert "sinks (1 of 1 wrong)" in parsed.texts["span"]
-    assert parsed.texts["p"].count("Fastest in ") == 1
-    assert {"lengths", "quick"} <= set(parsed.texts["strong"])
+    assert parsed.texts["p"].count("Fastest of the right ones in ") == 1
+    assert {"lengths", "right"} <= set(parsed.texts["strong"])
     assert not any("not certain" in text for text in parsed.texts["span"])
     assert "Not examined: absent" in [" ".join(text.split()) for text in parsed.texts["summary"]]
     assert ": needs a moon" in parsed.texts["li"]
