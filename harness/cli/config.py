@@ -45,10 +45,10 @@ class Config(BaseModel):
     skip: Names = ()
     settings: Names = ()
     expect: Path | None = None
-    output: Path | None = None
     device: str | None = None
     seed: Annotated[int, Field(ge=0, strict=True)] | None = None
     case_timeout: Annotated[float, Field(ge=0)] | None = None
+    output: Path | None = None
     keep: Annotated[int, Field(ge=1, strict=True)] = KEEP
 
     _path: Path | None = None

@@ -14,6 +14,7 @@ from attncheck.backends import registry
 from attncheck.errors import BackendUnavailableError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import doctor
+from attncheck.harness.cli.output import terminal_width
 from attncheck.harness.run import environment
 from attncheck.harness.run.environment import GpuModes
 from attncheck.reports.run_file.store import read_run
@@ -34,7 +35,19 @@ def test_suites_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "smoke/sinks" in capsys.readouterr().out
 
 
-def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), ("20", 40), ("150", 150), ("900", 200)])
+def test_a_list_is_as_wide_as_the_terminal_within_limits(
+    columns: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert terminal_width() == width
+    assert cli.main(["list", "checks"]) == 0
+    widest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert min(width, 110) - 20 < widest <= width
+
+
+def test_list(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["list"]) == 0
     printed = capsys.readouterr().out
     for word in ("backends", "torch_sdpa", "suites", "smoke", "checks", "numerics", "cannot see"):
