@@ -90,6 +90,24 @@ def _pytest_benchmark_runs(runs: "Sequence[Run]", _color: bool) -> RenderedRepor
     return RenderedReport("".join(pytest_benchmark.render_run(run) for run in runs))
 
 
+def _json_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+    from attncheck.reports.data.documents import runs_document
+
+    return RenderedReport(runs_document(runs))
+
+
+def _json_comparison(comparison: "RunComparison", _color: bool) -> RenderedReport:
+    from attncheck.reports.data.documents import comparison_document
+
+    return RenderedReport(comparison_document(comparison))
+
+
+def _csv_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+    from attncheck.reports.data.rows import csv_table
+
+    return RenderedReport(csv_table(runs))
+
+
 FORMATS: Mapping[str, ReportFormat] = {
     "terminal": ReportFormat("Text for a terminal", _terminal_runs, "Text for a terminal", _terminal_comparison),
     "markdown": ReportFormat("Markdown", _markdown_runs, "Markdown", _markdown_comparison),
@@ -108,5 +126,7 @@ FORMATS: Mapping[str, ReportFormat] = {
         _pytest_benchmark_runs,
         advice="convert each by itself, and let `pytest-benchmark compare` read the files together",
     ),
+    "json": ReportFormat("every table as one JSON document", _json_runs, "one JSON document", _json_comparison),
+    "csv": ReportFormat("CSV with a row for each record", _csv_runs),
 }
 """By the word after ``--format``, in the order of the help."""

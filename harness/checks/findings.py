@@ -34,12 +34,18 @@ class Holds(Measurements):
 
 @dataclass(frozen=True)
 class Broken(Measurements):
-    """The property does not hold. ``summary``: one line, where and how much; ``meaning``: what it looks like."""
+    """The property does not hold. ``summary``: one line, where and how much; ``meaning``: the likely cause.
+
+    ``finding``: words that failures of one cause share; empty: the record derives them from meaning or summary.
+    ``concerns``: the features that the likely cause is about.
+    """
 
     summary: str
     figures: Figures = field(default_factory=dict)
     meaning: str | None = None
     details: tuple[str, ...] = ()
+    finding: str = ""
+    concerns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

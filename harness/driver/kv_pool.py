@@ -19,21 +19,13 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.harness.driver.codec_proof import prove_codec
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.latent_views import LatentCodecView
-from attncheck.harness.problem.latent import naive_layer, stored_sizes
+from attncheck.harness.problem.foreign_slots import STALE_ROWS, foreign_slots, stale_rows
+from attncheck.harness.problem.latent import stored_sizes
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.storage import key_storage
-from attncheck.harness.problem.visible_span import visible_span
-from attncheck.reference import layer_params
-
-SMALL_POOL = 1 << 22
-"""Slots up to which the whole pool is filled and poisoned; of a larger one only the surroundings of owned pages."""
-
 
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """(kv_cache, slots, key, value): stores rows in a cache."""
-
-_STALE_ROWS = 64
 
 _E5M2_INFINITY = 0x7C
 
@@ -140,11 +132,9 @@ class KVPool:
     def _fill(self) -> None:
         """Plausible stale rows in every slot of interest, then the context."""
         problem = self._problem
-        stale_keys, stale_values = self._empty_rows(_STALE_ROWS)
-        for rows in (stale_keys, stale_values):
-            rows.copy_(RandomStream("stale rows").int8(*rows.shape).to(rows) / 64)
+        stale_keys, stale_values = stale_rows(problem)
         stale = (*self.regions.values(), problem.key_slots[problem.new_keys[problem.new_keys >= 0]])
-        index = torch.cat([torch.arange(len(slots)) for slots in stale]) % _STALE_ROWS
+        index = torch.cat([torch.arange(len(slots)) for slots in stale]) % STALE_ROWS
         self.write(torch.cat(stale), stale_keys[index], stale_values[index])
         old = problem.old_keys
         slots, first = _first_occurrences(problem.key_slots[old])
@@ -169,53 +159,3 @@ def _first_occurrences(slots: Tensor) -> tuple[Tensor, Tensor]:
         0, inverse, torch.arange(len(slots)), "amin", include_self=True
     )
     return distinct, first
-
-
-def foreign_slots(problem: Problem) -> dict[str, Tensor]:
-    """Region name -> slots no query row may be influenced by; regions are disjoint, empty ones are left out."""
-    if not problem.has_pool:
-        return {}
-    size = problem.cache.block_size
-    owned = problem.owned_slots
-    owned_pages = (owned // size).unique()
-    pages = _pages_of_interest(problem, owned_pages)
-    regions = {
-        "the null page": _slots(torch.tensor([0]), size),
-        "the unused tail of a last page": _difference(_slots(owned_pages, size), owned),
-        "pages of no request": _slots(_difference(pages, torch.cat([owned_pages, torch.tensor([0])])), size),
-        "pages the window has left behind": _freed_slots(problem),
-    }
-    return {name: slots for name, slots in regions.items() if len(slots)}
-
-
-def _pages_of_interest(problem: Problem, owned_pages: Tensor) -> Tensor:
-    if problem.num_blocks * problem.cache.block_size <= SMALL_POOL:
-        return torch.arange(problem.num_blocks)
-    wrapped = [owned_pages % (1 << bits) for bits in (15, 16, 31)]
-    per_page = problem.cache.block_size * problem.layer.num_kv_heads * problem.layer.head_size
-    # Where an element offset kept in 32 bits would land, with keys and values apart or packed together.
-    wrapped += [owned_pages * elements % (1 << 32) // elements for elements in (per_page, 2 * per_page)]
-    near: Tensor = torch.cat([owned_pages - 1, owned_pages + 1, *wrapped]).unique()
-    return near[(near >= 0) & (near < problem.num_blocks)]
-
-
-def _freed_slots(problem: Problem) -> Tensor:
-    """Slots in whole pages that lie before every row's window or chunk: a cache manager may reuse them meanwhile."""
-    needed, owned = [], []
-    params, size = layer_params(naive_layer(problem.layer)), problem.cache.block_size
-    for request in problem.requests:
-        slots = problem.key_slots[request.base : request.base + request.num_keys]
-        first, _ = visible_span(params, torch.tensor([request.first_position]), request.num_keys)
-        owned.append(slots)
-        needed.append(slots[int(first) // size * size :])
-    return _difference(torch.cat(owned), torch.cat(needed))
-
-
-def _slots(pages: Tensor, size: int) -> Tensor:
-    return (pages[:, None] * size + torch.arange(size)).reshape(-1)
-
-
-def _difference(a: Tensor, b: Tensor) -> Tensor:
-    """The elements of ``a`` that are not in ``b``, sorted."""
-    kept: Tensor = a[~torch.isin(a, b)].unique()
-    return kept

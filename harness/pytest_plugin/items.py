@@ -17,7 +17,7 @@ from attncheck.harness.run.selection import checks_of
 from attncheck.reports.analysis import phrases
 from attncheck.reports.run_file.records import FALLEN_SHORT, Errored, Record, Unavailable, Unsupported, XFailed
 from attncheck.reports.run_file.timings import TIMING
-from attncheck.reports.terminal import run as terminal
+from attncheck.reports.terminal.findings import story
 
 ApplyExpectations = Callable[[Question, Record], Record]
 """Returns a record in the light of the expected failures."""
@@ -171,7 +171,7 @@ class CheckItem(pytest.Item):
         if not isinstance(excinfo.value, FellShortError):
             return str(super().repr_failure(excinfo))
         record = excinfo.value.record
-        text = terminal.story(record, self.question.header(self))
+        text = story(record, self.question.header(self))
         if isinstance(record, Errored) and record.traceback:
             text += f"\n\n{phrases.printable(record.traceback).rstrip()}"
         return text

@@ -113,6 +113,7 @@ class Examiner:
         self._num_threads = checking_threads(self._timing_threads)
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
+        self._is_dump_missing = False
         # Given, not made at its first use: it needs the plan's settings, and clocks from before any backend ran.
         self._shared = SharedByChecks(clocks or TimingCheck(self.device, plan.timing))
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
@@ -218,11 +219,22 @@ class Examiner:
                 finding = failure.raised
             except Exception as error:  # noqa: BLE001 (ours: one case is lost and told, the rest of the run is not)
                 finding = capture_exception(OURSELVES, error)
-            record = record_of(self._circumstances, case, backend, check, finding, perf_counter() - began)
-            if isinstance(finding, Broken) and self.plan.dump is not None:
-                with suppress(torch.AcceleratorError):  # a lost device gives no tensors
-                    case_checks.dump(self.plan.dump, backend.name)  # before the yield: a caller may stop at this record
-            yield record
+            took = perf_counter() - began
+            if isinstance(finding, Broken) and self.plan.dump is not None:  # a caller may stop at this record
+                note = self._dump(case_checks, self.plan.dump, backend.name)
+                finding = replace(finding, details=(*finding.details, *note))
+            yield record_of(self._circumstances, case, backend, check, finding, took)
+
+    def _dump(self, case_checks: CaseChecks | FunctionChecks, folder: Path, backend: str) -> tuple[str, ...]:
+        """Write the case; return, the first time that it cannot be written, a note that says why."""
+        try:
+            with suppress(torch.AcceleratorError):  # a lost device gives no tensors
+                case_checks.dump(folder, backend)
+        except OSError as error:
+            is_news, self._is_dump_missing = not self._is_dump_missing, True
+            reason = f"--dump {folder}: {error.strerror or error}; the tensors of this case are not there"
+            return (reason,) if is_news else ()
+        return ()
 
     def _unavailable(self, backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
         device, asked = self.plan.device, (case.layer, case.cache, case.batch)

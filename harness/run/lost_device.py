@@ -9,7 +9,7 @@ import torch
 
 from attncheck.errors import AttncheckError
 from attncheck.harness.run.outcomes import OURSELVES
-from attncheck.reports.analysis.crashes import raised_at
+from attncheck.reports.run_file.causes import raised_at
 from attncheck.reports.run_file.records import Crashed, Errored, Record, without_outcome
 
 _REMEDY = "repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"

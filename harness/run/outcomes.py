@@ -10,10 +10,10 @@ from attncheck.backends.declarations import needs_of
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined
 from attncheck.harness.driver.observation import Raised
+from attncheck.reports.run_file import records
 from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, Record, Unavailable, Unsupported
 
-OURSELVES = "attncheck itself"
-"""The stage of an exception that no backend raised: a fault of attncheck, which ends the command line with 3."""
+OURSELVES = records.OURSELVES
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,10 @@ def record_of(
     match finding:
         case Holds(figures, notes):
             return Passed(**common, **_measured(finding), figures=dict(figures), notes=notes)
-        case Broken(summary, figures, meaning, details):
-            told: dict[str, Any] = {"summary": summary, "meaning": meaning, "details": details}
-            return Failed(**common, **_measured(finding), figures=dict(figures), **told)
+        case Broken():
+            names = ("summary", "meaning", "details", "finding", "concerns")
+            own = {name: getattr(finding, name) for name in names}
+            return Failed(**common, **_measured(finding), figures=dict(finding.figures), **own)
         case NotExamined(reasons, by):
             return Unsupported(**common, **_measured(finding), reasons=reasons, by=by)
         case Raised():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from attncheck.backends.registry import LoadedBackend
+from attncheck.cases.outline import keys_of, shape_of
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_choice import choose_backends, refuse_unavailable, suite_device
@@ -18,7 +19,7 @@ from attncheck.harness.run.backend_loading import Loader
 from attncheck.harness.run.evaluation import RunPlan, UnavailableBackend, environment_of
 from attncheck.harness.run.selection import Selection, check_seed, default_suites
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
-from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.run_file.store import now
 
 
@@ -143,6 +144,10 @@ def make_header(
         suites=tuple(
             SuiteInfo(name=suite.name, ref=ref, cases=counts[suite.name], digest=suite.hash)
             for suite, ref in zip(selection.suites, selection.refs, strict=True)
+        ),
+        cases=tuple(
+            CaseInfo(suite=c.suite, id=c.id, shape=shape_of(c), description=c.description, keys=keys_of(c))
+            for c in plan.cases
         ),
         checks=plan.checks or _checks_asked(plan),
         device=plan.device,

@@ -8,19 +8,22 @@ batches a fault leaves the answer right, and would "explain" any error.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from attncheck.harness.problem.output_quantisation import output_error, output_values
 from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.head_map import other_heads
 from attncheck.harness.truth.hypotheses import Hypothesis, explanations, imprecisions
 from attncheck.harness.truth.latent_forms import latent_explanations
+from attncheck.harness.truth.paging_hypotheses import paging_explanations
 from attncheck.harness.truth.path_hypotheses import path_explanations
 from attncheck.harness.truth.scale_hypotheses import scale_explanations
+from attncheck.harness.truth.softmax_hypotheses import rescaling_explanations
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
+from attncheck.reports.run_file.causes import EVIDENCE
 
 _FEW_WORK = 2**31
 """Rows x keys x head size above which explaining would take longer than the run."""
@@ -62,11 +65,16 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
             apart = share_of_budget(truth.out - out, truth.budget)
             yield _Misfit(meaning, against, apart, _slack(out, truth))
 
-    asked = chain(_requantised(truth, output), ((h.meaning, h.compute()[0]) for h in _explanations(problem, truth)))
+    def answers() -> Iterator[tuple[str, Tensor]]:
+        yield from _requantised(truth, output)
+        yield from ((h.meaning, h.compute()[0]) for h in _explanations(problem, truth))
+        if (mapped := other_heads(problem, truth, values, shares)) is not None:
+            yield mapped
+
     factor = _common_factor(truth, values, shares)
     scaled = (f"the output is the right one times {factor:.3g}", truth.out * factor)
     return (
-        _best_fit(problem, misfits(asked), shares)
+        _best_fit(problem, misfits(answers()), shares)
         or _best_fit(problem, misfits([scaled]), shares)
         or _imprecision(truth, problem.dtype, shares, lambda asked: loss(asked[0].double()))
         or _stranger(problem, truth, values, shares)
@@ -92,6 +100,14 @@ def explain_lse(problem: Problem, truth: Truth, got: Tensor, others: Iterable[tu
     if meaning is not None or _too_much_work(truth):
         return meaning
     return _imprecision(truth, problem.dtype, shares, lambda asked: _lse_error(asked[1].double(), truth.lse, truth))
+
+
+def concerned_features(problem: Problem, truth: Truth, meaning: str | None) -> tuple[str, ...]:
+    """Return the declared features that a likely cause, as :func:`explain` words it, is about; empty: none."""
+    words = (meaning or "").partition(EVIDENCE)[0]
+    if not words or _too_much_work(truth):
+        return ()
+    return next((each.features for each in _explanations(problem, truth) if each.meaning == words), ())
 
 
 @dataclass(frozen=True)
@@ -123,12 +139,12 @@ def _best_fit(problem: Problem, misfits: Iterable[_Misfit], shares: Tensor) -> s
         if not misfit.explains(shares):
             continue
         if bool(misfit.fits(shares).all()):
-            return f"{misfit.meaning}: its truth fits all rows"
+            return f"{misfit.meaning}{EVIDENCE} all rows"
         if partly is None:
             partly = misfit
     if partly is None:
         return None
-    return f"{partly.meaning}: its truth fits {_which(problem, shares > 1, partly.apart >= _APART)}"
+    return f"{partly.meaning}{EVIDENCE} {_which(problem, shares > 1, partly.apart >= _APART)}"
 
 
 def _which(problem: Problem, wrong: Tensor, telling: Tensor) -> str:
@@ -189,6 +205,8 @@ def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     yield from explanations(truth.params, truth.rows, problem.cache.block_size)
     yield from latent_explanations(problem, truth.params, truth.rows)
     yield from path_explanations(problem, truth.params, truth.rows)
+    yield from paging_explanations(problem, truth.params, truth.rows)
+    yield from rescaling_explanations(truth.params, truth.rows, problem.cache.block_size)
 
 
 def _requantised(truth: Truth, output: Tensor) -> list[tuple[str, Tensor]]:

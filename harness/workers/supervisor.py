@@ -36,13 +36,16 @@ from attncheck.harness.workers.warming import WarmingAhead
 from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import Environment
-from attncheck.reports.run_file.records import EXAMINED, Record
+from attncheck.reports.run_file.records import EXAMINED, Errored, Failed, Record
 
 _ROOM_FOR_REQUESTS = 2**15
 """Bytes of requests sent ahead: they fit into a pipe that nobody reads for long."""
 
 _TRIES = 2
 """Processes in which attncheck may fail before the case is lost."""
+
+_OUTPUT_BYTES = 4096
+"""Bytes of output in a record of a failure; that of a crash has more, with the stack."""
 
 _SMALL = 2**30
 """Bytes a case may need to be examined beside another."""
@@ -211,7 +214,6 @@ class Supervisor:
         process = self._workers.process(backend.ref) or self._workers.restart(backend.ref)
         stage = "the wait for this case"
         if case.key not in self._asked.get(process, ()):
-            process.forget_output()
             process.send(request)
         try:
             while not isinstance(answer := process.receive(self._limit_s), Done):
@@ -222,7 +224,7 @@ class Supervisor:
                         self._workers.discard(backend.ref)
                         return answer
                     case DeviceLost(record=record):
-                        output = record.output + process.output()
+                        output = record.output + process.output(case.key)
                         self._workers.discard(backend.ref)
                         due.remove(record.check)
                         yield record.model_copy(update={"output": output})
@@ -232,7 +234,7 @@ class Supervisor:
                     case record:
                         if record.check in due:  # and was not made before a fault
                             due.remove(record.check)
-                            yield record
+                            yield _with_output(record, process, case)
         except ProcessEndedError as ended:
             self._workers.discard(backend.ref)
             yield from self._crashed(backend, case, due, stage, ended.cause, ended.output)
@@ -250,3 +252,10 @@ class Supervisor:
                 yield record_of(self._circumstances, case, backend, check, skipped, 0.0)
             else:
                 yield crashed(self._circumstances, case, backend, check, stage, cause, output)
+
+
+def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:
+    """Return a record of a failure or an error with the end of what its process printed during the case so far."""
+    if not isinstance(record, Failed | Errored):
+        return record
+    return record.model_copy(update={"output": process.output(case.key, _OUTPUT_BYTES)})

@@ -147,7 +147,6 @@ class Warmers:
         watch = threading.Timer(self._limit_s, process.kill)
         watch.start()
         try:
-            process.forget_output()
             process.send(Examine(case=case.key, checks=checks))
             while not isinstance(process.receive(), Done):
                 pass

@@ -10,9 +10,11 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from attncheck.errors import InternalError, QuestionError
+from attncheck.harness.workers.printed_output import mark_of
 from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
@@ -27,6 +29,7 @@ from attncheck.harness.workers.protocol import (
     format_message,
     parse_request,
 )
+from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 
 if TYPE_CHECKING:
     from attncheck.backends.registry import LoadedBackend
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_NEEDS_TERMINAL = "breakpoint() needs --in-process: the process of a backend has no terminal"
 
 
 class PipeClosedError(InternalError):
@@ -42,12 +46,15 @@ class PipeClosedError(InternalError):
 
 
 class WorkerPipes:
-    """The worker's two pipes to the run. In a forked copy of the worker, :meth:`send` ends the copy."""
+    """The worker's pipes to the run: requests, answers, and what is printed.
 
-    def __init__(self, reading: int, writing: int) -> None:
+    In a forked copy of the worker, :meth:`send` ends the copy.
+    """
+
+    def __init__(self, reading: int, writing: int, printing: int) -> None:
         self._process = os.getpid()
         self._requests = os.fdopen(reading, "rb", closefd=False)
-        self._writing = writing
+        self._writing, self._printing = writing, printing
         for descriptor in (reading, writing):
             os.set_inheritable(descriptor, False)  # programs that the backend starts need none of them
 
@@ -62,6 +69,12 @@ class WorkerPipes:
         except (OSError, ValueError) as error:
             raise PipeClosedError from error
         return parse_request(line) if line else None
+
+    def mark(self, case: str) -> None:
+        """Mark in what is printed that ``case`` begins."""
+        flush_c_streams()
+        with suppress(OSError):  # the backend has closed it, and prints nothing more
+            os.write(self._printing, mark_of(case))
 
     def send(self, answer: Answer) -> None:
         """Send one answer, whole.
@@ -79,6 +92,11 @@ class WorkerPipes:
             raise PipeClosedError from error
 
 
+def flush_c_streams() -> None:
+    """Write out what C code has printed, which it buffers."""
+    ctypes.CDLL(None).fflush(None)
+
+
 def main(words: list[str]) -> None:
     """What :mod:`attncheck.harness.workers.worker_process` starts: serve the run, as the process of a backend.
 
@@ -89,8 +107,9 @@ def main(words: list[str]) -> None:
     if sys.platform == "linux":  # a run that is killed tells nobody, and this process may be busy for hours
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A kernel that kills the process says at least where, even if the backend closed what it prints to.
-    faulthandler.enable(os.dup(2))
-    pipes = WorkerPipes(int(reading), int(writing))
+    printing = os.dup(2)
+    faulthandler.enable(printing)
+    pipes = WorkerPipes(int(reading), int(writing), printing)
     try:
         _serve(pipes, ref)
     except PipeClosedError:
@@ -162,11 +181,21 @@ def _examine(
     def begin(stage: str) -> None:
         pipes.send(Begun(stage=stage))
 
+    pipes.mark(case.key)
     try:
         for record in examiner.records(case, backend, begin, checks=request.checks, round_number=request.round):
-            pipes.send(record)
+            if record.outcome in FALLEN_SHORT:
+                flush_c_streams()  # the run adds what was printed
+            pipes.send(_without_debugger(record))
     except DeviceLostError as lost:
         pipes.send(DeviceLost(record=lost.record))
         os._exit(1)  # what Python does at its end may wait for the device
     fault = examiner.fault_of(case)
     pipes.send(Done(blind=None if fault is None else str(fault)))
+
+
+def _without_debugger(record: Record) -> Record:
+    """Return ``record``, with the reason why a debugger ended at once: it found no terminal to read from."""
+    if record.outcome != "errored" or record.error_type != "BdbQuit":
+        return record
+    return record.model_copy(update={"message": _NEEDS_TERMINAL})

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Self
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
 from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
+from attncheck.harness.workers.printed_output import Show
 from attncheck.harness.workers.protocol import Assignment, Described, HarnessFailure, Refused
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
-from attncheck.reports.analysis.crashes import last_words
+from attncheck.reports.run_file.causes import last_words
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class WorkerError(InternalError):
 class WorkerPool:
     """The processes by their backends' references; a context manager, on leaving which all have ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, show: Show | None = None) -> None:
+        """``show``: is given what the processes print, line by line, with the name of the backend."""
+        self._show = show
         free = free_host_bytes()
         self._room = sys.maxsize if free is None else max(free // (2 * _PROCESS_BYTES), _LEAST_ROOM)
         self._prepared: set[str] = set()
@@ -58,8 +61,12 @@ class WorkerPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close(at_once=kind is not None)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End all processes; those that are finishing get a moment for it, unless ``at_once``. May be repeated."""
         for process in (*self._processes.values(), *self._finishing):
-            process.close(at_once=kind is not None)
+            process.close(at_once=at_once)
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the processes of ``refs`` that are not there yet, as many as there is memory for.
@@ -204,7 +211,7 @@ class WorkerPool:
 
     def _start(self, ref: str) -> None:
         if ref not in self._processes:
-            self._processes[ref] = WorkerProcess(ref, self._environments.get(ref, {}))
+            self._processes[ref] = WorkerProcess(ref, self._environments.get(ref, {}), self._show)
 
     def _description(self, process: WorkerProcess) -> BackendDescription | QuestionError:
         try:
@@ -216,6 +223,7 @@ class WorkerPool:
             return BackendLoadError(process.ref, reason, allowed="with --in-process it is loaded under your debugger")
         match answer:
             case Described():
+                process.printed.label = answer.description.name
                 return answer.description
             case Refused():
                 return QuestionError(answer.reason)

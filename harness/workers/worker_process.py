@@ -6,12 +6,13 @@ told by the process itself, and not only by its pipe, which a copy it made may s
 
 import contextlib
 import fcntl
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from typing import Self
@@ -19,6 +20,8 @@ from typing import Self
 from pydantic import ValidationError
 
 from attncheck.errors import InternalError
+from attncheck.harness.problem.host_memory import free_host_bytes, oom_kills
+from attncheck.harness.workers.printed_output import KEPT, PrintedOutput, Show
 from attncheck.harness.workers.protocol import Answer, Request, format_message, parse_answer
 
 _START = """\
@@ -31,13 +34,9 @@ _LOOK_EVERY_MS = 200
 """How often a silent process is looked after."""
 _GRACE_S = 5.0
 """How long a process may take to end that was asked to, or has closed its pipe."""
-_SHOWN = 20_000
-"""Bytes told of what a process printed."""
-_LONGEST = 2**27
-"""Bytes it may print while it is at one case; then they are forgotten, and it may begin again."""
 
 _ROOM = 2**20
-"""Bytes of answers that wait to be read; Linux gives no more to everybody."""
+"""Bytes of answers, and of output, that wait to be read; Linux gives no more to everybody."""
 
 _LONGEST_ANSWER = 2**24
 """Bytes of one answer. A longer one does not come from the worker."""
@@ -54,35 +53,39 @@ class ProcessEndedError(InternalError):
 class WorkerProcess:
     """The process of the backend ``ref``, started with ``environment`` on top of this process's.
 
-    To be closed, whatever happens; a context manager closes it by itself.
+    To be closed, whatever happens; a context manager closes it by itself. ``show`` is given what the process prints.
     """
 
-    def __init__(self, ref: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, ref: str, environment: Mapping[str, str], show: Show | None = None) -> None:
         self.ref = ref
         self._finishing_since: float | None = None
         self._received = bytearray()
+        self._is_closed = False
+        self._reaping = threading.Lock()
+        self._peak_bytes = 0
+        self._oom_kills = oom_kills()
         with contextlib.ExitStack() as started:
-            self._printed = started.enter_context(tempfile.TemporaryFile())
-            # Cut while the process has it open: what follows must not be written where the old end was.
-            fcntl.fcntl(self._printed, fcntl.F_SETFL, fcntl.fcntl(self._printed, fcntl.F_GETFL) | os.O_APPEND)
             theirs_to_read, self._writing = _pipe(started)
             self._reading, theirs_to_write = _pipe(started)
+            printed, theirs_to_print = _pipe(started)
             if hasattr(fcntl, "F_SETPIPE_SZ"):  # as much as it may have to say before it is listened to
-                with contextlib.suppress(OSError):
-                    fcntl.fcntl(self._reading, fcntl.F_SETPIPE_SZ, _ROOM)
+                for ours in (self._reading, printed):
+                    with contextlib.suppress(OSError):
+                        fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _ROOM)
             path = "\n".join(map(str, sys.path))
             self._process = subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
                 [sys.executable, "-P", "-u", "-c", _START, str(theirs_to_read), str(theirs_to_write), ref, path],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
-                stdout=self._printed,
-                stderr=self._printed,
+                stdout=theirs_to_print,
+                stderr=theirs_to_print,
                 pass_fds=(theirs_to_read, theirs_to_write),
                 start_new_session=True,
             )
             started.pop_all()
-        os.close(theirs_to_read)
-        os.close(theirs_to_write)
+        for theirs in (theirs_to_read, theirs_to_write, theirs_to_print):
+            os.close(theirs)
+        self.printed = PrintedOutput(printed, ref, show)
         self._poll = select.poll()
         self._poll.register(self._reading, select.POLLIN)
 
@@ -95,7 +98,13 @@ class WorkerProcess:
     @property
     def has_ended(self) -> bool:
         """Whether the process is gone."""
-        return self._process.poll() is not None
+        with self._reaping:
+            if self._process.returncode is None:
+                identity, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+                if identity:
+                    self._process.returncode = os.waitstatus_to_exitcode(status)
+                    self._peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            return self._process.returncode is not None
 
     def send(self, request: Request) -> None:
         """Send one request. That nobody is there to read it any more is told by :meth:`receive`."""
@@ -126,23 +135,15 @@ class WorkerProcess:
                 chunk = os.read(self._reading, 2**16)
                 self._received += chunk
                 is_over = not chunk
-            elif os.fstat(self._printed.fileno()).st_size > _LONGEST:
-                self.forget_output()  # before the disk is full
             if is_over:
                 raise ProcessEndedError(self._cause(), self.output())
             if limit_s is not None and time.monotonic() - began > limit_s and b"\n" not in self._received:
                 self._kill()
                 raise ProcessEndedError(f"no answer within {limit_s:g} s", self.output())
 
-    def output(self) -> str:
-        """The end of what was printed, from the beginning of a line on."""
-        size = os.fstat(self._printed.fileno()).st_size
-        text = os.pread(self._printed.fileno(), _SHOWN, max(size - _SHOWN, 0)).decode("utf-8", "replace")
-        return text.partition("\n")[2] or text if size > _SHOWN else text
-
-    def forget_output(self) -> None:
-        """Forget what was printed so far."""
-        os.ftruncate(self._printed.fileno(), 0)
+    def output(self, case: str | None = None, limit: int = KEPT) -> str:
+        """Return the end of what was printed since ``case`` began, or the latest case; see :class:`PrintedOutput`."""
+        return self.printed.of(case, limit)
 
     def finish(self) -> None:
         """Tell the process that nothing more will be asked; it ends by itself, and is closed later."""
@@ -152,15 +153,15 @@ class WorkerProcess:
 
     def close(self, *, at_once: bool = False) -> None:
         """End the process with all it started; one that is finishing gets a moment for it. May be repeated."""
-        if self._printed.closed:
+        if self._is_closed:
             return
+        self._is_closed = True
         if self._finishing_since is not None and not at_once:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(max(self._finishing_since + _GRACE_S - time.monotonic(), 0))
+            self._wait(self._finishing_since + _GRACE_S - time.monotonic())
         self._kill()
         self.finish()
         os.close(self._reading)
-        self._printed.close()
+        self.printed.close()
 
     def kill(self) -> None:
         """End the process with all it started. Another thread that waits in :meth:`receive` then learns of it."""
@@ -170,7 +171,17 @@ class WorkerProcess:
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._wait()
+
+    def _wait(self, limit_s: float = math.inf) -> bool:
+        """Wait until the process has ended, for ``limit_s`` at most; return whether it has."""
+        deadline, pause = time.monotonic() + limit_s, 0.001
+        while not self.has_ended:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return True
 
     def _intruded(self) -> ProcessEndedError:
         self._kill()
@@ -178,17 +189,26 @@ class WorkerProcess:
 
     def _cause(self) -> str:
         """In words, how the process ended."""
-        try:
-            code = self._process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
+        if not self._wait(_GRACE_S):
             self._kill()
             return "stopped, since it closed attncheck's own pipe"
+        code = self._process.returncode
         if code >= 0:
             return f"left with exit code {code}"
+        if -code == signal.SIGKILL:
+            return f"killed by SIGKILL; {self._memory()}"
         try:
             return f"killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"killed by signal {-code}"
+
+    def _memory(self) -> str:
+        """In words, whether the kernel killed the process for want of memory."""
+        before, now, free = self._oom_kills, oom_kills(), free_host_bytes()
+        is_counted = before is not None and now is not None and now > before
+        figures = [f"peak memory of the process {self._peak_bytes / 2**30:.1f} GiB"]
+        figures += [] if free is None else [f"free memory {free / 2**30:.1f} GiB"]
+        return f"out of memory{', as the kernel counts' if is_counted else '?'} ({', '.join(figures)})"
 
 
 def _pipe(started: contextlib.ExitStack) -> tuple[int, int]:

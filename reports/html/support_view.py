@@ -10,6 +10,7 @@ Tone = Literal["good", "bad", "warn", "calm", "none"]
 TONES: Mapping[str, Tone] = {
     "right": "good",
     "short": "bad",
+    "unproven": "none",
     "wrong": "bad",
     "died": "bad",
     "answered": "warn",
@@ -21,7 +22,8 @@ TONES: Mapping[str, Tone] = {
 
 WORDS = {
     "right": "right",
-    "short": "some fall short",
+    "short": "wrong",
+    "unproven": "not known: all fail for other reasons",
     "wrong": "not declared, accepted and wrong",
     "died": "not declared, and the process died",
     "answered": "not declared, right all the same",

@@ -2,15 +2,27 @@
 
 import hashlib
 import json
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from attncheck.reports.run_file.timings import RunFileValue
 
 FORMAT = 1
 """Version of the run file. Raised when an older reader would misread a newer file; what it refuses, such as an outcome
 or a key it does not know, it does not misread."""
+
+
+_FORMER_CHECKS = {"claims": "refusals"}
+"""Checks that had another name in the run files of before, by that name."""
+
+
+def _current_check(name: object) -> object:
+    return _FORMER_CHECKS.get(name, name) if isinstance(name, str) else name
+
+
+CheckName = Annotated[str, BeforeValidator(_current_check)]
+"""The name of a check; a former name is read as the one of today."""
 
 
 class Environment(RunFileValue):
@@ -61,10 +73,25 @@ class SuiteInfo(RunFileValue):
     digest: str = ""
 
 
+class CaseInfo(RunFileValue):
+    """A case of the run, as reports describe it.
+
+    ``shape``: heads, sizes, dtype, cache, batch and modifiers in one line. ``keys``: what tells cases apart, by case
+    key (``cache.block_size``); a field at its default may be left out.
+    """
+
+    suite: str
+    id: str
+    shape: str
+    description: str = ""
+    keys: dict[str, bool | int | float | str] = Field(default_factory=dict)
+
+
 class RunHeader(RunFileValue):
     """First line of a run file. ``started`` is an ISO 8601 time with its offset; ``command`` the words typed.
 
-    ``rounds``: in how many processes of each backend, one after another, it was timed.
+    ``cases``: empty in older files, and where only providers are examined. ``rounds``: in how many processes of each
+    backend, one after another, it was timed.
     """
 
     kind: Literal["header"] = "header"
@@ -72,13 +99,28 @@ class RunHeader(RunFileValue):
     started: str
     environment: Environment
     suites: tuple[SuiteInfo, ...]
-    checks: tuple[str, ...]
+    cases: tuple[CaseInfo, ...] = ()
+    checks: tuple[CheckName, ...]
     device: str
     seed: int
     rounds: int = 1
     backends: tuple[BackendInfo, ...]
     command: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_former_checks(cls, given: Any) -> Any:
+        """Add a note for each check that the file calls by a former name."""
+        if not isinstance(given, dict):
+            return given
+        former = [name for name in given.get("checks", ()) if name in _FORMER_CHECKS]
+        notes = [f"the check {_FORMER_CHECKS[name]} is called {name} in this run file" for name in former]
+        return given | {"notes": (*given.get("notes", ()), *notes)} if notes else given
+
+    def case(self, suite: str, case_id: str) -> CaseInfo | None:
+        """Return what the header says of a case, or None if it does not list it."""
+        return next((case for case in self.cases if (case.suite, case.id) == (suite, case_id)), None)
 
     def suite_ref(self, name: str) -> str:
         """What to type after ``--suite`` for the suite called ``name``; the name itself if the header lacks it."""

@@ -9,12 +9,13 @@ Models are strict about their keys: a line this version does not understand is a
 renders on a laptop from these values alone.
 """
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer, model_validator
 
+from attncheck.reports.run_file.causes import cause_of_crash, cause_of_error, cause_of_failure
 from attncheck.reports.run_file.graph_levels import GraphLevels
-from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.header import CheckName, RunHeader
 from attncheck.reports.run_file.timings import RunFileValue, Timing
 
 Figure = int | float
@@ -41,6 +42,9 @@ EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "crashe
 
 UTILITIES = "utilities"
 """The check, and the suite, of records about a provider: one a function, whose name is the case's id."""
+
+OURSELVES = "attncheck itself"
+"""The stage of an exception that no backend raised: a fault of attncheck, which ends the command line with 3."""
 
 BUDGET_SHARE = "budget_share"
 """The figure that says which share of the error budget the worst row used; above 1.0 the answer is wrong."""
@@ -76,7 +80,7 @@ class _RecordBase(RunFileValue):
     suite: str
     case_id: str
     case_hash: str
-    check: str
+    check: CheckName
     seed: int
     backend: str
     backend_ref: str
@@ -135,27 +139,62 @@ class Passed(_MeasuredRecord):
     notes: tuple[str, ...] = ()
 
 
-class Failed(_MeasuredRecord):
-    """The answer is wrong. ``summary``: one line, where and how much; ``meaning``: what it looks like, if known."""
+class _ShortRecord(_RecordBase):
+    """What a record says where the backend fell short.
+
+    ``finding``: records of one backend with the same words have one cause, and are one finding. Written by
+    :mod:`attncheck.reports.run_file.causes`, unless the check names it.
+    """
+
+    finding: str = ""
+
+    @model_validator(mode="after")
+    def _name_the_finding(self) -> Self:
+        if not self.finding:
+            object.__setattr__(self, "finding", self._words())  # frozen, but not yet seen by a caller
+        return self
+
+    def _words(self) -> str:
+        """Return the words of the finding."""
+        raise NotImplementedError
+
+
+class Failed(_ShortRecord, _MeasuredRecord):
+    """The answer is wrong. ``summary``: one line, where and how much; ``meaning``: the likely cause, if known.
+
+    ``concerns``: the features that the likely cause is about. ``output``: the end of what the backend printed.
+    """
 
     outcome: Literal["failed"] = "failed"
     figures: dict[str, Figure] = Field(default_factory=dict)
     summary: str
     meaning: str | None = None
     details: tuple[str, ...] = ()
+    concerns: tuple[str, ...] = ()
+    output: str = ""
+
+    def _words(self) -> str:
+        return cause_of_failure(self.check, self.summary, self.meaning)
 
 
-class Errored(_RecordBase):
-    """Something raised. ``stage`` is where: construct, build, forward, declaration, ..."""
+class Errored(_ShortRecord):
+    """Something raised. ``stage`` is where: construct, build, forward, declaration, ...
+
+    ``output``: the end of what the backend printed.
+    """
 
     outcome: Literal["errored"] = "errored"
     stage: str
     error_type: str
     message: str
     traceback: str = ""
+    output: str = ""
+
+    def _words(self) -> str:
+        return cause_of_error(self.error_type, self.stage, self.message, self.traceback)
 
 
-class Crashed(_RecordBase):
+class Crashed(_ShortRecord):
     """The backend's process died. ``stage`` is what it was doing (``check numerics``), ``cause`` what ended it.
 
     ``cause``: ``killed by SIGABRT``, ``left with exit code 3``. ``output``: the end of what the process printed, with
@@ -167,6 +206,9 @@ class Crashed(_RecordBase):
     stage: str
     cause: str
     output: str = ""
+
+    def _words(self) -> str:
+        return cause_of_crash(self.cause, self.stage, self.output)
 
 
 class Unsupported(_LevelRecord):
@@ -184,7 +226,7 @@ class Unavailable(_RecordBase):
     reasons: tuple[str, ...] = Field(min_length=1)
 
 
-class XFailed(_MeasuredRecord):
+class XFailed(_ShortRecord, _MeasuredRecord):
     """Fell short, as expected. ``underlying`` and ``summary``: what happened; ``reason``: why it was expected."""
 
     outcome: Literal["xfailed"] = "xfailed"
@@ -192,12 +234,18 @@ class XFailed(_MeasuredRecord):
     summary: str
     reason: str
 
+    def _words(self) -> str:
+        return self.reason
 
-class XPassed(_MeasuredRecord):
+
+class XPassed(_ShortRecord, _MeasuredRecord):
     """Expected to fall short for ``reason``, and passed: the expectation is out of date."""
 
     outcome: Literal["xpassed"] = "xpassed"
     reason: str
+
+    def _words(self) -> str:
+        return f"passed, though expected to fail: {self.reason}"
 
 
 Record = Annotated[

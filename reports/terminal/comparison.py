@@ -20,7 +20,15 @@ SHOWN_CASES = 3
 INDENT = "  "
 VALUE_WIDTH = 36
 
-_COLORS = {"worse": "31", "slower": "31", "better": "32", "faster": "32", "regression": "31", "no regression": "32"}
+_COLORS = {
+    "worse": "31",
+    "slower": "31",
+    "regression": "31",
+    "incomplete": "31",
+    "better": "32",
+    "faster": "32",
+    "no regression": "32",
+}
 
 
 def render_comparison(comparison: RunComparison, *, color: bool = False) -> str:
@@ -38,6 +46,7 @@ def render_comparison(comparison: RunComparison, *, color: bool = False) -> str:
         _unclear(comparison),
         _counts(comparison),
         _power(comparison),
+        "\n".join(wrap(one_line(text)) for text in summary.suite_speeds(comparison)),
         _closing(comparison, color),
     ]
     return "\n\n".join(section for section in sections if section)
@@ -138,7 +147,7 @@ def _power(comparison: RunComparison) -> str:
 
 
 def _closing(comparison: RunComparison, color: bool) -> str:
-    return _painted(wrap(summary.closing(comparison)), summary.verdict_of(comparison), color)
+    return _painted(wrap(one_line(summary.closing(comparison))), comparison.verdict, color)
 
 
 def _painted(text: str, word: str, color: bool) -> str:

@@ -41,7 +41,7 @@ CAUGHT_BY = {
     "MergesLseToBaseTwo": ("merge", "lse", set()),
     "MergesInPlace": ("merge", "numerics", set()),
     "ReturnsOnlyTheOutput": ("merge", "numerics", {"lse", "containment"}),
-    "RefusesToMerge": ("merge", "claims", {"numerics", "lse", "containment"}),
+    "RefusesToMerge": ("merge", "refusals", {"numerics", "lse", "containment"}),
     "ReversesTaps": ("causal_conv1d", "numerics", set()),
     "KeepsOnlyNewRows": ("causal_conv1d", "cache_write", set()),
     "RemembersWhatNeverWas": ("causal_conv1d", "numerics", {"cache_write", "containment"}),

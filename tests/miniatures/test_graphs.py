@@ -209,7 +209,7 @@ def test_nan_in_foreign_slots_is_containment_s_to_tell_and_no_graph_s(name):
 def test_a_backend_that_lets_nan_through_fails_containment_and_nothing_else():
     cases = load_suite(str(HERE / "graphs.yaml")).cases
     backends = tuple(load(f"{HERE / 'graphs_leaking.py'}:{name}") for name in LEAKING)
-    checks = ("numerics", "lse", "cache_write", "containment", "claims")
+    checks = ("numerics", "lse", "cache_write", "containment", "refusals")
     records = list(Examiner(RunPlan(cases=cases, backends=backends, checks=checks)).run())
     assert [record.outcome for record in records if record.check == "containment"] == ["failed"] * len(LEAKING)
     assert {record.outcome for record in records if record.check != "containment"} == {"passed"}
@@ -229,7 +229,7 @@ def test_work_that_no_operator_shows_is_not_judged(name):
 def test_honest_backends_pass_every_check_on_a_small_case(file):
     cases = load_suite(str(HERE / "graphs.yaml")).cases
     backends = tuple(load(f"{HERE / file}:{name}") for name in HONEST[file])
-    checks = ("numerics", "lse", "cache_write", "containment", "claims")
+    checks = ("numerics", "lse", "cache_write", "containment", "refusals")
     records = list(Examiner(RunPlan(cases=cases, backends=backends, checks=checks)).run())
     assert len(records) == len(cases) * len(backends) * len(checks)
     assert {record.outcome for record in records} == {"passed"}, [r for r in records if r.outcome != "passed"]

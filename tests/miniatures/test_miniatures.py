@@ -27,7 +27,7 @@ CAUGHT_BY = {
         "WindowOffByOne": ("numerics", ANSWERS),
         "ReadsPastTheEnd": ("containment", {"containment"}),
         "IgnoresSoftCap": ("numerics", ANSWERS),
-        "WritesPadSlot": ("cache_write", EVERY - {"claims"}),  # the last slot may be one that somebody owns
+        "WritesPadSlot": ("cache_write", EVERY - {"refusals"}),  # the last slot may be one that somebody owns
     },
     "constants.py": {
         "Zeros": ("numerics", {"numerics"}),
@@ -52,7 +52,7 @@ CAUGHT_BY = {
         "RepeatsHeadsWrong": ("numerics", ANSWERS),
         "MissesTheNewKeys": ("numerics", ANSWERS),
         "LeavesRowsUnwritten": ("numerics", {"numerics"}),
-        "ReturnsAnotherTensor": ("numerics", {"numerics", "claims"}),
+        "ReturnsAnotherTensor": ("numerics", {"numerics", "refusals"}),
         "ScaleIgnored": ("numerics", ANSWERS),
         "CapBeforeScale": ("numerics", ANSWERS),
         "AlibiDropped": ("numerics", ANSWERS),
@@ -95,13 +95,13 @@ CAUGHT_BY = {
         "LetsPaddingIn": ("containment", {"containment", "numerics"}),
     },
     "declarations.py": {
-        "RefusesItsOwnClaim": ("claims", EVERY),
-        "AcceptsUndeclaredSoftCap": ("claims", {"claims"}),
-        "BreaksOnUndeclaredSinks": ("claims", {"claims"}),
-        "RefusesTooLate": ("claims", {"claims"}),
-        "CannotProfile": ("claims", {"claims"}),
+        "RefusesItsOwnClaim": ("refusals", EVERY),
+        "AcceptsUndeclaredSoftCap": ("refusals", {"refusals"}),
+        "BreaksOnUndeclaredSinks": ("refusals", {"refusals"}),
+        "RefusesTooLate": ("refusals", {"refusals"}),
+        "CannotProfile": ("refusals", {"refusals"}),
         "RaisesInForward": ("numerics", EVERY),
-        "RaisesInDeclaration": ("claims", EVERY),
+        "RaisesInDeclaration": ("refusals", EVERY),
     },
 }
 

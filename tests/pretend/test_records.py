@@ -15,7 +15,7 @@ import pytest
 from pretend_cuda import Settings
 from pretend_cuda.stand_ins import CAPABILITY, NAME
 
-VALUES = ("numerics", "lse", "cache_write", "containment", "claims")
+VALUES = ("numerics", "lse", "cache_write", "containment", "refusals")
 ALL = (*VALUES, "cudagraph")
 ONE_A_PATH = ("alibi", "fp8-cache", "cross", "verify-tree.*", "context-parallel", "micro-batches", "padded-mixed")
 

@@ -1,7 +1,6 @@
 """Run files: written safely, read strictly."""
 
 import json
-import lzma
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,13 +73,6 @@ def test_a_place_that_cannot_be_written_is_a_run_file_error(tmp_path: Path, head
         pass
 
 
-def test_a_name_of_a_compressed_run_is_refused_before_anything_is_written(tmp_path: Path, header: RunHeader) -> None:
-    path = tmp_path / "run.jsonl.xz"
-    with pytest.raises(RunFileError, match="compress the file afterwards"), RunWriter(path, header):
-        pass
-    assert not path.exists()
-
-
 def test_the_writer_refuses_the_same_record_twice(tmp_path: Path, make: Make, header: RunHeader) -> None:
     with RunWriter(tmp_path / "run.jsonl", header) as writer:
         writer.add(make("passed"))
@@ -147,16 +139,6 @@ def test_a_file_that_contradicts_itself_is_refused_with_the_line(
 
 def edit(line: str, **changes: object) -> str:
     return json.dumps(json.loads(line) | changes)
-
-
-def test_a_compressed_run_is_read_by_its_name(write: Write, make: Make, tmp_path: Path) -> None:
-    path = write(make("passed"))
-    packed = tmp_path / "run.jsonl.xz"
-    packed.write_bytes(lzma.compress(path.read_bytes()))
-    assert read_run(packed).records == read_run(path).records
-    packed.write_bytes(path.read_bytes())
-    with pytest.raises(RunFileError, match="compressed by xz"):
-        read_run(packed)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ def rows(header: Any) -> Any:
 
 @pytest.fixture
 def outside(make: Any) -> Any:
-    """The records of a case that the declarations leave out; ``claim``: what ``claims`` found, None: it did not try."""
+    """The records of an undeclared case; ``claim``: what ``refusals`` found, None: it did not try."""
 
     def records(
         case: str, *needs: str, claim: dict[str, Any] | None, reasons: tuple[str, ...] = ("no",)
     ) -> list[Record]:
         told = [make("unsupported", case_id=case, needs=needs, reasons=reasons)]
-        return told if claim is None else [*told, make(**claim, case_id=case, needs=needs, check="claims")]
+        return told if claim is None else [*told, make(**claim, case_id=case, needs=needs, check="refusals")]
 
     return records
 
@@ -36,7 +36,7 @@ def outside(make: Any) -> Any:
 def test_declared_cases_are_right_or_fall_short(rows: Any, make: Any) -> None:
     found = rows(
         make("passed", case_id="one", needs=("alibi", "sinks")),
-        make("passed", case_id="one", check="claims", needs=("alibi", "sinks")),
+        make("passed", case_id="one", check="refusals", needs=("alibi", "sinks")),
         make("passed", case_id="two", needs=("alibi",)),
         make("failed", case_id="two", check="cache_write", needs=("alibi",)),
         make("xfailed", case_id="three", needs=("alibi",)),

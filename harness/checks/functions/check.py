@@ -10,11 +10,11 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.model import Case
-from attncheck.harness.checks.claims import broken_promise
 from attncheck.harness.checks.dump import dump_tensors
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.function_calls import FormError, Function
 from attncheck.harness.checks.functions import convolution, merging
+from attncheck.harness.checks.refusals import broken_promise
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 
 
@@ -73,8 +73,8 @@ class FunctionChecks:
         """The finding of one check; StageError where the function raises."""
         if self._examination is None:
             return NotExamined(self._reasons)
-        if check == "claims":
-            return self._claims(self._examination)
+        if check == "refusals":
+            return self._refusals(self._examination)
         try:
             return self._checked(self._examination, check)
         except FormError as failure:
@@ -112,7 +112,7 @@ class FunctionChecks:
             second.details,
         )
 
-    def _claims(self, examination: FunctionUnderTest) -> Finding:
+    def _refusals(self, examination: FunctionUnderTest) -> Finding:
         """What is offered can be called as documented; whether its answer is one is the business of other checks."""
         try:
             examination.run()

@@ -13,7 +13,7 @@ from attncheck.harness.problem.memory_estimate import needed_bytes
 from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference.spec import DCPOptions, MLASpec, OutputQuantSpec, PathSpec, RequestSpec, SplitKVOptions
 
-CHECKS = ("numerics", "lse", "cache_write", "claims")
+CHECKS = ("numerics", "lse", "cache_write", "refusals")
 
 
 def outcomes(case: Case, backend: str = "reference") -> dict[str, str]:
@@ -36,14 +36,14 @@ def by_path(case: Case, name: str, options: Any = None) -> Case:
 def test_parts_of_a_cache_that_another_layer_fills(name: str, options: Any, make_case: Any) -> None:
     batch = [RequestSpec(query_len=n, seq_len=n + 40, shared_prefix=16 * (name == "cascade")) for n in (1, 3)]
     case = by_path(make_case(*batch, kv_sharing=True, padding=(1, 2)), name, options)
-    assert outcomes(case) == {"numerics": "passed", "lse": "passed", "cache_write": "passed", "claims": "passed"}
+    assert outcomes(case) == {"numerics": "passed", "lse": "passed", "cache_write": "passed", "refusals": "passed"}
 
 
 def test_chunks_that_are_no_whole_pages_are_refused_by_whom_they_are_told(make_case: Any) -> None:
     case = by_path(make_case((3, 40), (1, 33), attn_chunk_size=24), "local")
     assert outcomes(case)["numerics"] == "passed"
     seen = outcomes(case, "torch_sdpa")
-    assert (seen["numerics"], seen["claims"]) == ("unsupported", "passed")
+    assert (seen["numerics"], seen["refusals"]) == ("unsupported", "passed")
 
 
 def test_queries_that_overflow_in_the_latent_space_are_no_question(make_case: Any) -> None:

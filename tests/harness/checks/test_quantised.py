@@ -174,7 +174,7 @@ class SaysNo(ReferenceImpl):
 
 
 @pytest.mark.parametrize(
-    ("features", "claims"),
+    ("features", "refusals"),
     [(ReferenceBackend.features - {"output_quant"}, "passed"), (ReferenceBackend.features, "failed")],
 )
 def test_an_impl_that_says_no_refuses(make_case: Any, features: frozenset[str], claims: str) -> None:
@@ -182,8 +182,8 @@ def test_an_impl_that_says_no_refuses(make_case: Any, features: frozenset[str], 
     candidate = LoadedBackend("no", "no", type("No", (ReferenceBackend,), members), "", "test")
     case = make_case(output_quant=OutputQuantSpec(scale=0.1))
     records = {record.check: record for record in Examiner(RunPlan(cases=(case,), backends=(candidate,))).run()}
-    assert records["claims"].outcome == claims
-    assert "construct" in str(records["claims"])
+    assert records["refusals"].outcome == claims
+    assert "construct" in str(records["refusals"])
 
 
 def test_padding_rows_of_codes_stay_and_a_profiling_call_is_finite(make_case: Any) -> None:

@@ -40,7 +40,7 @@ def test_what_is_written_is_right_under_its_own_name(
 
     (tmp_path / "small.yaml").write_text(SUITE)
     found = attncheck.examine(
-        shlex.split(printed[1])[-1], suite=str(tmp_path / "small.yaml"), checks=("numerics", "claims"), device="cpu"
+        shlex.split(printed[1])[-1], suite=str(tmp_path / "small.yaml"), checks=("numerics", "refusals"), device="cpu"
     )
     assert found.passed, found
     assert [record.outcome for record in found.records if record.case_id == "window"] == ["unsupported", "passed"]

@@ -23,7 +23,7 @@ def test_a_right_backend_is_exit_code_0_with_a_table_and_a_run_file(
     assert out[0].endswith("suite small: 2 cases, seed 0")
     header = next(line for line in out if line.startswith("backend"))
     row = next(line for line in out if line.startswith("reference "))
-    assert header.split()[:7] == ["backend", "numerics", "lse", "cache_write", "containment", "cudagraph", "claims"]
+    assert header.split()[:7] == ["backend", "numerics", "lse", "cache_write", "containment", "cudagraph", "refusals"]
     assert row.split()[:7] == ["reference", "2/2", *["1/1"] * 5]
     assert str(the_run(folder).relative_to(folder)) in out[-1]
     stored = read_run(the_run(folder))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.harness.cli import app as cli
-from attncheck.reports.run_file.records import Crashed
+from attncheck.reports.run_file.records import Crashed, Errored
 from attncheck.reports.run_file.store import read_run
 
 SUITE = """\
@@ -20,7 +20,7 @@ cases:
   - {id: blind, batch: q1s9, layer: {sliding_window: 64}}
 """
 MINE = """\
-import os, sys
+import ctypes, os, sys
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 
 def backend(deed):
@@ -41,6 +41,7 @@ def break_attncheck():
 Aborting = backend(lambda: (print("no such kernel", file=sys.stderr), os.abort()))
 Wrong = backend(lambda: 1 / 0)
 Breaking = backend(break_attncheck)
+Pausing = backend(lambda: (ctypes.CDLL(None).printf(b"printed by C"), breakpoint()))
 
 class Needy(ReferenceBackend):
     @classmethod
@@ -64,6 +65,21 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attncheck:
 
 def outcomes() -> list[tuple[str, str, str]]:
     return [(record.backend, record.case_id, record.outcome) for record in read_run("out.jsonl").records]
+
+
+def test_what_a_backend_prints_is_shown_and_kept_with_its_failure(
+    run: Attncheck, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--backend", "mine.py:Pausing", "--case", "decode", "--case", "prefill", "-s") == 1
+    assert outcomes() == [("Pausing", "decode", "passed"), ("Pausing", "prefill", "errored")]
+    record = read_run("out.jsonl").records[1]
+    assert isinstance(record, Errored)
+    assert record.message == "breakpoint() needs --in-process: the process of a backend has no terminal"
+    assert "printed by C" in record.output
+    assert record.output.count("rows: 17") == 1
+    assert "rows: 2\n" not in record.output  # of the other case
+    told = capfd.readouterr().err.splitlines()
+    assert {"Pausing | rows: 2", "Pausing | rows: 17"} <= set(told)
 
 
 def test_a_death_is_told_with_its_place_and_the_others_are_examined(

@@ -67,7 +67,7 @@ def run(folder: pytest.Pytester, *words: str) -> pytest.RunResult:
 def test_each_check_of_each_case_of_each_backend_is_an_item(folder: pytest.Pytester) -> None:
     backends = ("--attncheck-backend", "torch_sdpa", "--attncheck-backend", "reference")
     result = run(folder, *OURS, *backends, "--collect-only", "-q")
-    checks = ("numerics", "lse", "cache_write", "containment", "cudagraph", "claims")
+    checks = ("numerics", "lse", "cache_write", "containment", "cudagraph", "refusals")
     expected = [
         f"attncheck::small::{case}::{backend}::{check}"
         for backend in ("torch_sdpa", "reference")

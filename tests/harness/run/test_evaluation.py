@@ -46,7 +46,7 @@ def outcomes(records: dict[str, Record]) -> dict[str, str]:
     return {check: record.outcome for check, record in records.items()}
 
 
-ALL = ("numerics", "lse", "cache_write", "containment", "cudagraph", "claims")
+ALL = ("numerics", "lse", "cache_write", "containment", "cudagraph", "refusals")
 
 
 def test_an_honest_backend_passes_everything(make_case: Any) -> None:
@@ -67,7 +67,7 @@ def test_a_backend_may_answer_in_a_tensor_of_its_own(make_case: Any, path: PathS
 
 def test_an_exception_is_errored_and_breaks_the_claim(make_case: Any) -> None:
     records = examine(with_impl(attend=lambda *_: 1 / 0), make_case())
-    assert outcomes(records) == dict.fromkeys(ALL[:5], "errored") | {"claims": "failed"}
+    assert outcomes(records) == dict.fromkeys(ALL[:5], "errored") | {"refusals": "failed"}
     record = records["numerics"]
     assert record.outcome == "errored"
     assert (record.stage, record.error_type, record.message) == ("forward", "ZeroDivisionError", "division by zero")
@@ -124,8 +124,8 @@ def test_refusing_what_one_declares_is_errored_never_unsupported(make_case: Any)
         raise NotImplementedError("windows are not for me")
 
     records = examine(with_impl(__init__=refuse), make_case(sliding_window=16))
-    assert outcomes(records) == dict.fromkeys(ALL[:5], "errored") | {"claims": "failed"}
-    claim = records["claims"]
+    assert outcomes(records) == dict.fromkeys(ALL[:5], "errored") | {"refusals": "failed"}
+    claim = records["refusals"]
     assert claim.outcome == "failed"
     assert claim.summary == "declared, but refused at construct: NotImplementedError: windows are not for me"
 
@@ -160,7 +160,7 @@ def test_undeclared_and_refused_is_unsupported_and_an_honest_claim(make_case: An
     Impl.backend = backend
     backend.get_impl_cls = staticmethod(lambda: Impl)
     records = examine(backend, make_case(sinks=True))
-    assert outcomes(records) == dict.fromkeys(ALL[:5], "unsupported") | {"claims": "passed"}
+    assert outcomes(records) == dict.fromkeys(ALL[:5], "unsupported") | {"refusals": "passed"}
     record = records["numerics"]
     assert record.outcome == "unsupported"
     assert "'sinks' is not declared" in record.reasons[0]
@@ -168,7 +168,7 @@ def test_undeclared_and_refused_is_unsupported_and_an_honest_claim(make_case: An
 
 def test_undeclared_accepted_and_right_is_noted(make_case: Any) -> None:
     backend = variant(features=ReferenceBackend.features - {"sinks"})  # its impl still asks ReferenceBackend
-    claim = examine(backend, make_case(sinks=True))["claims"]
+    claim = examine(backend, make_case(sinks=True))["refusals"]
     assert claim.outcome == "passed"
     assert claim.notes[0].startswith("answered right without declaring it")
 
@@ -179,7 +179,7 @@ def test_undeclared_accepted_and_wrong_fails(make_case: Any) -> None:
 
     backend = with_impl(__init__=without_sinks)
     backend.features = ReferenceBackend.features - {"sinks"}
-    claim = examine(backend, make_case(sinks=True))["claims"]
+    claim = examine(backend, make_case(sinks=True))["refusals"]
     assert claim.outcome == "failed"
     assert "accepted, and wrong" in claim.summary
     assert claim.meaning == "the sinks are ignored: its truth fits all rows"
@@ -188,7 +188,7 @@ def test_undeclared_accepted_and_wrong_fails(make_case: Any) -> None:
 def test_a_crash_instead_of_a_refusal_breaks_the_claim(make_case: Any) -> None:
     backend = with_impl(attend=lambda *_: 1 / 0)
     backend.features = ReferenceBackend.features - {"sinks"}
-    claim = examine(backend, make_case(sinks=True))["claims"]
+    claim = examine(backend, make_case(sinks=True))["refusals"]
     assert claim.outcome == "failed"
     assert claim.summary.startswith("not declared, and no clear refusal: ZeroDivisionError at forward after changing")
 
@@ -213,7 +213,7 @@ def test_one_case_that_this_machine_gets_wrong_is_unavailable_and_no_other(make_
         return [f"{layer.dtype} on {device}"] if layer.dtype == "bfloat16" else []
 
     backend = variant(unavailable_case_reasons=staticmethod(gaps))
-    record = examine(backend, make_case(dtype="bfloat16"))["claims"]
+    record = examine(backend, make_case(dtype="bfloat16"))["refusals"]
     assert record.outcome == "unavailable"
     assert record.reasons == ("bfloat16 on cpu",)
     assert examine(backend, make_case(dtype="float16"))["numerics"].outcome == "passed"
@@ -222,7 +222,7 @@ def test_one_case_that_this_machine_gets_wrong_is_unavailable_and_no_other(make_
 def test_what_this_version_cannot_ask_is_said_to_be_its_own_limit(make_case: Any) -> None:
     case = make_case((1, 70), output_quant=OutputQuantSpec(scale=0.02))
     split = PathSpec(name="split_kv", options=SplitKVOptions())
-    record = examine(ReferenceBackend, replace(case, batch=replace(case.batch, path=split)))["claims"]
+    record = examine(ReferenceBackend, replace(case, batch=replace(case.batch, path=split)))["refusals"]
     assert record.outcome == "unsupported"
     assert record.by == "attncheck"
     assert record.reasons == ("output_quant by the path 'split_kv': codes of parts of the keys cannot be merged",)
@@ -245,8 +245,8 @@ def test_a_blind_case_is_set_aside_and_the_run_goes_on(make_case: Any) -> None:
 def test_checks_are_those_of_plan_and_case_in_order(make_case: Any) -> None:
     from dataclasses import replace
 
-    case = replace(make_case(), checks=("claims", "numerics", "lse"))
-    assert list(examine(ReferenceBackend, case, checks=("lse", "claims", "cache_write"))) == ["lse", "claims"]
+    case = replace(make_case(), checks=("refusals", "numerics", "lse"))
+    assert list(examine(ReferenceBackend, case, checks=("lse", "refusals", "cache_write"))) == ["lse", "refusals"]
 
 
 def test_float32_stays_float32_and_the_callers_setting_comes_back(make_case: Any) -> None:

@@ -13,8 +13,7 @@ from attncheck.harness.checks.findings import Broken
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.harness.truth.explain import explain
-from attncheck.harness.truth.hypotheses import explanations
+from attncheck.harness.truth.explain import _explanations, explain
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth, truth_of
 from attncheck.reference import Precision
@@ -82,7 +81,7 @@ def test_a_question_with_the_right_answer_explains_nothing() -> None:
         problem, truth = asked(case)
         vacuous = {
             hypothesis.meaning
-            for hypothesis in explanations(truth.params, truth.rows, problem.cache.block_size)
+            for hypothesis in _explanations(problem, truth)
             if bool((share_of_budget(hypothesis.compute()[0] - truth.out, truth.budget) < 0.1).all())
         }
         if not vacuous:

@@ -36,9 +36,6 @@ class Attentive:
         self._ref, self._log = ref, log
         self._answers: Iterator[Answer] = itertools.cycle([Begun(stage="check numerics"), passed(), Done()])
 
-    def forget_output(self) -> None:
-        pass
-
     def send(self, request: Examine) -> None:
         self.sent += len(format_message(request))
         self._log.append(f"{self._ref} is asked {request.case.partition('/')[2]}")

@@ -75,9 +75,6 @@ class Process:
         self._pool = pool
         self._answers: list[Answer | Exception] = []
 
-    def forget_output(self) -> None:
-        pass
-
     def send(self, request: Examine) -> None:
         pool, case = self._pool, self._pool.cases[request.case]
         pool.log.append(f"{self.ref}{self.number} {case.id} {'+'.join(request.checks)} {request.round}")

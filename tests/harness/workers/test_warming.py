@@ -29,9 +29,6 @@ class FakeProcess:
         self._killed = threading.Event()
         self.is_closed = False
 
-    def forget_output(self) -> None:
-        pass
-
     def send(self, request: Examine) -> None:
         self._asked.append(request.case.partition("/")[2])
         self._answers = [Begun(stage="check numerics"), Done()]

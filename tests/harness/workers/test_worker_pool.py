@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,8 +37,9 @@ class Fake:
     script: dict[str, list[Answer | Exception]]
     started: list["Fake"]
 
-    def __init__(self, ref: str, environment: dict[str, str]) -> None:
+    def __init__(self, ref: str, environment: dict[str, str], show: object = None) -> None:
         self.ref, self.environment, self.state = ref, dict(environment), "alive"
+        self.printed = SimpleNamespace(label=ref)
         self._turn = sum(other.ref == ref for other in self.started)
         self.started.append(self)
 

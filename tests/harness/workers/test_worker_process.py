@@ -1,6 +1,7 @@
 """The process of a backend, from outside: how it is started, how its end is told, and that nothing is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,32 +122,36 @@ def test_of_what_was_printed_the_end_is_kept_from_a_lines_start_on(monkeypatch: 
     code = "sys.stdout.buffer.write(b'\\xff{\\n' * 10**6 + b'end'); sys.stdout.flush(); os.abort()"
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
-    lines = caught.value.output.split("\n")
+    note, *lines = caught.value.output.split("\n")
     assert lines[-1] == "end"
-    assert set(lines[:-1]) == {"�{"}
-    assert 5_000 < len(lines) < 20_000
+    assert set(lines[:-1]) == {"\ufffd{"}
+    assert len(lines) - 1 == 20_000 // 3 - 1  # three bytes a line, and the first one is cut
+    assert note == f"[{3 * (10**6 - len(lines) + 1)} bytes before this are not kept]"
 
 
-def test_one_that_prints_without_end_fills_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "_LONGEST", 10_000)
-    monkeypatch.setattr(worker_process, "_LOOK_EVERY_MS", 1)
-    code = "import time\nfor _ in range(100): os.write(1, b'x' * 2_000); time.sleep(0.005)\n"
-    code += "time.sleep(0.1); os.write(1, f'{os.fstat(1).st_size} stood there'.encode())"
+def test_one_that_prints_without_end_waits_for_nobody_and_fills_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "for _ in range(200): os.write(1, b'x' * 2**20)\nos._exit(0)"
+    with start(monkeypatch, code) as process:
+        assert wait_for(lambda: process.has_ended)  # nobody listens to it meanwhile
+        assert process.output().startswith(f"[{200 * 2**20 - 20_000} bytes before this are not kept]\nx")
+
+
+def test_how_much_memory_a_killed_process_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "x = bytearray(b'x' * 2**28); os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(worker_process, "oom_kills", lambda: 1)
+    monkeypatch.setattr(worker_process, "free_host_bytes", lambda: 3 * 2**29)
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
-    stood = caught.value.output.removesuffix(" stood there").lstrip("x")
-    assert int(stood) <= 10_000
+    pattern = r"killed by SIGKILL; out of memory\? \(peak memory of the process 0\.[56] GiB, free memory 1\.5 GiB\)"
+    assert re.fullmatch(pattern, caught.value.cause)
 
 
-def test_what_was_printed_before_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "print('old', flush=True); say('{\"kind\":\"done\"}'); sys.stdin; os.read(int(sys.argv[1]), 1); print('new')"
-    with start(monkeypatch, code) as process:
+def test_a_kill_that_the_kernel_counts_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([1, 2])
+    monkeypatch.setattr(worker_process, "oom_kills", lambda: next(counts))
+    with start(monkeypatch, "os.kill(os.getpid(), 9)") as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
-        process.forget_output()
-        process.finish()
-        with pytest.raises(ProcessEndedError) as caught:
-            process.receive()
-    assert caught.value.output == "new\n"
+    assert caught.value.cause.startswith("killed by SIGKILL; out of memory, as the kernel counts (peak memory")
 
 
 def test_the_interpreter_is_this_one_with_its_path_and_the_environment(

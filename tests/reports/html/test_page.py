@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 import sys
 from typing import Any
 
@@ -81,6 +82,7 @@ def test_runs_are_compared_with_the_first(parse: Any, two: Any) -> None:
     assert parsed.faults == []
     assert "Comparison: new.jsonl with base.jsonl" in parsed.shown
     assert "regression" in parsed.shown.replace("no regression", "")
+    assert re.search(r" of BASE is \d\.\d+ \u00b1 \d\.\d+ times as fast as \w+ of NEW in ", parsed.shown)
     assert [each["id"] for each in parsed.all("h2")][:2] == ["comparison-1", "run-0"]
     assert parsed.texts["td"].count("slower") == 8  # forward of every case of the first backend, and nothing else
 

@@ -59,7 +59,7 @@ def test_findings_that_differ_in_figures_are_told_once(record_of: Any, run_with:
         error("a", "at line 1"),
         error("b", "at line 1"),
         error("c", "at line 2"),
-        record_of(Crashed, case_id="a", check="claims", stage="check claims", cause="killed", output="last words"),
+        record_of(Crashed, case_id="a", check="refusals", stage="check refusals", cause="killed", output="last words"),
     ]
     run = run_with(records)
     told = failures(summarise(records), run.header)
@@ -80,7 +80,7 @@ def test_expected_failures_stand_by_reason_and_check(record_of: Any) -> None:
         for case, check, reason in (
             ("a", "lse", "known"),
             ("b", "lse", "known"),
-            ("c", "claims", "known"),
+            ("c", "refusals", "known"),
             ("d", "lse", "x"),
         )
     ]

@@ -14,7 +14,7 @@ from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference import causal_conv1d, merge_attn_states
 from attncheck.reports.run_file.records import Record
 
-ALL = ("numerics", "lse", "cache_write", "containment", "cudagraph", "claims")
+ALL = ("numerics", "lse", "cache_write", "containment", "cudagraph", "refusals")
 # What is not asked of a function without an LSE.
 UNASKED = {"lse": "unsupported", "cudagraph": "unsupported"}
 
@@ -52,7 +52,7 @@ def test_what_the_backend_leaves_out_stands_beside_it(merge_case: Any) -> None:
     mine.get_supported_dtypes = staticmethod(lambda: [torch.float16])
     records = examine(mine, merge_case(dtype="float32"))
     assert set(outcomes(records).values()) == {"unsupported"}
-    record = records["claims"]
+    record = records["refusals"]
     assert record.outcome == "unsupported"
     assert record.reasons == ("dtype float32: supported are float16",)
 
@@ -71,8 +71,8 @@ def test_an_exception_breaks_the_claim_and_names_the_function(conv_case: Any) ->
         raise KeyError("line")
 
     records = examine(offering(causal_conv1d=broken), conv_case())
-    assert outcomes(records) == dict.fromkeys(ALL, "errored") | UNASKED | {"claims": "failed"}
-    assert said(records["claims"]) == "declared, but raised at causal_conv1d: KeyError: 'line'"
+    assert outcomes(records) == dict.fromkeys(ALL, "errored") | UNASKED | {"refusals": "failed"}
+    assert said(records["refusals"]) == "declared, but raised at causal_conv1d: KeyError: 'line'"
     record = records["numerics"]
     assert record.outcome == "errored"
     assert record.traceback.count("File ") == 1  # that of the function, and none of the harness
@@ -98,7 +98,7 @@ def test_an_answer_of_another_form_is_wrong(merge_case: Any, merge: Callable[...
     records = examine(offering(merge_attn_states=merge), merge_case((5, 40)))
     assert said(records["numerics"]) == complaint
     assert said(records["lse"]) == complaint
-    assert records["claims"].outcome == "passed"
+    assert records["refusals"].outcome == "passed"
 
 
 def test_changed_arguments_are_named_though_the_answer_is_right(merge_case: Any, conv_case: Any) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.reports.analysis.crashes import died_at, last_words, raised_at
 from attncheck.reports.markdown import run as markdown
+from attncheck.reports.run_file.causes import died_at, last_words, raised_at
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import read_run

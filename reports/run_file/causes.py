@@ -1,4 +1,8 @@
-"""Where something was raised or died, from the text alone: the run may be from another machine.
+"""The cause of a failure as a record keeps it: the words by which records of one cause are grouped.
+
+Computed from text alone: the run may be from another machine. A cause is the likely cause that a check names, the
+exception and its line, or what ended the process and where; else the pattern of the summary. Figures are replaced by
+``N``, so that records which differ in figures alone have one cause.
 
 Of a traceback, the line to show is the author's own, not the library's that noticed. Of a process that died, it is the
 top of the stack that :mod:`faulthandler` writes, innermost call first, with the last lines printed.
@@ -10,6 +14,18 @@ from collections.abc import Iterator
 SHOWN_FRAMES = 3
 SHOWN_LINES = 4
 
+UNEXPLAINED = "wrong rows, and no known fault explains them"
+
+EVIDENCE = ": its truth fits"
+"""What separates a likely cause from the rows that support it."""
+
+_AT_ROW = re.compile(r"at row \d+ \([^)]*\), head \d+: ")
+_SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows, first: ")
+_IN_PARENTHESES = re.compile(r" \((?:row|request|head|page)[^()]*\)")
+_DETAIL = re.compile(r", first: |; worst | at row \d| reaches? \d+ of ")
+_NUMBERS = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:, -?\d+(?:\.\d+)?)*(?![\w])")
+_PLACE = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+|\?\?\?),? in (?P<function>.+)')
+
 _RAISED = re.compile(r'File "(?P<path>[^"]+)", line \d+')
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d[\d.]*/|^<")
 _HARNESS = "/attncheck/harness/"
@@ -19,6 +35,53 @@ _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?:\d+|\?\?\?) in ')
 _STACK_LINE = re.compile(
     r"<no Python frame>$|Extension modules: |Current thread's C stack trace|Binary file \"|\.\.\.$"
 )
+
+
+def cause_of_failure(check: str, summary: str, meaning: str | None) -> str:
+    """Return the likely cause that the check named, else the pattern of its summary."""
+    if meaning and not _AT_ROW.match(meaning):  # which names the place of a symptom, and no cause
+        return without_figures(meaning.partition(EVIDENCE)[0])
+    if check == "numerics" and _SUMMARY_OF_ROWS.match(summary):
+        return UNEXPLAINED
+    return without_figures(_DETAIL.split(_IN_PARENTHESES.sub("", summary))[0])
+
+
+def cause_of_error(error_type: str, stage: str, message: str, traceback: str) -> str:
+    """Return the exception and the author's line that raised it; without a line, the stage and the message."""
+    place = _short_place(raised_at(traceback))
+    if place:
+        return f"{error_type} at {place}"
+    first = next(iter(message.strip().splitlines()), "")
+    return f"{error_type} in {stage}" + (f": {without_figures(first)}" if first else "")
+
+
+def cause_of_crash(cause: str, stage: str, output: str) -> str:
+    """Return what ended the process and the author's line where it did; without a line, the stage.
+
+    Figures, which stand behind a semicolon, are left out.
+    """
+    cause = cause.partition(";")[0]
+    place = _short_place(next(iter(died_at(output)), ""))
+    return f"{cause} at {place}" if place else f"{cause} during {stage}"
+
+
+def without_figures(text: str) -> str:
+    """Return ``text`` with each number replaced by ``N``, and each list of numbers by one."""
+    return _NUMBERS.sub("N", text)
+
+
+def place_of(line: str) -> tuple[str, int | None]:
+    """Return path and number of ``File "mine.py", line 12, in forward``; empty and None for any other text."""
+    match = _PLACE.match(line)
+    if match is None:
+        return "", None
+    return match["path"], int(match["line"]) if match["line"].isdigit() else None
+
+
+def _short_place(place: str) -> str:
+    """Return ``mine.py:12 in forward`` for a line of a stack."""
+    match = _PLACE.match(place)
+    return f"{match['path'].rpartition('/')[2]}:{match['line']} in {match['function']}" if match else ""
 
 
 def raised_at(traceback: str) -> str:

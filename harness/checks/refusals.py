@@ -1,4 +1,4 @@
-"""``claims``: what is declared runs; what is not declared is refused, or answered right.
+"""``refusals``: what is declared runs; what is not declared is refused, or answered right.
 
 A feature quietly ignored is the worst bug of all: accepted, undeclared and wrong fails here. Wrong answers to declared
 cases are the business of ``numerics``. Cannot see: declarations no case of the run asks about.
@@ -16,6 +16,7 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.explain import explain
 from attncheck.harness.truth.truth import Truth
 from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR
+from attncheck.reports.run_file.causes import cause_of_error
 
 NOT_REFUSABLE = frozenset({"short_keys"})
 """Features whose absence cannot be noticed without reading lengths on the host: compared only where declared."""
@@ -45,7 +46,12 @@ def broken_promise(raised: Raised) -> Broken:
     return Broken(
         f"declared, but {verb} at {raised.stage}: {type(raised.error).__name__}: {raised.message}",
         details=(raised.trace,),
+        finding=_cause(raised),  # of the checks that raised as well
     )
+
+
+def _cause(raised: Raised) -> str:
+    return cause_of_error(type(raised.error).__name__, raised.stage, raised.message, raised.trace)
 
 
 def check_undeclared(
@@ -60,6 +66,7 @@ def check_undeclared(
             f"{UNCLEAR}: {type(attempt.error).__name__} at {attempt.stage}{after}: {attempt.message}",
             meaning="a case the backend cannot do must be refused with ValueError, NotImplementedError or TypeError",
             details=(*reasons, attempt.trace),
+            finding=f"{UNCLEAR}: {_cause(attempt)}",
         )
     shares = output_shares(truth, attempt)
     if bool(attempt.unwritten.any()) or bool((shares > 1).any()):

@@ -1,0 +1,112 @@
+"""A case in one line and as flat keys, for reports that load no case file.
+
+``shape_of`` is for people. ``keys_of`` is for the analysis that compares cases which fail with cases which pass.
+"""
+
+from dataclasses import fields, is_dataclass
+
+from attncheck.cases.grammar import format_batch
+from attncheck.cases.model import Case
+from attncheck.errors import SpecError
+from attncheck.reference.spec import BatchSpec
+
+KeyValue = bool | int | float | str
+
+_LONGEST_BATCH = 60
+"""Characters of a batch string that a line still holds."""
+
+_PLAIN_FIELDS = frozenset({"num_heads", "num_kv_heads", "head_size", "dtype", "block_size", "layout", "num_blocks"})
+"""Fields that have a place of their own, and the size of the pool, which asks nothing."""
+
+
+def shape_of(case: Case) -> str:
+    """Return heads, sizes, dtype, cache, batch and modifiers: ``10 heads, 2 KV heads (group 5), head size 64, ...``."""
+    layer, cache = case.layer, case.cache
+    parts = [
+        _count(layer.num_heads, "head"),
+        f"{_count(layer.num_kv_heads, 'KV head')} (group {layer.num_heads // layer.num_kv_heads})",
+        f"head size {layer.head_size}",
+        layer.dtype,
+    ]
+    if layer.has_cache:
+        parts.append(f"pages of {cache.block_size} {cache.layout}")
+    parts += [f"{name} {value}" for name, value in _given(layer, cache if layer.has_cache else None)]
+    parts.append(f"batch {batch_of(case.batch)}")
+    parts += ["with a shared prefix"] if any(request.shared_prefix for request in case.batch.requests) else []
+    padding = case.batch.padding
+    if padding.requests or padding.tokens:
+        parts.append(f"padded by {_count(padding.requests, 'request')} and {_count(padding.tokens, 'token')}")
+    if case.batch.path.name != "paged":
+        parts.append(f"path {case.batch.path.name}")
+    return ", ".join(parts)
+
+
+def batch_of(batch: BatchSpec) -> str:
+    """Return the batch as its string, or its size where a string cannot hold it or is too long for a line."""
+    try:
+        text = format_batch(batch.requests)
+    except SpecError:
+        text = ""
+    if text and len(text) <= _LONGEST_BATCH:
+        return text
+    return f"of {batch.num_requests} requests, {batch.num_tokens} new tokens, seq_len up to {batch.max_seq_len}"
+
+
+def keys_of(case: Case) -> dict[str, KeyValue]:
+    """Return what tells cases apart, by case key (``cache.block_size``), and what follows from the keys.
+
+    A field at its default is left out, but for sizes, dtype and layout. Tuples and nested specs are one text.
+    """
+    layer, batch = case.layer, case.batch
+    requests = batch.requests
+    always: dict[str, KeyValue] = {
+        "layer.num_heads": layer.num_heads,
+        "layer.num_kv_heads": layer.num_kv_heads,
+        "layer.group_size": layer.num_heads // layer.num_kv_heads,
+        "layer.head_size": layer.head_size,
+        "layer.dtype": str(layer.dtype),
+        "batch.num_requests": batch.num_requests,
+        "batch.max_query_len": max(request.query_len for request in requests),
+        "batch.max_seq_len": batch.max_seq_len,
+    }
+    if layer.has_cache:
+        always |= {"cache.block_size": case.cache.block_size, "cache.layout": str(case.cache.layout)}
+    flags = {
+        "batch has a decode": any(r.query_len == 1 and r.context_len > 0 for r in requests),
+        "batch has a prefill with context": any(r.query_len > 1 and r.context_len > 0 for r in requests),
+        "batch has a prefill without context": any(r.context_len == 0 for r in requests),
+        "batch shares a prefix": any(r.shared_prefix for r in requests),
+        "batch is padded": bool(batch.padding.requests or batch.padding.tokens),
+    }
+    given: dict[str, KeyValue] = {
+        f"layer.{name}" if hasattr(layer, name) else f"cache.{name}": value
+        for name, value in _given(layer, case.cache if layer.has_cache else None)
+    }
+    path: dict[str, KeyValue] = {} if batch.path.name == "paged" else {"path": batch.path.name}
+    inputs: dict[str, KeyValue] = {} if case.inputs is None else {"inputs": ", ".join(case.inputs)}
+    return always | {name: True for name, holds in flags.items() if holds} | given | path | inputs
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _given(*specs: object) -> list[tuple[str, KeyValue]]:
+    """Return name and value of each field that differs from its default and has no place of its own."""
+    return [
+        (field.name, _word(value))
+        for spec in specs
+        if spec is not None
+        for field in fields(spec)  # type: ignore[arg-type]
+        if field.name not in _PLAIN_FIELDS and (value := getattr(spec, field.name)) != field.default
+    ]
+
+
+def _word(value: object) -> KeyValue:
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, tuple):
+        return f"{len(value)} values"
+    if is_dataclass(value):
+        return " ".join(f"{field.name} {getattr(value, field.name)}" for field in fields(value))
+    return str(value)

@@ -1,0 +1,94 @@
+"""What a step finds in the pool besides its keys: slots that nobody may look at, and the plausible rows in them.
+
+The driver fills a pool with these rows; an explanation of a wrong output reads them at wrong slots.
+"""
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.problem.latent import naive_layer, stored_sizes
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.random_stream import RandomStream
+from attncheck.harness.problem.visible_span import visible_span
+from attncheck.reference import layer_params
+
+SMALL_POOL = 1 << 22
+"""Slots up to which the whole pool is filled and poisoned; of a larger one only the surroundings of owned pages."""
+
+STALE_ROWS = 64
+"""Distinct stale rows: slot ``i`` of a region holds row ``i % STALE_ROWS``."""
+
+
+def stale_rows(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Return keys ``[STALE_ROWS, Hkv, D]`` and values in the layer's dtype, as a step before may have left them."""
+    heads = problem.layer.num_kv_heads
+    shapes = [(STALE_ROWS, heads, size) for size in stored_sizes(problem.layer)]
+    key, value = ((RandomStream("stale rows").int8(*shape).to(problem.dtype) / 64) for shape in shapes)
+    return key, value
+
+
+def rows_in_pool(problem: Problem, slots: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return keys and values ``[n, Hkv, D]`` that attention finds at ``slots`` (int64 ``[n]``).
+
+    None where a slot is outside of the pool, and for pools that are too large to be filled whole.
+    """
+    total = problem.num_blocks * problem.cache.block_size
+    if total > SMALL_POOL or bool(((slots < 0) | (slots >= total)).any()):
+        return None
+    source = torch.zeros(total, dtype=torch.int64)
+    for region in foreign_slots(problem).values():
+        source[region] = torch.arange(len(region)) % STALE_ROWS
+    source[problem.key_slots] = torch.arange(len(problem.keys)) + STALE_ROWS
+    stale_keys, stale_values = stale_rows(problem)
+    index = source[slots]
+    return torch.cat([stale_keys, problem.keys])[index], torch.cat([stale_values, problem.values])[index]
+
+
+def foreign_slots(problem: Problem) -> dict[str, Tensor]:
+    """Region name -> slots no query row may be influenced by; regions are disjoint, empty ones are left out."""
+    if not problem.has_pool:
+        return {}
+    size = problem.cache.block_size
+    owned = problem.owned_slots
+    owned_pages = (owned // size).unique()
+    pages = _pages_of_interest(problem, owned_pages)
+    regions = {
+        "the null page": _slots(torch.tensor([0]), size),
+        "the unused tail of a last page": _difference(_slots(owned_pages, size), owned),
+        "pages of no request": _slots(_difference(pages, torch.cat([owned_pages, torch.tensor([0])])), size),
+        "pages the window has left behind": _freed_slots(problem),
+    }
+    return {name: slots for name, slots in regions.items() if len(slots)}
+
+
+def _pages_of_interest(problem: Problem, owned_pages: Tensor) -> Tensor:
+    if problem.num_blocks * problem.cache.block_size <= SMALL_POOL:
+        return torch.arange(problem.num_blocks)
+    wrapped = [owned_pages % (1 << bits) for bits in (15, 16, 31)]
+    per_page = problem.cache.block_size * problem.layer.num_kv_heads * problem.layer.head_size
+    # Where an element offset kept in 32 bits would land, with keys and values apart or packed together.
+    wrapped += [owned_pages * elements % (1 << 32) // elements for elements in (per_page, 2 * per_page)]
+    near: Tensor = torch.cat([owned_pages - 1, owned_pages + 1, *wrapped]).unique()
+    return near[(near >= 0) & (near < problem.num_blocks)]
+
+
+def _freed_slots(problem: Problem) -> Tensor:
+    """Slots in whole pages that lie before every row's window or chunk: a cache manager may reuse them meanwhile."""
+    needed, owned = [], []
+    params, size = layer_params(naive_layer(problem.layer)), problem.cache.block_size
+    for request in problem.requests:
+        slots = problem.key_slots[request.base : request.base + request.num_keys]
+        first, _ = visible_span(params, torch.tensor([request.first_position]), request.num_keys)
+        owned.append(slots)
+        needed.append(slots[int(first) // size * size :])
+    return _difference(torch.cat(owned), torch.cat(needed))
+
+
+def _slots(pages: Tensor, size: int) -> Tensor:
+    return (pages[:, None] * size + torch.arange(size)).reshape(-1)
+
+
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    """The elements of ``a`` that are not in ``b``, sorted."""
+    kept: Tensor = a[~torch.isin(a, b)].unique()
+    return kept

@@ -1,0 +1,98 @@
+"""Faults of an online softmax: what was summed before is not rescaled when a tile of keys raises the maximum.
+
+With ``m_t`` the maximum after tile ``t`` and ``m`` the last one, a right kernel ends with ``sum exp(s - m) V`` over
+``sum exp(s - m)``. Where one of the two is not rescaled, the keys of tile ``t`` stay in it with ``exp(s - m_t)``.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.truth.hypotheses import Hypothesis
+from attncheck.harness.truth.unpaged import UnpagedAttention
+from attncheck.reference import AttentionParams
+
+_TILES = (16, 32, 64, 128)
+"""Keys of a tile, besides those of a page."""
+
+_MOST_SCORES = 2**25
+"""Scores ``H * rows * keys`` of a request above which they are not held at once."""
+
+_FAULTS = (
+    ("the accumulator is not rescaled", True, False),
+    ("the sum of the weights is not rescaled", False, True),
+    ("neither the accumulator nor the sum of the weights is rescaled", True, True),
+)
+"""(meaning, whether the accumulator keeps old weights, whether their sum does)."""
+
+
+def rescaling_explanations(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
+    """The faults for each usual size of tiles that cuts the longest request, tiles counted from position 0."""
+    most, longest = int(rows.num_rows.max()), int(rows.num_keys.max())
+    if most * longest * params.num_heads > _MOST_SCORES:
+        return
+    scores = cache(partial(_scores, params, rows))
+    for tile in sorted({*_TILES, block_size}):
+        if tile < longest:
+            for what, spoils_acc, spoils_sum in _FAULTS:
+                meaning = f"{what} when a tile of {tile} keys raises the maximum"
+                ask = partial(_attend, params, rows, scores, tile, spoils_acc, spoils_sum)
+                yield Hypothesis(meaning, ask)
+
+
+def _scores(params: AttentionParams, rows: UnpagedAttention, request: int) -> Tensor:
+    """Return the masked scores of a request, float64 ``[H, rows, keys]``."""
+    query, keys, _ = _parts(rows, request)
+    device, context = query.device, len(keys) - len(query)
+    q_pos = torch.arange(len(query), device=device)[:, None] + context
+    k_pos = torch.arange(len(keys), device=device)[None]
+    query_qNgD = query.unflatten(1, (params.num_kv_heads, params.group_size))
+    scores = torch.einsum("qngd,knd->ngqk", query_qNgD, keys).flatten(0, 1) * params.softmax_scale
+    if params.soft_cap is not None:
+        scores = torch.tanh(scores / params.soft_cap) * params.soft_cap
+    if params.alibi_slopes is not None:
+        distance = (k_pos - q_pos).double()
+        bias = -(-distance.clamp(max=0)).sqrt() if params.alibi_sqrt else distance
+        scores = scores + torch.tensor(params.alibi_slopes, dtype=torch.float64, device=device)[:, None, None] * bias
+    return scores.masked_fill(~rows.sees(params, q_pos, k_pos, context), -torch.inf)
+
+
+def _parts(rows: UnpagedAttention, request: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, keys and values of a request, float64."""
+    q, k = (starts[request : request + 2].tolist() for starts in (rows.cu_seqlens_q, rows.cu_seqlens_k))
+    return rows.query[slice(*q)].double(), rows.keys[slice(*k)].double(), rows.values[slice(*k)].double()
+
+
+def _attend(
+    params: AttentionParams,
+    rows: UnpagedAttention,
+    scores: Callable[[int], Tensor],
+    tile: int,
+    spoils_acc: bool,
+    spoils_sum: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output ``[T, H, Dv]`` and LSE ``[T, H]`` of a kernel that leaves out a rescaling."""
+    outs, lses = [], []
+    for request in range(len(rows.cu_seqlens_q) - 1):
+        values_KNv = _parts(rows, request)[2]
+        s_HqK = scores(request)
+        if not s_HqK.numel():
+            outs.append(s_HqK.new_zeros(s_HqK.shape[1], params.num_heads, values_KNv.shape[-1]))
+            lses.append(s_HqK.new_full((s_HqK.shape[1], params.num_heads), -torch.inf))
+            continue
+        top_Hqt = torch.stack([part.amax(-1) for part in s_HqK.split(tile, -1)], -1).cummax(-1).values
+        sinks = None if params.sinks is None else s_HqK.new_tensor(params.sinks)[:, None, None]
+        last = top_Hqt[..., -1:] if sinks is None else torch.maximum(top_Hqt[..., -1:], sinks)
+        right = torch.exp(s_HqK - last.masked_fill(last == -torch.inf, 0.0))
+        pivot = top_Hqt.masked_fill(top_Hqt == -torch.inf, 0.0).repeat_interleave(tile, -1)[..., : s_HqK.shape[-1]]
+        old = torch.exp(s_HqK - pivot)
+        total = (old if spoils_sum else right).sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks - last)
+        weights = (old if spoils_acc else right) / total.masked_fill(total == 0, 1.0)
+        by_kv_head = weights.unflatten(0, (params.num_kv_heads, params.group_size))
+        outs.append(torch.einsum("ngqk,knv->qngv", by_kv_head, values_KNv).flatten(1, 2))
+        lses.append((last + total.log()).squeeze(-1).transpose(0, 1))
+    return torch.cat(outs), torch.cat(lses)

@@ -1,0 +1,138 @@
+"""What a backend's process prints: read as it comes, and the end of it kept, apart for each case.
+
+The process writes into a pipe that a thread empties, so that nothing is held on disk and the process waits for nobody.
+The worker marks in the stream where a case begins: it may be some cases ahead of the run that listens.
+"""
+
+import codecs
+import os
+import select
+import threading
+from collections.abc import Callable
+
+KEPT = 20_000
+"""Bytes kept of the latest case, and of what is printed before the first one."""
+KEPT_OF_EARLIER = 4096
+"""Bytes kept of each case before the latest."""
+
+_READ = 2**16
+_MARK, _END = b"\0attncheck begins ", b"\0\n"
+_LONGEST_MARK = 4096  # a pipe takes so much in one piece
+
+Show = Callable[[str, str], None]
+"""(label, text): shows whole lines that a process printed."""
+
+
+def mark_of(case: str) -> bytes:
+    """Return what a worker writes into its output where it begins the case of this key."""
+    return _MARK + case.encode() + _END
+
+
+class PrintedOutput:
+    """Reads the pipe ``reading`` until it is closed, and keeps the end of each case's output.
+
+    ``label``: names the process to ``show``, which gets every line as it comes. To be closed.
+    """
+
+    def __init__(self, reading: int, label: str, show: Show | None = None) -> None:
+        self.label = label
+        self._reading, self._show = reading, show
+        self._lock = threading.Lock()
+        self._kept: dict[str, bytearray] = {"": bytearray()}
+        self._printed: dict[str, int] = {"": 0}
+        self._case = ""
+        self._pending = b""
+        self._line = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        os.set_blocking(reading, False)
+        self._stopping, self._stop = os.pipe()
+        self._thread = threading.Thread(target=self._follow, name=f"output of {label}", daemon=True)
+        self._thread.start()
+
+    def of(self, case: str | None = None, limit: int = KEPT) -> str:
+        """Return the last ``limit`` bytes printed since ``case`` began, from the beginning of a line on.
+
+        None: the latest case. What the process printed before it sent an answer that was received is in it.
+        """
+        self._read()
+        with self._lock:
+            key = self._case if case is None else case
+            end, printed = bytes(self._kept.get(key, b"")[-limit:]), self._printed.get(key, 0)
+        if printed > len(end):
+            end = end.partition(b"\n")[2] or end
+        dropped = printed - len(end)
+        note = f"[{dropped} bytes before this are not kept]\n" if dropped else ""
+        return note + end.decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Stop reading, and show the line that was begun. May be repeated."""
+        if self._stop < 0:
+            return
+        os.close(self._stop)
+        self._stop = -1
+        self._thread.join()
+        self._read()
+        self._tell("\n" if self._line else "")
+        os.close(self._stopping)
+        os.close(self._reading)
+
+    def _follow(self) -> None:
+        poll = select.poll()
+        poll.register(self._reading, select.POLLIN)
+        poll.register(self._stopping, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if self._stopping in ready or (self._reading in ready and not self._read()):
+                return
+
+    def _read(self) -> bool:
+        """Take what is in the pipe; return whether more may come."""
+        with self._lock:
+            for _ in range(2**20 // _READ + 1):  # as much as a pipe may hold: another thread may print without end
+                try:
+                    chunk = os.read(self._reading, _READ)
+                except BlockingIOError:
+                    return True
+                except OSError:
+                    return False
+                if not chunk:
+                    return False
+                self._take(chunk)
+        return True
+
+    def _take(self, chunk: bytes) -> None:
+        data = self._pending + chunk
+        while (begin := data.find(_MARK)) >= 0:
+            name, end, rest = data[begin + len(_MARK) :].partition(_END)
+            if not end and len(name) < _LONGEST_MARK:
+                break
+            self._keep(data[:begin])
+            if end:
+                self._begin(name.decode("utf-8", "replace"))
+            data = rest
+        held = len(data) - begin if begin >= 0 else _begun(data)
+        self._keep(data[: len(data) - held])
+        self._pending = data[len(data) - held :]
+
+    def _begin(self, case: str) -> None:
+        del self._kept[self._case][:-KEPT_OF_EARLIER]
+        self._case = case
+        self._kept[case], self._printed[case] = bytearray(), 0
+
+    def _keep(self, text: bytes) -> None:
+        kept = self._kept[self._case]
+        self._printed[self._case] += len(text)
+        kept += text[-KEPT:]
+        del kept[:-KEPT]
+        if self._show is not None:
+            self._tell(self._decoder.decode(text))
+
+    def _tell(self, text: str) -> None:
+        lines, _, self._line = (self._line + text).rpartition("\n")
+        if lines and self._show is not None:
+            self._show(self.label, lines)
+
+
+def _begun(data: bytes) -> int:
+    """Return how many bytes at the end of ``data`` may be the beginning of a mark."""
+    return next((size for size in range(min(len(_MARK) - 1, len(data)), 0, -1) if data.endswith(_MARK[:size])), 0)

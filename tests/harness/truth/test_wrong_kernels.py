@@ -1,0 +1,138 @@
+"""Kernels written out by hand, each with one fault: the fault is named, and the right kernel needs no name."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.harness.checks import numerics
+from attncheck.harness.checks.findings import Broken, Finding, Holds
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+
+CPU = torch.device("cpu")
+BATCH = (1, 300), (5, 90), (40, 40), (1, 33)
+
+Slot = Callable[[Tensor, int, int, int], int]
+"""(block table, request, position, block size) -> slot."""
+
+
+def right_slot(table: Tensor, request: int, position: int, size: int) -> int:
+    return int(table[request, position // size]) * size + position % size
+
+
+class Kernel(ReferenceImpl):
+    """Attention of a causal layer, row by row and head by head, in float64; each member is one step of it."""
+
+    slot: Slot = staticmethod(right_slot)
+    softmax: Callable[[Tensor, Tensor], Tensor] = staticmethod(lambda scores, values: scores.softmax(0) @ values)
+    kv_head: Callable[[int], int] = staticmethod(lambda head: head // 4)
+    seen: Callable[[int, int], range] = staticmethod(lambda position, keys: range(position + 1))
+    factor = 0.125
+    key_from, value_from = 0, 1
+
+    def attend(self, *args: Any) -> None:
+        _, query, _, _, caches, metadata, output, _ = args
+        flat = [cache.double().flatten(0, 1) for cache in caches]
+        size, table = caches[0].shape[1], metadata.common.block_table_tensor.long()
+        starts, lengths = metadata.common.query_start_loc.tolist(), metadata.common.seq_lens.tolist()
+        for request, keys in enumerate(lengths):
+            slots = torch.tensor([self.slot(table, request, position, size) for position in range(keys)])
+            key, value = flat[self.key_from][slots], flat[self.value_from][slots]
+            for row in range(starts[request], starts[request + 1]):
+                seen = list(self.seen(keys - starts[request + 1] + row, keys))
+                for head in range(query.shape[1]):
+                    read = self.kv_head(head)
+                    scores = key[seen, read] @ query[row, head].double() * self.factor
+                    output[row, head] = self.softmax(scores, value[seen, read]).float() if seen else 0.0
+
+
+def finding(make_case: Any, **members: Any) -> Finding:
+    wrapped = {name: staticmethod(each) if callable(each) else each for name, each in members.items()}
+    impl = type("Impl", (Kernel,), wrapped)
+    plain = {"features": frozenset(), "get_impl_cls": staticmethod(lambda: impl)}
+    problem = build_problem(make_case(*BATCH, dtype="float32"), 0)
+    seen = Session(type("Mine", (ReferenceBackend,), plain), problem, CPU).run()
+    assert isinstance(seen, Observation), seen
+    return numerics.check_numerics(problem, truth_of(problem, CPU), seen)
+
+
+def fading(tile: int, *, acc: bool, total: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """An online softmax over tiles of keys, which does not rescale what it summed before."""
+
+    def softmax(scores: Tensor, values: Tensor) -> Tensor:
+        top, weight, out = -math.inf, torch.tensor(0.0).double(), values.new_zeros(values.shape[1])
+        for begin in range(0, len(scores), tile):
+            part = scores[begin : begin + tile]
+            new = max(top, float(part.max()))
+            factor = math.exp(top - new)
+            probs = torch.exp(part - new)
+            out = out * (1.0 if acc else factor) + probs @ values[begin : begin + tile]
+            weight = weight * (1.0 if total else factor) + probs.sum()
+            top = new
+        return out / weight
+
+    return softmax
+
+
+def test_the_right_kernel_needs_no_explanation(make_case: Any) -> None:
+    assert isinstance(finding(make_case), Holds)
+    assert isinstance(finding(make_case, softmax=fading(32, acc=False, total=False)), Holds)
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "query head 4 reads KV head 0 in place of 1: its truth fits all rows": {"kv_head": lambda h: 0 if h < 5 else 1},
+    "query head 3 reads KV head 1 in place of 0, query head 4 reads KV head 0 in place of 1: its truth fits all rows": {
+        "kv_head": lambda h: {3: 1, 4: 0}.get(h, h // 4)
+    },
+    "query heads 4, 5, 6, 7 read KV head 0 in place of their own: its truth fits all rows": {"kv_head": lambda h: 0},
+    "page p is read from slot 8 * p on, not 16 * p: its truth fits all rows": {
+        "slot": lambda table, r, k, size: int(table[r, k // size]) * 8 + k % size
+    },
+    "the block table is read one column too far right: its truth fits all rows": {
+        "slot": lambda table, r, k, size: int(table[r, k // size + 1]) * size + k % size
+    },
+    "every request reads the block table of request 0": {
+        "slot": lambda table, r, k, size: int(table[0, k // size]) * size + k % size
+    },
+    "keys and values are read one position too late: its truth fits all rows": {
+        "slot": lambda table, r, k, size: right_slot(table, r, k + 1, size)
+    },
+    "the mask is that of the next row: a key too late": {"seen": lambda q, n: range(min(q + 2, n))},
+    "only the first page is read": {"seen": lambda q, n: range(min(q + 1, 16))},
+    "only the last page is read": {"seen": lambda q, n: range((n - 1) // 16 * 16, q + 1)},
+    "only the first split of 128 keys is read": {"seen": lambda q, n: range(min(q + 1, 128))},
+    "the scale is applied twice: its truth fits all rows": {"factor": 1 / 64},
+    "the scale is that of head size 128, not of 64: its truth fits all rows": {"factor": 128**-0.5},
+    "values are read in place of keys: its truth fits all rows": {"key_from": 1},
+    "keys are read in place of values: its truth fits all rows": {"value_from": 0},
+    "keys and values are exchanged: its truth fits all rows": {"key_from": 1, "value_from": 0},
+    "the accumulator is not rescaled when a tile of 32 keys raises the maximum: its truth fits all rows": {
+        "softmax": fading(32, acc=True, total=False)
+    },
+    "the sum of the weights is not rescaled when a tile of 64 keys raises the maximum": {
+        "softmax": fading(64, acc=False, total=True)
+    },
+    "neither the accumulator nor the sum of the weights is rescaled when a tile of 16 keys raises the maximum": {
+        "softmax": fading(16, acc=True, total=True)
+    },
+}
+
+
+@pytest.mark.parametrize("said", FAULTS)
+def test_a_fault_is_named(make_case: Any, said: str) -> None:
+    found = finding(make_case, **FAULTS[said])
+    assert isinstance(found, Broken)
+    assert str(found.meaning).startswith(said), found
+
+
+def test_a_fault_of_another_kind_gets_none_of_these_names(make_case: Any) -> None:
+    found = finding(make_case, softmax=lambda scores, values: (scores * scores.abs()).softmax(0) @ values)
+    assert isinstance(found, Broken)
+    assert found.meaning is None or "weighs" in found.meaning, found

@@ -1,0 +1,65 @@
+"""What a process prints: the end of each case's, apart from the others', whole lines shown, and nothing waits."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from attncheck.harness.workers.printed_output import KEPT, KEPT_OF_EARLIER, PrintedOutput, mark_of
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reading, writing = os.pipe()
+    yield reading, writing
+    os.close(writing)
+
+
+def test_cases_that_were_begun_ahead_keep_what_is_theirs(pipe: tuple[int, int]) -> None:
+    printed = PrintedOutput(pipe[0], "mine")
+    os.write(pipe[1], b"loading\n" + mark_of("smoke/a") + b"one\n" + mark_of("smoke/b") + b"two\n")
+    assert [printed.of(case) for case in ("", "smoke/a", "smoke/b", "smoke/c")] == ["loading\n", "one\n", "two\n", ""]
+    os.write(pipe[1], b"three")
+    assert printed.of() == "two\nthree"
+    printed.close()
+    printed.close()
+
+
+def test_a_mark_may_come_in_pieces_and_what_looks_like_one_is_text(pipe: tuple[int, int]) -> None:
+    printed = PrintedOutput(pipe[0], "mine")
+    for byte in b"a\0attn\0b" + mark_of("s/c") + b"d\0":
+        os.write(pipe[1], bytes([byte]))
+        printed.of()
+    os.write(pipe[1], b"e")
+    assert (printed.of(""), printed.of("s/c")) == ("a\0attn\0b", "d\0e")
+    printed.close()
+
+
+def test_little_is_kept_of_earlier_cases_and_it_says_how_much_is_not(pipe: tuple[int, int]) -> None:
+    printed = PrintedOutput(pipe[0], "mine")
+    line = b"x" * 99 + b"\n"
+    os.write(pipe[1], line * 1000 + mark_of("s/next"))
+    whole = KEPT_OF_EARLIER // 100
+    assert printed.of("") == f"[{100_000 - 100 * whole} bytes before this are not kept]\n" + line.decode() * whole
+    os.write(pipe[1], line * 1000)
+    assert len(printed.of().encode()) <= KEPT + 60
+    assert printed.of("s/next", 250).endswith("kept]\n" + line.decode() * 2)
+    printed.close()
+
+
+def test_whole_lines_are_shown_as_they_come_and_the_last_at_the_end(pipe: tuple[int, int]) -> None:
+    shown: list[tuple[str, str]] = []
+    came = threading.Event()
+
+    def show(label: str, text: str) -> None:
+        shown.append((label, text))
+        came.set()
+
+    printed = PrintedOutput(pipe[0], "mine", show)
+    os.write(pipe[1], "a\nb\n\u00fc".encode()[:-1])
+    assert came.wait(20)
+    assert shown == [("mine", "a\nb")]
+    os.write(pipe[1], "\u00fc".encode()[-1:] + mark_of("s/c") + b"!")
+    printed.close()
+    assert shown[1:] == [("mine", "\u00fc!")]
