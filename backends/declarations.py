@@ -1,15 +1,13 @@
 """What a backend declares, compared with a case: which features the case needs, and why a backend cannot answer it.
 
-Pure functions of class-level data and specs. A reason is a fragment of a sentence with the offending value and the
-limit; all reasons are given. A path that a backend does not declare is played over ``forward``; what that takes counts
-among the needs.
+Pure functions of class-level data and specs; loads no torch. A reason is a fragment of a sentence with the offending
+value and the limit; all reasons are given. A path that a backend does not declare is played over ``forward``; what that
+takes counts among the needs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from attncheck.reference.spec import (
     FORMS,
@@ -22,6 +20,9 @@ from attncheck.reference.spec import (
     RequestSpec,
     SplitKVOptions,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 _FUNCTIONS = ("merge", "causal_conv1d")
 """Paths that ask a function of the backend, and not its attention."""
@@ -53,7 +54,7 @@ class Declarations(Protocol):
 
     def is_mla(self) -> bool: ...
 
-    def get_supported_dtypes(self) -> list[torch.dtype]: ...
+    def get_supported_dtypes(self) -> "list[torch.dtype]": ...
 
     def get_supported_head_sizes(self) -> list[int]: ...
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -44,12 +45,21 @@ def _weights(problem: Problem) -> dict[str, Tensor]:
 
 
 def dump_tensors(folder: Path, case: Case, seed: int, backend: str, content: Mapping[str, Tensor | int | None]) -> Path:
-    """Write ``content`` (its tensors from the CPU) beside what names the case; returns the file."""
+    """Write ``content`` (its tensors from the CPU) beside what names the case; returns the file.
+
+    Raises OSError where it cannot be written; no part of the file is left then.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^\w.:-]", "_", backend)  # that of a file's class has slashes
     path = folder / f"{case.suite}.{case.id}.{name}.seed{seed}.pt"
     named: dict[str, object] = {"case": case.key, "case_hash": case.hash, "seed": seed}
     # A view would bring all the memory behind it.
     plain = {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in content.items()}
-    torch.save(named | plain, path)
+    written = BytesIO()  # torch.save, given a path or a file, hides what is wrong with it
+    torch.save(named | plain, written)
+    try:
+        path.write_bytes(written.getbuffer())
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     return path

@@ -1,29 +1,41 @@
 """The command line: names the commands, and turns whatever happens into one of its exit codes.
 
-0 all as expected, 1 a backend fell short, 2 the question was wrong, 3 attncheck itself failed, 130 interrupted.
+0 all as expected, 1 a backend fell short, 2 the question was wrong, 3 attncheck itself failed; interrupted: 130 by
+SIGINT, 143 by SIGTERM, 129 by SIGHUP.
 Loads neither torch nor pydantic: a command does, when it runs.
 """
 
+import contextlib
+import errno
 import functools
+import io
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ParamSpec
 
 import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
-from attncheck.harness.cli import compare, doctor, expect, list_names, new, report, run, warm
+from attncheck.harness.cli import compare, doctor, expect, list_names, new, recommend, report, run, show, warm
+from attncheck.harness.cli.interruption import Interruption
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a disk or a terminal, where attncheck writes: no fault of its own."""
 
 SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
 """Set this environment variable to 1 to see where attncheck itself failed."""
 
 P = ParamSpec("P")
+
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""What typer raises for a command line it cannot read; typer gives its base class no name of its own."""
 
 
 def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
@@ -41,29 +53,61 @@ def exit_code(work: Callable[[], int]) -> int:
     try:
         return work()
     except (QuestionError, BackendUnavailableError) as error:
-        typer.echo(f"error: {error}", err=True)
+        _say(f"error: {error}")
         return WRONG_QUESTION
+    except Interruption as interruption:
+        _say(str(interruption))
+        return interruption.exit_code
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        _say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader left, as `attncheck list | head` does. What could be said was said.
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for the interpreter's last flush)
+        _drop_stdout()
         return OK
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code may even call sys.exit)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            _say(f"error: {error.filename or 'what is printed'} cannot be written: {error.strerror}")
+            _drop_stdout()
+            return WRONG_QUESTION
         if os.environ.get(SHOW_TRACEBACK):
             traceback.print_exc()
-        typer.echo(f"attncheck itself failed: {type(error).__name__}: {error}", err=True)
+        _say(f"attncheck itself failed: {type(error).__name__}: {error}")
         if not os.environ.get(SHOW_TRACEBACK):
-            typer.echo(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output", err=True)
+            _say(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output")
         return OWN_FAULT
 
 
-def schema() -> int:
-    """Print the JSON schema of case files."""
-    from attncheck.cases.schema import json_schema
+def _say(text: str) -> None:
+    """Print a line on stderr, if there is anybody left to read it."""
+    with contextlib.suppress(OSError):
+        typer.echo(text, err=True)
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+
+def _drop_stdout() -> None:
+    """Print nothing more: the interpreter flushes stdout at its end, and would fail again."""
+    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for the interpreter's last flush)
+
+
+class SchemaSubject(StrEnum):
+    """What a schema describes: a case file, or a line of a run file."""
+
+    CASES = "cases"
+    RUN = "run"
+
+
+def schema(
+    of: Annotated[
+        SchemaSubject, typer.Option("--of", help="cases: of a case file; run: of a line of a run file.")
+    ] = SchemaSubject.CASES,
+) -> int:
+    """Print the JSON schema of case files, or of run files."""
+    if of is SchemaSubject.RUN:
+        from attncheck.reports.run_file.schema import run_file_schema as described
+    else:
+        from attncheck.cases.schema import json_schema as described
+
+    typer.echo(json.dumps(described(), indent=2))
     return 0
 
 
@@ -77,10 +121,10 @@ def _version(wanted: bool) -> None:
 
 app = typer.Typer(
     name="attncheck",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -98,11 +142,13 @@ def attncheck_command(
 
 app.command("run")(with_exit_code(run.run))
 app.command("warm")(with_exit_code(warm.warm))
+app.command("show")(with_exit_code(show.show))
 app.command("list")(with_exit_code(list_names.list_names))
 app.command("doctor")(with_exit_code(doctor.doctor))
 app.command("report")(with_exit_code(report.report))
 app.command("compare")(with_exit_code(compare.compare))
 app.command("expect")(with_exit_code(expect.expect))
+app.command("recommend")(with_exit_code(recommend.recommend))
 app.command("schema")(with_exit_code(schema))
 
 new_app = typer.Typer(help="Write files to begin with.", no_args_is_help=True, rich_markup_mode=None)
@@ -113,8 +159,26 @@ app.add_typer(new_app, name="new")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of ``arguments`` (default: the process's own) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _print_any_text()
     try:
-        app(words, prog_name="attncheck", obj=("attncheck", *words))
-    except SystemExit as left:  # how typer ends, always
-        return left.code if isinstance(left.code, int) else OK
-    return OK
+        code = app(words, prog_name="attncheck", obj=("attncheck", *words), standalone_mode=False)
+    except _UsageError as error:
+        return _wrong_usage(error)
+    except SystemExit as left:  # how completion ends
+        code = left.code
+    return code if isinstance(code, int) else OK
+
+
+def _print_any_text() -> None:
+    """Let stdout and stderr print a character that their encoding lacks as an escape, as in the locale C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _wrong_usage(error: Exception) -> int:
+    """Print the error of a command line that cannot be read, in the form of our own errors."""
+    text = io.StringIO()
+    error.show(text)  # type: ignore[attr-defined]
+    typer.echo(text.getvalue().replace("Error: ", "error: ", 1).rstrip(), err=True)
+    return WRONG_QUESTION

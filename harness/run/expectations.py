@@ -112,7 +112,7 @@ class Expectations:
         """One line for each entry that fails the run. Of a run that stopped early, only what it saw can be judged."""
         expired = [
             f"{entry}, but only until {entry.expectation.until}, and today is {self._today}: {plural(count, 'record')} "
-            "count again; repair the fault, or move the date"
+            "not excused; repair the fault, or move the date"
             for entry, count in self._expired.items()
         ]
         missed = [

@@ -153,7 +153,7 @@ def suite_speeds(comparison: RunComparison) -> tuple[str, ...]:
 
 
 def missing(comparison: RunComparison) -> tuple[str, ...]:
-    """Return what NEW lacks, a phrase each; empty: nothing."""
+    """Return what NEW lacks, and which run was cut off, a phrase each; empty: nothing."""
     cut = [
         f"the end of {side}" for side, run in (("BASE", comparison.base), ("NEW", comparison.new)) if not run.complete
     ]
@@ -194,7 +194,7 @@ def closing(comparison: RunComparison) -> str:
     if lacking := missing(comparison):
         rest = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         accepted = ", accepted by --allow-missing" if comparison.terms.allow_missing else ""
-        parts.append(f"not in NEW{accepted}: {lacking[0]}{rest}")
+        parts.append(f"missing{accepted}: {lacking[0]}{rest}")
     return f"{comparison.verdict}: {'; '.join(parts)}"
 
 

@@ -42,7 +42,7 @@ def _errors(comparison: RunComparison) -> Iterator[str]:
             title = f"{change.backend}: {change.case}, {change.part}: {summary.change_text(change.ratio)} time"
             yield annotation("error", title, f"{was} -> {now} (interval {summary.interval_text(change)})")
     if not comparison.terms.allow_missing:
-        yield from (annotation("error", "not in NEW", text) for text in summary.missing(comparison))
+        yield from (annotation("error", "missing", text) for text in summary.missing(comparison))
 
 
 def _warnings(comparison: RunComparison) -> Iterator[str]:
@@ -51,8 +51,7 @@ def _warnings(comparison: RunComparison) -> Iterator[str]:
         yield annotation("warning", "attncheck compare", text)
     if comparison.terms.allow_missing:
         yield from (
-            annotation("warning", "not in NEW, accepted by --allow-missing", text)
-            for text in summary.missing(comparison)
+            annotation("warning", "missing, accepted by --allow-missing", text) for text in summary.missing(comparison)
         )
     told = [change for change in summary.with_verdict(speeds, "slower") if not change.is_regression]
     if told:

@@ -44,7 +44,8 @@ class RunWriter:
 
     Raises:
         RunFileError: on entering, when ``path`` exists already (runs are never overwritten), cannot be written, or is
-            named as a form of compression that cannot be written line by line (``.gz`` can).
+            named as a form of compression that cannot be written line by line (``.gz`` can); later, when the disk is
+            full. What was written before stays readable.
         ValueError: from :meth:`add`, for a record whose key was written before.
     """
 
@@ -56,6 +57,7 @@ class RunWriter:
         self._errors: list[str] = []
         self._file: TextIOWrapper | None = None
         self._synced = monotonic()
+        self._written = 0
 
     def __enter__(self) -> Self:
         if self.path.exists():
@@ -88,19 +90,36 @@ class RunWriter:
         if kind is None:
             counts = {outcome: self._counts[outcome] for outcome in OUTCOMES if self._counts[outcome]}
             self._write(RunFooter(finished=now(), counts=counts, errors=tuple(self._errors)))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as failure:
+            if kind is None:
+                raise self._unwritten(failure) from failure
+        finally:
+            self._file = None
 
     def _write(self, line: RunHeader | Record | RunFooter) -> None:
         if self._file is None:
             raise ValueError(f"{self.path} is not open: use the writer in a with statement")
-        self._file.write(format_line(line) + "\n")
-        self._file.flush()
-        if monotonic() - self._synced >= SYNC_EVERY_S:
-            os.fsync(self._file.fileno())
-            self._synced = monotonic()
+        try:
+            self._file.write(format_line(line) + "\n")
+            self._file.flush()
+            if monotonic() - self._synced >= SYNC_EVERY_S:
+                os.fsync(self._file.fileno())
+                self._synced = monotonic()
+        except OSError as error:
+            raise self._unwritten(error) from error
+        self._written += 1
+
+    def _unwritten(self, error: OSError) -> RunFileError:
+        """The error of a disk that takes no more: what is safe."""
+        safe = max(self._written - 1, 0)  # the header is no record
+        return RunFileError(
+            str(self.path),
+            f"cannot be written: {error.strerror}; its first {safe} records can be read, as by `attncheck report`",
+        )
 
 
 @dataclass(frozen=True)

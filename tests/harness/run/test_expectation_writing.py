@@ -123,6 +123,17 @@ def test_every_finding_is_one_entry_with_its_story_above(tmp_path: Path) -> None
     assert {each.outcome for each in found} == {"xfailed"}
 
 
+def test_figures_and_addresses_may_be_others_the_next_time(tmp_path: Path) -> None:
+    records = [
+        errored("smoke/a.1", "no kernel at 0x7fa3 for [64]"),
+        errored("smoke/a.2", "no kernel at 0x1bee for [8]"),
+    ]
+    other = [errored("smoke/a.1", "no kernel at 0xfade for [7]"), errored("smoke/a.2", "no kernel for [8]")]
+    text, found = again(tmp_path, records, then=other)
+    assert text.count("- backend:") == 1
+    assert [each.outcome for each in found] == ["xfailed", "errored"]
+
+
 def test_another_fault_in_the_same_cases_is_not_excused(tmp_path: Path) -> None:
     records = [failed("smoke/a.1", "7 of 40 rows"), failed("smoke/a.2", "9 of 40 rows")]
     other = [failed("smoke/a.1", "row 3 is not a number"), records[1]]

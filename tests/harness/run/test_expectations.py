@@ -195,7 +195,7 @@ def test_an_entry_excuses_nothing_after_its_last_day(tmp_path: Path, until: str,
     assert outcomes == (["xfailed"] * 2 if is_excused else ["failed"] * 2)
     told = (
         f"{tmp_path}/e.yaml:2: Wrong, smoke/window.*, numerics: failed expected, but only until 2026-11-21, and today "
-        "is 2026-11-22: 2 records count again; repair the fault, or move the date"
+        "is 2026-11-22: 2 records not excused; repair the fault, or move the date"
     )
     assert expected.unmet() == ([] if is_excused else [told])
 

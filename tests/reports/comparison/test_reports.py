@@ -162,7 +162,7 @@ def test_what_new_lacks_is_told_everywhere(compare: Compare, make: Make, is_allo
     accepted = ", accepted by --allow-missing" if is_allowed else ""
     assert closing(found).startswith(f"{verdict}: ")
     assert closing(found).endswith(
-        f"1 of 2 cases of 1 of 1 backend compared; not in NEW{accepted}: 1 case of reference: smoke/b and 1 more"
+        f"1 of 2 cases of 1 of 1 backend compared; missing{accepted}: 1 case of reference: smoke/b and 1 more"
     )
     assert f"**{verdict}: " in md.render_comparison(found)
     text = terminal.render_comparison(found)
@@ -172,7 +172,7 @@ def test_what_new_lacks_is_told_everywhere(compare: Compare, make: Make, is_allo
         "1 case of reference: smoke/b",
         "check cudagraph of 1 case of reference: smoke/a",
     ]
-    assert all(line.startswith(f"::{kind} title=not in NEW") for line in github.annotations(found))
+    assert all(line.startswith(f"::{kind} title=missing") for line in github.annotations(found))
 
 
 def test_how_fast_new_is_stands_in_every_report(found: RunComparison) -> None:

@@ -63,6 +63,12 @@ def test_noise_of_single_cases_averages_out_and_noise_of_processes_does_not(spee
     assert widths[0.05, 25] > widths[0.05, 1] / 2
 
 
+def test_a_coarse_clock_widens_the_interval(speed: Speeds) -> None:
+    coarse = SpeedPair("a", *(speed([1e6] * 10, samples=(1_000_000, 1_100_000)) for _ in "12"))
+    (found,) = compare_suites([coarse], EFFECT)
+    assert (found.low, found.high) == (pytest.approx(1 / 1.1), pytest.approx(1.1))
+
+
 def test_every_suite_and_part_has_a_sentence_of_its_own(speed: Speeds) -> None:
     times = [1e6 * (1 + 0.001 * index) for index in range(6)]
     asked = [("decode/a", "forward"), ("decode/b", "forward"), ("decode/a", "build"), ("smoke/a", "forward")]

@@ -73,6 +73,7 @@ def test_every_outcome_is_told(make: Make, header: RunHeader, outcome: str, tag:
     assert case.attrib["name"] == "numerics"
     assert [child.tag for child in case] == ([] if tag is None else [tag])
     if tag is not None:
+        assert said in (case[0].text or "")  # all that GitLab shows
         assert case[0].attrib["message"] == said
     if tag == "skipped":
         assert case[0].attrib["type"] == outcome
@@ -150,6 +151,19 @@ def test_a_lone_surrogate_does_not_keep_the_file_from_being_written(make: Make, 
     record = make("failed").model_copy(update={"summary": "a\udcffb"})
     text = junit.render_runs([Run("run.jsonl", header, (record,))])
     assert "a?b" in ET.fromstring(text.encode("utf-8"))[0].find("testcase/failure").attrib["message"]
+
+
+def test_a_test_names_the_file_of_its_backend_from_the_root_of_the_checkout(make: Make, header: RunHeader) -> None:
+    records = (
+        make("passed", backend="Mine", backend_ref="/work/kernels/mine.py:Mine"),
+        make("failed", backend="Other", backend_ref="./other.py:Other"),
+        make("passed", backend="Elsewhere", backend_ref="/home/mine.py:Elsewhere"),
+        make("passed"),
+    )
+    root = ET.fromstring(junit.render_runs([Run("run.jsonl", header, records)], "/work"))
+    files = {case.attrib["classname"].rpartition(".")[2]: case.get("file") for case in root.iter("testcase")}
+    del files["run"]  # the run is incomplete
+    assert files == {"Mine": "kernels/mine.py", "Other": "other.py", "Elsewhere": None, "reference": None}
 
 
 def test_failures_of_one_finding_have_one_type_and_tell_what_is_common(make: Make, header: RunHeader) -> None:

@@ -1,0 +1,43 @@
+"""Signals that end a run: each comes as an exception, so that what was found is still shown. Loads no torch."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interruption(KeyboardInterrupt):
+    """A signal that ends the run. ``exit_code``: that of a command which the signal ended, by a shell's rule."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = 128 + number
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise Interruption where a signal comes that ends the run; a second one ends the process at once.
+
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored. Does nothing outside of the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    taken = [number for number in _SIGNALS if before[number] not in (signal.SIG_IGN, None)]
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        for each in taken:
+            signal.signal(each, signal.SIG_DFL)
+        raise Interruption(number)
+
+    try:
+        for number in taken:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
