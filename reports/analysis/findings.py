@@ -90,7 +90,8 @@ class Finding:
                 return joined(seen)
             case Errored():
                 first = next(iter(self.example.message.strip().splitlines()), "")
-                return f"{self.words}: {first}" if first and first not in self.words else self.words
+                place = self.words.removesuffix(f": {without_figures(first)}")  # which words without a place end with
+                return f"{place}: {first}" if first else self.words
             case _:
                 return self.words
 

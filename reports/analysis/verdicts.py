@@ -17,8 +17,8 @@ from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Record
 class BackendVerdict:
     """What a run says of one backend. ``cases``: how many were examined.
 
-    ``could_declare``: capabilities that it does not declare, and answers right in every case that needs them; and the
-    CUDA-graph level that was measured above the declared one.
+    ``could_declare``: capabilities that it does not declare, and answers right where it does not refuse the case; and
+    the CUDA-graph level that was measured above the declared one.
     """
 
     backend: str
@@ -77,9 +77,9 @@ def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
 
 
 def _undeclared_and_right(support: Sequence[SupportRow], backend: str) -> list[str]:
-    """Return the features that the backend does not declare, and answers right wherever a case needs them."""
+    """Return the features that the backend does not declare, and answers right where it does not refuse the case."""
     return [
-        f"{row.feature} ({row.answered} of {row.answered} right)"
+        f"{row.feature} ({row.answered} of {row.answered + row.refused + row.unclear} right)"
         for row in support
         if row.backend == backend and row.verdict == "answered" and not row.is_form
     ]

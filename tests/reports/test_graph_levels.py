@@ -157,6 +157,26 @@ def test_the_terminal_keeps_to_100_columns_and_cuts_long_reasons(graph: Make, as
     assert "a" * 24 + "..." in text
 
 
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_levels_keep_to_the_width_without_a_loss(graph: Make, asked: RunHeader, width: int) -> None:
+    records = [
+        graph("passed", ROOMY),
+        graph("failed", BROKEN, backend="Wrong"),
+        graph("unsupported", UNSEEN, case_id="b"),
+    ]
+    text = terminal.render(asked, records, width=width)
+    text = text[text.index("CUDA-graph levels (") : text.index("finding 1")]
+    assert max(map(len, text.splitlines())) <= width
+    shown = " ".join(text.split())
+    cells = f"declared {SINGLE}, measured UNIFORM_BATCH, cases 1, probes 3/3"
+    assert (f"reference: {cells}" in shown) == (width < 90)
+    for words in ("UNIFORM_BATCH", "cannot tell", "2/3", f"broke at 1+K tokens (UNIFORM_BATCH): {READ}"):
+        assert words in shown
+    assert "head-room: could declare UNIFORM_BATCH" in shown
+    coloured = terminal.render(asked, records, width=width, color=True)
+    assert re.sub(r"\033\[\d+m", "", coloured) == terminal.render(asked, records, width=width)
+
+
 def test_measured_is_red_below_declared_and_green_otherwise(graph: Make, asked: RunHeader) -> None:
     records = [graph("passed", ROOMY), graph("failed", BROKEN, backend="Wrong"), graph("passed", UNSEEN, case_id="b")]
     text = terminal.render(asked, records, color=True)
