@@ -20,9 +20,12 @@ import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
 from attncheck.harness.cli import compare, doctor, list_names, new, report, run, warm
-from attncheck.harness.cli.interruption import Interruption
+from attncheck.harness.cli.interruption import signal_of
+from attncheck.harness.cli.usage import HELP, usage_error_in_words
 
-OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT = 0, 1, 2, 3
+_SIGNALLED = 128
+"""Exit code of a command that a signal ended, less the number of the signal: a shell's rule."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a disk or a terminal, where attncheck writes: no fault of its own."""
@@ -48,14 +51,13 @@ def exit_code(work: Callable[[], int]) -> int:
     try:
         return work()
     except (QuestionError, BackendUnavailableError) as error:
-        _say(f"error: {error}")
+        for line in str(error).splitlines():  # a file may have several mistakes
+            _say(f"error: {line}")
         return WRONG_QUESTION
-    except Interruption as interruption:
-        _say(str(interruption))
-        return interruption.exit_code
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        number = signal_of(interrupt)
+        _say(f"interrupted by {number.name}")
+        return _SIGNALLED + number
     except BrokenPipeError:
         # The reader left, as `attncheck list | head` does. What could be said was said.
         _drop_stdout()
@@ -138,7 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of ``arguments`` (default: the process's own) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(words, prog_name="attncheck", obj=("attncheck", *words))
-    except SystemExit as left:  # how typer ends, always
-        return left.code if isinstance(left.code, int) else OK
-    return OK
+        code = app(words, prog_name="attncheck", obj=("attncheck", *words), standalone_mode=False)
+    except Exception as error:
+        message = usage_error_in_words(error)
+        if message is None:
+            raise
+        _say(message if message.startswith(HELP) else f"error: {message}")
+        return WRONG_QUESTION
+    return code if isinstance(code, int) else OK

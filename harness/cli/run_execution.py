@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import typer
 
 from attncheck.errors import QuestionError, RunFileError
-from attncheck.harness.cli.interruption import interruptible
+from attncheck.harness.cli.interruption import interruptible, signal_of
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing, select_cases
@@ -249,6 +249,8 @@ def _examine(
         if not records:
             raise
         ended_by = error
-        how = "stopped, since the run file cannot be written" if isinstance(error, RunFileError) else str(error)
-        stopped = f"{how or 'interrupted'}: {tally.done} of {tally.cases} cases"
+        how = "stopped, since the run file cannot be written"
+        if isinstance(error, KeyboardInterrupt):
+            how = f"interrupted by {signal_of(error).name}"
+        stopped = f"{how}: {tally.done} of {tally.cases} cases"
     return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped, ended_by)
