@@ -110,7 +110,7 @@ def test_each_mistake_of_a_case_file_is_an_error_of_its_own(folder: Path, capsys
     assert cli.main(["list", "cases", "--suite", "bad.yaml"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: bad.yaml:3:43: cases[0].layer.num_heads: num_heads must be above 0 (found 0)")
-    assert second.startswith("error: bad.yaml:4:12: cases[1].bach: a case has no key 'bach'")
+    assert second.startswith("error: bad.yaml:4:13: cases[1].bach: a case has no key 'bach'")
 
 
 def test_a_backend_asked_for_by_name_must_have_been_examined(
