@@ -37,8 +37,6 @@ SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
 
 P = ParamSpec("P")
 
-"""What typer raises for a command line it cannot read; typer gives its base class no name of its own."""
-
 
 def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
     """Run a command and leave with its exit code; nothing it raises gets any further."""
