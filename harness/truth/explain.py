@@ -16,6 +16,7 @@ from attncheck.harness.problem.output_quantisation import output_error, output_v
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.head_map import other_heads
 from attncheck.harness.truth.hypotheses import Hypothesis, explanations, imprecisions
+from attncheck.harness.truth.key_spans import WINDOW_START, other_spans
 from attncheck.harness.truth.latent_forms import latent_explanations
 from attncheck.harness.truth.paging_hypotheses import paging_explanations
 from attncheck.harness.truth.path_hypotheses import path_explanations
@@ -70,6 +71,7 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
         yield from ((h.meaning, h.compute()[0]) for h in _explanations(problem, truth))
         if (mapped := other_heads(problem, truth, values, shares)) is not None:
             yield mapped
+        yield from other_spans(problem, truth, values, shares)
 
     factor = _common_factor(truth, values, shares)
     scaled = (f"the output is the right one times {factor:.3g}", truth.out * factor)
@@ -107,6 +109,8 @@ def concerned_features(problem: Problem, truth: Truth, meaning: str | None) -> t
     words = (meaning or "").partition(EVIDENCE)[0]
     if not words or _too_much_work(truth):
         return ()
+    if words.startswith(WINDOW_START):
+        return ("sliding_window",)
     return next((each.features for each in _explanations(problem, truth) if each.meaning == words), ())
 
 

@@ -44,23 +44,31 @@ def rescaling_explanations(params: AttentionParams, rows: UnpagedAttention, bloc
 
 def _scores(params: AttentionParams, rows: UnpagedAttention, request: int) -> Tensor:
     """Return the masked scores of a request, float64 ``[H, rows, keys]``."""
-    query, keys, _ = _parts(rows, request)
-    device, context = query.device, len(keys) - len(query)
-    q_pos = torch.arange(len(query), device=device)[:, None] + context
-    k_pos = torch.arange(len(keys), device=device)[None]
+    scores = unmasked_scores(params, rows, request)
+    num_rows, num_keys = scores.shape[1:]
+    q_pos = torch.arange(num_rows, device=scores.device)[:, None] + (num_keys - num_rows)
+    k_pos = torch.arange(num_keys, device=scores.device)[None]
+    return scores.masked_fill(~rows.sees(params, q_pos, k_pos, num_keys - num_rows), -torch.inf)
+
+
+def unmasked_scores(params: AttentionParams, rows: UnpagedAttention, request: int) -> Tensor:
+    """Return the scores of a request as if every row saw every key, float64 ``[H, rows, keys]``."""
+    query, keys, _ = parts_of_request(rows, request)
     query_qNgD = query.unflatten(1, (params.num_kv_heads, params.group_size))
     scores = torch.einsum("qngd,knd->ngqk", query_qNgD, keys).flatten(0, 1) * params.softmax_scale
     if params.soft_cap is not None:
         scores = torch.tanh(scores / params.soft_cap) * params.soft_cap
     if params.alibi_slopes is not None:
-        distance = (k_pos - q_pos).double()
+        q_pos = torch.arange(len(query), device=query.device)[:, None] + (len(keys) - len(query))
+        distance = (torch.arange(len(keys), device=query.device)[None] - q_pos).double()
         bias = -(-distance.clamp(max=0)).sqrt() if params.alibi_sqrt else distance
-        scores = scores + torch.tensor(params.alibi_slopes, dtype=torch.float64, device=device)[:, None, None] * bias
-    return scores.masked_fill(~rows.sees(params, q_pos, k_pos, context), -torch.inf)
+        slopes = torch.tensor(params.alibi_slopes, dtype=torch.float64, device=query.device)
+        scores = scores + slopes[:, None, None] * bias
+    return scores
 
 
-def _parts(rows: UnpagedAttention, request: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, keys and values of a request, float64."""
+def parts_of_request(rows: UnpagedAttention, request: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, keys and values of a request, float64."""
     q, k = (starts[request : request + 2].tolist() for starts in (rows.cu_seqlens_q, rows.cu_seqlens_k))
     return rows.query[slice(*q)].double(), rows.keys[slice(*k)].double(), rows.values[slice(*k)].double()
 
@@ -76,7 +84,7 @@ def _attend(
     """Output ``[T, H, Dv]`` and LSE ``[T, H]`` of a kernel that leaves out a rescaling."""
     outs, lses = [], []
     for request in range(len(rows.cu_seqlens_q) - 1):
-        values_KNv = _parts(rows, request)[2]
+        values_KNv = parts_of_request(rows, request)[2]
         s_HqK = scores(request)
         if not s_HqK.numel():
             outs.append(s_HqK.new_zeros(s_HqK.shape[1], params.num_heads, values_KNv.shape[-1]))

@@ -105,6 +105,16 @@ FAULTS: dict[str, dict[str, Any]] = {
         "slot": lambda table, r, k, size: right_slot(table, r, k + 1, size)
     },
     "the mask is that of the next row: a key too late": {"seen": lambda q, n: range(min(q + 2, n))},
+    # A tile of 8 rows and 8 keys whose mask is left out where it begins before the tile's last row.
+    "keys after the last visible one are seen, up to 7 of them: its truth fits all rows": {
+        "seen": lambda q, n: range(min(q // 8 * 8 + 8, n))
+    },
+    "the last visible keys are missing, up to 3 of them: its truth fits all rows": {
+        "seen": lambda q, n: range((q + 1) // 4 * 4 or q + 1)
+    },
+    "the keys begin too late: up to 16 of its first keys are missing": {
+        "seen": lambda q, n: range(16 if q > 80 else 0, q + 1)
+    },
     "only the first page is read": {"seen": lambda q, n: range(min(q + 1, 16))},
     "only the last page is read": {"seen": lambda q, n: range((n - 1) // 16 * 16, q + 1)},
     "only the first split of 128 keys is read": {"seen": lambda q, n: range(min(q + 1, 128))},

@@ -1,0 +1,101 @@
+"""Which span of keys each wrong row sees, where its output is the right one of other neighbouring keys.
+
+A mask that is left out in one tile, a window that begins at a page, a lost tail: each row then sees more or fewer keys
+at one end of its span than it should, and how many differs from row to row.
+"""
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.problem.problem import Problem, Request
+from attncheck.harness.problem.visible_span import visible_span
+from attncheck.harness.truth.softmax_hypotheses import parts_of_request, unmasked_scores
+from attncheck.harness.truth.truth import Truth
+
+WINDOW_START = "the window begins"
+"""How the meaning begins of a fault at the first key of a sliding window."""
+
+_MOST_ROWS = 128
+"""Wrong rows of one answer for which spans are tried."""
+
+_MOST_SCORES = 2**24
+"""Scores ``H * rows * keys`` of a request above which they are not held at once."""
+
+
+def other_spans(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> list[tuple[str, Tensor]]:
+    """Return (meaning, output ``[T, H, Dv]``) of the spans that come nearest to ``values``: other ends, other starts.
+
+    ``shares``: the errors of ``values`` in budgets, ``[T, H]``. Only wrong rows get another span. Empty where the rows
+    have no such span, or are too many.
+    """
+    wrong = (shares > 1).any(dim=1)
+    if truth.rows.tree is not None or problem.layer.mla is not None or not 0 < int(wrong.sum()) <= _MOST_ROWS:
+        return []
+    outs = {"end": truth.out.clone(), "start": truth.out.clone()}
+    moved: dict[str, list[int]] = {"end": [], "start": []}
+    for index, request in enumerate(problem.requests):
+        own = wrong[request.first_row : request.first_row + request.rows].nonzero().flatten()
+        if not len(own):
+            continue
+        if truth.params.num_heads * request.rows * request.num_keys > _MOST_SCORES:
+            return []
+        for place, (out, shift) in _nearest(truth, index, request, own, values, shares).items():
+            outs[place][request.first_row + own] = out
+            moved[place] += shift.tolist()
+    return [
+        (_words(place, shifts, has_window=min(truth.params.window) >= 0), outs[place])
+        for place, shifts in moved.items()
+        if any(shifts)
+    ]
+
+
+def _nearest(
+    truth: Truth, index: int, request: Request, own: Tensor, values: Tensor, shares: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return, for rows ``own [r]`` of a request, the nearest output ``[r, H, Dv]`` and by how many keys it is moved."""
+    params = truth.params
+    scores = unmasked_scores(params, truth.rows, index)[:, own]
+    held = parts_of_request(truth.rows, index)[2].repeat_interleave(params.group_size, dim=1).transpose(0, 1)
+    sinks = torch.full((params.num_heads,), -torch.inf) if params.sinks is None else torch.tensor(params.sinks)
+    first, last = visible_span(params, own + (request.num_keys - request.rows), request.num_keys)
+    key = torch.arange(request.num_keys, device=scores.device)
+    is_visible = (key >= first[:, None]) & (key <= last[:, None])
+    # A key that is not visible may outweigh all that are, which must keep their digits; it need not be exact itself.
+    top = scores.masked_fill(~is_visible, -torch.inf).amax(dim=-1, keepdim=True).clamp(min=-1e300)
+    weights = torch.exp((scores - top).clamp(max=300.0))  # [H, r, keys]
+    sink = torch.exp(sinks.to(scores)[:, None] - top[..., 0])
+    rows = request.first_row + own
+    is_wrong = (shares[rows] > 1).double()
+    found = {}
+    for place, inside in (("end", key >= first[:, None]), ("start", key <= last[:, None])):
+        nearest, least = truth.out[rows], torch.full((len(own),), torch.inf, dtype=torch.float64, device=scores.device)
+        shift = torch.zeros_like(own)
+        part, total = held.new_zeros(len(held), len(own), held.shape[-1]), sink
+        for at in key.tolist() if place == "end" else reversed(key.tolist()):
+            weight = weights[..., at] * inside[:, at]
+            part, total = part + weight[..., None] * held[:, None, at], total + weight
+            answer = (part / total.clamp(min=1e-300)[..., None]).transpose(0, 1)
+            error = (torch.linalg.vector_norm(answer - values[rows], dim=-1) * is_wrong).sum(dim=1)
+            is_better = error < least
+            least = torch.where(is_better, error, least)
+            nearest = torch.where(is_better[:, None, None], answer, nearest)
+            shift = torch.where(is_better, at - last if place == "end" else first - at, shift)
+        found[place] = nearest, shift
+    return found
+
+
+def _words(place: str, shifts: list[int], *, has_window: bool) -> str:
+    """Return the fault in words; a shift above 0 is a span with more keys than the right one."""
+    low, high = min(shifts), max(shifts)
+    if place == "start":
+        name = WINDOW_START if has_window else "the keys begin"
+        if low >= 0:
+            return f"{name} too early: up to {high} older keys are seen"
+        if high <= 0:
+            return f"{name} too late: up to {-low} of its first keys are missing"
+        return f"{name} up to {high} keys too early or {-low} keys too late"
+    if low >= 0:
+        return f"keys after the last visible one are seen, up to {high} of them"
+    if high <= 0:
+        return f"the last visible keys are missing, up to {-low} of them"
+    return f"the keys end up to {high} too late or {-low} too early"
