@@ -36,6 +36,7 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record, RunFooter
 from attncheck.reports.run_file.store import Run, RunWriter, count_outcomes, now, read_run
 from attncheck.reports.terminal import run as terminal
+from attncheck.reports.terminal.columns import Style
 
 Candidate = str | type[AttentionBackend] | Callable[..., object]
 
@@ -117,7 +118,7 @@ class Examination:
         if report_format not in FORMATS:
             raise UnknownNameError("report format", report_format, list(FORMATS))
         run = Run("examination", self.header, self.records, self.footer)
-        return FORMATS[report_format].render_runs((run,), False).text
+        return FORMATS[report_format].render_runs((run,), Style()).text
 
     def __str__(self) -> str:
         """Return the report a terminal would show."""

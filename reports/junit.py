@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding, findings
+from attncheck.reports.analysis.places import backend_file
 from attncheck.reports.analysis.rounds import WorstRound, worst_rounds
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import (
@@ -31,21 +32,24 @@ _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 """What is no character of XML 1.0 (its production 2)."""
 
 
-def render_runs(runs: Sequence[Run]) -> str:
-    """One document of all ``runs``, ending in a newline."""
-    root = ET.Element("testsuites", name="attncheck")
+def render_runs(runs: Sequence[Run], root: str = "") -> str:
+    """Return one document of all ``runs``, ending in a newline.
+
+    ``root``: the folder of the checkout; a test names the file of its backend if that lies below it.
+    """
+    document = ET.Element("testsuites", name="attncheck")
     for run in runs:
-        for element in _suites(run):
-            element.set("id", str(len(root)))
-            root.append(element)
+        for element in _suites(run, root):
+            element.set("id", str(len(document)))
+            document.append(element)
     for total in ("tests", "failures", "errors", "skipped"):
-        root.set(total, str(sum(int(suite.get(total, "0")) for suite in root)))
-    root.set("time", _seconds(sum(float(suite.get("time", "0")) for suite in root)))
-    ET.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+        document.set(total, str(sum(int(suite.get(total, "0")) for suite in document)))
+    document.set("time", _seconds(sum(float(suite.get("time", "0")) for suite in document)))
+    ET.indent(document)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(document, encoding="unicode") + "\n"
 
 
-def _suites(run: Run) -> Iterator[ET.Element]:
+def _suites(run: Run, root: str) -> Iterator[ET.Element]:
     durations: dict[tuple[str, ...], float] = {}
     for record in run.records:
         durations[_test_of(record)] = durations.get(_test_of(record), 0.0) + record.duration_s
@@ -58,6 +62,9 @@ def _suites(run: Run) -> Iterator[ET.Element]:
     found = {record.key: finding for finding in findings(run.records, run.header) for record in finding.records}
     for (suite, backend), asked in groups.items():
         cases = [_case(each, run.header, durations[_test_of(each.record)], latencies, found) for each in asked]
+        if file := backend_file(asked[0].record.backend_ref, root):
+            for case in cases:
+                case.set("file", _text(file))
         yield _suite(f"{suite}.{backend}", run.header, cases, _properties(run.header, backend))
     faults = [("error of the run", error) for error in run.errors]
     if (warning := phrases.incomplete(run)) is not None:
@@ -124,11 +131,11 @@ def _case(
     happened = rounds + phrases.what_happened(record)
     match record:
         case Unsupported() | Unavailable():
-            reasons = "; ".join(record.reasons)
-            ET.SubElement(case, "skipped", type=record.outcome, message=_text(f"{record.outcome}: {reasons}"))
+            message = f"{record.outcome}: {'; '.join(record.reasons)}"
+            _add(case, "skipped", record.outcome, message, message)
         case XFailed():
             message = f"fell short as expected: {record.reason}: {record.summary}"
-            ET.SubElement(case, "skipped", type=record.outcome, message=_text(message))
+            _add(case, "skipped", record.outcome, message, message)
         case Errored() | Crashed():
             _add(case, "error", kind, happened, _story(record, header, finding))
         case _ if worst.short:
@@ -171,6 +178,7 @@ def _fault(name: str, message: str) -> ET.Element:
 
 
 def _add(case: ET.Element, tag: str, kind: str, message: str, body: str) -> None:
+    """Add an element; Jenkins shows ``message`` and ``body``, GitLab ``body`` alone."""
     ET.SubElement(case, tag, type=_text(kind), message=_text(message)).text = _text(body)
 
 

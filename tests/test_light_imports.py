@@ -19,6 +19,7 @@ LIGHT = {
     "import attncheck.harness.workers.worker_pool": {"torch"},
     "import attncheck.harness.cli.app": {*ARRAYS, "pydantic", "yaml", "rich"},
     "import attncheck.reports.terminal.run, attncheck.reports.markdown.run": ARRAYS,
+    "import attncheck.reports.terminal.recommendation": ARRAYS,
     "import attncheck.reports.html": {*ARRAYS, "jinja2", "matplotlib"},
     # Candidates: what they declare is known where their library is missing.
     "from attncheck.backends.registry import load; load('flashinfer')": {"flashinfer", "triton"},

@@ -21,7 +21,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
-from attncheck.harness.cli import compare, doctor, expect, list_names, new, report, run, warm
+from attncheck.harness.cli import compare, doctor, expect, list_names, new, recommend, report, run, show, warm
 from attncheck.harness.cli.interruption import Interruption
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -142,11 +142,13 @@ def attncheck_command(
 
 app.command("run")(with_exit_code(run.run))
 app.command("warm")(with_exit_code(warm.warm))
+app.command("show")(with_exit_code(show.show))
 app.command("list")(with_exit_code(list_names.list_names))
 app.command("doctor")(with_exit_code(doctor.doctor))
 app.command("report")(with_exit_code(report.report))
 app.command("compare")(with_exit_code(compare.compare))
 app.command("expect")(with_exit_code(expect.expect))
+app.command("recommend")(with_exit_code(recommend.recommend))
 app.command("schema")(with_exit_code(schema))
 
 new_app = typer.Typer(help="Write files to begin with.", no_args_is_help=True, rich_markup_mode=None)

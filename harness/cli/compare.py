@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attncheck.errors import QuestionError, shorten
-from attncheck.harness.cli.output import Color, ColorChoice, refuse_input, use_color, write_output
+from attncheck.harness.cli.output import Color, ColorChoice, refuse_input, terminal_width, use_color, write_output
 from attncheck.reports.formats import FORMATS
+from attncheck.reports.terminal.columns import Style
 
 _RENDERERS = {name: form.render_comparison for name, form in FORMATS.items() if form.render_comparison is not None}
 _ABOUT = [FORMATS[name].about_comparison for name in _RENDERERS]
@@ -72,7 +73,7 @@ def compare(
     terms = ComparisonTerms(effect=effect, thresholds=thresholds, allow_missing=allow_missing)
     backends = _pairs(match or ())
     compared = compare_runs(read_run(base), read_run(new), backends=backends, terms=terms)
-    rendered = _RENDERERS[form](compared, output is None and use_color(color))
+    rendered = _RENDERERS[form](compared, Style(terminal_width(), output is None and use_color(color)))
     refuse_input(output, (base, new))
     write_output(rendered.text, output, is_summary=FORMATS[form].is_step_summary)
     typer.echo(rendered.log, nl=False)

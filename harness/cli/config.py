@@ -45,11 +45,11 @@ class Config(BaseModel):
     skip: Names = ()
     settings: Names = ()
     expect: Path | None = None
-    output: Path | None = None
     device: str | None = None
-    seed: int | None = Field(default=None, ge=0, strict=True)
-    case_timeout: float | None = Field(default=None, ge=0)
-    keep: int = Field(default=KEEP, ge=1, strict=True)
+    seed: Annotated[int, Field(ge=0, strict=True)] | None = None
+    case_timeout: Annotated[float, Field(ge=0)] | None = None
+    output: Path | None = None
+    keep: Annotated[int, Field(ge=1, strict=True)] = KEEP
 
     _path: Path | None = None
 

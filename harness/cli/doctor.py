@@ -14,8 +14,29 @@ if TYPE_CHECKING:
     from attncheck.harness.run.kernel_caches import KernelCache
 
 WIDTH = 100
-LIBRARIES = ("pydantic", "pytest", "triton", "xformers", "flashinfer-python", "flash-attn", "vllm")
-"""Distributions whose presence decides what can run; they are looked up, never imported."""
+LIBRARIES = {
+    "pydantic": "pydantic",
+    "pytest": "pytest",
+    "triton": "attncheck[triton]",
+    "xformers": "attncheck[xformers]",
+    "flashinfer-python": "attncheck[flashinfer]",
+    "flash-attn": "attncheck[flash-attn]",
+    "vllm": "vllm",
+}
+"""Distributions whose presence decides what can run, and what pip installs for each; looked up, never imported."""
+
+NEEDS = {
+    "triton_unified": ("triton",),
+    "triton_mla": ("triton",),
+    "xformers": ("xformers", "triton"),
+    "xformers_vllm": ("xformers", "triton"),
+    "flash_attn": ("flash-attn",),
+    "flashinfer": ("flashinfer-python", "triton"),
+    "vllm": ("vllm",),
+}
+"""The distributions that built-in backends take besides attncheck's own."""
+
+ABSENT = "not available on this machine"
 
 
 def doctor() -> int:
@@ -23,7 +44,11 @@ def doctor() -> int:
     import attncheck
 
     _line("attncheck", f"{attncheck.__version__}, Python {platform.python_version()}, {_system()}")
-    _line("libraries", ", ".join(f"{name} {_installed(name)}" for name in LIBRARIES))
+    found = {name: version for name in LIBRARIES if (version := _installed(name)) is not None}
+    _line("libraries", ", ".join(f"{name} {version}" for name, version in found.items()))
+    for name, requirement in LIBRARIES.items():
+        if name not in found:
+            _line("not installed", f"{name}: pip install '{requirement}'")
     try:
         import torch
     except Exception as error:  # noqa: BLE001 (a broken installation raises anything, and is what we are asked about)
@@ -47,25 +72,35 @@ def doctor() -> int:
     typer.echo()
     for name in registry.known_names():
         if name in registry.FAMILIES:
-            _line(name, f"stands for many backends: name one, such as {registry.FAMILIES[name]}")
+            lacking = "".join(f"; {library} is not installed" for library in _missing(name))
+            _line(name, f"stands for many backends: name one, such as {registry.FAMILIES[name]}{lacking}")
         else:
             _backend(name, devices)
     return 0
 
 
 def _line(name: str, text: str) -> None:
-    typer.echo(textwrap.fill(text, WIDTH, initial_indent=f"{name:<15} ", subsequent_indent=" " * 16))
+    lines = textwrap.fill(
+        text, WIDTH, initial_indent=f"{name:<15} ", subsequent_indent=" " * 16, break_on_hyphens=False
+    )
+    typer.echo(lines)
 
 
 def _system() -> str:
     return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
-def _installed(name: str) -> str:
+def _installed(name: str) -> str | None:
+    """Return the version of a distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return None
+
+
+def _missing(backend: str) -> list[str]:
+    """Return the distributions that a built-in backend needs and that are not installed."""
+    return [name for name in NEEDS.get(backend, ()) if _installed(name) is None]
 
 
 def _cpu() -> str:
@@ -109,7 +144,7 @@ def _why_no_cuda() -> str:
     try:
         return choose_device("cuda")
     except DeviceError as error:
-        return f"not here: {error.reason.partition(';')[0]}"
+        return f"{ABSENT}: {error.reason.partition(';')[0]}"
 
 
 def _backend(name: str, devices: list[str]) -> None:
@@ -120,11 +155,14 @@ def _backend(name: str, devices: list[str]) -> None:
     from attncheck.harness.run.backend_description import missing_variables
     from attncheck.harness.run.backend_loading import required_environment
 
+    missing = _missing(name)
     try:
         found = registry.load(name)
     except AttncheckError as error:
-        _line(name, f"cannot be loaded: {error}")
+        lacking = "; ".join(f"{library} is not installed" for library in missing)
+        _line(name, f"{ABSENT}: {lacking}" if lacking else f"cannot be loaded: {error}")
         return
+    version = "" if missing else f"{found.version or 'of unknown version'}, "
     for device in devices:
         try:
             needs = missing_variables(required_environment(found, device), os.environ)
@@ -134,10 +172,10 @@ def _backend(name: str, devices: list[str]) -> None:
             needs, reasons = {}, (f"unavailable_reasons raised {failure.raised.message}",)
         except AttncheckError as error:
             needs, reasons = {}, (str(error),)
-        verdict = f"not here: {'; '.join(reasons)}" if reasons else "can run"
+        verdict = f"{ABSENT}: {'; '.join(reasons)}" if reasons else "can run"
         words = " ".join(f"{variable}={value}" for variable, value in needs.items())
         with_words = f", with {words}" if words and not reasons else ""
-        _line(name, f"{found.version or 'no version'}, on {device}: {verdict}{with_words}")
+        _line(name, f"{version}on {device}: {verdict}{with_words}")
 
 
 @contextlib.contextmanager

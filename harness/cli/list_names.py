@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from attncheck.reference.spec import BatchSpec
 
 
-WIDTH = 100
-
-
 class Listable(StrEnum):
     """What can be listed."""
 
@@ -58,11 +55,13 @@ def list_names(
 
 
 def _print(rows: list[list[str]]) -> None:
-    """Columns lined up; the last one folded where a line would pass 100 columns."""
+    """Columns lined up; the last one folded where a line would be wider than the terminal."""
     from tabulate import tabulate
 
+    from attncheck.harness.cli.output import terminal_width
+
     lead = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
-    folded = [[*row[:-1], textwrap.fill(row[-1], max(WIDTH - lead, 40))] for row in rows]
+    folded = [[*row[:-1], textwrap.fill(row[-1], max(terminal_width() - lead, 20))] for row in rows]
     typer.echo(tabulate(folded, tablefmt="plain", disable_numparse=True))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.support import REFUSALS, answered_cases
+from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel
 from attncheck.reports.run_file.records import EXAMINED, Failed, Record, XPassed, graph_of
 
 _CHANCE = 0.01
@@ -21,7 +22,7 @@ _CHANCE = 0.01
 class FalseClaim:
     """A capability that a backend declares: ``wrong`` of the ``asked`` cases that need it fall short.
 
-    ``measured``: of a CUDA-graph level, the level that is true; empty for any other capability.
+    ``measured``: of a CUDA-graph level, the level that all layers reach; empty for any other capability.
     """
 
     backend: str
@@ -46,23 +47,16 @@ def false_claims(found: Sequence[Finding], records: Sequence[Record]) -> tuple[F
         needs = _needs(records, backend)
         false: set[str] = set()
         short: set[tuple[str, str]] = set()
-        levels: dict[str, FalseClaim] = {}
         for finding in found:
             if finding.backend != backend or isinstance(finding.example, XPassed):
                 continue
             false.update(concerned(finding, needs))
             short.update((record.suite, record.case_id) for record in finding.records)
-            for record in finding.records:
-                graph = graph_of(record)
-                if graph is not None and isinstance(record, Failed) and graph.declared != graph.measured:
-                    name = f"CUDA-graph level {graph.declared}"
-                    levels.setdefault(name, FalseClaim(backend, name, 1, 1, graph.measured or "a lower one"))
-        if "lse" not in false:
-            levels |= {claim.capability: claim for claim in _lse_claim(records, backend)}
         asked = {name: [case for case, own in needs.items() if name in own] for name in false}
         own = [FalseClaim(backend, name, len(short.intersection(cases)), len(cases)) for name, cases in asked.items()]
         claims += sorted(own, key=lambda claim: (-claim.wrong, claim.capability))
-        claims += levels.values()
+        claims += [] if "lse" in false else _lse_claim(records, backend)
+        claims += _level_claims(records, backend)
     return tuple(claims)
 
 
@@ -113,6 +107,21 @@ def _lse_claim(records: Sequence[Record], backend: str) -> list[FalseClaim]:
     short = {(r.suite, r.case_id) for r in own if r.check == "numerics" and r.outcome not in ("passed", "xpassed")}
     wrong = [r for r in asked if isinstance(r, Failed) and (r.suite, r.case_id) not in short]
     return [FalseClaim(backend, "lse", len(wrong), len(asked))] if wrong else []
+
+
+def _level_claims(records: Sequence[Record], backend: str) -> list[FalseClaim]:
+    """Return the CUDA-graph levels that layers declare and do not reach, with the lowest that one of them reaches."""
+    reached: dict[GraphLevel, list[GraphLevel]] = {}
+    for record in records:
+        graph = graph_of(record)
+        if record.backend == backend and isinstance(record, Failed) and graph and graph.declared != graph.measured:
+            reached.setdefault(graph.declared, []).extend([graph.measured] if graph.measured else [])
+    return [
+        FalseClaim(
+            backend, f"CUDA-graph level {declared}", 1, 1, min(found, key=GRAPH_LEVELS.index, default="a lower one")
+        )
+        for declared, found in reached.items()
+    ]
 
 
 def _needs(records: Sequence[Record], backend: str) -> dict[tuple[str, str], frozenset[str]]:

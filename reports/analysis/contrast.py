@@ -48,7 +48,7 @@ class Condition:
         if self.bound == _GIVEN:
             return value is not None
         if not self.bound:
-            return value in self.values
+            return any(_is_same(value, each) for each in self.values)
         if isinstance(value, str | bool) or value is None:
             return False
         (limit,) = self.values
@@ -139,7 +139,8 @@ def parts_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> list[tuple[Contras
     Returns (contrast, positions in ``wrong``) for two to four groups that hold all failing cases together; empty where
     there are no such groups.
     """
-    values = sorted({(key, value) for keys in wrong for key, value in keys.items()}, key=repr)
+    names = sorted({key for keys in wrong for key in keys})
+    values = [(key, value) for key in names for value in _values(wrong, key) if value is not None]
     single = [Condition(key, (value,), others=_values(right, key)) for key, value in values]
     clean = sorted((each for each in single if not _mask(each, right)), key=_rank)
     left = set(range(len(wrong)))
@@ -164,7 +165,7 @@ def _conditions(wrong: Sequence[Keys], right: Sequence[Keys]) -> Iterator[Condit
         if None in values and len(values) > 1:
             found = []
         if None not in values and None in others and len(values) > 1:
-            found = [Condition(key, (), _GIVEN, others)]
+            found.append(Condition(key, (), _GIVEN, others))
         if is_numeric and len(wrong) > 1:
             found += [
                 Condition(key, (min(numbers),), "at least", others),
@@ -174,7 +175,13 @@ def _conditions(wrong: Sequence[Keys], right: Sequence[Keys]) -> Iterator[Condit
 
 
 def _values(cases: Iterable[Keys], key: str) -> tuple[Value, ...]:
-    return tuple(sorted({keys.get(key) for keys in cases}, key=_sorting))
+    found = {(isinstance(value := keys.get(key), bool), value) for keys in cases}
+    return tuple(sorted((value for _, value in found), key=_sorting))
+
+
+def _is_same(one: Value, other: Value) -> bool:
+    """Return whether two values are equal; True is not 1."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _sorting(value: Value) -> tuple[int, float, str]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from attncheck.reports.analysis.contrast import Contrast, Keys, contrast_of, parts_of
+from attncheck.reports.analysis.reasons import joined
 from attncheck.reports.analysis.rounds import worst_rounds
-from attncheck.reports.run_file.causes import EVIDENCE, UNEXPLAINED, died_at, raised_at
+from attncheck.reports.run_file.causes import EVIDENCE, UNEXPLAINED, died_at, raised_at, symptom, without_figures
 from attncheck.reports.run_file.header import CaseInfo, RunHeader
 from attncheck.reports.run_file.records import (
     EXAMINED,
@@ -85,6 +86,8 @@ class Finding:
         match self.example:
             case Failed(meaning=str(meaning)) if self.is_explained:
                 return meaning.partition(EVIDENCE)[0]
+            case Failed() if without_figures(seen := symptom(self.example.summary)) == self.words:
+                return joined(seen)
             case Errored():
                 first = next(iter(self.example.message.strip().splitlines()), "")
                 return f"{self.words}: {first}" if first and first not in self.words else self.words

@@ -130,10 +130,7 @@ def support_rows(
     A case outside the declarations says something of what the reasons against it name: one refused for its layout says
     nothing of its head size. One without a latent cache says nothing of a backend that serves no other layers.
     """
-    cases: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.check != UTILITIES:
-            cases.setdefault((record.backend, record.case), []).append(record)
+    cases = _by_case(records)
     became = {key: _became(members) for key, members in cases.items()}
     declared = {backend.name: set(backend.features) for backend in header.backends}
     for (backend, case), what in became.items():
@@ -172,6 +169,19 @@ def _is_named(feature: str, reason: str) -> bool:
 
 def _is_form(feature: str) -> bool:
     return "=" in feature
+
+
+def case_counts(records: Iterable[Record]) -> dict[tuple[str, str], str]:
+    """Return, by (backend, ``suite/id``), the count of a :class:`SupportRow` that a case belongs to."""
+    return {key: _became(members) for key, members in _by_case(records).items()}
+
+
+def _by_case(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    cases: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.check != UTILITIES:
+            cases.setdefault((record.backend, record.case), []).append(record)
+    return cases
 
 
 def answered_cases(records: Iterable[Record]) -> frozenset[tuple[str, str]]:

@@ -9,6 +9,7 @@ import html
 from collections.abc import Iterator, Sequence
 
 from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.places import place_to_show
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import RunSummary, summarise
 from attncheck.reports.analysis.verdicts import run_findings
@@ -17,9 +18,7 @@ from attncheck.reports.markdown import markup
 from attncheck.reports.markdown.findings import failing, verdicts
 from attncheck.reports.markdown.run import check_table
 from attncheck.reports.markdown.speeds import listed, means
-from attncheck.reports.run_file.causes import died_at, place_of, raised_at
-from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Crashed, Errored, Failed, Record
+from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import doubts, fastest_note, speed_notes
 from attncheck.reports.speeds.speed import speeds
@@ -100,7 +99,7 @@ def _errors(run: Run, root: str) -> Iterator[str]:
             record = finding.example
             lines = [phrases.extent(finding), *([f"in common: {finding.contrast}"] if finding.contrast else [])]
             lines += [f"{record.case}: {_what(record, counted)}", f"repeat: {repro_command(record, run.header)}"]
-            file, line = _place_of(record, run.header, root)
+            file, line = place_to_show(record, run.header, root)
             title = f"{finding.backend}: {finding.title}"
             yield annotation("error", title, "\n".join(lines), file=file, line=line)
     for function in counted.short:
@@ -132,33 +131,3 @@ def _why(backend: str, records: Sequence[Record]) -> str:
         for reason in getattr(record, "reasons", ())
     ]
     return "; ".join(list(dict.fromkeys(reasons))[:3])
-
-
-def _place_of(record: Record, header: RunHeader, root: str) -> tuple[str, int | None]:
-    """Return file and line of the user's code to annotate, as GitHub takes them: from the root of the checkout.
-
-    The line that raised or died; else the backend's file; else the YAML file of the suite. Empty: none is in the
-    checkout.
-    """
-    places = []
-    if isinstance(record, Errored):
-        places.append(place_of(raised_at(record.traceback)))
-    if isinstance(record, Crashed):
-        places += [place_of(place) for place in died_at(record.output)]
-    if isinstance(record, Failed):
-        places += [place_of(line.strip()) for detail in record.details for line in reversed(detail.splitlines())]
-    places.append((record.backend_ref.partition(".py:")[0] + ".py" if ".py:" in record.backend_ref else "", None))
-    suite = header.suite_ref(record.suite).partition("{")[0]
-    places.append((suite if suite.endswith((".yaml", ".yml")) else "", None))
-    for path, line in places:
-        relative = _in_checkout(path, root)
-        if relative:
-            return relative, line
-    return "", None
-
-
-def _in_checkout(path: str, root: str) -> str:
-    """Return a path from the root of the checkout; empty: it lies elsewhere."""
-    if path.startswith("/"):
-        return path.removeprefix(f"{root}/") if root and path.startswith(f"{root}/") else ""
-    return path.removeprefix("./")

@@ -43,7 +43,12 @@ def cause_of_failure(check: str, summary: str, meaning: str | None) -> str:
         return without_figures(meaning.partition(EVIDENCE)[0])
     if check == "numerics" and _SUMMARY_OF_ROWS.match(summary):
         return UNEXPLAINED
-    return without_figures(_DETAIL.split(_IN_PARENTHESES.sub("", summary))[0])
+    return without_figures(symptom(summary))
+
+
+def symptom(summary: str) -> str:
+    """Return what a summary says went wrong, without the place where it did."""
+    return _DETAIL.split(_IN_PARENTHESES.sub("", summary))[0]
 
 
 def cause_of_error(error_type: str, stage: str, message: str, traceback: str) -> str:

@@ -9,9 +9,11 @@ Models are strict about their keys: a line this version does not understand is a
 renders on a laptop from these values alone.
 """
 
+import json
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer, model_validator
+from pydantic_core import PydanticSerializationError
 
 from attncheck.reports.run_file.causes import cause_of_crash, cause_of_error, cause_of_failure
 from attncheck.reports.run_file.graph_levels import GraphLevels
@@ -298,5 +300,12 @@ def parse_line(text: str | bytes) -> RunHeader | Record | RunFooter:
 
 
 def format_line(line: RunHeader | Record | RunFooter) -> str:
-    """One line of JSON without its newline; :func:`parse_line` gives the equal value back."""
-    return line.model_dump_json()
+    """One line of JSON without its newline; :func:`parse_line` gives the equal value back.
+
+    Bytes of a file's name that the locale cannot decode become ``?``: JSON has no such characters.
+    """
+    try:
+        return line.model_dump_json()
+    except PydanticSerializationError:
+        text = json.dumps(line.model_dump(), ensure_ascii=False)
+        return text.encode("utf-8", errors="replace").decode("utf-8")

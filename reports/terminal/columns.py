@@ -53,15 +53,21 @@ class Style:
 
         ``empty``: cells that such a list leaves out.
         """
-        text = table(rows)
-        if max(map(visible_width, text.splitlines())) <= self.width:
-            return text
+        heading, told = self.table_rows(rows, empty=empty)
+        return "\n".join([heading, *told] if heading else told)
+
+    def table_rows(self, rows: Sequence[Sequence[str]], *, empty: Sequence[str] = ("-", "")) -> tuple[str, list[str]]:
+        """Return the heading of such a table, empty above lists, and the text of each row."""
+        lines = table(rows).splitlines()
+        if max(map(visible_width, lines)) <= self.width:
+            height = max(name.count("\n") for name in rows[0]) + 1
+            return "\n".join(lines[:height]), lines[height:]
         names = [name.replace("\n", " ") for name in rows[0]]
-        lines = [
+        lists = [
             ", ".join(f"{name} {cell}" for name, cell in zip(names[1:], row[1:], strict=True) if cell not in empty)
             for row in rows[1:]
         ]
-        return "\n".join(self.wrap(f"{row[0]}: {line}") for row, line in zip(rows[1:], lines, strict=True))
+        return "", [self.wrap(f"{row[0]}: {told}") for row, told in zip(rows[1:], lists, strict=True)]
 
 
 def _coloured_as(text: str, folded: str) -> str:

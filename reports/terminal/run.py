@@ -29,7 +29,7 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import speeds
-from attncheck.reports.terminal.columns import WIDTH, Style, table, wrap
+from attncheck.reports.terminal.columns import WIDTH, Style, wrap
 from attncheck.reports.terminal.findings import render_findings, render_verdicts, short_functions
 from attncheck.reports.terminal.speeds import NAME_WIDTH, render_speeds
 
@@ -146,7 +146,7 @@ def _graph_levels(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str
         ]
         for row in rows
     ]
-    headings, *lines = table([["backend", "declared", "measured", "cases", "probes"], *cells]).splitlines()
+    heading, lines = style.table_rows([["backend", "declared", "measured", "cases", "probes"], *cells])
     told = [f"{line}\n{_level_notes(row, rows, style)}".rstrip() for line, row in zip(lines, rows, strict=True)]
     for backend, counts in unmeasured.items():
         own = [index for index, row in enumerate(rows) if row.backend == backend]
@@ -156,7 +156,8 @@ def _graph_levels(rows: Sequence[LevelRow], unmeasured: Mapping[str, Mapping[str
         else:
             told.append(style.wrap(f"{phrases.one_line(backend)}: {text}"))
     recorders = ", ".join(dict.fromkeys(row.graph.recorder for row in rows))
-    return "\n".join([f"CUDA-graph levels (recorder: {recorders})", "", headings, *told, "", style.wrap(legend(rows))])
+    body = "\n".join([heading, *told] if heading else told)
+    return "\n\n".join([f"CUDA-graph levels (recorder: {recorders})", body, style.wrap(legend(rows))])
 
 
 def _level_notes(row: LevelRow, rows: Sequence[LevelRow], style: Style) -> str:
@@ -198,7 +199,7 @@ def _functions(header: RunHeader, records: Sequence[Record], provider: str, styl
     notes = [style.wrap(f"{names}: {phrases.printable(note)}", "  ") for names, note in known_departures(rows)]
     known = "\n".join(["known departures", *notes]) if notes else ""
     return "\n\n".join(
-        part for part in (provider_title(header, provider), table(cells), style.wrap(LEGEND), known) if part
+        part for part in (provider_title(header, provider), style.table(cells), style.wrap(LEGEND), known) if part
     )
 
 

@@ -100,23 +100,25 @@ def test_without_a_stack_there_are_last_words_at_most() -> None:
 def test_the_terminal_tells_cause_place_last_words_and_how_to_repeat_it(header: RunHeader, make: Make) -> None:
     output = dump(stack("Current thread", TORCH, MINE, HARNESS))
     text = terminal.render(header, [make("crashed", output=output), make("crashed", check="lse", output=output)])
-    paragraph = next(part for part in text.split("\n\n") if part.startswith("crashed  "))
-    assert paragraph.splitlines() == [
-        "crashed  reference  smoke/edge  numerics, lse",
-        "  killed by SIGABRT during check numerics",
-        f'  File "{MINE}", line 2 in call',
-        "  printed last:",
-        "    loading kernels",
-        "    free(): invalid pointer",
-        "    Fatal Python error: Aborted",
-        f"  repeat: attncheck run --backend reference --suite smoke --case edge {HOW}",
+    (paragraph,) = (part for part in text.split("\n\n") if part.startswith("finding "))
+    lines = paragraph.splitlines()
+    assert "mine.py:2 in call" in lines[0]
+    assert "1 case, checks numerics and lse" in lines[1]
+    assert lines[3:] == [
+        "    killed by SIGABRT during check numerics",
+        f'    File "{MINE}", line 2 in call',
+        "    printed last:",
+        "      loading kernels",
+        "      free(): invalid pointer",
+        "      Fatal Python error: Aborted",
+        f"    repeat: attncheck run --backend reference --suite smoke --case edge {HOW}",
     ]
     assert text.splitlines()[-1] == "failed: 1 backend, 1 case: 2 crashed"
 
 
 def test_a_silent_death_is_told_as_well(header: RunHeader, make: Make) -> None:
     text = terminal.render(header, [make("crashed", cause="left with exit code 3")])
-    assert "\n  left with exit code 3 during check numerics\n  repeat: " in text
+    assert "\n    left with exit code 3 during check numerics\n    repeat: " in text
 
 
 def test_what_a_process_printed_cannot_drive_the_terminal(header: RunHeader, make: Make) -> None:
@@ -145,9 +147,14 @@ def test_markdown_tells_deaths_at_one_place_once(make: Make, write: Callable[...
     outputs = [mine, f"case 2\n{mine}", other, "", ""]
     records = [make("crashed", case_id=f"c{number}", output=output) for number, output in enumerate(outputs)]
     text = markdown.render_run(read_run(write(*records)))
-    assert "### reference: smoke/c0 and 1 more case, numerics\n" in text
-    assert "With the same death: smoke/c1\n" in text
-    assert text.count("Repeat:") == 4
+    found = re.findall(r"^### reference: (.*)\n\n- (\d) case", text, re.MULTILINE)
+    assert found == [
+        ("killed by SIGABRT at mine.py:1 in call", "2"),
+        ("killed by SIGABRT at other.py:1 in call", "1"),
+        ("killed by SIGABRT during check numerics", "2"),
+    ]
+    assert "- cases: smoke/c0, smoke/c1\n" in text
+    assert text.count("Repeat:") == 3
     assert text.count("The end of what it printed:") == 2
 
 

@@ -241,3 +241,28 @@ def test_a_reader_that_leaves_is_no_fault(folder: Path) -> None:
         [sys.executable, "-c", code, "list", "cases"], capture_output=True, text=True, check=False, env={**os.environ}
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_name_that_the_locale_cannot_decode_is_printed_with_a_replacement(folder: Path) -> None:
+    (folder / "small.yaml").rename(folder / "fälle.yaml")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = ["run", "reference", "--suite", "fälle.yaml", "--case", "prefill", "--in-process", "--device", "cpu"]
+    command = [sys.executable, "-m", "attncheck", *words]
+    done = subprocess.run(command, env=os.environ | locale, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = (folder / "results").iterdir()
+    run = read_run(path)
+    assert run.complete
+    assert run.header.suites[0].ref == "f??lle.yaml"
+
+
+def test_usage_errors_look_like_our_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["run", "--seed", "x"], ["run", "--frobnicate"], ["frobnicate"]):
+        assert cli.main(words) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["list"], ["report"], ["compare"], ["new", "backend"]])
+def test_every_command_has_a_short_help_option(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*command, "-h"]) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['attncheck', *command])} ")

@@ -3,14 +3,18 @@
 import json
 import os
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from attncheck.backends import registry
+from attncheck.errors import BackendUnavailableError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import doctor
+from attncheck.harness.cli.output import terminal_width
 from attncheck.harness.run import environment
 from attncheck.harness.run.environment import GpuModes
 from attncheck.reports.run_file.store import read_run
@@ -23,7 +27,27 @@ def test_schema_is_the_schema_of_case_files(capsys: pytest.CaptureFixture[str]) 
     assert "cases" in json.loads(capsys.readouterr().out)["properties"]
 
 
-def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suites_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "suites", "--suite", "decode,sinks"]) == 0
+    found = [line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert found == ["decode", "sinks"]
+    assert cli.main(["list", "cases", "-k", "sinks and dtype=float16"]) == 0
+    assert "smoke/sinks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), ("20", 40), ("150", 150), ("900", 200)])
+def test_a_list_is_as_wide_as_the_terminal_within_limits(
+    columns: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert terminal_width() == width
+    assert cli.main(["list", "checks"]) == 0
+    widest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert min(width, 110) - 20 < widest <= width
+
+
+def test_list(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["list"]) == 0
     printed = capsys.readouterr().out
     for word in ("backends", "torch_sdpa", "suites", "smoke", "checks", "numerics", "cannot see"):
@@ -55,6 +79,43 @@ def test_doctor_knows_what_a_run_gives_the_process_of_a_backend(
     told = " ".join(capsys.readouterr().out.split())
     assert re.search(r"triton_unified \S+ triton \S+ on cpu: can run, with TRITON_INTERPRET=1", told)
     assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_doctor_names_a_missing_library_once_with_what_installs_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> None:
+        raise BackendUnavailableError(name, ["its library cannot be imported: No module named 'triton'"])
+
+    monkeypatch.setattr(doctor, "_installed", lambda name: None if name in ("triton", "vllm") else "1.0")
+    monkeypatch.setattr(registry, "load", load)
+    assert cli.main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^not installed   triton: pip install 'attncheck\[triton\]'$", told, re.MULTILINE)
+    assert re.search(r"^not installed   vllm: pip install 'vllm'$", told, re.MULTILINE)
+    assert told.count("pip install") == 2
+    assert re.search(r"^triton_mla +not available on this machine: triton is not installed$", told, re.MULTILINE)
+    assert re.search(r"^torch_sdpa +cannot be loaded: ", told, re.MULTILINE)
+
+
+def test_doctor_knows_what_each_backend_imports_and_which_extra_brings_it() -> None:
+    root = Path(__file__).parents[3]
+    modules = {
+        "triton": "triton",
+        "xformers": "xformers",
+        "flashinfer": "flashinfer-python",
+        "flash_attn": "flash-attn",
+    }
+    for name, target in registry.BUILTIN.items():
+        place = root / Path(*target.partition(":")[0].split(".")[1:-1])
+        texts = [path.read_text() for path in place.rglob("*.py")] if place.name == name else []
+        for module, library in modules.items():
+            if any(re.search(rf"^ *(?:import|from) {module}\b", text, re.MULTILINE) for text in texts):
+                assert library in doctor.NEEDS[name]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    for library, requirement in doctor.LIBRARIES.items():
+        if extra := re.fullmatch(r"attncheck\[(.+)\]", requirement):
+            assert any(each.startswith(library) for each in project["optional-dependencies"][extra[1]])
 
 
 def test_doctor_names_the_kernel_caches(
