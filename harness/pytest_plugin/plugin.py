@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 if TYPE_CHECKING:
-    from attncheck.harness.pytest_plugin.session import Session
+    from attncheck.harness.pytest_plugin.session import PytestSession
 
 MARKER = "attncheck: one check of one case of one backend, collected by attncheck"
 _TESTS_MODULE = "attncheck.harness.pytest_plugin.backend_tests"
@@ -100,12 +100,12 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
     return report
 
 
-def _session(config: pytest.Config) -> "Session":
+def _session(config: pytest.Config) -> "PytestSession":
     """Return the plugin that collects the items, registered now if it is not."""
-    from attncheck.harness.pytest_plugin.session import Session
+    from attncheck.harness.pytest_plugin.session import PytestSession
 
     name = "attncheck-session"
     if not config.pluginmanager.hasplugin(name):
-        config.pluginmanager.register(Session(config), name)
+        config.pluginmanager.register(PytestSession(config), name)
     session: Any = config.pluginmanager.get_plugin(name)
-    return cast("Session", session)
+    return cast("PytestSession", session)

@@ -31,7 +31,7 @@ class _Expected:
     notes: tuple[str, ...]
 
 
-class Session:
+class PytestSession:
     """The hooks of one pytest run, with a question for its options and one for each ``attncheck.backend_tests``.
 
     Raises:
