@@ -58,6 +58,7 @@ def _jit_functions(entry: TracebackType | None) -> Iterator[Any]:
     """The kernels that the frames were compiling, and those that they can call by a global name."""
     while entry is not None:
         owner = entry.tb_frame.f_locals.get("self")
+        each: Any
         for each in (owner, getattr(owner, "fn", None)):
             if hasattr(each, "raw_src") and hasattr(each, "starting_line_number"):
                 yield each
