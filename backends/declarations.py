@@ -1,15 +1,13 @@
 """What a backend declares, compared with a case: which features the case needs, and why a backend cannot answer it.
 
-Pure functions of class-level data and specs. A reason is a fragment of a sentence with the offending value and the
-limit; all reasons are given. A path that a backend does not declare is played over ``forward``; what that takes counts
-among the needs.
+Pure functions of class-level data and specs; loads no torch. A reason is a fragment of a sentence with the offending
+value and the limit; all reasons are given. A path that a backend does not declare is played over ``forward``; what that
+takes counts among the needs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from attncheck.reference.spec import (
     FORMS,
@@ -22,6 +20,9 @@ from attncheck.reference.spec import (
     RequestSpec,
     SplitKVOptions,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 _FUNCTIONS = ("merge", "causal_conv1d")
 """Paths that ask a function of the backend, and not its attention."""
@@ -53,7 +54,7 @@ class Declarations(Protocol):
 
     def is_mla(self) -> bool: ...
 
-    def get_supported_dtypes(self) -> list[torch.dtype]: ...
+    def get_supported_dtypes(self) -> "list[torch.dtype]": ...
 
     def get_supported_head_sizes(self) -> list[int]: ...
 
@@ -77,13 +78,15 @@ def required_features(
 
 
 def needs_of(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> tuple[str, ...]:
-    """What a case takes, in words reports count by.
+    """Return what a case takes, in the words that reports count by.
 
-    Its :func:`required_features`; as ``key=value`` the sizes and forms of the layer, and of the cache if it has one.
+    Its :func:`required_features`; as ``key=value`` the path, and the sizes and forms of the layer, and of the cache if
+    it has one. ``group_size``: query heads per KV head.
     """
     specs = (layer, cache) if layer.has_cache else (layer,)
     forms = [f"{name}={getattr(spec, name)}" for spec in specs for name in FORMS if hasattr(spec, name)]
-    return (*sorted(required_features(layer, cache, batch, declared)), *forms)
+    derived = (f"group_size={layer.num_heads // layer.num_kv_heads}", f"path={batch.path.name}")
+    return (*sorted(required_features(layer, cache, batch, declared)), *forms, *derived)
 
 
 def is_chunked(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec, declared: frozenset[str]) -> bool:

@@ -85,6 +85,10 @@ class AttentionImpl(ABC, Generic[M]):
 
     Records and reports show them. An impl that knows them replaces this by a collection of its own."""
 
+    ignored_result: str = ""
+    """What the latest call computed and could not hand over, in words; a finding about rows that were not written has
+    it. Empty: nothing is known."""
+
     @abstractmethod
     def __init__(
         self,

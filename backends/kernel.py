@@ -26,6 +26,7 @@ from attncheck.backends.conventions import Conventions
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.paged import PagedBackend, PagedImpl
 from attncheck.backends.paged_metadata import PagedBuilder, PagedMetadata
+from attncheck.errors import UnknownNameError
 from attncheck.reference.spec import FEATURES
 
 Kernel = Callable[..., object]
@@ -218,7 +219,8 @@ def kernel_backend(
                 if output_lse is None:
                     output_lse = query.new_empty((query.shape[0], self.num_heads), dtype=torch.float32)
                 extra["output_lse"] = output_lse
-            fn(query, *caches, metadata.common, self.params(metadata), output, **extra)
+            returned = fn(query, *caches, metadata.common, self.params(metadata), output, **extra)
+            self.ignored_result = _ignored_result(fn, returned, output)
 
     for made in (Backend, Metadata, Builder, Impl):
         made.__qualname__ = f"{name}.{made.__name__}"
@@ -226,6 +228,14 @@ def kernel_backend(
     Backend.__name__ = Backend.__qualname__ = name
     Backend.__doc__ = inspect.getdoc(fn)
     return Backend
+
+
+def _ignored_result(fn: Kernel, returned: object, output: Tensor) -> str:
+    """Return what ``fn`` returned in place of ``output``, in words; empty where that is nothing, or ``output``."""
+    if returned is None or returned is output:
+        return ""
+    kind = f"tensor of shape {list(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
+    return f"{getattr(fn, '__name__', 'the function')} returned a {kind}, which is ignored: write the result into `out`"
 
 
 def _scales(layer: AttentionLayer, options: Sequence[str]) -> dict[str, Tensor]:
@@ -255,7 +265,7 @@ def _check_declarations(
     attn_types: Sequence[str],
     kv_cache_dtypes: Sequence[str],
 ) -> None:
-    wrong = [f"{feature!r} is no feature" for feature in sorted(features - set(FEATURES))]
+    wrong = [str(UnknownNameError("feature", feature, list(FEATURES))) for feature in sorted(features - set(FEATURES))]
     for feature, parameter in (("lse", "output_lse"), ("output_quant", "output_scale")):
         if (parameter in options) != (feature in features):
             wrong.append(f"the feature {feature!r} and a parameter {parameter} go together")
@@ -268,4 +278,4 @@ def _check_declarations(
         wrong.append("a function over keys and values cannot serve a latent cache ('mla')")
     wrong += [f"attn_type {kind} has no paged cache" for kind in attn_types if kind not in _CACHED_TYPES]
     if wrong:
-        raise ValueError(f"kernel_backend {name!r}: {'; '.join(wrong)}; features are {', '.join(FEATURES)}")
+        raise ValueError(f"kernel_backend {name!r}: {'; '.join(wrong)}")

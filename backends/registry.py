@@ -4,7 +4,7 @@ Four spellings, tried in this order:
 
 - ``torch_sdpa``: a registered name, built in or from an entry point of the group ``attncheck.backends``;
 - ``name:argument``: a registered name that takes an argument, such as the backend to choose within a library;
-- ``path/to/file.py:Class``: a file that no package holds;
+- ``path/to/file.py:Class``: a file that no package holds; its only class or function needs no name;
 - ``package.module:Class``: anything importable.
 
 The object found may be a backend class, or a plain function, which ``kernel_backend`` wraps. What is loaded has been
@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Mapping
@@ -113,10 +114,16 @@ def load(ref: str) -> LoadedBackend:
     if place.endswith(".py"):
         return _checked(ref, attribute, _attribute(ref, import_file(ref, Path(place)), attribute), f"file {place}")
     if ref.endswith(".py"):
-        classes = _backends_in(import_file(ref, Path(ref)))
-        raise BackendLoadError(ref, "names a file, but no class in it", allowed=_choice(ref, classes))
+        module = import_file(ref, Path(ref))
+        names = _candidates_in(module)
+        if len(names) == 1:
+            return _checked(ref, names[0], getattr(module, names[0]), f"file {ref}")
+        found = f"{len(names)} backends" if names else "no backend"
+        raise BackendLoadError(ref, f"has {found}", allowed=_choice(ref, names))
     if colon and all(part.isidentifier() for part in place.split(".")):
         return _checked(ref, attribute, _attribute(ref, _import_module(ref, place), attribute), f"module {place}")
+    if Path(f"{ref}.py").is_file():
+        raise BackendLoadError(ref, "no backend has this name", allowed=f"for the file, ask for ./{ref}.py")
     raise UnknownNameError("backend", ref, known_names())
 
 
@@ -200,7 +207,9 @@ def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False)
     except ImportError as error:
         if missing_is_unavailable:
             raise
-        raise BackendLoadError(ref, import_failure(error), allowed=_known()) from error
+        file = Path(f"{name.replace('.', '/')}.py")
+        allowed = f"for the file, ask for ./{file}{ref[len(name) :]}" if file.is_file() else _known()
+        raise BackendLoadError(ref, import_failure(error), allowed=allowed) from error
     except (Exception, SystemExit) as error:
         raise BackendLoadError(ref, import_failure(error)) from error
 
@@ -241,6 +250,20 @@ def _attribute(ref: str, module: ModuleType, path: str) -> Any:
     return found
 
 
+def _candidates_in(module: ModuleType) -> list[str]:
+    """The backend classes that a module defines; where it has none, its functions that may be kernels.
+
+    A class with two names counts once.
+    """
+    if classes := _backends_in(module):
+        return list({getattr(module, name): name for name in reversed(classes)}.values())[::-1]
+    return [
+        name
+        for name, found in vars(module).items()
+        if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
 def _backends_in(module: ModuleType) -> list[str]:
     """The backend classes a module defines itself."""
     from attncheck.backends.contract import AttentionBackend
@@ -267,13 +290,11 @@ def _known() -> str:
 
 
 def import_failure(error: BaseException) -> str:
-    """What an import raised, and where: the innermost line that is not the import system's own."""
+    """Return what an import raised, and where: the innermost line outside of the import system and attncheck."""
     told = f"importing it raised {traceback.format_exception_only(error)[-1].strip()[:_LONGEST_MESSAGE]}"
     if isinstance(error, SyntaxError):
         return f"{told} ({error.filename}:{error.lineno})"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and frame.filename != __file__
-    ]
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
+    frames = [frame for frame in frames if frame.filename != __file__]
+    frames = [frame for frame in frames if not frame.filename.startswith(f"{Path(__file__).parents[1]}/")] or frames
     return f"{told} ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else told

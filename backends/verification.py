@@ -11,6 +11,7 @@ from typing import Any, get_args
 from attncheck.backends.contract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MLAAttentionImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.backends.impl import MLA_KEYWORDS
+from attncheck.errors import UnknownNameError
 from attncheck.reference.spec import FEATURES, AttentionCGSupport, AttentionType, KVCacheDType, Layout
 
 _CONSTRUCTOR = (
@@ -59,7 +60,7 @@ def _declaration_problems(backend: type[AttentionBackend]) -> Iterator[str]:
             yield f"{attribute} is a {type(given).__name__}, not a {kinds[1].__name__} of names"
             continue
         for name in sorted({str(name) for name in given} - set(allowed)):
-            yield f"{attribute} names {name!r}; known are {', '.join(allowed)}"
+            yield f"{attribute}: {UnknownNameError('name', name, allowed)}"
     conventions: object = backend.conventions
     if not isinstance(conventions, Conventions):
         yield f"conventions is a {type(conventions).__name__}, not a Conventions"
@@ -92,7 +93,7 @@ def _function_problems(backend: type[AttentionBackend]) -> Iterator[str]:
         return
     for name, function in offered.items():
         if name not in _FUNCTIONS:
-            yield f"functions() names {name!r}; known are {', '.join(_FUNCTIONS)}"
+            yield f"functions(): {UnknownNameError('function', str(name), list(_FUNCTIONS))}"
         elif not callable(function):
             yield f"functions() has {function!r} as {name}, which cannot be called"
         else:

@@ -76,21 +76,20 @@ def load_file(path: Path, over: Table | None = None) -> Suite:
 def select(cases: Iterable[Case], patterns: Sequence[str]) -> tuple[Case, ...]:
     """The cases that any pattern names, in their order; all of them if there is no pattern.
 
-    A pattern is matched, as a shell does, against ``suite/id`` and against ``id``; one that is an id exactly means
-    that case alone.
+    A pattern is matched, as a shell does, against ``suite/id`` and against ``id``. One that is an id of a suite exactly
+    means that case of the suite alone. A case with variants is also matched without them: ``decode`` means
+    ``decode.float16``.
     """
     cases = tuple(cases)
-    if not patterns:
-        return cases
-    exact = {name for case in cases for name in (case.id, case.key)}
-    names = [pattern for pattern in patterns if pattern in exact]
-    globs = [pattern for pattern in patterns if pattern not in exact]
+    exact = {(case.suite, name) for case in cases for name in (case.id, case.key)}
 
-    def wanted(case: Case) -> bool:
-        both = (case.id, case.key)
-        return any(n in names for n in both) or any(fnmatchcase(n, glob) for n in both for glob in globs)
+    def is_meant(case: Case, pattern: str) -> bool:
+        names = (case.id, case.key)
+        if (case.suite, pattern) in exact:
+            return pattern in names
+        return any(fnmatchcase(name, glob) for name in names for glob in (pattern, f"{pattern}.*"))
 
-    return tuple(case for case in cases if wanted(case))
+    return tuple(case for case in cases if not patterns or any(is_meant(case, pattern) for pattern in patterns))
 
 
 def _read(path: Path) -> str:

@@ -8,12 +8,15 @@ from dataclasses import fields, is_dataclass
 from attncheck.cases.grammar import format_batch
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
-from attncheck.reference.spec import BatchSpec
+from attncheck.reference.spec import BatchSpec, PathSpec
 
 KeyValue = bool | int | float | str
 
 _LONGEST_BATCH = 60
 """Characters of a batch string that a line still holds."""
+
+_LONGEST_TUPLE = 8
+"""Values of a tuple, such as slopes, that are spelled out."""
 
 _PLAIN_FIELDS = frozenset({"num_heads", "num_kv_heads", "head_size", "dtype", "block_size", "layout", "num_blocks"})
 """Fields that have a place of their own, and the size of the pool, which asks nothing."""
@@ -37,7 +40,9 @@ def shape_of(case: Case) -> str:
     if padding.requests or padding.tokens:
         parts.append(f"padded by {_count(padding.requests, 'request')} and {_count(padding.tokens, 'token')}")
     if case.batch.path.name != "paged":
-        parts.append(f"path {case.batch.path.name}")
+        options = ", ".join(f"{name} {value}" for name, value in _options(case.batch.path))
+        parts.append(f"path {case.batch.path.name}{f' ({options})' if options else ''}")
+    parts += [] if case.inputs is None else [f"inputs {' '.join(case.inputs)}"]
     return ", ".join(parts)
 
 
@@ -55,14 +60,15 @@ def batch_of(batch: BatchSpec) -> str:
 def keys_of(case: Case) -> dict[str, KeyValue]:
     """Return what tells cases apart, by case key (``cache.block_size``), and what follows from the keys.
 
-    A field at its default is left out, but for sizes, dtype and layout. Tuples and nested specs are one text.
+    A field at its default is left out, but for sizes, dtype, layout and options of the path. Tuples and nested specs
+    are one text.
     """
     layer, batch = case.layer, case.batch
     requests = batch.requests
     always: dict[str, KeyValue] = {
         "layer.num_heads": layer.num_heads,
         "layer.num_kv_heads": layer.num_kv_heads,
-        "heads per KV head": layer.num_heads // layer.num_kv_heads,
+        "layer.group_size": layer.num_heads // layer.num_kv_heads,
         "layer.head_size": layer.head_size,
         "layer.dtype": str(layer.dtype),
         "batch.num_requests": batch.num_requests,
@@ -82,7 +88,10 @@ def keys_of(case: Case) -> dict[str, KeyValue]:
         f"layer.{name}" if hasattr(layer, name) else f"cache.{name}": value
         for name, value in _given(layer, case.cache if layer.has_cache else None)
     }
+    padding = {"batch.padding.requests": batch.padding.requests, "batch.padding.tokens": batch.padding.tokens}
+    given |= {name: count for name, count in padding.items() if count}
     path: dict[str, KeyValue] = {} if batch.path.name == "paged" else {"path": batch.path.name}
+    path |= {f"path.{name}": value for name, value in _options(batch.path)}
     inputs: dict[str, KeyValue] = {} if case.inputs is None else {"inputs": ", ".join(case.inputs)}
     return always | {name: True for name, holds in flags.items() if holds} | given | path | inputs
 
@@ -102,11 +111,20 @@ def _given(*specs: object) -> list[tuple[str, KeyValue]]:
     ]
 
 
+def _options(path: PathSpec) -> list[tuple[str, KeyValue]]:
+    """Return name and value of each option of a path; one that is null is left out."""
+    if path.options is None:
+        return []
+    values = [(field.name, getattr(path.options, field.name)) for field in fields(path.options)]
+    return [(name, _word(value)) for name, value in values if value is not None]
+
+
 def _word(value: object) -> KeyValue:
     if isinstance(value, bool | int | float):
         return value
     if isinstance(value, tuple):
-        return f"{len(value)} values"
+        return str(list(value)) if len(value) <= _LONGEST_TUPLE else f"{len(value)} values"
     if is_dataclass(value):
-        return " ".join(f"{field.name} {getattr(value, field.name)}" for field in fields(value))
+        given = [(field.name, getattr(value, field.name)) for field in fields(value)]
+        return " ".join(f"{name} {own}" for name, own in given if own is not None)
     return str(value)

@@ -23,7 +23,7 @@ def split_variant(ref: str) -> tuple[str, str]:
 
 
 def with_defaults(ref: str, settings: Sequence[str]) -> str:
-    """``ref`` with ``key=value`` settings behind those it has.
+    """``ref`` with ``key=value`` settings behind those it has; one that it has already is not repeated.
 
     Raises SelectionError for a setting that is not of this form.
     """
@@ -36,7 +36,9 @@ def with_defaults(ref: str, settings: Sequence[str]) -> str:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip() or not value.strip():
             raise SelectionError(f"--set {setting!r}: give KEY=VALUE, such as cache.block_size=32")
-        given.append(f"{key.strip()}: {value.strip()}")
+        entry = f"{key.strip()}: {value.strip()}"
+        if entry not in written.split(", "):
+            given.append(entry)
     return f"{name}{{{', '.join(given)}}}"
 
 

@@ -19,7 +19,7 @@ from attncheck.cases.paths import implied_path
 from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, plain, put
 from attncheck.cases.validation import Mistakes, known_keys, locate, names_of, text_of, validate
 from attncheck.errors import CaseFileError, SeveralMistakesError, SpecError
-from attncheck.reference.spec import BACKEND_CHECKS, CacheSpec, InputName, LayerSpec, PathSpec
+from attncheck.reference.spec import BACKEND_CHECKS, FORMER_CHECKS, CacheSpec, InputName, LayerSpec, PathSpec
 
 MAX_CASES = 100_000
 """A file may describe this many cases, matrices multiplied out."""
@@ -190,7 +190,7 @@ def _read_case(tree: Table, suite: str, name: str, description: str, origin: str
 
 
 def _read_checks(tree: Tree) -> tuple[str, ...]:
-    names = names_of(tree, "check", BACKEND_CHECKS)
+    names = [FORMER_CHECKS.get(name, name) for name in names_of(tree, "check", (*BACKEND_CHECKS, *FORMER_CHECKS))]
     if not names:
         raise tree.place.fault("no check is left", allowed="leave checks out for all that apply")
     return tuple(check for check in BACKEND_CHECKS if check in names)

@@ -1,37 +1,65 @@
 """``attncheck.examine``: the examination as one call, for notebooks, kernel tuners and judges of generated kernels.
 
-Prints nothing, writes no file. What a candidate does is a record; a wrong question raises, and a lost GPU.
+Prints nothing, and writes a file only by :meth:`Examination.save`. What a candidate does is a record; a wrong question
+raises, and a lost GPU.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from html import escape
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Self
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import LoadedBackend, load_object
-from attncheck.errors import BackendLoadError, BackendUnavailableError, SelectionError
+from attncheck.errors import (
+    BackendLoadError,
+    BackendUnavailableError,
+    ExaminationFailedError,
+    RunFileError,
+    SelectionError,
+    UnknownNameError,
+)
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_loading import load_backend
 from attncheck.harness.run.evaluation import Examiner, UnavailableBackend
 from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import check_timed, select_cases
+from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import RunSummary, RunVerdict, summarise
+from attncheck.reports.formats import FORMATS
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import FALLEN_SHORT, Record
+from attncheck.reports.run_file.records import FALLEN_SHORT, Record, RunFooter
+from attncheck.reports.run_file.store import Run, RunWriter, count_outcomes, now, read_run
 from attncheck.reports.terminal import run as terminal
+from attncheck.reports.terminal.columns import Style
 
 Candidate = str | type[AttentionBackend] | Callable[..., object]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Examination:
-    """What came of it. ``header`` says what was asked in which circumstances, ``records`` what was found."""
+    """What an examination found: ``header`` says what was asked where, ``records`` what was found, ``footer`` when."""
 
     header: RunHeader
     records: tuple[Record, ...]
+    footer: RunFooter
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """Return the examination that a run file holds, of :meth:`save` or of ``attncheck run``.
+
+        Raises:
+            RunFileError: the file cannot be read, or the run was cut off.
+        """
+        run = read_run(fspath(path))
+        if run.footer is None:
+            raise RunFileError(run.path, "the run was cut off; `attncheck report` shows what it found until then")
+        return cls(run.header, run.records, run.footer)
 
     @cached_property
     def summary(self) -> RunSummary:
@@ -41,7 +69,7 @@ class Examination:
     @property
     def verdict(self) -> RunVerdict:
         """``passed``, ``failed``, or ``not examined`` where every case was unsupported or unavailable."""
-        return self.summary.verdict
+        return "failed" if self.footer.errors else self.summary.verdict
 
     @property
     def passed(self) -> bool:
@@ -58,9 +86,63 @@ class Examination:
         """The largest share of the error budget any row used; above 1.0 an answer is wrong. None: nothing measured."""
         return self.summary.total.worst_share
 
+    def check(self) -> None:
+        """Return only if the examination passed.
+
+        Raises:
+            ExaminationFailedError: it did not; the message has the counts and the findings.
+        """
+        __tracebackhide__ = True  # pytest shows the line of the caller
+        if not self.passed:
+            raise ExaminationFailedError(f"{self._counts}\n\n{self._report(quiet=True)}")
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a run file, which ``attncheck report`` and ``attncheck compare`` read.
+
+        Raises:
+            RunFileError: the file exists already, or cannot be written.
+        """
+        with RunWriter(Path(path), self.header) as writer:
+            for record in self.records:
+                writer.add(record)
+            for error in self.footer.errors:
+                writer.fail(error)
+
+    def render(self, report_format: str) -> str:
+        """Return the report that ``attncheck report --format`` gives: ``markdown``, ``html``, ``junit``, ...
+
+        Raises:
+            UnknownNameError: there is no such format.
+            MissingExtraError: the format needs a package that is not installed.
+        """
+        if report_format not in FORMATS:
+            raise UnknownNameError("report format", report_format, list(FORMATS))
+        run = Run("examination", self.header, self.records, self.footer)
+        return FORMATS[report_format].render_runs((run,), Style()).text
+
     def __str__(self) -> str:
-        """The report a terminal would show."""
-        return f"{terminal.opening(self.header)}\n\n{terminal.render(self.header, self.records)}"
+        """Return the report a terminal would show."""
+        return f"{terminal.opening(self.header)}\n\n{self._report()}"
+
+    def __repr__(self) -> str:
+        """Return one line, and below it the findings where the examination did not pass."""
+        line = f"<Examination {self._counts}>"
+        return line if self.passed else f"{line}\n\n{self._report(quiet=True)}"
+
+    @property
+    def _counts(self) -> str:
+        return phrases.closing(self.summary, self.footer.errors)
+
+    def _report(self, *, quiet: bool = False) -> str:
+        return terminal.render(self.header, self.records, errors=self.footer.errors, quiet=quiet)
+
+    def _repr_markdown_(self) -> str:
+        """Return what a notebook shows that prefers Markdown."""
+        return self.render("markdown")
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows that prefers HTML: the report of a terminal, with nothing to execute."""
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def examine(
@@ -113,7 +195,7 @@ def examine(
             break
     if examiner.blind:
         raise examiner.blind[0]
-    return Examination(header, tuple(records))
+    return Examination(header, tuple(records), RunFooter(finished=now(), counts=count_outcomes(records)))
 
 
 def _listed(names: str | Iterable[str]) -> tuple[str, ...]:

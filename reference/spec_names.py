@@ -59,6 +59,9 @@ CHECKS: Mapping[str, CheckInfo] = {
 }
 """The checks of this version, in the order of reports. ``harness/checks`` has a module for each check of a backend."""
 
+FORMER_CHECKS: Mapping[str, str] = {"claims": "refusals"}
+"""Names that checks had before, and have now."""
+
 BACKEND_CHECKS: tuple[str, ...] = tuple(name for name, info in CHECKS.items() if info.applies_to == "backend")
 """The checks a case may ask for."""
 
@@ -111,5 +114,14 @@ FEATURES: tuple[str, ...] = (
 )
 """Everything a backend may declare under ``features``."""
 
-FORMS: tuple[str, ...] = ("attn_type", "dtype", "head_size", "block_size", "layout", "kv_cache_dtype")
+FORMS: tuple[str, ...] = (
+    "attn_type",
+    "dtype",
+    "head_size",
+    "block_size",
+    "layout",
+    "kv_cache_dtype",
+    "group_size",
+    "path",
+)
 """Sizes and forms of a layer and its cache by which cases are counted, beside the features they need."""

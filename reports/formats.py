@@ -5,7 +5,10 @@ A function of the table loads what it needs when it is called, since some format
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from attncheck.reports.terminal.columns import Style
 
 if TYPE_CHECKING:
     from attncheck.reports.comparison.compare import RunComparison
@@ -21,73 +24,93 @@ class RenderedReport(NamedTuple):
 
 @dataclass(frozen=True)
 class ReportFormat:
-    """How one format shows runs and, where it can, a comparison; the second argument says whether to use colours.
+    """How one format shows runs and, where it can, a comparison; the second argument is for a terminal.
 
     ``about_runs``, ``about_comparison``: its words in the help of the commands. ``advice``: what to do with several
     runs, of a format that takes one. ``is_step_summary``: the text belongs into the summary of a GitHub step.
     """
 
     about_runs: str
-    render_runs: "Callable[[Sequence[Run], bool], RenderedReport]"
+    render_runs: "Callable[[Sequence[Run], Style], RenderedReport]"
     about_comparison: str = ""
-    render_comparison: "Callable[[RunComparison, bool], RenderedReport] | None" = None
+    render_comparison: "Callable[[RunComparison, Style], RenderedReport] | None" = None
     advice: str = ""
     is_step_summary: bool = False
 
 
-def _terminal_runs(runs: "Sequence[Run]", color: bool) -> RenderedReport:
+def _terminal_runs(runs: "Sequence[Run]", style: Style) -> RenderedReport:
     from attncheck.reports.terminal import run as terminal
 
-    return RenderedReport("\n\n".join(terminal.render_run(run, color=color) for run in runs) + "\n")
+    return RenderedReport(
+        "\n\n".join(terminal.render_run(run, color=style.color, width=style.width) for run in runs) + "\n"
+    )
 
 
-def _terminal_comparison(comparison: "RunComparison", color: bool) -> RenderedReport:
+def _terminal_comparison(comparison: "RunComparison", style: Style) -> RenderedReport:
     from attncheck.reports.terminal import comparison as terminal
 
-    return RenderedReport(terminal.render_comparison(comparison, color=color) + "\n")
+    return RenderedReport(terminal.render_comparison(comparison, color=style.color, width=style.width) + "\n")
 
 
-def _markdown_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+def _markdown_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
     from attncheck.reports.markdown import run as markdown
 
     return RenderedReport("\n".join(markdown.render_run(run) for run in runs))
 
 
-def _markdown_comparison(comparison: "RunComparison", _color: bool) -> RenderedReport:
+def _markdown_comparison(comparison: "RunComparison", _style: Style) -> RenderedReport:
     from attncheck.reports.markdown import comparison as markdown
 
     return RenderedReport(markdown.render_comparison(comparison))
 
 
-def _html_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+def _html_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
     from attncheck.reports import html
 
     return RenderedReport(html.render_runs(runs))
 
 
-def _junit_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+def _junit_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
     from attncheck.reports import junit
 
-    return RenderedReport(junit.render_runs(runs))
+    return RenderedReport(junit.render_runs(runs, str(Path.cwd())))
 
 
-def _github_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+def _github_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
     from attncheck.reports.github import run as github
 
-    return RenderedReport(github.summary(runs), github.annotations(runs))
+    return RenderedReport(github.summary(runs), github.annotations(runs, str(Path.cwd())))
 
 
-def _github_comparison(comparison: "RunComparison", _color: bool) -> RenderedReport:
+def _github_comparison(comparison: "RunComparison", _style: Style) -> RenderedReport:
     from attncheck.reports.github import comparison as github
 
     log = "".join(f"{line}\n" for line in github.annotations(comparison))
     return RenderedReport(github.render_summary(comparison), log)
 
 
-def _pytest_benchmark_runs(runs: "Sequence[Run]", _color: bool) -> RenderedReport:
+def _pytest_benchmark_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
     from attncheck.reports import pytest_benchmark
 
     return RenderedReport("".join(pytest_benchmark.render_run(run) for run in runs))
+
+
+def _json_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
+    from attncheck.reports.data.documents import runs_document
+
+    return RenderedReport(runs_document(runs))
+
+
+def _json_comparison(comparison: "RunComparison", _style: Style) -> RenderedReport:
+    from attncheck.reports.data.documents import comparison_document
+
+    return RenderedReport(comparison_document(comparison))
+
+
+def _csv_runs(runs: "Sequence[Run]", _style: Style) -> RenderedReport:
+    from attncheck.reports.data.rows import csv_table
+
+    return RenderedReport(csv_table(runs))
 
 
 FORMATS: Mapping[str, ReportFormat] = {
@@ -108,5 +131,7 @@ FORMATS: Mapping[str, ReportFormat] = {
         _pytest_benchmark_runs,
         advice="convert each by itself, and let `pytest-benchmark compare` read the files together",
     ),
+    "json": ReportFormat("every table as one JSON document", _json_runs, "one JSON document", _json_comparison),
+    "csv": ReportFormat("CSV with a row for each record", _csv_runs),
 }
 """By the word after ``--format``, in the order of the help."""

@@ -9,33 +9,47 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
 
 from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.findings import Finding, findings
+from attncheck.reports.analysis.places import backend_file
 from attncheck.reports.analysis.rounds import WorstRound, worst_rounds
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Crashed, Errored, Record, Unavailable, Unsupported, XFailed, timing_of
+from attncheck.reports.run_file.records import (
+    Crashed,
+    Errored,
+    Record,
+    RecordKey,
+    Unavailable,
+    Unsupported,
+    XFailed,
+    timing_of,
+)
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import Speed, speeds
 from attncheck.reports.speeds.tables import time_unit
-from attncheck.reports.terminal import run as terminal
+from attncheck.reports.terminal.findings import story
 
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What is no character of XML 1.0 (its production 2)."""
 
 
-def render_runs(runs: Sequence[Run]) -> str:
-    """One document of all ``runs``, ending in a newline."""
-    root = ET.Element("testsuites", name="attncheck")
+def render_runs(runs: Sequence[Run], root: str = "") -> str:
+    """Return one document of all ``runs``, ending in a newline.
+
+    ``root``: the folder of the checkout; a test names the file of its backend if that lies below it.
+    """
+    document = ET.Element("testsuites", name="attncheck")
     for run in runs:
-        for element in _suites(run):
-            element.set("id", str(len(root)))
-            root.append(element)
+        for element in _suites(run, root):
+            element.set("id", str(len(document)))
+            document.append(element)
     for total in ("tests", "failures", "errors", "skipped"):
-        root.set(total, str(sum(int(suite.get(total, "0")) for suite in root)))
-    root.set("time", _seconds(sum(float(suite.get("time", "0")) for suite in root)))
-    ET.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+        document.set(total, str(sum(int(suite.get(total, "0")) for suite in document)))
+    document.set("time", _seconds(sum(float(suite.get("time", "0")) for suite in document)))
+    ET.indent(document)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(document, encoding="unicode") + "\n"
 
 
-def _suites(run: Run) -> Iterator[ET.Element]:
+def _suites(run: Run, root: str) -> Iterator[ET.Element]:
     durations: dict[tuple[str, ...], float] = {}
     for record in run.records:
         durations[_test_of(record)] = durations.get(_test_of(record), 0.0) + record.duration_s
@@ -45,8 +59,12 @@ def _suites(run: Run) -> Iterator[ET.Element]:
     groups: dict[tuple[str, str], list[WorstRound]] = {}
     for worst in worst_rounds(run.records):
         groups.setdefault((worst.record.suite, worst.record.backend), []).append(worst)
+    found = {record.key: finding for finding in findings(run.records, run.header) for record in finding.records}
     for (suite, backend), asked in groups.items():
-        cases = [_case(each, run.header, durations[_test_of(each.record)], latencies) for each in asked]
+        cases = [_case(each, run.header, durations[_test_of(each.record)], latencies, found) for each in asked]
+        if file := backend_file(asked[0].record.backend_ref, root):
+            for case in cases:
+                case.set("file", _text(file))
         yield _suite(f"{suite}.{backend}", run.header, cases, _properties(run.header, backend))
     faults = [("error of the run", error) for error in run.errors]
     if (warning := phrases.incomplete(run)) is not None:
@@ -94,27 +112,34 @@ def _properties(header: RunHeader, backend: str) -> list[tuple[str, str]]:
 
 
 def _case(
-    worst: WorstRound, header: RunHeader, duration_s: float, latencies: dict[tuple[str, str], list[Speed]]
+    worst: WorstRound,
+    header: RunHeader,
+    duration_s: float,
+    latencies: dict[tuple[str, str], list[Speed]],
+    found: dict[RecordKey, Finding],
 ) -> ET.Element:
     record = worst.record
+    finding = found.get(record.key)
     case = ET.Element(
         "testcase",
         classname=_text(f"attncheck.{record.suite}.{record.case_id}.{record.backend}"),
         name=_text(record.check),
         time=_seconds(duration_s),
     )
+    kind = f"{record.outcome}: {finding.words}" if finding is not None else record.outcome  # tools group by it
     rounds = f"in {worst.short} of {worst.rounds} rounds: " if worst.rounds > 1 else ""
+    happened = rounds + phrases.what_happened(record)
     match record:
         case Unsupported() | Unavailable():
-            reasons = "; ".join(record.reasons)
-            ET.SubElement(case, "skipped", type=record.outcome, message=_text(f"{record.outcome}: {reasons}"))
+            message = f"{record.outcome}: {'; '.join(record.reasons)}"
+            _add(case, "skipped", record.outcome, message, message)
         case XFailed():
             message = f"fell short as expected: {record.reason}: {record.summary}"
-            ET.SubElement(case, "skipped", type=record.outcome, message=_text(message))
+            _add(case, "skipped", record.outcome, message, message)
         case Errored() | Crashed():
-            _add(case, "error", record.outcome, rounds + phrases.what_happened(record), _story(record, header))
+            _add(case, "error", kind, happened, _story(record, header, finding))
         case _ if worst.short:
-            _add(case, "failure", record.outcome, rounds + phrases.what_happened(record), _story(record, header))
+            _add(case, "failure", kind, happened, _story(record, header, finding))
         case _ if timing_of(record) is not None:
             printed = ET.SubElement(case, "system-out")
             printed.text = _text("\n".join(_times(latencies.get((record.backend, record.case), ()))))
@@ -123,9 +148,15 @@ def _case(
     return case
 
 
-def _story(record: Record, header: RunHeader) -> str:
-    """Everything known of what fell short, with the line that repeats it."""
-    text = terminal.story(record, header)
+def _story(record: Record, header: RunHeader, finding: Finding | None) -> str:
+    """Return everything known of a failure: its finding, the shape of its case, and the line that repeats it."""
+    text = story(record, header)
+    case = header.case(record.suite, record.case_id)
+    if case is not None:
+        text = f"{case.description or case.id}: {case.shape}\n{text}"
+    if finding is not None:
+        common = f"; in common: {finding.contrast}" if finding.contrast else ""
+        text = f"finding: {finding.title} ({phrases.extent(finding)}{common})\n{text}"
     if isinstance(record, Errored) and record.traceback:
         text += f"\n\n{record.traceback.rstrip()}"
     if isinstance(record, Crashed) and record.output:
@@ -147,7 +178,8 @@ def _fault(name: str, message: str) -> ET.Element:
 
 
 def _add(case: ET.Element, tag: str, kind: str, message: str, body: str) -> None:
-    ET.SubElement(case, tag, type=kind, message=_text(message)).text = _text(body)
+    """Add an element; Jenkins shows ``message`` and ``body``, GitLab ``body`` alone."""
+    ET.SubElement(case, tag, type=_text(kind), message=_text(message)).text = _text(body)
 
 
 def _text(text: str) -> str:

@@ -55,6 +55,15 @@ def test_a_file_is_right_and_prints_what_is_said(shell, assert_printed, tmp_path
     assert_printed(output, printed)
 
 
+def test_the_test_collects_each_check_of_each_case(shell, tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTION, encoding="utf-8")
+    (tmp_path / "test_mine.py").write_text(TEST, encoding="utf-8")
+    code, printed = shell("python -m pytest -v test_mine.py -k decode.float32", tmp_path)
+    assert code == 0, printed
+    assert "test_mine.py::test_mine[decode.float32-numerics] PASSED" in printed
+    assert "4 passed, 2 skipped" in printed
+
+
 def test_the_failure_is_told_as_is_said_and_can_be_repeated(shell, assert_printed, tmp_path):
     assert FUNCTION.count(RIGHT) == 1
     (tmp_path / "mine.py").write_text(FUNCTION.replace(RIGHT, WRONG), encoding="utf-8")

@@ -15,7 +15,7 @@ from attncheck.cases.loader import load_suite
 from attncheck.cases.model import question
 from attncheck.harness.checks.cudagraph.probes import probes_of
 from attncheck.harness.driver.vllm_config import ConfigNode, vllm_config
-from attncheck.harness.run.expectations import load_expectations
+from attncheck.harness.run.expectation_file import load_expectations
 from attncheck.reference.spec import (
     CHECKS,
     FEATURES,

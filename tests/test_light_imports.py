@@ -19,6 +19,7 @@ LIGHT = {
     "import attncheck.harness.workers.worker_pool": {"torch"},
     "import attncheck.harness.cli.app": {*ARRAYS, "pydantic", "yaml", "rich"},
     "import attncheck.reports.terminal.run, attncheck.reports.markdown.run": ARRAYS,
+    "import attncheck.reports.terminal.recommendation": ARRAYS,
     "import attncheck.reports.html": {*ARRAYS, "jinja2", "matplotlib"},
     # Candidates: what they declare is known where their library is missing.
     "from attncheck.backends.registry import load; load('flashinfer')": {"flashinfer", "triton"},
@@ -34,7 +35,7 @@ LIGHT = {
 """By statement: the modules that it must not load."""
 
 COMMANDS = {"--help": ARRAYS, "run --help": ARRAYS, "list": ARRAYS, "list cases": ARRAYS, "schema": ARRAYS}
-COMMANDS |= {"new backend fast": {"torch"}}
+COMMANDS |= {"new backend fast": {"torch"}, "schema --of run": {*ARRAYS, "yaml"}}
 """By command of attncheck. Those that read run files are tried where such files are made: tests/harness/cli."""
 
 LIGHT |= {

@@ -21,7 +21,7 @@ from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.output_quantisation import output_error
 from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.harness.truth.explain import explain
+from attncheck.harness.truth.explain import concerned_features, explain
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
 from attncheck.reference.spec import PaddingSpec, RequestSpec
@@ -56,11 +56,13 @@ def check_numerics(problem: Problem, truth: Truth, seen: Observation) -> Finding
     if not bool((shares > 1).any()):
         broken = seen.protocol
         return Broken(broken[0], figures, details=broken[1:]) if broken else Holds(figures)
+    meaning = explain(problem, truth, seen.output[: len(shares)], shares)
     return Broken(
         summarize(problem, shares),
         figures | {"rows_wrong": int((shares > 1).any(dim=1).sum())},
-        explain(problem, truth, seen.output[: len(shares)], shares),
+        meaning,
         seen.protocol,
+        concerns=concerned_features(problem, truth, meaning),
     )
 
 

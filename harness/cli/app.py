@@ -8,18 +8,20 @@ Loads neither torch nor pydantic: a command does, when it runs.
 import contextlib
 import errno
 import functools
+import io
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ParamSpec
 
 import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
-from attncheck.harness.cli import compare, doctor, list_names, new, report, run, warm
+from attncheck.harness.cli import compare, doctor, expect, list_names, new, recommend, report, run, show, warm
 from attncheck.harness.cli.interruption import signal_of
 from attncheck.harness.cli.usage import HELP, usage_error_in_words
 
@@ -34,6 +36,9 @@ SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
 """Set this environment variable to 1 to see where attncheck itself failed."""
 
 P = ParamSpec("P")
+
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""What typer raises for a command line it cannot read; typer gives its base class no name of its own."""
 
 
 def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
@@ -86,11 +91,25 @@ def _drop_stdout() -> None:
     sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for the interpreter's last flush)
 
 
-def schema() -> int:
-    """Print the JSON schema of case files."""
-    from attncheck.cases.schema import json_schema
+class SchemaSubject(StrEnum):
+    """What a schema describes: a case file, or a line of a run file."""
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    CASES = "cases"
+    RUN = "run"
+
+
+def schema(
+    of: Annotated[
+        SchemaSubject, typer.Option("--of", help="cases: of a case file; run: of a line of a run file.")
+    ] = SchemaSubject.CASES,
+) -> int:
+    """Print the JSON schema of case files, or of run files."""
+    if of is SchemaSubject.RUN:
+        from attncheck.reports.run_file.schema import run_file_schema as described
+    else:
+        from attncheck.cases.schema import json_schema as described
+
+    typer.echo(json.dumps(described(), indent=2))
     return 0
 
 
@@ -104,10 +123,10 @@ def _version(wanted: bool) -> None:
 
 app = typer.Typer(
     name="attncheck",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -125,10 +144,13 @@ def attncheck_command(
 
 app.command("run")(with_exit_code(run.run))
 app.command("warm")(with_exit_code(warm.warm))
+app.command("show")(with_exit_code(show.show))
 app.command("list")(with_exit_code(list_names.list_names))
 app.command("doctor")(with_exit_code(doctor.doctor))
 app.command("report")(with_exit_code(report.report))
 app.command("compare")(with_exit_code(compare.compare))
+app.command("expect")(with_exit_code(expect.expect))
+app.command("recommend")(with_exit_code(recommend.recommend))
 app.command("schema")(with_exit_code(schema))
 
 new_app = typer.Typer(help="Write files to begin with.", no_args_is_help=True, rich_markup_mode=None)
@@ -139,12 +161,20 @@ app.add_typer(new_app, name="new")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of ``arguments`` (default: the process's own) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _print_any_text()
     try:
         code = app(words, prog_name="attncheck", obj=("attncheck", *words), standalone_mode=False)
-    except Exception as error:
+    except _UsageError as error:
         message = usage_error_in_words(error)
-        if message is None:
-            raise
         _say(message if message.startswith(HELP) else f"error: {message}")
         return WRONG_QUESTION
+    except SystemExit as left:  # how completion ends
+        code = left.code
     return code if isinstance(code, int) else OK
+
+
+def _print_any_text() -> None:
+    """Let stdout and stderr print a character that their encoding lacks as an escape, as in the locale C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attncheck.errors import QuestionError, shorten
-from attncheck.harness.cli.output import refuse_input, use_color, write_output
+from attncheck.harness.cli.output import Color, ColorChoice, refuse_input, terminal_width, use_color, write_output
 from attncheck.reports.formats import FORMATS
+from attncheck.reports.terminal.columns import Style
 
 _RENDERERS = {name: form.render_comparison for name, form in FORMATS.items() if form.render_comparison is not None}
 _ABOUT = [FORMATS[name].about_comparison for name in _RENDERERS]
@@ -42,31 +43,41 @@ def compare(
         float,
         typer.Option(metavar="N", min=0, max=100, help="The least difference that is told, in per cent of the time."),
     ] = 1.0,
+    allow_missing: Annotated[
+        bool,
+        typer.Option(
+            "--allow-missing",
+            help="Accept that NEW lacks cases, checks or backends of BASE, or that a run was cut off.",
+        ),
+    ] = False,
     form: Annotated[
         ComparisonFormat,
         typer.Option("--format", help=f"{', '.join(_ABOUT[:-1])}, or {_ABOUT[-1]}."),
     ] = "terminal",
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
+    color: Color = ColorChoice.AUTO,
 ) -> int:
     """Compare run NEW with run BASE: what is slower, faster or the same, and which outcomes changed.
 
-    Exit code 1: an outcome is worse, or a time is slower. Times are told apart by the processes of `attncheck run
-    --check timing --rounds N`; 5 rounds a side are the least, 10 the usual. The smallest differences are told between
-    two backends of one run, whose processes took turns: `attncheck compare RUN RUN --match OLD=NEW`.
+    Exit code 1: an outcome is worse, a time is slower, or NEW lacks what BASE examined. Times are told apart by the
+    processes of `attncheck run --check timing --rounds N`; 5 rounds a side are the least, 10 the usual. The smallest
+    differences are told between two backends of one run, whose processes took turns: `attncheck compare RUN RUN
+    --match OLD=NEW`.
     """
     from attncheck.reports.comparison.compare import ComparisonTerms, compare_runs
     from attncheck.reports.comparison.thresholds import parse_thresholds
     from attncheck.reports.run_file.store import read_run
 
     effect = min_effect / 100
-    terms = ComparisonTerms(effect=effect, thresholds=parse_thresholds(fail_on or (), least=effect))
+    thresholds = parse_thresholds(fail_on or (), least=effect)
+    terms = ComparisonTerms(effect=effect, thresholds=thresholds, allow_missing=allow_missing)
     backends = _pairs(match or ())
     compared = compare_runs(read_run(base), read_run(new), backends=backends, terms=terms)
-    rendered = _RENDERERS[form](compared, output is None and use_color())
+    rendered = _RENDERERS[form](compared, Style(terminal_width(), output is None and use_color(color)))
     refuse_input(output, (base, new))
     write_output(rendered.text, output, is_summary=FORMATS[form].is_step_summary)
     typer.echo(rendered.log, nl=False)
-    return 1 if compared.is_regression else 0
+    return 1 if compared.fails else 0
 
 
 def _pairs(texts: list[str] | tuple[str, ...]) -> dict[str, str]:

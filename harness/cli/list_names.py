@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attncheck.harness.cli import completion
+from attncheck.harness.cli import run_arguments as arguments
+
 if TYPE_CHECKING:
     from attncheck.reference.spec import BatchSpec
-
-
-WIDTH = 100
 
 
 class Listable(StrEnum):
@@ -26,19 +26,25 @@ def list_names(
     what: Annotated[Listable | None, typer.Argument(help="Default: backends, suites and checks.")] = None,
     suite: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME|FILE", help="The suites whose cases are listed. Default: smoke."),
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Only these suites, or their cases, separated by commas. May be repeated. Default: every built-in "
+            "suite; of cases, smoke.",
+            autocompletion=completion.suites,
+        ),
     ] = None,
-    case: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only cases that match.")] = None,
+    case: arguments.Cases = None,
+    keywords: arguments.Keywords = None,
 ) -> int:
     """List what can be examined, by name.
 
     Whether a backend can run on this machine is what `attncheck doctor` says.
     """
-    if what is None and (suite or case):
+    if what is None and (suite or case or keywords):
         what = Listable.CASES
-    tables = {Listable.BACKENDS: _backends, Listable.SUITES: _suites, Listable.CHECKS: _checks}
+    tables = {Listable.BACKENDS: _backends, Listable.SUITES: lambda: _suites(suite or []), Listable.CHECKS: _checks}
     if what == Listable.CASES:
-        _cases(suite or [], case or [])
+        _cases(suite or [], case or [], keywords or "")
     elif what is not None:
         tables[what]()
     else:
@@ -49,11 +55,13 @@ def list_names(
 
 
 def _print(rows: list[list[str]]) -> None:
-    """Columns lined up; the last one folded where a line would pass 100 columns."""
+    """Columns lined up; the last one folded where a line would be wider than the terminal."""
     from tabulate import tabulate
 
+    from attncheck.harness.cli.output import terminal_width
+
     lead = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(rows[0]) - 1))
-    folded = [[*row[:-1], textwrap.fill(row[-1], max(WIDTH - lead, 40))] for row in rows]
+    folded = [[*row[:-1], textwrap.fill(row[-1], max(terminal_width() - lead, 20))] for row in rows]
     typer.echo(tabulate(folded, tablefmt="plain", disable_numparse=True))
 
 
@@ -67,17 +75,19 @@ def _backends() -> None:
     _print(rows)
 
 
-def _suites() -> None:
+def _suites(names: list[str]) -> None:
     from attncheck.cases.loader import load_suite, suite_names
+    from attncheck.harness.run.patterns import split_commas
+    from attncheck.reports.analysis.phrases import plural
 
-    suites = [load_suite(name) for name in suite_names()]
-    _print([[suite.name, f"{len(suite)} cases", suite.description] for suite in suites])
+    suites = [load_suite(name) for name in split_commas(names) or suite_names()]
+    _print([[suite.name, plural(len(suite), "case"), suite.description] for suite in suites])
 
 
-def _cases(suites: list[str], patterns: list[str]) -> None:
+def _cases(suites: list[str], patterns: list[str], keywords: str) -> None:
     from attncheck.harness.run.selection import select_cases
 
-    for found in select_cases(suites or ["smoke"], patterns).cases:
+    for found in select_cases(suites or ["smoke"], patterns, keywords=keywords).cases:
         typer.echo(f"{found.key}  {_batch(found.batch)}")
 
 

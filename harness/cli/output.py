@@ -1,9 +1,12 @@
-"""Where what a command says goes: stdout, a file, the summary of a GitHub step."""
+"""Where what a command prints goes (stdout, a file, the summary of a GitHub step), and its colours and width."""
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -13,9 +16,36 @@ STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 """The environment variable in which GitHub Actions names the file that a step adds its summary to."""
 
 
-def use_color() -> bool:
-    """Whether stdout is a terminal whose user has not asked for plain text (https://no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+class ColorChoice(StrEnum):
+    """Whether to print colours; ``auto``: to a terminal, or as NO_COLOR and FORCE_COLOR have it."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+Color = Annotated[
+    ColorChoice, typer.Option("--color", help="Colours: auto prints them to a terminal, or where FORCE_COLOR is set.")
+]
+"""The option of every command that prints a report."""
+
+
+def use_color(choice: ColorChoice = ColorChoice.AUTO) -> bool:
+    """Return whether to print colours to stdout.
+
+    Without a choice of the user, NO_COLOR (https://no-color.org) comes before FORCE_COLOR (https://force-color.org),
+    and both before what stdout is; an empty variable counts as not set.
+    """
+    if choice is not ColorChoice.AUTO:
+        return choice is ColorChoice.ALWAYS
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
+
+
+def terminal_width() -> int:
+    """Return how many columns a report may use: COLUMNS, else the terminal's width, else 100; from 40 to 200."""
+    return min(max(shutil.get_terminal_size((100, 24)).columns, 40), 200)
 
 
 def refuse_input(output: Path | None, runs: Iterable[Path]) -> None:
@@ -38,7 +68,7 @@ def write_output(text: str, output: Path | None, *, is_summary: bool = False) ->
     elif named:
         _write(Path(named), text, mode="a", name=f"${STEP_SUMMARY} {named}")
     else:
-        typer.echo(text, nl=False)
+        typer.echo(text, nl=False, color=True)  # what it has of colours was chosen
 
 
 def _write(path: Path, text: str, *, mode: str, name: str) -> None:

@@ -46,6 +46,7 @@ class Tally:
     def __init__(self, cases: int, rounds: int) -> None:
         self.cases = cases
         self.done = self.short = 0
+        self._began = time.monotonic()
         self._rounds = rounds
         self._begun: set[tuple[str, str, str, int, bool]] = set()
 
@@ -59,24 +60,45 @@ class Tally:
             self.done += self._rounds if is_spared else 1
         self.short += record.outcome in FALLEN_SHORT
 
+    @property
+    def left(self) -> str:
+        """``about 2 min left``, at the pace so far; empty in the first 10 seconds and the first 5 % of the cases."""
+        elapsed = time.monotonic() - self._began
+        if elapsed < LINE_EVERY_S or not self.cases / 20 <= self.done < self.cases:
+            return ""
+        seconds = elapsed / self.done * (self.cases - self.done)
+        if seconds < 60:
+            return f"about {max(round(seconds, -1), 10):.0f} s left"
+        minutes = round(seconds / 60)
+        return f"about {minutes} min left" if minutes < 100 else f"about {minutes / 60:.0f} h left"
+
 
 class ProgressLines:
-    """Plain lines: the first records that fall short, and every ten seconds how far the run is."""
+    """Plain lines: the first records that fall short, and every ten seconds how far the run is.
 
-    def __init__(self, cases: int, rounds: int) -> None:
+    ``verbose``: a line for each record, whatever its outcome.
+    """
+
+    def __init__(self, cases: int, rounds: int, *, verbose: bool = False) -> None:
         self._tally = Tally(cases, rounds)
+        self._verbose = verbose
         self._said = time.monotonic()
 
     def see(self, record: Record) -> None:
         """One more record."""
         self._tally.see(record)
-        if record.outcome in FALLEN_SHORT and self._tally.short <= TOLD_AT_ONCE:
+        is_short = record.outcome in FALLEN_SHORT
+        if self._verbose and not is_short:
+            line = f"{record.outcome}  {record.backend}  {record.case}  {record.check}  {record.duration_s:.2f} s"
+            typer.echo(line, err=True)
+        elif is_short and (self._verbose or self._tally.short <= TOLD_AT_ONCE):
             typer.echo(
                 f"{record.outcome}  {record.backend}  {record.case}  {record.check}: {what_happened(record)}", err=True
             )
         if time.monotonic() - self._said >= LINE_EVERY_S:
             self._said = time.monotonic()
-            typer.echo(f"case {self._tally.done} of {self._tally.cases}, {self._tally.short} fell short", err=True)
+            done = f"case {self._tally.done} of {self._tally.cases}, {self._tally.short} fell short"
+            typer.echo(", ".join(part for part in (done, self._tally.left) if part), err=True)
 
 
 class ProgressBar:
@@ -90,24 +112,33 @@ class ProgressBar:
     def see(self, record: Record) -> None:
         """One more record."""
         self._tally.see(record)
-        short = f", {self._tally.short} fell short" if self._tally.short else ""
-        name = f"{record.backend}  {record.case}{short}"
-        self._progress.update(self._task, completed=max(self._tally.done - 1, 0), description=name)
+        short = f"{self._tally.short} fell short" if self._tally.short else ""
+        parts = (f"{record.backend}  {record.case}", short, self._tally.left)
+        description = ", ".join(part for part in parts if part)
+        self._progress.update(self._task, completed=max(self._tally.done - 1, 0), description=description)
         if not self._progress.live.auto_refresh:
             self._progress.refresh()
 
 
 @contextmanager
-def progress_for(cases: int, *, rounds: int = 1, silent: bool = False, is_timed: bool = False) -> Iterator[RunProgress]:
+def progress_for(
+    cases: int,
+    *,
+    rounds: int = 1,
+    silent: bool = False,
+    verbose: bool = False,
+    is_timed: bool = False,
+    color: bool = True,
+) -> Iterator[RunProgress]:
     """Yield the progress that suits where stderr goes; ``cases``: how many the run has, counted anew for each backend.
 
-    ``rounds``: of the check ``timing``, whose cases are counted in every one. ``is_timed``: it is made, and nothing is
-    drawn while a time is taken.
+    ``rounds``: of the check ``timing``, whose cases are counted in every one. ``verbose``: lines, one a record.
+    ``is_timed``: it is made, and nothing is drawn while a time is taken. ``color``: the bar may have colours.
     """
     if silent:
         yield NoProgress()
-    elif not sys.stderr.isatty():
-        yield ProgressLines(cases, rounds)
+    elif verbose or not sys.stderr.isatty():
+        yield ProgressLines(cases, rounds, verbose=verbose)
     else:
         columns = (
             BarColumn(20),
@@ -115,6 +146,6 @@ def progress_for(cases: int, *, rounds: int = 1, silent: bool = False, is_timed:
             TimeElapsedColumn(),
             TextColumn("{task.description}", markup=False),
         )
-        screen = Console(stderr=True)
+        screen = Console(stderr=True, no_color=None if color else True)
         with Progress(*columns, console=screen, transient=True, auto_refresh=not is_timed) as progress:
             yield ProgressBar(progress, cases, rounds)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attncheck.errors import QuestionError
-from attncheck.harness.cli.output import refuse_input, use_color, write_output
+from attncheck.harness.cli.output import Color, ColorChoice, refuse_input, terminal_width, use_color, write_output
 from attncheck.reports.formats import FORMATS
+from attncheck.reports.terminal.columns import Style
 
 if TYPE_CHECKING:  # a type checker knows no enum whose members are computed
     RunFormat = str
@@ -23,6 +24,7 @@ def report(
         typer.Option("--format", help=f"{'; '.join(form.about_runs for form in FORMATS.values())}."),
     ] = "terminal",
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
+    color: Color = ColorChoice.AUTO,
 ) -> int:
     """Report on run files, one after the other; HTML compares the first with each of the others."""
     from attncheck.reports.run_file.store import read_run
@@ -32,7 +34,7 @@ def report(
         raise QuestionError(f"--format {form} takes one run, and {len(runs)} are given; {chosen.advice}")
     read = [read_run(path) for path in runs]
     refuse_input(output, runs)
-    rendered = chosen.render_runs(read, output is None and use_color())
+    rendered = chosen.render_runs(read, Style(terminal_width(), output is None and use_color(color)))
     write_output(rendered.text, output, is_summary=chosen.is_step_summary)
     typer.echo(rendered.log, nl=False)
     return 0

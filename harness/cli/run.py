@@ -3,12 +3,13 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from attncheck.errors import SelectionError
-from attncheck.harness.cli.output import use_color
+from attncheck.harness.cli import run_arguments as arguments
+from attncheck.harness.cli.output import Color, ColorChoice, terminal_width, use_color
 
 if TYPE_CHECKING:
     from attncheck.harness.cli.run_execution import FinishedRun
@@ -18,185 +19,145 @@ if TYPE_CHECKING:
 
 def run(
     context: typer.Context,
-    backend: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="REF",
-            help="A backend: its name, vllm:NAME, module:NAME, or file.py:NAME of a class or function. May be "
-            "repeated. Default: all built-in ones.",
-        ),
-    ] = None,
-    provider: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="REF",
-            help="A provider of metadata utilities: vllm, a module, or file.py. May be repeated. Without --backend, "
-            "no backend is examined.",
-        ),
-    ] = None,
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="A built-in suite, or a YAML file. May be repeated. Default: smoke, or interpreted for backends whose "
-            "kernels are interpreted; for providers alone also named_batches and padding.",
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Replace a default of the suites, such as cache.block_size=32, cache.layout=HND, layer.head_size=96. "
-            "Cases that say otherwise for themselves keep what they say. May be repeated.",
-        ),
-    ] = None,
-    case: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Only cases whose id, or suite/id, matches this shell pattern (*, ?, [...]). May be repeated.",
-        ),
-    ] = None,
-    check: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Only this check. May be repeated. Default: all, but for timing."),
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Take the times of the check timing in N fresh processes of each backend, in turn. Default: 10.",
-        ),
-    ] = None,
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S", help="Seconds that the check timing may sample a part of a step in a process. Default: 0.25."
-        ),
-    ] = None,
-    warm_cache: Annotated[
-        bool,
-        typer.Option("--warm-cache", help="Time without flushing the GPU's L2 cache before each sample."),
-    ] = False,
-    kernels: Annotated[
-        bool, typer.Option("--kernels", help="Name the kernels of each timed step, as the profiler sees them.")
-    ] = False,
-    function: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Only functions of providers whose name matches this shell pattern. May be repeated.",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N. Default: cuda where a GPU is.")
-    ] = None,
-    case_timeout: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Kill the process of a backend that finishes no check of a case for so long; the check is crashed. It "
-            "covers the compiling of kernels, and of the check timing all samples. 0: no limit. Default: 600.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the inputs.")] = 0,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The run file; must not exist. Default: results/<time>.jsonl.")
-    ] = None,
-    exitfirst: Annotated[bool, typer.Option("--exitfirst", help="Stop at the first record that falls short.")] = False,
-    expect: Annotated[Path | None, typer.Option(metavar="FILE", help="Expected failures, as YAML.")] = None,
-    dump: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the tensors of each failing case into this folder.")
-    ] = None,
-    in_process: Annotated[
-        bool,
-        typer.Option(
-            "--in-process",
-            help="Examine backends in this process, not each in one of its own, and without a progress display: for "
-            "debuggers, profilers, sanitizers.",
-        ),
-    ] = False,
-    show_output: Annotated[
-        bool,
-        typer.Option(
-            "--show-output",
-            "-s",
-            help="Show what backends print as it comes, each line with the backend's name. Without it, the end of it "
-            "is told with each failure.",
-        ),
-    ] = False,
-    no_warm: Annotated[
-        bool,
-        typer.Option(
-            "--no-warm",
-            help="On a GPU, start no other processes that compile kernels ahead of the run (see `attncheck warm`).",
-        ),
-    ] = False,
+    backends: arguments.BackendArguments = None,
+    backend: arguments.BackendOptions = None,
+    provider: arguments.Providers = None,
+    suite: arguments.Suites = None,
+    settings: arguments.Settings = None,
+    case: arguments.Cases = None,
+    keywords: arguments.Keywords = None,
+    last_failed: arguments.LastFailed = False,
+    check: arguments.Checks = None,
+    skip: arguments.Skip = None,
+    rounds: arguments.Rounds = None,
+    time_limit: arguments.TimeLimit = None,
+    warm_cache: arguments.WarmCache = False,
+    kernels: arguments.Kernels = False,
+    function: arguments.Functions = None,
+    device: arguments.Device = None,
+    case_timeout: arguments.CaseTimeout = None,
+    seed: arguments.Seed = None,
+    output: arguments.Output = None,
+    no_output: arguments.NoOutput = False,
+    exitfirst: arguments.ExitFirst = False,
+    maxfail: arguments.MaxFail = None,
+    expect: arguments.Expect = None,
+    dump: arguments.Dump = None,
+    in_process: arguments.InProcess = False,
+    show_output: arguments.ShowOutput = False,
+    no_warm: arguments.NoWarm = False,
+    quiet: arguments.Quiet = False,
+    verbose: arguments.Verbose = False,
+    durations: arguments.Durations = None,
+    color: Color = ColorChoice.AUTO,
 ) -> int:
     """Examine backends, or providers of metadata utilities, and print what they are worth.
 
-    Without options: suite smoke (interpreted, where kernels are), every built-in backend, the best device. Each
-    backend is examined in a process of its own: one that kills its process loses a case, and the others nothing. Times
-    (--check timing) are taken in rounds, each in a fresh process that is alone. Every record goes into a run file,
-    which `attncheck report` reads.
+    Without options: suite smoke (interpreted, where kernels are), every built-in backend, the best device. Options that
+    are left out may be given in [tool.attncheck] of pyproject.toml. Each backend is examined in a process of its own:
+    one that kills its process loses a case, and the others nothing. Times (--check timing) are taken in rounds, each in
+    a fresh process that is alone. Every record goes into a run file, which `attncheck report` reads.
     """
+    from attncheck.harness.cli.config import read_config
+    from attncheck.harness.cli.last_failed import only_failed
     from attncheck.harness.cli.run_execution import execute_run
+    from attncheck.harness.cli.run_files import kept_folder, newest_run
     from attncheck.harness.cli.run_options import RunOptions
+    from attncheck.harness.run.patterns import choose_checks, split_commas
 
     began = time.monotonic()
+    if no_output and output is not None:
+        raise SelectionError(f"--no-output writes no run file, and --output {output} names one; leave out one of them")
+    config = read_config(Path.cwd())
+    refs = (*(backends or ()), *(backend or ()))
+    is_by_name = bool(refs or provider)
+    default_checks, default_skip = (config.checks, config.skip) if refs or not provider else ((), ())
+    folder = config.output or kept_folder()
     options = RunOptions(
-        backends=tuple(backend or ()),
+        backends=refs or (() if provider else config.backends),
         providers=tuple(provider or ()),
-        suites=tuple(suite or ()),
-        settings=tuple(settings or ()),
-        cases=tuple(case or ()),
-        checks=tuple(check or ()),
+        suites=split_commas(suite or config.suites),
+        settings=tuple(settings or config.settings),
+        cases=split_commas(case or ()),
+        keywords=keywords or "",
+        checks=choose_checks(check or default_checks),
+        skip=choose_checks(skip or (() if check else default_skip)),
         functions=tuple(function or ()),
         rounds=rounds,
         time_limit=time_limit,
         warm_cache=warm_cache,
         kernels=kernels,
-        device=device,
-        case_timeout=case_timeout,
-        seed=seed,
+        device=device or config.device,
+        case_timeout=config.case_timeout if case_timeout is None else case_timeout,
+        seed=(config.seed or 0) if seed is None else seed,
         output=output,
-        exitfirst=exitfirst,
-        expect=expect,
+        folder=None if no_output else folder,
+        keep=config.keep,
+        maxfail=1 if exitfirst else maxfail,
+        expect=expect or config.expect,
         dump=dump,
         in_process=in_process,
         show_output=show_output,
         warm=not no_warm,
+        verbose=verbose,
+        color=color is not ColorChoice.NEVER,
+        notes=(config.note,) if config.note else (),
         command=tuple(context.obj or ()),
     )
-    finished = execute_run(options, _print_opening)
-    _print_report(finished)
-    typer.echo(f"{time.monotonic() - began:.1f} s, run file: {finished.path}")
+    if last_failed:
+        options = only_failed(options, newest_run(folder))
+    finished = execute_run(options, _print_opening if not quiet else _print_nothing)
+    _print_report(finished, quiet=quiet, color=use_color(color))
+    if durations is not None:
+        _print_durations(finished.records, durations or None)
+    where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
+    typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
     if finished.ended_by is not None:
         raise finished.ended_by
-    return _exit_code(finished, by_name=bool(backend or provider))
+    return _exit_code(finished, by_name=is_by_name)
 
 
 def _print_opening(header: "RunHeader") -> None:
     from attncheck.reports.terminal import run as terminal
 
-    typer.echo(terminal.opening(header))
+    typer.echo(terminal.opening(header, width=terminal_width()))
 
 
-def _print_report(finished: "FinishedRun") -> None:
+def _print_nothing(header: "RunHeader") -> None:
+    """For --quiet."""
+
+
+def _print_report(finished: "FinishedRun", *, quiet: bool, color: bool) -> None:
     from attncheck.reports.terminal import run as terminal
 
-    typer.echo()
+    if not quiet:
+        typer.echo()
     errors = [*finished.blind, *finished.unmet]
-    is_whole = finished.ended_by is None
-    shown = terminal.render(finished.header, finished.records, errors=errors, complete=is_whole, color=use_color())
-    typer.echo(shown)
+    text = terminal.render(
+        finished.header,
+        finished.records,
+        errors=errors,
+        complete=finished.ended_by is None,
+        color=color,
+        width=terminal_width(),
+        quiet=quiet,
+        run_file=finished.path,
+    )
+    typer.echo(text, color=color)
     for line in finished.unseen:
         typer.echo(line)
     if finished.ended_by is not None:
         typer.echo(f"{finished.stopped}; what follows was not examined")
     elif finished.stopped:
         typer.echo(f"stopped {finished.stopped}: what follows was not examined")
+
+
+def _print_durations(records: "Sequence[Record]", count: int | None) -> None:
+    """Print the ``count`` slowest checks of cases, the slowest first; None: all."""
+    slowest = sorted(records, key=lambda record: record.duration_s, reverse=True)[:count]
+    typer.echo(f"slowest {len(slowest)} of {len(records)} checks of cases")
+    for record in slowest:
+        typer.echo(f"  {record.duration_s:8.2f} s  {record.backend}  {record.case}  {record.check}")
 
 
 def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:

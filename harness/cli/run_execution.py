@@ -8,10 +8,9 @@ import contextlib
 import faulthandler
 import io
 import itertools
-import os
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +18,7 @@ import typer
 
 from attncheck.errors import QuestionError, RunFileError
 from attncheck.harness.cli.interruption import interruptible, signal_of
+from attncheck.harness.cli.run_files import open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing, select_cases
@@ -27,15 +27,11 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 
 if TYPE_CHECKING:
-    from attncheck.harness.cli.progress import RunProgress, Tally
     from attncheck.harness.providers.plan import ProviderPlan
     from attncheck.harness.run.expectations import Expectations
     from attncheck.harness.run.preparation import PreparedRun, RunSettings
 
-RESULTS = Path("results")
-
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
-_FIRST = "at the first record that fell short (--exitfirst)"
 _DEVICE_LOST = "when this process lost the device (a run without --in-process goes on in a fresh one)"
 
 
@@ -52,20 +48,20 @@ class CaseExaminer(Protocol):
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run found. ``path``: its run file.
+    """What a run found. ``path``: its run file; None: none was written.
 
     ``blind``: why cases could not be examined. ``unmet``: a line for each expectation that counts as a failure;
     ``unseen``: for each that only did not show. ``stopped``: why the run ended early, empty: it did not. ``ended_by``:
     what is raised once the report is shown: a signal, or a run file that could not be written.
     """
 
-    path: Path
+    path: Path | None
     header: RunHeader
     records: tuple[Record, ...]
-    blind: tuple[str, ...]
-    unmet: tuple[str, ...]
-    unseen: tuple[str, ...]
-    stopped: str
+    blind: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    stopped: str = ""
     ended_by: KeyboardInterrupt | RunFileError | None = None
 
 
@@ -75,11 +71,19 @@ def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> Fini
     Raises:
         QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
     """
-    selection = select_cases(options.suite_refs, options.cases, options.backend_checks, options.settings)
+    selection = select_cases(
+        options.suite_refs,
+        options.cases,
+        options.backend_checks,
+        options.settings,
+        skip=options.skip,
+        keywords=options.keywords,
+        keys=options.keys,
+    )
     timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
-    _make_folder(options.dump)
+    make_dump_folder(options.dump)
     with WorkerPool(_show if options.show_output else None) as pool:
         if options.backend_refs is not None and not options.in_process:
             pool.start(first_refs(options.backend_refs, selection.suites))
@@ -122,24 +126,50 @@ def _execute(
     infos = [each.info for each in prepared.backends]
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
     one_process = (_ONE_PROCESS,) if is_timed and pool is None else ()
-    notes = (*prepared.notes, *one_process, *prepared.choice_notes)
+    notes = (*prepared.notes, *one_process, *prepared.choice_notes, *options.notes)
     header = make_header(prepared.selection, plan, infos, environment, command=options.command, notes=notes)
     header = header_with_providers(header, functions)
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
     expectations = _expectations(options.expect, prepared.selection, functions, header)
-    path = options.output or _free_path()
-    begin(header)
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
         faulthandler.enable()  # a kernel that kills the process says at least where
     count = count_questions(plan, [info.ref for info in infos]) + functions.count
-    with (
-        contextlib.nullcontext() if options.in_process else interruptible(),  # Python cannot interrupt a kernel
-        contextlib.closing(examiner.run()) as records,
-        progress_for(count, rounds=plan.rounds, silent=options.in_process, is_timed=is_timed) as progress,
-    ):
-        found = itertools.chain(records, examine_providers(functions, circumstances))
-        tally = Tally(count, plan.rounds)
-        return _examine(found, examiner, header, path, expectations, progress, tally, exitfirst=options.exitfirst)
+    records: list[Record] = []
+    tally = Tally(count, plan.rounds)
+    path: Path | None = None
+    try:
+        with open_run(options.output, options.folder, header, options.keep) as writer:
+            path = writer.path
+            begin(header)
+            with (
+                contextlib.nullcontext() if options.in_process else interruptible(),  # Python cannot stop a kernel
+                contextlib.closing(examiner.run()) as examined,
+                progress_for(
+                    count,
+                    rounds=plan.rounds,
+                    silent=options.in_process and not options.verbose,
+                    verbose=options.verbose,
+                    is_timed=is_timed,
+                    color=options.color,
+                ) as progress,
+            ):
+                found = itertools.chain(examined, examine_providers(functions, circumstances))
+                judged = found if expectations is None else map(expectations.apply, found)
+                stopped = _examine(judged, records, (tally.see, writer.add, progress.see), maxfail=options.maxfail)
+            blind = tuple(map(str, examiner.blind))
+            unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
+            unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
+            for error in (*blind, *unmet):
+                writer.fail(error)
+        return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped)
+    except (KeyboardInterrupt, RunFileError) as error:
+        if not records:
+            raise
+        how = "stopped, since the run file cannot be written"
+        if isinstance(error, KeyboardInterrupt):
+            how = f"interrupted by {signal_of(error).name}"
+        stopped = f"{how}: {tally.done} of {tally.cases} cases"
+        return FinishedRun(path, header, tuple(records), stopped=stopped, ended_by=error)
 
 
 def case_examiner(
@@ -168,7 +198,8 @@ def _expectations(
     if file is None:
         return None
     from attncheck.harness.providers.records import known_subjects, selected_subjects
-    from attncheck.harness.run.expectations import Expectations, load_expectations
+    from attncheck.harness.run.expectation_file import load_expectations
+    from attncheck.harness.run.expectations import Expectations
 
     return Expectations(
         load_expectations(file),
@@ -176,10 +207,11 @@ def _expectations(
         selected=(*selection.cases, *selected_subjects(functions)),
         backends=[backend.name for backend in header.backends],
         checks=header.checks,
+        today=datetime.now(UTC).date(),
     )
 
 
-def _make_folder(dump: Path | None) -> None:
+def make_dump_folder(dump: Path | None) -> None:
     """Make the folder before the run, so that the first failure does not end it."""
     if dump is None:
         return
@@ -189,68 +221,38 @@ def _make_folder(dump: Path | None) -> None:
         raise QuestionError(f"--dump {dump} cannot be a folder: {error.strerror}") from error
 
 
-def _free_path() -> Path:
-    """Name a run file by the time and the process, and by a number where several runs begin in one second."""
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    return next(path for name in names if not (path := RESULTS / f"{name}.jsonl").exists())
-
-
 def _examine(
     found: Iterator[Record],
-    examiner: CaseExaminer,
-    header: RunHeader,
-    path: Path,
-    expectations: "Expectations | None",
-    progress: "RunProgress",
-    tally: "Tally",
+    records: list[Record],
+    see: Sequence[Callable[[Record], None]],
     *,
-    exitfirst: bool,
-) -> FinishedRun:
-    """Write every record as it comes, then the expectations that no record matched.
+    maxfail: int | None,
+) -> str:
+    """Append each record to ``records``, call each of ``see`` with it, and return why the run ended early; empty: no.
 
-    Raises:
-        KeyboardInterrupt, RunFileError: the run ended before its first record.
+    ``maxfail``: how many records that fall short end the run; None: none does.
     """
     from attncheck.harness.run.lost_device import DeviceLostError
-    from attncheck.reports.run_file.store import RunWriter
 
-    records: list[Record] = []
-    blind: tuple[str, ...] = ()
-    unmet: tuple[str, ...] = ()
-    unseen: tuple[str, ...] = ()
-    stopped = ""
-    ended_by: KeyboardInterrupt | RunFileError | None = None
-
-    def keep(each: Record) -> Record:
-        record = each if expectations is None else expectations.apply(each)
+    def keep(record: Record) -> bool:
         records.append(record)
-        tally.see(record)
-        writer.add(record)
-        progress.see(record)
-        return record
+        for each in see:
+            each(record)
+        return record.outcome in FALLEN_SHORT
 
+    short = 0
     try:
-        with RunWriter(path, header) as writer:
-            try:
-                for each in found:
-                    if keep(each).outcome in FALLEN_SHORT and exitfirst:
-                        stopped = _FIRST
-                        break
-            except DeviceLostError as lost:
-                keep(lost.record)
-                stopped = _DEVICE_LOST
-            blind = tuple(map(str, examiner.blind))
-            unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
-            unseen = tuple(expectations.unseen()) if expectations and not stopped else ()
-            for error in (*blind, *unmet):
-                writer.fail(error)
-    except (KeyboardInterrupt, RunFileError) as error:
-        if not records:
-            raise
-        ended_by = error
-        how = "stopped, since the run file cannot be written"
-        if isinstance(error, KeyboardInterrupt):
-            how = f"interrupted by {signal_of(error).name}"
-        stopped = f"{how}: {tally.done} of {tally.cases} cases"
-    return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped, ended_by)
+        for record in found:
+            short += keep(record)
+            if maxfail is not None and short >= maxfail:
+                return _stopped(maxfail)
+    except DeviceLostError as lost:
+        keep(lost.record)
+        return _DEVICE_LOST
+    return ""
+
+
+def _stopped(maxfail: int) -> str:
+    if maxfail == 1:
+        return "at the first record that fell short (--exitfirst)"
+    return f"when {maxfail} records had fallen short (--maxfail {maxfail})"

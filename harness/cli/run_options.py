@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attncheck.errors import SelectionError
+from attncheck.harness.cli.config import KEEP
 from attncheck.reports.run_file.records import UTILITIES
 
 PROVIDER_SUITES = ("smoke", "named_batches", "padding")
@@ -17,7 +18,10 @@ _CASE_LIMIT_S = 600.0
 class RunOptions:
     """What a run examines and how; each field means what the command line's option of that name means.
 
-    Empty: the option was not given, and its default counts. ``command``: what was typed, for the run file.
+    Empty: the option was not given, and its default counts. ``checks``, ``skip``: names, with patterns resolved.
+    ``keys``: only these ``suite/id``, where there are any. ``folder``: where a run file without ``output`` is written,
+    of which the newest ``keep`` stay; None: none is written. ``color``: the progress may have colours. ``notes``,
+    ``command``: where options are from, and what was typed, for the run file.
 
     Raises:
         SelectionError: a check or a pattern that no backend or provider of the run is examined by, or a limit that
@@ -29,7 +33,10 @@ class RunOptions:
     suites: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
+    keywords: str = ""
+    keys: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     rounds: int | None = None
     time_limit: float | None = None
@@ -39,12 +46,17 @@ class RunOptions:
     case_timeout: float | None = None
     seed: int = 0
     output: Path | None = None
-    exitfirst: bool = False
+    folder: Path | None = None
+    keep: int = KEEP
+    maxfail: int | None = None
     expect: Path | None = None
     dump: Path | None = None
     in_process: bool = False
     show_output: bool = False
     warm: bool = True
+    verbose: bool = False
+    color: bool = True
+    notes: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,12 +67,19 @@ class RunOptions:
                 f"--case-timeout {self.case_timeout:g} kills the process of a backend, and --in-process starts none; "
                 "leave out one of them"
             )
+        for ref in self.backends:
+            if ref.endswith((".yaml", ".yml")):
+                raise SelectionError(f"backend {ref!r} is named as a case file is; give --suite {ref}")
         if not self.providers:
             if self.functions:
                 raise SelectionError("--function chooses among the functions of a provider; give --provider")
             return
         if self.checks and UTILITIES not in self.checks:
             raise SelectionError(f"a provider is examined by the check {UTILITIES}, which --check leaves out")
+        if UTILITIES in self.skip:
+            raise SelectionError(f"a provider is examined by the check {UTILITIES}, which --skip leaves out")
+        if self.skip and not self.backends:
+            raise SelectionError(f"--skip {self.skip[0]}: only a provider is examined, by {UTILITIES} alone")
         if self.checks and self.backends and not self.backend_checks:
             raise SelectionError(f"--check {UTILITIES} leaves nothing to examine of a backend; leave out --backend")
         if self.backend_checks and not self.backends:

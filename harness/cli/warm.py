@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attncheck.harness.cli import completion
+from attncheck.harness.cli import run_arguments as arguments
+
 if TYPE_CHECKING:
     from attncheck.harness.run.backend_description import BackendDescription
     from attncheck.harness.run.evaluation import RunPlan
@@ -13,23 +16,16 @@ if TYPE_CHECKING:
 
 def warm(
     backend: Annotated[
-        list[str] | None, typer.Option(metavar="REF", help="A backend, as of `run`. May be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="REF", help="A backend, as of `run`. May be repeated.", autocompletion=completion.backends
+        ),
     ] = None,
-    suite: Annotated[
-        list[str] | None, typer.Option(metavar="NAME|FILE", help="A suite, as of `run`. May be repeated.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A default of the suites, as of `run`.")
-    ] = None,
-    case: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Only these cases, as of `run`. May be repeated.")
-    ] = None,
-    check: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only what this check calls. May be repeated.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N. Default: cuda where a GPU is.")
-    ] = None,
+    suite: arguments.Suites = None,
+    settings: arguments.Settings = None,
+    case: arguments.Cases = None,
+    check: arguments.Checks = None,
+    device: arguments.Device = None,
 ) -> int:
     """Compile kernels ahead of a run: examine its cases in several processes at once, and drop the records.
 

@@ -111,6 +111,8 @@ class BackendLayer:
         rows, protocol = read_result(returned, out, must_be_buffer=self.backend.accept_output_buffer)
         if rows is out.rows:
             unwritten = out.unwritten_rows()
+            if (ignored := getattr(self.impl, "ignored_result", "")) and bool(unwritten[: call.num_rows].any()):
+                protocol = (*protocol, ignored)
         else:
             unwritten = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         return CallResult(

@@ -1,7 +1,8 @@
 """Which keys each row sees: a span, from the arithmetic of causal mask, window and chunks.
 
-The only such arithmetic in the harness. Candidates have their own, and the reference has a predicate,
-:func:`attncheck.reference.visible`. To add a modifier that hides keys, add it to both; a test compares them.
+The only such arithmetic in the harness, but for the picture that ``attncheck show`` draws. Candidates have their own,
+and the reference has a predicate, :func:`attncheck.reference.visible`. To add a modifier that hides keys, add it to all
+three; tests compare them.
 """
 
 import torch

@@ -16,7 +16,8 @@ from attncheck.harness.checks.timing.clock import host_ns
 from attncheck.harness.checks.timing.device_state import device_state
 from attncheck.harness.checks.timing.sampling import Samples, samples_of
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.pytest_plugin.items import CheckItem, Collection
+from attncheck.harness.pytest_plugin.items import CheckItem
+from attncheck.harness.pytest_plugin.question import Question
 from attncheck.harness.run.evaluation import environment_of
 from attncheck.reports.pytest_benchmark import MACHINE, benchmark_names, extra_info, machine_of
 from attncheck.reports.run_file.records import Record
@@ -128,15 +129,16 @@ class TimingItem(CheckItem):
 
     def setup(self) -> None:
         """Skips under pytest-xdist, where pytest-benchmark switches itself off, and rightly so."""
+        super().setup()
         if os.environ.get("PYTEST_XDIST_WORKER"):
             reason = "times taken beside other tests are none: leave out -n of pytest-xdist"
             raise pytest.skip.Exception(reason, _use_item_location=True)
 
     def examine(self) -> Record | QuestionError:
         """The record of the check, its samples taken by pytest-benchmark."""
-        benchmarks = self.collection.benchmarks
+        benchmarks = self.question.benchmarks
         benchmarks.begin(self)
-        found = self.collection.record_of(self)
+        found = self.question.record_of(self)
         if not isinstance(found, QuestionError):
             benchmarks.end(found)
         return found
@@ -145,13 +147,13 @@ class TimingItem(CheckItem):
 class Machine:
     """What pytest-benchmark's files say of the machine, and which of them may be compared with the run at hand."""
 
-    def __init__(self, collection: Collection) -> None:
-        self._collection = collection
+    def __init__(self, question: Question) -> None:
+        self._question = question
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_benchmark_update_machine_info(self, machine_info: dict[str, Any]) -> None:
         """Adds the device, its driver and clocks, and the versions."""
-        device = self._collection.device
+        device = self._question.device
         machine_info[MACHINE] = machine_of(environment_of(device), device_state(device))
 
     @pytest.hookimpl(optionalhook=True)

@@ -1,12 +1,20 @@
-"""The pytest plugin's door: options, and nothing else until one of them is given.
+"""The pytest plugin's door: options, and nothing else until there are items of attncheck.
 
 Every pytest run on a machine where attncheck is installed imports this module, so it must not import torch, pydantic
-or anything heavy; ``items`` does, once ``--attncheck-suite`` or ``--attncheck-backend`` asks for items.
+or anything heavy; ``session`` does, once an option asks for items, or a module has ``attncheck.backend_tests``.
 """
+
+import sys
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-MARKER = "attncheck: one check of one case of one backend, collected by --attncheck-suite or --attncheck-backend"
+if TYPE_CHECKING:
+    from attncheck.harness.pytest_plugin.session import Session
+
+MARKER = "attncheck: one check of one case of one backend, collected by attncheck"
+_TESTS_MODULE = "attncheck.harness.pytest_plugin.backend_tests"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="examine this backend; may be repeated (default, with --attncheck-suite: all built-in ones)",
     )
     group.addoption(
+        "--attncheck-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace a default of the suites, such as cache.block_size=32; may be repeated",
+    )
+    group.addoption(
         "--attncheck-case", action="append", default=[], metavar="PATTERN", help="only cases whose id matches"
     )
     group.addoption("--attncheck-check", action="append", default=[], metavar="NAME", help="only this check")
@@ -39,18 +54,58 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--attncheck-device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (default: the best)")
     group.addoption("--attncheck-seed", type=int, default=0, metavar="N", help="seed of the inputs (default: 0)")
+    group.addoption(
+        "--attncheck-expect", default=None, metavar="FILE", help="expected failures, as YAML: their items are xfailed"
+    )
+    group.addoption(
+        "--attncheck-dump", default=None, metavar="DIR", help="write the tensors of each failing case into this folder"
+    )
+    group.addoption(
+        "--attncheck-case-timeout",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="kill the process of a backend that finishes no check for so long (default: 600; 0: no limit)",
+    )
+    group.addoption(
+        "--attncheck-in-process",
+        action="store_true",
+        help="examine backends in the process of pytest, not each in one of its own: for debuggers and profilers",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Name the marker; with our options, let the items join."""
     config.addinivalue_line("markers", MARKER)
-    if not (config.getoption("attncheck_suite") or config.getoption("attncheck_backend")):
-        return
-    from attncheck.harness.pytest_plugin.items import Collection
+    if config.getoption("attncheck_suite") or config.getoption("attncheck_backend"):
+        _session(config)
 
-    collection = Collection(config)
-    config.pluginmanager.register(collection, "attncheck-collection")
-    if config.getoption("attncheck_timing") or "timing" in config.getoption("attncheck_check"):
-        from attncheck.harness.pytest_plugin.benchmark import Machine
 
-        config.pluginmanager.register(Machine(collection), "attncheck-machine")
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
+    """Collect what ``attncheck.backend_tests`` returned."""
+    if type(obj).__module__ != _TESTS_MODULE:
+        return None
+    found: Any = obj
+    return [*_session(collector.config).module_items(collector, name, found)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the examinations that did not pass, of the line that failed: pytest cuts what an assertion says."""
+    report = yield
+    if report.failed and call.excinfo is not None and (api := sys.modules.get("attncheck.harness.api")):
+        for value in call.excinfo.traceback[-1].frame.f_locals.values():
+            if isinstance(value, api.Examination) and not isinstance(call.excinfo.value, api.ExaminationFailedError):
+                report.sections += [] if value.passed else [("attncheck", str(value))]
+    return report
+
+
+def _session(config: pytest.Config) -> "Session":
+    """Return the plugin that collects the items, registered now if it is not."""
+    from attncheck.harness.pytest_plugin.session import Session
+
+    name = "attncheck-session"
+    if not config.pluginmanager.hasplugin(name):
+        config.pluginmanager.register(Session(config), name)
+    session: Any = config.pluginmanager.get_plugin(name)
+    return cast("Session", session)

@@ -5,7 +5,7 @@ kept aside as a fault of the question.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -30,10 +30,12 @@ from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.run.environment import collect_environment
 from attncheck.harness.run.lost_device import is_device_error, until_device_is_lost
 from attncheck.harness.run.outcomes import OURSELVES, Circumstances, record_of, unavailable
+from attncheck.harness.run.process_settings import checking_threads, current_device, exact_float32, num_threads
 from attncheck.harness.run.selection import checks_of, unanswered_reasons
 from attncheck.harness.truth.truth import Truth, truth_of
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.timings import TIMING
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class RunPlan:
 
 def environment_of(device: str) -> Environment:
     """The circumstances of an examination on ``device``, with the numerical policy that is in force while it lasts."""
-    with _exact_float32():
+    with exact_float32():
         return collect_environment(device)
 
 
@@ -107,9 +109,10 @@ class Examiner:
         self.blind: list[QuestionError] = []
         self.device = torch.device(plan.device)
         self.environment = environment or environment_of(plan.device)
+        self._timing_threads = torch.get_num_threads()
+        self._num_threads = checking_threads(self._timing_threads)
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
-        self._is_dump_missing = False
         # Given, not made at its first use: it needs the plan's settings, and clocks from before any backend ran.
         self._shared = SharedByChecks(clocks or TimingCheck(self.device, plan.timing))
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
@@ -147,7 +150,7 @@ class Examiner:
             for check in checks:
                 yield unavailable(self._circumstances, case, backend, check, backend.reasons)
             return
-        with _exact_float32(), _current(self.device):
+        with exact_float32(), current_device(self.device), num_threads(self._num_threads):
             yield from until_device_is_lost(self._records(case, backend, checks, begin), self.device)
 
     def fault_of(self, case: Case) -> QuestionError | None:
@@ -209,7 +212,8 @@ class Examiner:
             begin(f"check {check}")
             began = perf_counter()
             try:
-                finding = case_checks.examine(check)
+                with num_threads(self._timing_threads if check == TIMING else self._num_threads):
+                    finding = case_checks.examine(check)
             except StageError as failure:  # a check enters the backend's code, its codec, as well
                 finding = failure.raised
             except Exception as error:  # noqa: BLE001 (ours: one case is lost and told, the rest of the run is not)
@@ -221,14 +225,12 @@ class Examiner:
             yield record_of(self._circumstances, case, backend, check, finding, took)
 
     def _dump(self, case_checks: CaseChecks | FunctionChecks, folder: Path, backend: str) -> tuple[str, ...]:
-        """Write the case; return, the first time that it cannot be written, a note that says why."""
+        """Write the case; return a note where it cannot be written. The verdict stays."""
         try:
             with suppress(torch.AcceleratorError):  # a lost device gives no tensors
                 case_checks.dump(folder, backend)
         except OSError as error:
-            is_news, self._is_dump_missing = not self._is_dump_missing, True
-            reason = f"--dump {folder}: {error.strerror or error}; the tensors of this case are not there"
-            return (reason,) if is_news else ()
+            return (f"--dump {folder}: {error.strerror or error}; the tensors of this case are not there",)
         return ()
 
     def _unavailable(self, backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
@@ -246,40 +248,3 @@ class Examiner:
             problem = build_problem(case, self.plan.seed)
             self._latest = (case, problem, truth_of(problem, self.device))
         return self._latest[1:]
-
-
-@contextmanager
-def _exact_float32() -> Iterator[None]:
-    """No TF32 while anything is examined, whatever the caller's setting: float32 means float32.
-
-    torch keeps two accounts of it and refuses to read the old one where only the new one was set: both are put back.
-    """
-    products = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [product.fp32_precision for product in products]
-    try:
-        stated = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        stated = None
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        if stated is not None:
-            torch.set_float32_matmul_precision(stated)
-        for product, precision in zip(products, before, strict=True):
-            product.fp32_precision = precision
-
-
-@contextmanager
-def _current(device: torch.device) -> Iterator[None]:
-    """Makes a GPU the current one, as a worker does: a kernel launched by hand goes there, wherever its tensors are."""
-    if device.type != "cuda":
-        yield
-        return
-    selected = torch.cuda.device(device)
-    selected.__enter__()
-    try:
-        yield
-    finally:
-        with suppress(torch.AcceleratorError):  # a lost device refuses this as well, and its loss is known
-            selected.__exit__(None, None, None)

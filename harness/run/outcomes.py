@@ -10,10 +10,10 @@ from attncheck.backends.declarations import needs_of
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined
 from attncheck.harness.driver.observation import Raised
+from attncheck.reports.run_file import records
 from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, Record, Unavailable, Unsupported
 
-OURSELVES = "attncheck itself"
-"""The stage of an exception that no backend raised: a fault of attncheck, which ends the command line with 3."""
+OURSELVES = records.OURSELVES
 
 
 @dataclass(frozen=True)

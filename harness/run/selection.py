@@ -6,14 +6,14 @@ the same words. Loads no torch.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
-from attncheck.cases.loader import load_suite, select
+from attncheck.cases.loader import load_suite
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.overrides import with_defaults
-from attncheck.errors import SelectionError, UnknownNameError
+from attncheck.errors import SelectionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.patterns import cases_by_keywords, choose_checks, matching_cases, split_commas
 from attncheck.reference.spec import BACKEND_CHECKS, CHECKS, DEFAULT_CHECKS
 from attncheck.reports.run_file.timings import TIMING
 
@@ -64,7 +64,8 @@ class Selection:
         cases = tuple(case for case in self.cases if case.suite in names)
         if not cases:
             asked = " or ".join(dict.fromkeys(names))
-            raise SelectionError(f"no such case in {asked}, the suite asked by default; give --suite")
+            others = " --suite ".join(dict.fromkeys(case.suite for case in self.cases))
+            raise SelectionError(f"no such case in {asked}, the suite asked by default; give --suite {others}")
         suites, refs = zip(*kept, strict=True)
         return replace(self, suites=suites, refs=refs, cases=cases)
 
@@ -113,41 +114,65 @@ def check_seed(seed: int) -> int:
 
 
 def select_cases(
-    suites: Sequence[str], patterns: Sequence[str] = (), checks: Sequence[str] = (), settings: Sequence[str] = ()
+    suites: Sequence[str],
+    patterns: Sequence[str] = (),
+    checks: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    *,
+    skip: Sequence[str] = (),
+    keywords: str = "",
+    keys: Collection[str] = (),
 ) -> Selection:
     """Load suites (names or paths; none: :data:`DEFAULT_SUITES`) and apply the filters.
 
-    ``patterns`` match ``suite/id`` or the id; none: every case. ``checks``: none: all that apply. ``settings``:
-    defaults to put in place of the suites' own, as ``key=value``.
+    ``patterns`` match ``suite/id`` or the id; none: every case. ``checks``, ``skip``: names or patterns of checks to
+    make, and to leave out; none: all that apply. ``settings``: defaults to put in place of the suites' own, as
+    ``key=value``. ``keywords``: an expression as pytest's -k. ``keys``: only these ``suite/id``, where any are given.
+    Commas separate names.
 
     Raises:
-        QuestionError: a suite or check nobody knows, a broken case file, two suites of one name, a pattern that
-            matches nothing, a check that no selected case asks for.
+        QuestionError: an unknown suite or check, a broken case file, two suites of one name, a pattern that matches
+            nothing, a check that no selected case asks for.
     """
-    for check in checks:
-        if check not in CHECKS:
-            raise UnknownNameError("check", check, list(CHECKS))
-        if check not in BACKEND_CHECKS:
-            raise SelectionError(f"check {check!r} examines a provider of utilities, not a backend; give --provider")
-    refs = tuple(dict.fromkeys(with_defaults(ref, settings) for ref in suites or DEFAULT_SUITES))
+    wanted = _wanted_checks(checks, skip)
+    refs = tuple(dict.fromkeys(with_defaults(ref, settings) for ref in split_commas(suites) or DEFAULT_SUITES))
     loaded = tuple(load_suite(ref) for ref in refs)
     for position, suite in enumerate(loaded):
         twin = next((index for index, other in enumerate(loaded[:position]) if other.name == suite.name), None)
         if twin is not None:
             allowed = "ask them in two runs" if loaded[twin].path == suite.path else "give them two names"
             raise SelectionError(f"{refs[twin]} and {refs[position]} are both called {suite.name!r}; {allowed}")
-    cases = tuple(case for suite in loaded for case in suite.cases)
-    if patterns:
-        chosen = {case.key for pattern in patterns for case in _matching(cases, pattern, refs)}
+    cases = tuple(case for suite in loaded for case in suite.cases if not keys or case.key in keys)
+    if patterns := split_commas(patterns):
+        chosen = {case.key for pattern in patterns for case in matching_cases(cases, pattern, refs)}
         cases = tuple(case for case in cases if case.key in chosen)
-    wanted = tuple(check for check in BACKEND_CHECKS if check in checks) or None
+    if keywords:
+        cases = cases_by_keywords(cases, keywords)
     if wanted is not None:
         cases = tuple(case for case in cases if checks_of(case, wanted))
     if not cases:
-        that = " that matches" if patterns else ""
+        that = " that matches" if patterns or keywords or keys else ""
         asked = f" asks for {', '.join(wanted)}" if wanted else ""
         raise SelectionError(f"no case of {' or '.join(refs)}{that}{asked}")
     return Selection(loaded, refs, cases, wanted, by_default=not suites)
+
+
+def _wanted_checks(checks: Sequence[str], skip: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the checks of backends that are asked for, in the order of reports; None: all that apply.
+
+    Raises:
+        QuestionError: an unknown check, a check of providers, or none is left.
+    """
+    chosen, skipped = choose_checks(checks), choose_checks(skip)
+    for check in chosen:
+        if check not in BACKEND_CHECKS:
+            raise SelectionError(f"check {check!r} examines a provider of utilities, not a backend; give --provider")
+    if not chosen and not skipped:
+        return None
+    left = tuple(check for check in BACKEND_CHECKS if check in (chosen or DEFAULT_CHECKS) and check not in skipped)
+    if not left:
+        raise SelectionError(f"--skip {', '.join(skipped)} leaves no check of {', '.join(chosen or DEFAULT_CHECKS)}")
+    return left
 
 
 def default_suites(selection: Selection, backends: Sequence[BackendDescription]) -> dict[str, str]:
@@ -177,13 +202,3 @@ def unanswered_reasons(case: Case) -> tuple[str, ...]:
     if layer.output_quant is not None and path in _MERGED_PATHS:
         reasons.append(f"output_quant by the path {path!r}: codes of parts of the keys cannot be merged")
     return tuple(reasons)
-
-
-def _matching(cases: Sequence[Case], pattern: str, refs: Sequence[str]) -> Sequence[Case]:
-    found = select(cases, [pattern])
-    if not found:
-        longer = [f"{pattern}.*"] if select(cases, [f"{pattern}.*"]) else []
-        near = longer or get_close_matches(pattern, [case.id for case in cases], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"`attncheck list cases --suite {refs[0]}` shows the ids"
-        raise SelectionError(f"no case of {', '.join(refs)} matches {pattern!r}; {hint}")
-    return found

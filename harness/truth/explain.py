@@ -23,6 +23,7 @@ from attncheck.harness.truth.scale_hypotheses import scale_explanations
 from attncheck.harness.truth.softmax_hypotheses import rescaling_explanations
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
+from attncheck.reports.run_file.causes import EVIDENCE
 
 _FEW_WORK = 2**31
 """Rows x keys x head size above which explaining would take longer than the run."""
@@ -101,6 +102,14 @@ def explain_lse(problem: Problem, truth: Truth, got: Tensor, others: Iterable[tu
     return _imprecision(truth, problem.dtype, shares, lambda asked: _lse_error(asked[1].double(), truth.lse, truth))
 
 
+def concerned_features(problem: Problem, truth: Truth, meaning: str | None) -> tuple[str, ...]:
+    """Return the declared features that a likely cause, as :func:`explain` words it, is about; empty: none."""
+    words = (meaning or "").partition(EVIDENCE)[0]
+    if not words or _too_much_work(truth):
+        return ()
+    return next((each.features for each in _explanations(problem, truth) if each.meaning == words), ())
+
+
 @dataclass(frozen=True)
 class _Misfit:
     """How far an answer is from what was seen, and from the truth; float64 ``[T, H]`` in budgets."""
@@ -130,12 +139,12 @@ def _best_fit(problem: Problem, misfits: Iterable[_Misfit], shares: Tensor) -> s
         if not misfit.explains(shares):
             continue
         if bool(misfit.fits(shares).all()):
-            return f"{misfit.meaning}: its truth fits all rows"
+            return f"{misfit.meaning}{EVIDENCE} all rows"
         if partly is None:
             partly = misfit
     if partly is None:
         return None
-    return f"{partly.meaning}: its truth fits {_which(problem, shares > 1, partly.apart >= _APART)}"
+    return f"{partly.meaning}{EVIDENCE} {_which(problem, shares > 1, partly.apart >= _APART)}"
 
 
 def _which(problem: Problem, wrong: Tensor, telling: Tensor) -> str:

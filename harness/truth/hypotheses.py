@@ -8,6 +8,7 @@ add a row to ``_LEFT_OUT``; one that hides keys needs toggles that move its edge
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -20,10 +21,14 @@ from attncheck.reference import AttentionParams, Precision, visible
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What a faulty backend may have done: ``meaning`` names it, ``compute`` gives its output and LSE."""
+    """What a faulty backend may have done: ``meaning`` names it, ``compute`` gives its output and LSE.
+
+    ``features``: the declared features that a backend with this fault does not have.
+    """
 
     meaning: str
     compute: Callable[[], tuple[Tensor, Tensor]]
+    features: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ _LEFT_OUT = (
     ("alibi_slopes", "alibi", "the ALiBi bias is missing", 2),
     ("sinks", "sinks", "the sinks are ignored", 1),
 )
-"""Modifiers of scores: field, name in messages, what a backend does that ignores it, keys a row needs to notice."""
+"""Modifiers of scores: field, feature, what a backend does that ignores it, keys a row needs to notice."""
 
 _HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 """Head sizes whose usual scale a kernel may hold fast, or take from padded tensors."""
@@ -57,12 +62,13 @@ def toggles(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Toggle]
     for field, subject, meaning, fewest_keys in _LEFT_OUT:
         if getattr(params, field) not in (None, 0):
             off: dict[str, Any] = {field: None}
-            yield Toggle(subject, _altered(meaning, rows, replace(params, **off)), seen >= fewest_keys, mostly=True)
+            ignored = _altered(meaning, rows, replace(params, **off), subject)
+            yield Toggle(subject, ignored, seen >= fewest_keys, mostly=True)
     yield from _window_toggles(params, rows, seen)
     yield from _chunk_toggles(params, rows, seen)
     if rows.tree is not None:
         flat = replace(rows, tree=None)
-        ignored = _altered("the tree is ignored: drafts see other branches", flat, params)
+        ignored = _altered("the tree is ignored: drafts see other branches", flat, params, "tree")
         yield Toggle("tree", ignored, keys_seen(flat, params) > seen, mostly=True)
 
 
@@ -70,7 +76,7 @@ def causal_toggle(params: AttentionParams, rows: UnpagedAttention) -> Toggle:
     """What a decoder layer without a causal mask must notice: the mask that kernels for decoders have."""
     causal = replace(params, causal=True)
     fewer = keys_seen(rows, causal) < keys_seen(rows, params)
-    return Toggle("causal", _altered("a causal mask is applied", rows, causal), fewer, mostly=True)
+    return Toggle("causal", _altered("a causal mask is applied", rows, causal, "non_causal"), fewer, mostly=True)
 
 
 def _chunk_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tensor) -> Iterator[Toggle]:
@@ -78,16 +84,16 @@ def _chunk_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tensor
     if chunk is None:
         return
     whole = replace(params, attn_chunk_size=None)
-    ignored = _altered("the chunks are ignored", rows, whole)
+    ignored = _altered("the chunks are ignored", rows, whole, "local")
     yield Toggle("attn_chunk_size", ignored, keys_seen(rows, whole) > seen, mostly=True)
     for size, name in ((chunk + 1, "+ 1"), (chunk - 1, "- 1")):
         if size:
             other = replace(params, attn_chunk_size=size)
             acts = keys_seen(rows, other) != seen
-            moved = _altered(f"the chunks have {size} keys", rows, other)
+            moved = _altered(f"the chunks have {size} keys", rows, other, "local")
             yield Toggle(f"attn_chunk_size {name}", moved, acts, mostly=False)
     window = replace(whole, window=(chunk - 1, params.window[1]))
-    slid = _altered(f"a window of {chunk} keys in place of chunks", rows, window)
+    slid = _altered(f"a window of {chunk} keys in place of chunks", rows, window, "local")
     yield Toggle("attn_chunk_size, not a window", slid, keys_seen(rows, window) > seen, mostly=False)
 
 
@@ -104,12 +110,12 @@ def _window_toggles(params: AttentionParams, rows: UnpagedAttention, seen: Tenso
         size, where = value + 1, "" if params.causal else f" on the {bound}"
         name = "sliding_window" if params.causal else f"sliding_window ({bound} bound)"
         acts = keys_seen(rows, moved(-1)) > seen
-        yield Toggle(name, _altered(f"the window{where} is ignored", rows, moved(-1)), acts, True)
+        yield Toggle(name, _altered(f"the window{where} is ignored", rows, moved(-1), "sliding_window"), acts, True)
         longer = f"the window is one key too long{where} (sliding_window={size + 1})"
-        yield Toggle(f"{name} + 1", _altered(longer, rows, moved(value + 1)), acts, False)
+        yield Toggle(f"{name} + 1", _altered(longer, rows, moved(value + 1), "sliding_window"), acts, False)
         if value > 0:
             shorter = f"the window is one key too short{where} (sliding_window={size - 1})"
-            yield Toggle(f"{name} - 1", _altered(shorter, rows, moved(value - 1)), acts, False)
+            yield Toggle(f"{name} - 1", _altered(shorter, rows, moved(value - 1), "sliding_window"), acts, False)
 
 
 def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
@@ -117,11 +123,13 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
     yield Hypothesis("the output is all zeros", lambda: _zeros(rows))
     for toggle in toggles(params, rows):
         yield toggle.hypothesis
+    yield from _several_left_out(params, rows)
     if rows.tree is not None:
         alone = replace(rows, tree=torch.eye(len(rows.tree), dtype=torch.bool, device=rows.tree.device))
-        yield _altered("a row of the tree sees the context and itself, and no ancestor", alone, params)
+        yield _altered("a row of the tree sees the context and itself, and no ancestor", alone, params, "tree")
     if min(params.window) >= 0 and not params.causal:
-        yield _altered("the window is ignored on both sides", rows, replace(params, window=(-1, -1)))
+        unlimited = replace(params, window=(-1, -1))
+        yield _altered("the window is ignored on both sides", rows, unlimited, "sliding_window")
     default = params.head_size**-0.5
     if params.softmax_scale != default:
         yield _altered("the default scale is used in place of the layer's", rows, replace(params, scale=default))
@@ -135,7 +143,7 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
     if params.causal:
         yield _altered("the causal mask is missing", rows, replace(params, causal=False))
     else:
-        yield _altered("a causal mask is applied", rows, replace(params, causal=True))
+        yield _altered("a causal mask is applied", rows, replace(params, causal=True), "non_causal")
     if rows.tree is None and (params.causal or max(params.window) >= 0):
         yield _moved_mask("the mask is that of the next row: a key too late", rows, params, 1)
         yield _moved_mask("the mask is that of the row before: a key too early", rows, params, -1)
@@ -186,8 +194,22 @@ def _rounded(x: Tensor, coarse: torch.dtype) -> Tensor:
     return torch.ldexp(torch.round(fraction * grid) / grid, exponent).to(x.dtype)
 
 
-def _altered(meaning: str, rows: UnpagedAttention, params: AttentionParams) -> Hypothesis:
-    return Hypothesis(meaning, lambda: rows.attend(params))
+def _altered(meaning: str, rows: UnpagedAttention, params: AttentionParams, *features: str) -> Hypothesis:
+    return Hypothesis(meaning, lambda: rows.attend(params), features)
+
+
+def _several_left_out(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+    """Yield the faults of a backend that ignores several modifiers of the layer, pairs first."""
+    off: dict[str, dict[str, Any]] = {
+        feature: {field: None} for field, feature, _, _ in _LEFT_OUT if getattr(params, field) not in (None, 0)
+    }
+    if max(params.window) >= 0:
+        off["sliding_window"] = {"window": (-1, 0) if params.window[1] == 0 else (-1, -1)}
+    for count in range(2, len(off) + 1):
+        for features in combinations(sorted(off), count):
+            changes = {field: value for feature in features for field, value in off[feature].items()}
+            meaning = f"{', '.join(features[:-1])} and {features[-1]} are ignored"
+            yield _altered(meaning, rows, replace(params, **changes), *features)
 
 
 def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, HiddenKeys]]:

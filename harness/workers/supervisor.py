@@ -77,6 +77,7 @@ class Supervisor:
         self._plan, self._descriptions, self._workers = plan, descriptions, workers
         self._circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
         self._faulty: set[str] = set()
+        self._at_work: str | None = None
         self._unexamined: dict[str, set[str]] = {}
         self._asks_ahead, self._limit_s = asks_ahead, limit_s
         self._asked: dict[WorkerProcess, set[str]] = {}
@@ -93,6 +94,17 @@ class Supervisor:
             yield from self._run_untimed()
         for number in range(self._plan.rounds):
             yield from self._run_round(number)
+
+    def examine_case(self, backend: BackendDescription, case: Case, checks: tuple[str, ...]) -> Iterator[Record]:
+        """Yield the records of these checks of one case; a process that works for another backend ends first.
+
+        Raises:
+            WorkerError: attncheck itself failed in a process that was to take the place of another.
+        """
+        if self._at_work not in (None, backend.ref):
+            self._workers.finish(self._at_work)
+        self._at_work = backend.ref
+        return self._examine_round(backend, RoundQuestions(((case, checks),)))
 
     def _run_untimed(self) -> Iterator[Record]:
         by_backend = {backend.ref: untimed_questions(self._plan, backend.ref) for backend in self._descriptions}

@@ -5,9 +5,11 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 
+from attncheck.reports.analysis.findings import Finding
 from attncheck.reports.analysis.graph_levels import LevelRow
 from attncheck.reports.analysis.reasons import joined, shortened
 from attncheck.reports.analysis.summary import RunSummary, UnexaminedCases
+from attncheck.reports.analysis.verdicts import BackendVerdict
 from attncheck.reports.run_file.graph_levels import GraphLevel, GraphProbe
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import OUTCOMES, UTILITIES, Crashed, Errored, Failed, Record, XPassed
@@ -160,7 +162,41 @@ def _first_line(message: str) -> str:
     return next(iter(message.strip().splitlines()), "(no message)")
 
 
-def closing(summary: RunSummary, errors: Sequence[str] = (), *, complete: bool = True) -> str:
+def verdict_counts(each: BackendVerdict) -> str:
+    """Return ``5 findings in 15 of 68 cases``, or how many cases were right."""
+    cases = plural(each.cases, "case")
+    if not each.failing:
+        known = len(each.findings)
+        return f"{cases}, {plural(known, 'expected finding')}" if known else cases
+    return f"{plural(len(each.failing), 'finding')} in {each.failing_cases} of {cases}"
+
+
+def claims(each: BackendVerdict) -> str:
+    """Return the false claims of a backend: ``sliding_window (8 of 8 wrong), logits_soft_cap (4 of 4 wrong)``."""
+    return ", ".join(one_line(str(claim)) for claim in each.false_claims)
+
+
+def extent(finding: Finding) -> str:
+    """Return how many cases and which checks a finding makes fail: ``8 cases, checks numerics and containment``."""
+    checks = finding.checks
+    names = checks[0] if len(checks) == 1 else f"{', '.join(checks[:-1])} and {checks[-1]}"
+    return f"{plural(len(finding.cases), 'case')}, {'check' if len(checks) == 1 else 'checks'} {names}"
+
+
+def example(finding: Finding) -> str:
+    """Return the case that is shown for a finding, with its check and its description."""
+    record = finding.example
+    described = finding.case.description if finding.case else ""
+    return one_line(f"{record.case}, check {record.check}{f': {described}' if described else ''}")
+
+
+def closing(
+    summary: RunSummary,
+    errors: Sequence[str] = (),
+    *,
+    complete: bool = True,
+    verdicts: Sequence[BackendVerdict] = (),
+) -> str:
     """The last line: the verdict and how many of everything. ``errors`` fail a run whatever its records say.
 
     Counts are of questions (a check of a case of a backend), however often each was put.
@@ -178,7 +214,9 @@ def closing(summary: RunSummary, errors: Sequence[str] = (), *, complete: bool =
     if summary.providers:
         sizes += [plural(len(summary.providers), "provider"), plural(summary.functions, "function")]
     rounds = f" (the worst of {summary.most_rounds} rounds counts)" if summary.most_rounds > 1 else ""
-    return f"{verdict}: {', '.join(sizes)}: {', '.join(counts) or 'no records'}{rounds}"
+    false = [f"{one_line(each.backend)}: {claims(each)}" for each in verdicts if each.false_claims]
+    claimed = f"; false claims of {'; of '.join(false)}" if false else ""
+    return f"{verdict}: {', '.join(sizes)}: {', '.join(counts) or 'no records'}{rounds}{claimed}"
 
 
 def rounds_short(summary: RunSummary, record: Record) -> str:

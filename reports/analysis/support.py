@@ -7,7 +7,7 @@ in the row of each. Rows only; ``markdown.support`` makes the tables.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +43,7 @@ UNCLEAR = "not declared, and no clear refusal"
 
 _AS_DECLARED = ("right", "short")
 
-SupportVerdict = Literal["right", "short", "wrong", "died", "answered", "unclear", "refused", "left"]
+SupportVerdict = Literal["right", "short", "unproven", "wrong", "died", "answered", "unclear", "refused", "left"]
 """What a :class:`SupportRow` comes to, in the words of its counts."""
 
 
@@ -51,7 +51,8 @@ SupportVerdict = Literal["right", "short", "wrong", "died", "answered", "unclear
 class SupportRow:
     """Cases of one backend that need one feature, or have one form (``key=value``), by what became of them.
 
-    right, short: examined as declared, and all answers right, or one fell short. Of the rest, which the declarations
+    right, short: examined as declared, and all answers right, or one fell short. ``is_false``: the reason needs the
+    feature or form; else the cases in ``short`` say nothing about it. Of the rest, which the declarations
     leave out: refused, unclear (raised, and no clear refusal), died (the process), answered (right all the same), wrong
     (accepted, and wrong); left: never put, or passed against expectation, which does not tell how.
     """
@@ -67,6 +68,7 @@ class SupportRow:
     answered: int = 0
     wrong: int = 0
     left: int = 0
+    is_false: bool = True
 
     @property
     def is_form(self) -> bool:
@@ -75,9 +77,14 @@ class SupportRow:
 
     @property
     def verdict(self) -> SupportVerdict:
-        """The count that matters most: of what was examined as declared, and where nothing was, the gravest."""
+        """The count that matters most: of what was examined as declared, and where nothing was, the gravest.
+
+        ``unproven``: every case falls short, for reasons that need neither this feature nor this form.
+        """
+        if self.short and self.is_false:
+            return "short"
         if self.right or self.short:
-            return "short" if self.short else "right"
+            return "right" if self.right else "unproven"
         gravest: tuple[tuple[SupportVerdict, int], ...] = (
             ("wrong", self.wrong),
             ("died", self.died),
@@ -89,11 +96,14 @@ class SupportRow:
 
     @property
     def in_words(self) -> str:
-        """``yes (12)``, ``falls short in 2 of 12``, ``not declared: refused (4)``; numbers count cases."""
+        """``right (12)``, ``wrong in 2 of 12``, ``not declared: refused (4)``; numbers count cases."""
         asked = self.right + self.short
         words = []
-        if asked:
-            words.append(f"falls short in {self.short} of {asked}" if self.short else f"yes ({asked})")
+        if asked and self.short and self.is_false:
+            words.append(f"wrong in {self.short} of {asked}")
+        elif asked:
+            words += [f"right ({self.right})"] if self.right else []
+            words += [f"{self.short} fail for other reasons"] if self.short else []
         words += [
             f"{what} ({count})"
             for what, count in (
@@ -109,16 +119,18 @@ class SupportRow:
         return told if asked else f"{'declared' if self.is_declared else 'not declared'}: {told}"
 
 
-def support_rows(records: Sequence[Record], header: RunHeader) -> tuple[SupportRow, ...]:
+def support_rows(
+    records: Sequence[Record], header: RunHeader, false: Mapping[str, Collection[str]] | None = None
+) -> tuple[SupportRow, ...]:
     """A row a backend and feature that any case needs; backends in the header's order, features by name.
+
+    ``false``: by backend, the capabilities that a finding concerns; None: every failing case counts against all it
+    needs.
 
     A case outside the declarations says something of what the reasons against it name: one refused for its layout says
     nothing of its head size. One without a latent cache says nothing of a backend that serves no other layers.
     """
-    cases: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.check != UTILITIES:
-            cases.setdefault((record.backend, record.case), []).append(record)
+    cases = _by_case(records)
     became = {key: _became(members) for key, members in cases.items()}
     declared = {backend.name: set(backend.features) for backend in header.backends}
     for (backend, case), what in became.items():
@@ -138,7 +150,13 @@ def support_rows(records: Sequence[Record], header: RunHeader) -> tuple[SupportR
             counted[what] += feature in told
     order = list(declared)
     return tuple(
-        SupportRow(backend, feature, feature in declared[backend], **counts[backend, feature])
+        SupportRow(
+            backend,
+            feature,
+            feature in declared[backend],
+            **counts[backend, feature],
+            is_false=false is None or feature in false.get(backend, ()),
+        )
         for backend, feature in sorted(counts, key=lambda key: (order.index(key[0]), key[1]))
     )
 
@@ -151,6 +169,28 @@ def _is_named(feature: str, reason: str) -> bool:
 
 def _is_form(feature: str) -> bool:
     return "=" in feature
+
+
+def case_counts(records: Iterable[Record]) -> dict[tuple[str, str], str]:
+    """Return, by (backend, ``suite/id``), the count of a :class:`SupportRow` that a case belongs to."""
+    return {key: _became(members) for key, members in _by_case(records).items()}
+
+
+def _by_case(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    cases: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.check != UTILITIES:
+            cases.setdefault((record.backend, record.case), []).append(record)
+    return cases
+
+
+def answered_cases(records: Iterable[Record]) -> frozenset[tuple[str, str]]:
+    """Return (suite, id) of the cases of one backend that were examined as declared."""
+    cases: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.check != UTILITIES:
+            cases.setdefault((record.suite, record.case_id), []).append(record)
+    return frozenset(case for case, members in cases.items() if _became(members) in _AS_DECLARED)
 
 
 def _became(records: Iterable[Record]) -> str:

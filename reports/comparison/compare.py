@@ -6,6 +6,7 @@ differences.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from attncheck.reports.analysis.phrases import plural
 from attncheck.reports.comparison.environment_changes import (
@@ -15,9 +16,17 @@ from attncheck.reports.comparison.environment_changes import (
     kernel_changes,
     warnings_of_times,
 )
-from attncheck.reports.comparison.matching import OneSidedCases, RunMatching, is_one_file, label, match_runs
+from attncheck.reports.comparison.matching import (
+    ComparedCounts,
+    OneSidedCases,
+    RunMatching,
+    is_one_file,
+    label,
+    match_runs,
+)
 from attncheck.reports.comparison.outcome_changes import OutcomeChange, compare_outcomes
 from attncheck.reports.comparison.speed_changes import ComparisonTerms, SpeedChange, SpeedPair, compare_speeds
+from attncheck.reports.comparison.suite_speeds import SuiteSpeedChange, compare_suites
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.run_file.timings import PARTS, StepPart
 from attncheck.reports.speeds.speed import Speed, speeds
@@ -33,18 +42,24 @@ __all__ = [
 ]
 
 
+ComparisonVerdict = Literal["regression", "incomplete", "cannot tell", "no regression"]
+
+
 @dataclass(frozen=True)
 class RunComparison:
     """What became of BASE in NEW.
 
-    ``speeds``: every pair of speeds, in the order of BASE. ``outcomes``: those that changed. ``only_base``,
-    ``only_new``: what one run alone asked. ``changed_cases``: asked by both under one name, with another hash, and not
-    compared. ``warnings``: what makes the comparison worth less, a sentence each; like all text here, unescaped.
+    ``compared``: how much of BASE was compared. ``speeds``: every pair of speeds, in the order of BASE.
+    ``suite_speeds``: the same by suite and part. ``outcomes``: those that changed. ``only_base``, ``only_new``: what
+    one run alone asked. ``changed_cases``: asked by both under one name, with another hash, and not compared.
+    ``warnings``: what makes the comparison worth less, a sentence each; like all text here, unescaped.
     """
 
     base: Run
     new: Run
+    compared: ComparedCounts
     speeds: tuple[SpeedChange, ...]
+    suite_speeds: tuple[SuiteSpeedChange, ...]
     outcomes: tuple[OutcomeChange, ...]
     only_base: tuple[OneSidedCases, ...] = ()
     only_new: tuple[OneSidedCases, ...] = ()
@@ -57,11 +72,35 @@ class RunComparison:
     def is_regression(self) -> bool:
         """Whether NEW fell behind BASE: an outcome worse, or a pair slower by as much as counts.
 
-        What NEW did not ask is no regression: it is told as such. A backend that cannot run any more is asked, and
-        its records say so.
+        A backend that cannot run any more is asked, and its records say so.
         """
         is_worse = any(change.kind == "worse" for change in self.outcomes)
         return is_worse or any(change.is_regression for change in self.speeds)
+
+    @property
+    def lost(self) -> tuple[OneSidedCases, ...]:
+        """What BASE examined and NEW did not ask."""
+        return tuple(each for each in self.only_base if each.is_lost)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether anything is lost, or a run was cut off: what is missing may be worse."""
+        return bool(self.lost) or not (self.base.complete and self.new.complete)
+
+    @property
+    def verdict(self) -> ComparisonVerdict:
+        """What the comparison comes to; ``cannot tell``: times were taken, and nothing is known of any of them."""
+        if self.is_regression:
+            return "regression"
+        if self.is_incomplete and not self.terms.allow_missing:
+            return "incomplete"
+        is_unclear = bool(self.speeds) and all(each.verdict == "cannot tell" for each in self.speeds)
+        return "cannot tell" if is_unclear else "no regression"
+
+    @property
+    def fails(self) -> bool:
+        """Whether `attncheck compare` ends with exit code 1."""
+        return self.verdict in ("regression", "incomplete")
 
 
 def compare_runs(
@@ -82,11 +121,13 @@ def compare_runs(
     refusal = another_device(base.header.environment, new.header.environment)
     pairs, lone = _pair_speeds(base, new, matching)
     changes = compare_speeds(pairs, terms, refusal=refusal)
-    warnings = [*_warnings(base, new, matching, lone), *([] if refusal else warnings_of_times(changes))]
+    warnings = [*_warnings(base, new, lone), *([] if refusal else warnings_of_times(changes))]
     return RunComparison(
         base,
         new,
+        matching.compared,
         changes,
+        () if refusal else compare_suites(pairs, terms.effect),
         tuple(outcomes),
         matching.only_base,
         matching.only_new,
@@ -130,13 +171,11 @@ def _speeds(run: Run) -> dict[tuple[str, str], dict[StepPart, Speed]]:
     return found
 
 
-def _warnings(base: Run, new: Run, matching: RunMatching, lone: int) -> Iterator[str]:
+def _warnings(base: Run, new: Run, lone: int) -> Iterator[str]:
     for side, run in (("BASE", base), ("NEW", new)):
         if not run.complete:
             yield f"{side} was cut off after {plural(len(run.records), 'record')}: {run.path}"
         if run.errors:
             yield f"{side} ended with {plural(len(run.errors), 'error')} of its own: {run.errors[0]}"
-    if matching.unasked:
-        yield f"{plural(matching.unasked, 'answer')} of BASE to checks that NEW makes too have none beside them in NEW"
     if lone:
         yield f"{plural(lone, 'time')} of right answers in one run only, with nothing to compare with"

@@ -67,12 +67,14 @@ class SpeedPair:
 class ComparisonTerms:
     """What counts: the least ``effect`` told, the ``margin`` within which times are the same, what is too slow.
 
-    Where a threshold concerns a pair, its share is the margin.
+    Where a threshold concerns a pair, its share is the margin. ``allow_missing``: what BASE has and NEW lacks does not
+    fail the comparison.
     """
 
     effect: float = EFFECT
     margin: float = MARGIN
     thresholds: SlowdownThresholds = field(default_factory=SlowdownThresholds)
+    allow_missing: bool = False
 
     def margin_of(self, case: str, part: StepPart) -> float:
         """The share of the time within which times of ``part`` of ``case`` count as the same."""
@@ -85,7 +87,7 @@ def compare_speeds(pairs: Sequence[SpeedPair], terms: ComparisonTerms, *, refusa
     Slower: the whole interval is above ``1 + effect``; faster: below its inverse; same: within the margin. Intervals
     are simultaneous over all pairs that are tested, so that what else is compared makes them wider.
     """
-    obstacles = [refusal or _obstacle(pair.base, pair.new) for pair in pairs]
+    obstacles = [refusal or obstacle(pair.base, pair.new) for pair in pairs]
     tested = obstacles.count("")
     return tuple(
         _not_tested(pair, reason) if reason else _tested(pair, terms, FAMILY_LEVEL / tested)
@@ -100,7 +102,7 @@ def clock_step(base: Speed, new: Speed) -> float:
     return step / min(base.median_ns, new.median_ns)
 
 
-def _obstacle(base: Speed, new: Speed) -> str:
+def obstacle(base: Speed, new: Speed) -> str:
     """Why two speeds cannot be compared; empty: they can."""
     counts = len(base.rounds), len(new.rounds)
     if min(counts) < MIN_ROUNDS:

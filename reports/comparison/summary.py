@@ -23,6 +23,9 @@ from attncheck.reports.speeds.tables import time_unit
 CHANGED: tuple[SpeedVerdict, ...] = ("slower", "faster")
 """Verdicts that are told pair by pair."""
 
+_SHOWN_LOST = 3
+"""Lost cases of a backend that are named in a sentence."""
+
 _TIMES_AS_LONG = 3.0
 """From this ratio on a change is told as a factor, not in per cent."""
 
@@ -140,7 +143,21 @@ def one_sided(item: OneSidedCases, *, shown: int | None = None) -> str:
     """What one run alone asked of a backend; at most ``shown`` cases by name (None: all)."""
     if item.is_whole:
         return f"backend {item.backend} ({plural(len(item.cases), 'case')})"
-    return f"{plural(len(item.cases), 'case')} of {item.backend}: {named(item.cases, shown=shown)}"
+    check = f"check {item.check} of " if item.check else ""
+    return f"{check}{plural(len(item.cases), 'case')} of {item.backend}: {named(item.cases, shown=shown)}"
+
+
+def suite_speeds(comparison: RunComparison) -> tuple[str, ...]:
+    """Return a sentence for each part of each suite that was timed by both sides."""
+    return tuple(change.in_words for change in comparison.suite_speeds)
+
+
+def missing(comparison: RunComparison) -> tuple[str, ...]:
+    """Return what NEW lacks, and which run was cut off, a phrase each; empty: nothing."""
+    cut = [
+        f"the end of {side}" for side, run in (("BASE", comparison.base), ("NEW", comparison.new)) if not run.complete
+    ]
+    return (*(one_sided(item, shown=_SHOWN_LOST) for item in comparison.lost), *cut)
 
 
 def named(cases: Sequence[str], *, shown: int | None = None) -> str:
@@ -170,18 +187,22 @@ def times_text(change: SpeedChange) -> tuple[str, str]:
 
 
 def closing(comparison: RunComparison) -> str:
-    """The last line: the verdict, what changed, and of how many times nothing can be told."""
+    """The last line: the verdict, what changed, of how many times nothing can be told, and how much was compared."""
     kinds = Counter(change.kind for change in comparison.outcomes)
     outcomes = ", ".join(f"{plural(kinds[kind], 'outcome')} {kind}" for kind in KINDS if kinds[kind])
-    return f"{verdict_of(comparison)}: {outcomes or 'outcomes as before'}; {_speeds_in_words(comparison)}"
+    parts = [outcomes or "outcomes as before", _speeds_in_words(comparison), _compared(comparison)]
+    if lacking := missing(comparison):
+        rest = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        accepted = ", accepted by --allow-missing" if comparison.terms.allow_missing else ""
+        parts.append(f"missing{accepted}: {lacking[0]}{rest}")
+    return f"{comparison.verdict}: {'; '.join(parts)}"
 
 
-def verdict_of(comparison: RunComparison) -> str:
-    """``regression``, ``no regression``, or ``cannot tell`` where times were taken and nothing is known of them."""
-    if comparison.is_regression:
-        return "regression"
-    speeds = comparison.speeds
-    return "cannot tell" if speeds and all(each.verdict == "cannot tell" for each in speeds) else "no regression"
+def _compared(comparison: RunComparison) -> str:
+    """``142 of 144 cases of 5 of 5 backends compared``."""
+    count = comparison.compared
+    cases, backends = plural(count.of_cases, "case"), plural(count.of_backends, "backend")
+    return f"{count.cases} of {cases} of {count.backends} of {backends} compared"
 
 
 def _speeds_in_words(comparison: RunComparison) -> str:

@@ -14,9 +14,9 @@ MAX_ANNOTATIONS = 10
 """Errors, and warnings, of which GitHub shows no more for a step."""
 
 
-def annotation(kind: AnnotationKind, title: str, message: str, *, file: str = "") -> str:
-    """``::kind file=...,title=...::message``, without its newline."""
-    named = {"file": file, "title": one_line(title)}
+def annotation(kind: AnnotationKind, title: str, message: str, *, file: str = "", line: int | None = None) -> str:
+    """Return ``::kind file=...,line=...,title=...::message``, without its newline."""
+    named = {"file": file, "line": str(line or ""), "title": one_line(title)}
     told = ",".join(f"{key}={_property(value)}" for key, value in named.items() if value)
     return f"::{kind} {told}::{_data(printable(message))}"
 

@@ -41,12 +41,18 @@ def _errors(comparison: RunComparison) -> Iterator[str]:
             was, now = summary.times_text(change)
             title = f"{change.backend}: {change.case}, {change.part}: {summary.change_text(change.ratio)} time"
             yield annotation("error", title, f"{was} -> {now} (interval {summary.interval_text(change)})")
+    if not comparison.terms.allow_missing:
+        yield from (annotation("error", "missing", text) for text in summary.missing(comparison))
 
 
 def _warnings(comparison: RunComparison) -> Iterator[str]:
     speeds = comparison.speeds
     for text in comparison.warnings:
         yield annotation("warning", "attncheck compare", text)
+    if comparison.terms.allow_missing:
+        yield from (
+            annotation("warning", "missing, accepted by --allow-missing", text) for text in summary.missing(comparison)
+        )
     told = [change for change in summary.with_verdict(speeds, "slower") if not change.is_regression]
     if told:
         yield annotation("warning", f"{plural(len(told), 'time')} slower that --fail-on lets pass", _worst(told[0]))

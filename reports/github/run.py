@@ -9,14 +9,16 @@ import html
 from collections.abc import Iterator, Sequence
 
 from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.places import place_to_show
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import RunSummary, summarise
+from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.github.annotations import annotation, as_shown
 from attncheck.reports.markdown import markup
-from attncheck.reports.markdown.run import check_table, failures
+from attncheck.reports.markdown.findings import failing, verdicts
+from attncheck.reports.markdown.run import check_table
 from attncheck.reports.markdown.speeds import listed, means
-from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import EXAMINED, Record
+from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Record
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.notes import doubts, fastest_note, speed_notes
 from attncheck.reports.speeds.speed import speeds
@@ -38,13 +40,14 @@ def summary(runs: Sequence[Run]) -> str:
 
 def _summary_of(run: Run, room: int) -> str:
     counted = summarise(run.records, checks=run.header.checks)
-    found = speeds(run.records)
+    answer, found = run_findings(run.records, run.header), speeds(run.records)
     tables = summary_tables(found)
     head = [
         f"## attncheck: {markup.escaped(phrases.closing(counted, run.errors, complete=run.complete))}",
         markup.escaped(phrases.title(run.header)),
         f"**{markup.escaped(warning)}**" if (warning := phrases.incomplete(run)) else "",
         "\n".join(f"- error: {markup.escaped(error)}" for error in run.errors),
+        verdicts(answer.verdicts),
         check_table(counted) if counted.backends else "",
         *(part for table in tables for part in (f"### Speeds in {markup.escaped(table.suite)}", *means(table))),
         _folded("About these figures", [listed([*fastest_note(tables), *speed_notes(found)])]) if found else "",
@@ -53,14 +56,14 @@ def _summary_of(run: Run, room: int) -> str:
     cut = "\n\nThe rest was cut, since a summary holds 1 MiB: the run file has it all.\n"
     if len(text.encode()) + len(cut.encode()) > room:
         return first_bytes(text, room - len(cut.encode())) + cut
-    _, *told = failures(counted, run.header) or [""]
+    _, *told = failing(answer.findings, counted, run.header) or [""]
     kept, size = [], len(text.encode()) + len(cut.encode()) + 200  # of the fold itself
     for story in told:
         if size + len(story.encode()) + 2 <= room:
             kept.append(story)
             size += len(story.encode()) + 2
     if kept:
-        text += "\n\n" + _folded(f"What fell short ({len(counted.short)})", kept)
+        text += "\n\n" + _folded(f"Findings ({len(told)})", kept)
     return text + (cut if len(kept) < len(told) else "\n")
 
 
@@ -75,23 +78,34 @@ def first_bytes(text: str, size: int) -> str:
     return kept.rpartition("\n")[0]
 
 
-def annotations(runs: Sequence[Run]) -> str:
-    """Workflow commands, one a line, errors first; empty where there is nothing to say."""
-    errors = [command for run in runs for command in _errors(run)]
+def annotations(runs: Sequence[Run], root: str = "") -> str:
+    """Return workflow commands, one a line, errors first; empty where there is nothing to say.
+
+    ``root``: the folder of the checkout; files below it are named by their path from there.
+    """
+    errors = [command for run in runs for command in _errors(run, root)]
     warnings = [command for run in runs for command in _warnings(run)]
     return "".join(f"{command}\n" for command in (*as_shown(errors, "error"), *as_shown(warnings, "warning")))
 
 
-def _errors(run: Run) -> Iterator[str]:
+def _errors(run: Run, root: str) -> Iterator[str]:
     for error in run.errors:
         yield annotation("error", "attncheck", error)
     if (warning := phrases.incomplete(run)) is not None:
         yield annotation("error", "attncheck", warning)
     counted = summarise(run.records, checks=run.header.checks)
-    for record in counted.short:
-        title = f"{record.backend}: {record.case}, {record.check}: {record.outcome}"
-        message = f"{_what(record, counted)}\nrepeat: {repro_command(record, run.header)}"
-        yield annotation("error", title, message, file=_file_of(record, run.header))
+    for finding in run_findings(run.records, run.header).findings:
+        if not finding.is_expected:
+            record = finding.example
+            lines = [phrases.extent(finding), *([f"in common: {finding.contrast}"] if finding.contrast else [])]
+            lines += [f"{record.case}: {_what(record, counted)}", f"repeat: {repro_command(record, run.header)}"]
+            file, line = place_to_show(record, run.header, root)
+            title = f"{finding.backend}: {finding.title}"
+            yield annotation("error", title, "\n".join(lines), file=file, line=line)
+    for function in counted.short:
+        if function.check == UTILITIES:
+            message = f"{_what(function, counted)}\nrepeat: {repro_command(function, run.header)}"
+            yield annotation("error", f"{function.backend}: {function.case_id}: {function.outcome}", message)
 
 
 def _what(record: Record, counted: RunSummary) -> str:
@@ -117,9 +131,3 @@ def _why(backend: str, records: Sequence[Record]) -> str:
         for reason in getattr(record, "reasons", ())
     ]
     return "; ".join(list(dict.fromkeys(reasons))[:3])
-
-
-def _file_of(record: Record, header: RunHeader) -> str:
-    """The YAML file of the record's suite, where it was named as one; GitHub takes paths from the checkout's root."""
-    ref = header.suite_ref(record.suite).partition("{")[0]
-    return ref.removeprefix("./") if ref.endswith((".yaml", ".yml")) and not ref.startswith("/") else ""

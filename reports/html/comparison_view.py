@@ -3,7 +3,6 @@
 Texts are unescaped. The chart has a row for each pair of times, its interval, and the line at which nothing changed.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from attncheck.errors import QuestionError
 from attncheck.reports.comparison.compare import OutcomeChange, RunComparison, SpeedChange, compare_runs
 from attncheck.reports.comparison.outcome_changes import KINDS
 from attncheck.reports.comparison.speed_changes import VERDICTS
-from attncheck.reports.comparison.summary import verdict_of
+from attncheck.reports.comparison.summary import closing, suite_speeds
 from attncheck.reports.html.drawing import BAD, CALM, GOOD, INK, MUTED, chart, plot_area, text
 from attncheck.reports.html.support_view import Tone
 from attncheck.reports.run_file.store import Run
@@ -33,14 +32,18 @@ _LOOKS = {"slower": (BAD, "X", 34), "faster": (GOOD, "D", 24), "same": (CALM, "o
 
 @dataclass(frozen=True)
 class ComparisonView:
-    """``refusal``: why the runs cannot be compared; then there is no ``found``. ``counts``: pairs by verdict."""
+    """``refusal``: why the runs cannot be compared; then there is no ``found``. ``closing``: the verdict in a line.
+
+    ``sentences``: how fast NEW is, a suite each.
+    """
 
     key: str
     base: str
     new: str
     found: RunComparison | None = None
     refusal: str = ""
-    counts: tuple[tuple[str, int], ...] = ()
+    closing: str = ""
+    sentences: tuple[str, ...] = ()
     speeds: tuple[SpeedChange, ...] = ()
     outcomes: tuple[OutcomeChange, ...] = ()
     chart: "Markup | None" = None
@@ -48,8 +51,13 @@ class ComparisonView:
     @property
     def verdict(self) -> tuple[str, Tone]:
         """The comparison in a word, as `attncheck compare` has it, and its colour."""
-        word = "cannot tell" if self.found is None else verdict_of(self.found)
-        tones: dict[str, Tone] = {"regression": "bad", "no regression": "good", "cannot tell": "warn"}
+        word = "cannot tell" if self.found is None else self.found.verdict
+        tones: dict[str, Tone] = {
+            "regression": "bad",
+            "incomplete": "bad",
+            "no regression": "good",
+            "cannot tell": "warn",
+        }
         return word, tones[word]
 
 
@@ -60,12 +68,12 @@ def comparison_view(base: Run, new: Run, key: str, names: tuple[str, str]) -> Co
     except QuestionError as error:
         return ComparisonView(key, *names, refusal=str(error))
     speeds = _in_order(found.speeds)
-    verdicts = Counter(change.verdict for change in speeds)
     return ComparisonView(
         key,
         *names,
         found=found,
-        counts=tuple((verdict, verdicts[verdict]) for verdict in VERDICTS if verdicts[verdict]),
+        closing=closing(found).partition(": ")[2],
+        sentences=suite_speeds(found),
         speeds=speeds[:MOST_ROWS],
         outcomes=tuple(sorted(found.outcomes, key=lambda change: KINDS.index(change.kind)))[:MOST_ROWS],
         chart=_change_chart(key, speeds[:CHARTED]) if speeds else None,

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 from attncheck.errors import MissingExtraError
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.utilities import LEGEND
+from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.html.budget_chart import TALLEST
 from attncheck.reports.html.comparison_view import comparison_view
-from attncheck.reports.html.failures import SHOWN
+from attncheck.reports.html.finding_view import SHOWN
 from attncheck.reports.html.page_data import page_data
 from attncheck.reports.html.run_view import FUNCTION_TONES, run_names, run_view
 from attncheck.reports.html.safe_text import clean
+from attncheck.reports.html.support_view import GRAPHS
 from attncheck.reports.html.units import measured_time
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
 from attncheck.reports.run_file.store import Run
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 EXTRA = "report"
 NEEDED = ("jinja2", "matplotlib")
 
-SCRIPTS = ("dom.js", "table.js", "drill.js", "explorer.js", "page.js")
+SCRIPTS = ("dom.js", "table.js", "drill.js", "explorer.js", "needs.js", "page.js")
 """In the order in which they are put together; they share one scope."""
 
 LONGEST, LONGEST_NAME, LONGEST_REASON = 600, 160, 240
@@ -49,7 +51,8 @@ def render_runs(runs: Sequence[Run]) -> str:
     from markupsafe import Markup
 
     names = run_names(runs)
-    views = [run_view(run, f"run-{index}", name) for index, (run, name) in enumerate(zip(runs, names, strict=True))]
+    found = [run_findings(run.records, run.header) for run in runs]
+    views = [run_view(run, f"run-{index}", names[index], found[index]) for index, run in enumerate(runs)]
     comparisons = [
         comparison_view(runs[0], run, f"comparison-{index}", (names[0], names[index]))
         for index, run in enumerate(runs)
@@ -63,7 +66,7 @@ def render_runs(runs: Sequence[Run]) -> str:
         policy=_policy(script),
         style=Markup(_text("page.css")),  # noqa: S704
         script=Markup(script),  # noqa: S704
-        data=Markup(page_data(runs, names)),  # noqa: S704
+        data=Markup(page_data(runs, names, found)),  # noqa: S704
     )
 
 
@@ -107,7 +110,8 @@ def _environment() -> "Environment":
         "row_tones": FUNCTION_TONES,
         "functions_legend": LEGEND,
         "tallest": TALLEST,
-        "shown_failures": SHOWN,
+        "graphs_column": GRAPHS,
+        "shown_findings": SHOWN,
         "fastest_rounds": FASTEST_ROUNDS,
     }
     return environment

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.recommendation import known_needs, need_answers, needed_cases
 from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.verdicts import RunFindings
 from attncheck.reports.html.safe_text import clean_json
 from attncheck.reports.run_file.records import (
     BUDGET_SHARE,
@@ -56,24 +58,29 @@ class _Pool:
         return f"[{','.join(self._numbers)}]"
 
 
-def page_data(runs: Sequence[Run], names: Sequence[str]) -> str:
+def page_data(runs: Sequence[Run], names: Sequence[str], found: Sequence[RunFindings]) -> str:
     """JSON of every record and every speed of the runs, called ``names``, for a ``<script>`` that is data.
 
-    ``groups``: of each backend and case, ``[run, backend, suite, case id, needs, records]``, a record being ``[check,
-    outcome, round, seconds, body, repro command]``; ``speeds``: ``[run, backend, suite, case id, part, median, low,
-    high, rounds, spread, bytes a second, flops a second, share of the roofline, whether it is the fastest]``, times in
-    nanoseconds. Backends, suites, checks, needs, repro commands and bodies are numbers within lists of these names.
+    ``groups``: of each backend and case, ``[run, backend, suite, case id, needs, count, false claims, records]``; count
+    and claims as a :class:`attncheck.reports.analysis.recommendation.NeededCase` has them, None for functions. A record
+    is ``[check, outcome, round, seconds, body, repro command]``. ``cases``: of the headers, ``[run, suite, case id,
+    shape, description]``. ``answers``: of each backend and need, ``[run, backend, need, standing, words]``;
+    ``findings``: ``[run, backend, title, cases]``.
+    ``speeds``: ``[run, backend, suite, case id, part, median, low, high, rounds, spread, bytes a second, flops a
+    second, share of the roofline, whether it is the fastest]``, times in nanoseconds. Backends, suites, checks, needs,
+    repro commands and bodies are numbers within lists of these names; counts, standings, words, titles and shapes
+    within ``texts``.
     """
-    pools = {kind: _Pool() for kind in ("backends", "suites", "checks", "needs", "repros")}
+    pools = {kind: _Pool() for kind in ("backends", "suites", "checks", "needs", "repros", "texts")}
     bodies = _Pool()
-    groups: dict[tuple[int, str, str, str], list[Any]] = {}
+    groups: dict[tuple[int, str, str], list[Any]] = {}
     for index, run in enumerate(runs):
         for record in run.records:
-            key = (index, record.backend, record.suite, record.case_id)
+            key = (index, record.backend, record.case)
             if key not in groups:
                 where = [pools["backends"].number(record.backend), pools["suites"].number(record.suite)]
                 needs = pools["needs"].number(", ".join(record.needs))
-                groups[key] = [index, *where, record.case_id, needs, []]
+                groups[key] = [index, *where, record.case_id, needs, None, None, []]
             groups[key][-1].append(
                 [
                     pools["checks"].number(record.check),
@@ -84,6 +91,27 @@ def page_data(runs: Sequence[Run], names: Sequence[str]) -> str:
                     pools["repros"].number(repro_command(record, run.header)),
                 ]
             )
+    answers: list[list[Any]] = []
+    for index, run in enumerate(runs):
+        cases = needed_cases(run.records, found[index])
+        for case in cases:
+            claims = pools["needs"].number(", ".join(sorted(case.false)))
+            groups[index, case.backend, case.case][5:7] = [pools["texts"].number(case.count), claims]
+        told = need_answers(known_needs(run.records, run.header), found[index], cases, run.header)
+        answers += [
+            [index, pools["backends"].number(backend), need, *map(pools["texts"].number, (each.standing, each.words))]
+            for (backend, need), each in told.items()
+        ]
+    described = [
+        [index, pools["suites"].number(case.suite), case.id, pools["texts"].number(case.shape), case.description]
+        for index, run in enumerate(runs)
+        for case in run.header.cases
+    ]
+    blamed = [
+        [index, pools["backends"].number(each.backend), pools["texts"].number(each.title), list(each.cases)]
+        for index in range(len(runs))
+        for each in found[index].findings
+    ]
     rows = [row for index, run in enumerate(runs) for row in _speed_rows(index, run, pools)]
     members = {
         "runs": clean_json(names),
@@ -91,6 +119,9 @@ def page_data(runs: Sequence[Run], names: Sequence[str]) -> str:
         **{kind: clean_json(pool.texts) for kind, pool in pools.items()},
         "bodies": bodies.json,
         "groups": clean_json(list(groups.values())),
+        "cases": clean_json(described),
+        "answers": clean_json(answers),
+        "findings": clean_json(blamed),
         "speeds": clean_json(rows),
     }
     # Within a script, only "<" could begin anything else; as an escape it is the same JSON.

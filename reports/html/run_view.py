@@ -1,8 +1,9 @@
-"""One run as the page shows it, but for its records: who was asked, what came of it, and what never was asked.
+"""One run as the page shows it, but for its records: the answer, what it rests on, and what was not examined.
 
 Values for templates, unescaped: the template escapes whatever it is given.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.graph_levels import LevelRow, legend, level_notes, level_rows, unmeasured_cases
+from attncheck.reports.analysis.recommendation import known_needs
 from attncheck.reports.analysis.summary import OutcomeCounts, RunSummary, UnexaminedCases, summarise
-from attncheck.reports.analysis.support import support_rows
 from attncheck.reports.analysis.utilities import (
     FunctionRow,
     FunctionVerdict,
@@ -19,12 +20,23 @@ from attncheck.reports.analysis.utilities import (
     known_departures,
     provider_title,
 )
+from attncheck.reports.analysis.verdicts import RunFindings
+from attncheck.reports.html.answer_view import (
+    BackendAnswer,
+    Coverage,
+    FastestBackend,
+    SilentBackend,
+    answers,
+    fastest_backends,
+    silent_backends,
+)
 from attncheck.reports.html.budget_chart import BudgetUse, budget_chart, budget_uses
-from attncheck.reports.html.failures import AlikeFailures, ExpectedFailures, expected, failures
+from attncheck.reports.html.finding_view import ExpectedFailures, FindingView, expected, finding_views
 from attncheck.reports.html.speed_view import SpeedView, speed_view
 from attncheck.reports.html.support_view import SupportMatrix, Tone, support_matrix
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.store import Run
+from attncheck.reports.speeds.speed import speeds
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -64,6 +76,13 @@ class RunView:
     counts: str
     warning: str | None
     facts: Mapping[str, str]
+    command: str
+    answers: tuple[BackendAnswer, ...]
+    silent: tuple[SilentBackend, ...]
+    fastest: tuple[FastestBackend, ...]
+    coverages: Mapping[str, Coverage]
+    needed_features: tuple[str, ...]
+    needed_forms: Mapping[str, tuple[str, ...]]
     backends: tuple[BackendInfo, ...]
     support: SupportMatrix
     levels: tuple[LevelRow, ...]
@@ -74,7 +93,7 @@ class RunView:
     budgets: tuple[BudgetUse, ...]
     budget_chart: "Markup | None"
     speeds: SpeedView | None
-    failures: tuple[AlikeFailures, ...]
+    findings: tuple[FindingView, ...]
     expected: tuple[ExpectedFailures, ...]
 
     @property
@@ -92,16 +111,17 @@ class RunView:
     def sections(self) -> tuple[tuple[str, str], ...]:
         """What there is to say: the name of each section in links, and its heading."""
         told = (
-            ("circumstances", "Circumstances", True),
-            ("checks", "Backends and checks", self.summary.backends),
-            ("functions", "Utilities", self.functions),
-            ("failures", "What fell short", self.failures or self.run.errors),
+            ("answer", "Verdicts", self.answers or self.silent),
+            ("findings", "Findings", self.findings or self.run.errors),
+            ("checks", "Checks", self.answers),
             ("support", "Measured support", self.support.features or self.support.forms),
             ("graphs", "CUDA-graph levels", self.levels),
-            ("budgets", "Error budget", self.budgets),
             ("speeds", "Speeds", self.speeds),
-            ("expected", "Fell short as expected", self.expected),
+            ("budgets", "Error budget", self.budgets),
+            ("functions", "Utilities", self.functions),
+            ("expected", "Expected failures", self.expected),
             ("gaps", "Not examined", self.summary.gaps),
+            ("circumstances", "Circumstances", True),
         )
         return tuple((anchor, title) for anchor, title, is_told in told if is_told)
 
@@ -114,11 +134,18 @@ class RunView:
         return phrases.gap(gap, len(self.summary.checks))
 
 
-def run_view(run: Run, key: str, name: str) -> RunView:
-    """The view of one run; ``key`` and ``name`` are its own within the page."""
+def run_view(run: Run, key: str, name: str, found: RunFindings) -> RunView:
+    """The view of one run and its findings; ``key`` and ``name`` are its own within the page."""
     summary = summarise(run.records, checks=run.header.checks)
     verdict, _, counts = phrases.closing(summary, run.errors, complete=run.complete).partition(": ")
     levels, uses = level_rows(run.records), budget_uses(run.records)
+    told = answers(run, found.verdicts)
+    declared = {info.name: info.features for info in run.header.backends}
+    examined = {
+        each.backend: declared.get(each.backend, ()) for each in found.verdicts if each.verdict != "not examined"
+    }
+    right = {each.backend for each in told if each.word == "right"}
+    needs = known_needs(run.records, run.header)
     return RunView(
         run=run,
         key=key,
@@ -128,8 +155,15 @@ def run_view(run: Run, key: str, name: str) -> RunView:
         counts=counts,
         warning=phrases.incomplete(run),
         facts=_facts(run),
+        command=shlex.join(run.header.command),
+        answers=told,
+        silent=silent_backends(found.verdicts, summary),
+        fastest=tuple(fastest_backends([each for each in speeds(run.records) if each.backend in right])),
+        coverages={each.backend: each.coverage for each in told},
+        needed_features=tuple(need for need in needs if "=" not in need),
+        needed_forms=_values_by_key(needs),
         backends=tuple(backend for backend in run.header.backends if backend.name in summary.backends),
-        support=support_matrix(support_rows(run.records, run.header), summary.backends),
+        support=support_matrix(found.support, examined, levels),
         levels=levels,
         unmeasured=unmeasured_cases(run.records),
         level_legend=legend(levels),
@@ -138,9 +172,18 @@ def run_view(run: Run, key: str, name: str) -> RunView:
         budgets=uses,
         budget_chart=budget_chart(f"{key}-budgets", uses) if uses else None,
         speeds=speed_view(run, key),
-        failures=failures(summary, run.header),
+        findings=finding_views(found.findings, summary, run.header),
         expected=expected(summary.expected),
     )
+
+
+def _values_by_key(needs: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The values of each form, in the order of the needs."""
+    values: dict[str, tuple[str, ...]] = {}
+    for key, is_form, value in (need.partition("=") for need in needs):
+        if is_form:
+            values[key] = (*values.get(key, ()), value)
+    return values
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:

@@ -1,89 +1,154 @@
-"""What backends support, as a matrix of coloured cells with words: features, then sizes and forms."""
+"""What backends support, a row for each: a sign for each feature, then the values of sizes and forms by verdict."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from attncheck.reports.analysis.support import SupportRow
+from attncheck.reports.analysis.graph_levels import LevelRow
+from attncheck.reports.analysis.phrases import measured_level
+from attncheck.reports.analysis.support import SupportRow, SupportVerdict
+from attncheck.reports.run_file.graph_levels import GraphLevel
 
 Tone = Literal["good", "bad", "warn", "calm", "none"]
 
-TONES: Mapping[str, Tone] = {
-    "right": "good",
-    "short": "bad",
-    "wrong": "bad",
-    "died": "bad",
-    "answered": "warn",
-    "unclear": "warn",
-    "refused": "calm",
-    "left": "none",
-}
-"""The colour of each verdict; words say the same."""
+GRAPHS = "CUDA-graph level"
+"""The column that holds whether the declared CUDA-graph level is true."""
 
-WORDS = {
-    "right": "right",
-    "short": "some fall short",
-    "wrong": "not declared, accepted and wrong",
-    "died": "not declared, and the process died",
-    "answered": "not declared, right all the same",
-    "unclear": "refused unclearly",
-    "refused": "refused",
-    "left": "not examined",
+_LEVELS: Mapping[GraphLevel, str] = {
+    "NEVER": "never",
+    "UNIFORM_SINGLE_TOKEN_DECODE": "1 token",
+    "UNIFORM_BATCH": "uniform",
+    "ALWAYS": "always",
+}
+"""The measured level in a word."""
+
+
+class Sign(NamedTuple):
+    """A verdict in one character, its colour, and its meaning in the legend."""
+
+    sign: str
+    tone: Tone
+    meaning: str
+
+
+SIGNS: Mapping[SupportVerdict | Literal["declared"], Sign] = {
+    "right": Sign("\u2713", "good", "right"),
+    "short": Sign("\u2717", "bad", "declared, and wrong"),
+    "unproven": Sign("?", "warn", "every case fails for another reason"),
+    "wrong": Sign("!", "bad", "not declared, accepted and wrong"),
+    "died": Sign("\u2020", "bad", "not declared, and the process died"),
+    "answered": Sign("+", "warn", "not declared, right all the same"),
+    "unclear": Sign("~", "warn", "not declared, refused unclearly"),
+    "refused": Sign("\u2013", "calm", "not declared, refused"),
+    "declared": Sign("\u25cb", "none", "declared, not examined"),
+    "left": Sign("\u00b7", "none", "not declared, not examined"),
 }
 
 
 class FeatureCell(NamedTuple):
-    """A feature of a backend: its colour, whether it is declared where that matters, and what was found."""
+    """A feature of a backend: its sign, how many cases that is about (or the level), and the same in words."""
 
-    tone: Tone
-    declared: str
+    sign: Sign
+    small: str
     words: str
 
 
 class FormValues(NamedTuple):
     """The values of one form that share a verdict."""
 
-    tone: Tone
-    words: str
+    sign: Sign
     values: tuple[str, ...]
 
 
+class SupportLine(NamedTuple):
+    """A backend: a cell for each feature, None where no case says anything, and the values of each form."""
+
+    backend: str
+    features: tuple[FeatureCell | None, ...]
+    forms: tuple[tuple[FormValues, ...], ...]
+
+
 class SupportMatrix(NamedTuple):
-    """Rows of a feature or form and a cell a backend, None where no case says anything."""
+    """Columns of features and of forms, a line for each backend, and the signs that occur."""
 
-    features: Mapping[str, tuple[FeatureCell | None, ...]]
-    forms: Mapping[str, tuple[tuple[FormValues, ...], ...]]
+    features: tuple[str, ...]
+    forms: tuple[str, ...]
+    lines: tuple[SupportLine, ...]
+    signs: tuple[Sign, ...]
 
 
-def support_matrix(rows: Sequence[SupportRow], backends: Sequence[str]) -> SupportMatrix:
-    """The matrix of these backends, in their order; features by name, forms as they first come."""
-    features = {(row.feature, row.backend): _cell(row) for row in rows if not row.is_form}
+def support_matrix(
+    rows: Sequence[SupportRow],
+    backends: Mapping[str, Collection[str]],
+    levels: Sequence[LevelRow] = (),
+) -> SupportMatrix:
+    """The matrix of these backends, in their order; features by name, forms as they first come.
+
+    ``backends``: of each, the features that it declares.
+    """
+    cells = {
+        (name, feature): FeatureCell(SIGNS["declared"], "", "declared: no case")
+        for name, features in backends.items()
+        for feature in features
+    }
+    cells |= {(row.backend, row.feature): _cell(row) for row in rows if not row.is_form and row.backend in backends}
+    names = tuple(sorted({feature for _, feature in cells}))
+    if levels:
+        cells |= {(name, GRAPHS): cell for name in backends if (cell := _graph_cell(name, levels))}
+        names = (*names, GRAPHS)
     forms: dict[tuple[str, str], list[SupportRow]] = {}
     for row in rows:
         if row.is_form:
-            forms.setdefault((row.feature.partition("=")[0], row.backend), []).append(row)
-    names = sorted({feature for feature, _ in features})
-    keys = dict.fromkeys(key for key, _ in forms)
-    return SupportMatrix(
-        {name: tuple(features.get((name, backend)) for backend in backends) for name in names},
-        {key: tuple(_values(forms.get((key, backend), ())) for backend in backends) for key in keys},
+            forms.setdefault((row.backend, row.feature.partition("=")[0]), []).append(row)
+    keys = tuple(dict.fromkeys(key for _, key in forms))
+    lines = tuple(
+        SupportLine(
+            backend,
+            tuple(cells.get((backend, name)) for name in names),
+            tuple(_values(forms.get((backend, key), ())) for key in keys),
+        )
+        for backend in backends
     )
+    used = {cell.sign for line in lines for cell in line.features if cell}
+    used |= {values.sign for line in lines for form in line.forms for values in form}
+    return SupportMatrix(names, keys, lines, tuple(sign for sign in SIGNS.values() if sign in used))
+
+
+def sign_of(row: SupportRow) -> Sign:
+    """The sign of a row."""
+    return SIGNS["declared" if row.verdict == "left" and row.is_declared else row.verdict]
 
 
 def _cell(row: SupportRow) -> FeatureCell:
-    declared, _, words = row.in_words.rpartition("declared: ")
-    return FeatureCell(TONES[row.verdict], f"{declared}declared" if words != row.in_words else "", words)
+    asked = row.right + row.short
+    if row.verdict == "short":
+        cases = f"{row.short}/{asked}"
+    else:
+        cases = str(asked or row.wrong or row.died or row.answered or row.unclear or row.refused or "")
+    return FeatureCell(sign_of(row), cases, row.in_words)
+
+
+def _graph_cell(backend: str, levels: Sequence[LevelRow]) -> FeatureCell | None:
+    own = [row for row in levels if row.backend == backend]
+    if not own:
+        return None
+    short = [row for row in own if row.falls_short]
+    told = (short or own)[0]
+    unknown = all(row.graph.measured is None for row in own)
+    sign = SIGNS["short" if short else "unproven" if unknown else "right"]
+    words = f"declared {told.graph.declared}, measured {measured_level(told.graph.measured)}"
+    return FeatureCell(sign, _LEVELS[told.proven], words)
 
 
 def _values(rows: Sequence[SupportRow]) -> tuple[FormValues, ...]:
-    found: dict[str, list[tuple[str, str]]] = {}
+    found: dict[Sign, list[tuple[str, str]]] = {}
     for row in rows:
         value = row.feature.partition("=")[2]
         counted = f" ({row.right} of {row.right + row.short} right)" if row.verdict == "short" else ""
-        found.setdefault(row.verdict, []).append((value, f"{value}{counted}"))
+        found.setdefault(sign_of(row), []).append((value, f"{value}{counted}"))
     return tuple(
-        FormValues(TONES[verdict], WORDS[verdict], tuple(shown for _, shown in sorted(found[verdict], key=_by_size)))
-        for verdict in WORDS
-        if verdict in found
+        FormValues(sign, tuple(shown for _, shown in sorted(found[sign], key=_by_size)))
+        for sign in SIGNS.values()
+        if sign in found
     )
 
 

@@ -22,6 +22,7 @@ def render_comparison(comparison: RunComparison) -> str:
             for side, run in (("BASE", comparison.base), ("NEW", comparison.new))
         ),
         "\n".join(f"- **{markup.escaped(text)}**" for text in comparison.warnings),
+        "\n".join(f"- {markup.escaped(text)}" for text in summary.suite_speeds(comparison)),
         *_outcomes(comparison),
         *_speeds(comparison),
         *_differences(comparison),

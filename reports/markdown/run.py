@@ -1,24 +1,23 @@
 """A run as Markdown, for a pull request, a wiki, a file: everything the run file says that a reader can use.
 
-No text is cut here: every failure with its figures and the line that repeats it, every reason for what was not
-examined; what is alike is told once. Messages of backends are quoted so that they cannot become markup.
+The answer comes first: verdicts, then findings with an example each. Reasons are not cut. Messages of backends are
+quoted so that they cannot become markup.
 """
 
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Sequence
 
 from attncheck.reports.analysis import phrases
-from attncheck.reports.analysis.graph_levels import level_rows, unmeasured_cases, without_reasons
-from attncheck.reports.analysis.reasons import without_figures
-from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.graph_levels import level_rows, unmeasured_cases
 from attncheck.reports.analysis.summary import OutcomeCounts, RunSummary, summarise
 from attncheck.reports.analysis.utilities import HEADINGS, LEGEND, function_rows, known_departures, provider_title
+from attncheck.reports.analysis.verdicts import RunFindings, run_findings
 from attncheck.reports.markdown import markup
+from attncheck.reports.markdown.findings import expected, failing, verdicts
 from attncheck.reports.markdown.graph_levels import graph_levels
 from attncheck.reports.markdown.speeds import speeds_section
 from attncheck.reports.markdown.support import support
-from attncheck.reports.run_file.causes import died_at
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record, XFailed, graph_of
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.speeds.speed import speeds
 
@@ -26,18 +25,22 @@ from attncheck.reports.speeds.speed import speeds
 def render_run(run: Run) -> str:
     """The whole report of one run file, ending in a newline."""
     summary = summarise(run.records, checks=run.header.checks)
+    found = run_findings(run.records, run.header)
     sections = [
         "# attncheck report",
-        _circumstances(run),
-        f"**{phrases.closing(summary, run.errors, complete=run.complete)}**",
-        *_backends(run, summary),
+        f"**{markup.escaped(phrases.closing(summary, run.errors, complete=run.complete))}**",
+        f"**{markup.escaped(warning)}**" if (warning := phrases.incomplete(run)) else "",
+        verdicts(found.verdicts),
+        *_run_errors(run.errors),
+        *failing(found.findings, summary, run.header),
+        *_backends(run, summary, found),
         *graph_levels(level_rows(run.records), unmeasured_cases(run.records)),
         *speeds_section(speeds(run.records)),
         *(section for provider in summary.providers for section in _functions(run, provider)),
-        *_run_errors(run.errors),
-        *failures(summary, run.header),
-        *_expected(summary.expected),
+        *expected(found.findings),
         *(_gaps(summary) if summary.backends or not summary.providers else ()),
+        "## Circumstances",
+        _circumstances(run),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -58,16 +61,14 @@ def _circumstances(run: Run) -> str:
         "Policy": f"TF32 {'on' if env.tf32 else 'off'}, "
         f"deterministic algorithms {'on' if env.deterministic else 'off'}",
         "Started": header.started + (f", finished {run.footer.finished}" if run.footer else ""),
-        "Command": markup.code(" ".join(header.command)) if header.command else "",
+        "Command": markup.code(shlex.join(header.command)) if header.command else "",
         "Notes": "; ".join(markup.escaped(note) for note in header.notes),
     }
     lines = [f"- {name}: {value}" for name, value in facts.items() if value]
-    if warning := phrases.incomplete(run):
-        lines.insert(0, f"- **{markup.escaped(warning)}**")
     return "\n".join(lines)
 
 
-def _backends(run: Run, summary: RunSummary) -> list[str]:
+def _backends(run: Run, summary: RunSummary, found: RunFindings) -> list[str]:
     """The tables of backends; none in a run that examined providers only."""
     if summary.providers and not summary.backends:
         return []
@@ -78,7 +79,7 @@ def _backends(run: Run, summary: RunSummary) -> list[str]:
         "## Backends and checks",
         check_table(summary),
         *_chosen_kernels(summary),
-        *support(run, summary.backends),
+        *support(run, summary.backends, found.support),
     ]
 
 
@@ -145,83 +146,6 @@ def _cell(tally: OutcomeCounts | None) -> str:
 
 def _run_errors(errors: Sequence[str]) -> list[str]:
     return ["## Errors of the run", "\n".join(f"- {markup.escaped(error)}" for error in errors)] if errors else []
-
-
-def failures(summary: RunSummary, header: RunHeader) -> list[str]:
-    """A heading, then each finding in full; nothing where nothing fell short."""
-    if not summary.short:
-        return []
-    alike: dict[tuple[object, ...], list[Record]] = {}
-    for record in summary.short:
-        alike.setdefault((record.backend, record.check, record.outcome, *_story_key(record)), []).append(record)
-    return ["## What fell short", *(_failure(records, summary, header) for records in alike.values())]
-
-
-def _story_key(record: Record) -> tuple[object, ...]:
-    """Equal for records of which one speaks for all: equal outcomes of equal probes, one error, one finding."""
-    graph = graph_of(record)
-    if isinstance(record, Failed) and graph is not None:
-        return (without_reasons(graph),)
-    if isinstance(record, Failed) and record.meaning is not None:
-        return record.meaning, without_figures(record.summary)
-    if isinstance(record, Failed):
-        return (record.summary,)
-    about: object = graph or record.case
-    if isinstance(record, Errored):
-        about = record.traceback or about
-    elif isinstance(record, Crashed):
-        about = died_at(record.output) or about
-    return about, phrases.what_happened(record)
-
-
-def _failure(records: Sequence[Record], summary: RunSummary, header: RunHeader) -> str:
-    """The story of the first record, which speaks for all; the others are named."""
-    record, *further = records
-    more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
-    rounds = f" {told}" if (told := phrases.rounds_short(summary, record)) else ""
-    lines = [
-        f"### {markup.escaped(record.backend)}: {markup.escaped(record.case)}{more}, {record.check}",
-        f"**{record.outcome}**{rounds}: {markup.escaped(phrases.what_happened(record))}",
-    ]
-    if further:
-        what = "finding" if graph_of(record) is None else "levels and probes"
-        shared = {"errored": "error", "crashed": "death"}.get(record.outcome, what)
-        if len({phrases.what_happened(other) for other in records}) > 1:
-            shared += ", some with other figures" + ("" if what == "finding" else " or reasons (see above)")
-        lines.append(f"With the same {shared}: {markup.escaped(', '.join(other.case for other in further))}")
-    if isinstance(record, Failed):
-        lines += ["\n".join(f"- {markup.escaped(detail)}" for detail in record.details)] if record.details else []
-        lines += [f"Looks like: {markup.escaped(record.meaning)}"] if record.meaning else []
-        if record.figures:
-            lines.append(
-                markup.table(
-                    ["figure", "value"], [[markup.escaped(name), f"{x:.6g}"] for name, x in record.figures.items()]
-                )
-            )
-    if isinstance(record, Errored):
-        lines.append(markup.fenced(record.traceback or record.message))
-    if isinstance(record, Crashed) and record.output:
-        lines.append(f"The end of what it printed:\n\n{markup.fenced(record.output)}")
-    lines.append(f"Repeat:\n\n{markup.fenced(repro_command(record, header), 'sh')}")
-    return "\n\n".join(lines)
-
-
-def _expected(records: Iterable[XFailed]) -> list[str]:
-    """By backend and reason, what fell short for it: of each check the first record, and how many more."""
-    reasons: dict[tuple[str, str], dict[str, list[XFailed]]] = {}
-    for record in records:
-        reasons.setdefault((record.backend, record.reason), {}).setdefault(record.check, []).append(record)
-    if not reasons:
-        return []
-    sections = ["## Fell short as expected"]
-    for (backend, reason), checks in reasons.items():
-        sections.append(f"### {markup.escaped(backend)}: {markup.escaped(reason)}")
-        rows = []
-        for check, (first, *further) in checks.items():
-            more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
-            rows.append([check, markup.escaped(first.case) + more, first.underlying, markup.escaped(first.summary)])
-        sections.append(markup.table(["check", "case", "outcome", "what happened"], rows))
-    return sections
 
 
 def _gaps(summary: RunSummary) -> list[str]:

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from attncheck.reports.analysis.support import ANSWERS, SupportRow, SupportVerdict, support_rows
+from attncheck.reports.analysis.support import ANSWERS, SupportRow, SupportVerdict
 from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.store import Run
 
 _VERDICTS: dict[SupportVerdict, str] = {
     "right": "",
-    "short": "some cases fall short",
+    "short": "**wrong**",
+    "unproven": "not known, all fail for other reasons",
     "wrong": "**not declared, accepted and wrong**",
     "died": "**not declared, and the process died**",
     "answered": "not declared, and right all the same",
@@ -19,26 +20,25 @@ _VERDICTS: dict[SupportVerdict, str] = {
 """What stands before the values of a verdict, in this order."""
 
 
-def support(run: Run, backends: Sequence[str]) -> list[str]:
+def support(run: Run, backends: Sequence[str], rows: Sequence[SupportRow]) -> list[str]:
     """The features each backend declares, then what the cases showed of them, and of sizes and forms."""
     declared = [
         f"- {markup.escaped(backend.name)} declares: {', '.join(sorted(backend.features)) or 'no optional feature'}"
         for backend in run.header.backends
         if backend.name in backends
     ]
-    rows = support_rows(run.records, run.header)
     features, forms = [row for row in rows if not row.is_form], [row for row in rows if row.is_form]
     sections = ["\n".join(declared)] if declared else []
     if features:
         sections += [
             "## Features",
-            f"Answers to the cases that need a feature ({', '.join(ANSWERS)}); numbers count cases, some need several.",
+            f"Measured by the cases that need a feature ({', '.join(ANSWERS)}). A number counts cases.",
             _feature_table(features, backends),
         ]
     if forms:
         sections += [
             "## Sizes and forms",
-            "The values that the cases had; to those without a word all answers were right.",
+            "The values that the cases had, each with how many cases were right. A word precedes other values.",
             _form_table(forms, backends),
         ]
     return sections
@@ -56,7 +56,8 @@ def _form_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
     values: dict[tuple[str, str], dict[SupportVerdict, list[str]]] = {}
     for row in rows:
         key, _, value = row.feature.partition("=")
-        shown = f"{value} ({row.right} of {row.right + row.short} right)" if row.verdict == "short" else value
+        asked = row.right + row.short
+        shown = f"{value} ({row.right} of {asked} right)" if row.short else f"{value} ({asked})" if asked else value
         values.setdefault((key, row.backend), {}).setdefault(row.verdict, []).append(shown)
     cells = {
         place: "; ".join(_values(told, words[verdict]) for verdict, told in _VERDICTS.items() if verdict in words)

@@ -14,9 +14,11 @@ from collections.abc import Iterator
 SHOWN_FRAMES = 3
 SHOWN_LINES = 4
 
-UNEXPLAINED = "the answer is wrong, and no known fault explains it"
+UNEXPLAINED = "wrong rows, and no known fault explains them"
 
-_EVIDENCE = ": its truth fits"
+EVIDENCE = ": its truth fits"
+"""What separates a likely cause from the rows that support it."""
+
 _AT_ROW = re.compile(r"at row \d+ \([^)]*\), head \d+: ")
 _SUMMARY_OF_ROWS = re.compile(r"\d+ of \d+ rows, first: ")
 _IN_PARENTHESES = re.compile(r" \((?:row|request|head|page)[^()]*\)")
@@ -37,13 +39,16 @@ _STACK_LINE = re.compile(
 
 def cause_of_failure(check: str, summary: str, meaning: str | None) -> str:
     """Return the likely cause that the check named, else the pattern of its summary."""
-    if meaning:
-        words = meaning.partition(_EVIDENCE)[0]
-        at_row = _AT_ROW.match(words)
-        return without_figures(words[at_row.end() :] if at_row else words)
+    if meaning and not _AT_ROW.match(meaning):  # which names the place of a symptom, and no cause
+        return without_figures(meaning.partition(EVIDENCE)[0])
     if check == "numerics" and _SUMMARY_OF_ROWS.match(summary):
         return UNEXPLAINED
-    return without_figures(_DETAIL.split(_IN_PARENTHESES.sub("", summary))[0])
+    return without_figures(symptom(summary))
+
+
+def symptom(summary: str) -> str:
+    """Return what a summary says went wrong, without the place where it did."""
+    return _DETAIL.split(_IN_PARENTHESES.sub("", summary))[0]
 
 
 def cause_of_error(error_type: str, stage: str, message: str, traceback: str) -> str:
@@ -68,6 +73,14 @@ def cause_of_crash(cause: str, stage: str, output: str) -> str:
 def without_figures(text: str) -> str:
     """Return ``text`` with each number replaced by ``N``, and each list of numbers by one."""
     return _NUMBERS.sub("N", text)
+
+
+def place_of(line: str) -> tuple[str, int | None]:
+    """Return path and number of ``File "mine.py", line 12, in forward``; empty and None for any other text."""
+    match = _PLACE.match(line)
+    if match is None:
+        return "", None
+    return match["path"], int(match["line"]) if match["line"].isdigit() else None
 
 
 def _short_place(place: str) -> str:

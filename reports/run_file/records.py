@@ -9,9 +9,11 @@ Models are strict about their keys: a line this version does not understand is a
 renders on a laptop from these values alone.
 """
 
+import json
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer, model_validator
+from pydantic_core import PydanticSerializationError
 
 from attncheck.reports.run_file.causes import cause_of_crash, cause_of_error, cause_of_failure
 from attncheck.reports.run_file.graph_levels import GraphLevels
@@ -42,6 +44,9 @@ EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "crashe
 
 UTILITIES = "utilities"
 """The check, and the suite, of records about a provider: one a function, whose name is the case's id."""
+
+OURSELVES = "attncheck itself"
+"""The stage of an exception that no backend raised: a fault of attncheck, which ends the command line with 3."""
 
 BUDGET_SHARE = "budget_share"
 """The figure that says which share of the error budget the worst row used; above 1.0 the answer is wrong."""
@@ -295,5 +300,12 @@ def parse_line(text: str | bytes) -> RunHeader | Record | RunFooter:
 
 
 def format_line(line: RunHeader | Record | RunFooter) -> str:
-    """One line of JSON without its newline; :func:`parse_line` gives the equal value back."""
-    return line.model_dump_json()
+    """One line of JSON without its newline; :func:`parse_line` gives the equal value back.
+
+    Bytes of a file's name that the locale cannot decode become ``?``: JSON has no such characters.
+    """
+    try:
+        return line.model_dump_json()
+    except PydanticSerializationError:
+        text = json.dumps(line.model_dump(), ensure_ascii=False)
+        return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -6,7 +6,6 @@ says so. A file that contradicts itself (a record twice, a record nobody announc
 error with its line, never a smaller report.
 """
 
-import lzma
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -22,13 +21,11 @@ from typing import Self
 from pydantic import ValidationError
 
 from attncheck.errors import RunFileError
+from attncheck.reports.run_file.compression import open_new, read_bytes
 from attncheck.reports.run_file.header import FORMAT, RunHeader
 from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, RecordKey, RunFooter, format_line, parse_line
 
 SYNC_EVERY_S = 1.0
-
-COMPRESSED = ".xz"
-"""How the names of compressed run files end: kept as evidence, they take a fiftieth of the room."""
 
 
 def now() -> str:
@@ -46,8 +43,9 @@ class RunWriter:
     """Writes one run; a context manager. Leaving it in good order writes the footer, an exception leaves it out.
 
     Raises:
-        RunFileError: on entering, when ``path`` exists already (runs are never overwritten), is named as a compressed
-            file, or cannot be written; later, when the disk is full. What was written before stays readable.
+        RunFileError: on entering, when ``path`` exists already (runs are never overwritten), cannot be written, or is
+            named as a form of compression that cannot be written line by line (``.gz`` can); later, when the disk is
+            full. What was written before stays readable.
         ValueError: from :meth:`add`, for a record whose key was written before.
     """
 
@@ -64,11 +62,9 @@ class RunWriter:
     def __enter__(self) -> Self:
         if self.path.exists():
             raise RunFileError(str(self.path), "exists already; runs are never overwritten, name another file")
-        if self.path.name.endswith(COMPRESSED):
-            raise RunFileError(str(self.path), "runs are written as plain text; compress the file afterwards, as by xz")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("x", encoding="utf-8", newline="\n")
+            self._file = open_new(self.path)
         except OSError as error:
             raise RunFileError(str(self.path), f"cannot be written: {error.strerror}") from error
         self._write(self.header)
@@ -95,6 +91,7 @@ class RunWriter:
             counts = {outcome: self._counts[outcome] for outcome in OUTCOMES if self._counts[outcome]}
             self._write(RunFooter(finished=now(), counts=counts, errors=tuple(self._errors)))
         try:
+            self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
         except OSError as failure:
@@ -147,7 +144,7 @@ class Run:
 
 
 def read_run(path: Path | str) -> Run:
-    """Read and verify a run file; one whose name ends in ``.xz`` is taken to be compressed, as by ``xz``.
+    """Read and verify a run file; one whose name ends in ``.gz``, ``.xz`` or ``.zst`` is decompressed first.
 
     Raises:
         RunFileError: with the line where one is to blame. The file cannot be read, is empty, has no header, is of
@@ -155,14 +152,7 @@ def read_run(path: Path | str) -> Run:
             announce or that stands behind the footer, or a footer whose counts are not those of its records.
     """
     path = str(path)
-    try:
-        content = Path(path).read_bytes()
-        if path.endswith(COMPRESSED):
-            content = lzma.decompress(content)
-    except OSError as error:
-        raise RunFileError(path, f"cannot be read: {error.strerror}") from error
-    except lzma.LZMAError as error:
-        raise RunFileError(path, f"is not what its name says, compressed by xz: {error}") from error
+    content = read_bytes(path)
     if not content.strip():
         raise RunFileError(path, "is empty; a run begins with its header")
     lines = content.split(b"\n")

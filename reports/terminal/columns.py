@@ -1,11 +1,16 @@
-"""Plain text that keeps to its width: folded lines, columns lined up."""
+"""Plain text that keeps to its width: folded lines, columns lined up, colours where they are asked for."""
 
+import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tabulate import tabulate
 
 WIDTH = 100
+
+_COLOUR = re.compile(r"\033\[\d+m")
+_PLAIN = "\033[0m"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -26,3 +31,55 @@ def wrap(text: str, indent: str = "", *, width: int = WIDTH) -> str:
         )
         for line in text.splitlines()
     )
+
+
+@dataclass(frozen=True)
+class Style:
+    """How text is laid out: the columns of a line, and whether words are coloured by ANSI sequences."""
+
+    width: int = WIDTH
+    color: bool = False
+
+    def wrap(self, text: str, indent: str = "") -> str:
+        """Fold long lines to the width, of which colours take nothing."""
+        return _coloured_as(text, wrap(_COLOUR.sub("", text), indent, width=self.width))
+
+    def paint(self, text: str, code: str) -> str:
+        """Return ``text`` in the colour of an ANSI code."""
+        return f"\033[{code}m{text}{_PLAIN}" if self.color else text
+
+    def table(self, rows: Sequence[Sequence[str]], *, empty: Sequence[str] = ("-", "")) -> str:
+        """Return the rows as columns; too wide for that, each row as a folded list of its cells.
+
+        ``empty``: cells that such a list leaves out.
+        """
+        heading, told = self.table_rows(rows, empty=empty)
+        return "\n".join([heading, *told] if heading else told)
+
+    def table_rows(self, rows: Sequence[Sequence[str]], *, empty: Sequence[str] = ("-", "")) -> tuple[str, list[str]]:
+        """Return the heading of such a table, empty above lists, and the text of each row."""
+        lines = table(rows).splitlines()
+        if max(map(visible_width, lines)) <= self.width:
+            height = max(name.count("\n") for name in rows[0]) + 1
+            return "\n".join(lines[:height]), lines[height:]
+        names = [name.replace("\n", " ") for name in rows[0]]
+        lists = [
+            ", ".join(f"{name} {cell}" for name, cell in zip(names[1:], row[1:], strict=True) if cell not in empty)
+            for row in rows[1:]
+        ]
+        return "", [self.wrap(f"{row[0]}: {told}") for row, told in zip(rows[1:], lists, strict=True)]
+
+
+def _coloured_as(text: str, folded: str) -> str:
+    """Return ``folded`` with the colours of ``text``, whose characters it has, but for spaces."""
+    places = [index for index, character in enumerate(folded) if not character.isspace()]
+    for match in reversed(list(_COLOUR.finditer(text))):
+        before = len("".join(_COLOUR.sub("", text[: match.start()]).split()))
+        at = places[before - 1] + 1 if match[0] == _PLAIN else places[before]
+        folded = folded[:at] + match[0] + folded[at:]
+    return folded
+
+
+def visible_width(line: str) -> int:
+    """Return how many columns a line takes without its colours."""
+    return len(_COLOUR.sub("", line))

@@ -10,20 +10,23 @@ from attncheck.reports.speeds.notes import fastest_note, speed_notes
 from attncheck.reports.speeds.speed import Speed
 from attncheck.reports.speeds.summary import summary_tables
 from attncheck.reports.speeds.tables import SpeedTable
-from attncheck.reports.terminal.columns import WIDTH, table, wrap
+from attncheck.reports.terminal.columns import Style
 
 NAME_WIDTH = 27
 """Columns for a backend's name; the tables of checks have the whole name."""
 
+CASE_WIDTH = 24
+"""Least columns for the slowest case with its time."""
 
-def render_speeds(speeds: Sequence[Speed]) -> str:
+
+def render_speeds(speeds: Sequence[Speed], style: Style) -> str:
     """A table a suite and the notes; empty where nothing was timed."""
     if not speeds:
         return ""
     tables = summary_tables(speeds)
-    told = [part for each in tables for part in (wrap(_title(each)), table(_fitted(each)))]
+    told = [part for each in tables for part in (style.wrap(_title(each)), style.table(_fitted(each, style.width)))]
     notes = [*fastest_note(tables), *speed_notes(speeds), "each case: `attncheck report --format markdown`"]
-    return "\n\n".join([*told, "\n".join(wrap(note, "  ") for note in notes)])
+    return "\n\n".join([*told, "\n".join(style.wrap(note, "  ") for note in notes)])
 
 
 def _title(summary: SpeedTable) -> str:
@@ -37,9 +40,13 @@ def averaged(summary: SpeedTable) -> str:
     return f"geometric means of {phrases.plural(summary.averaged, 'case')} that all were timed in"
 
 
-def _fitted(summary: SpeedTable) -> list[list[str]]:
-    """The rows within the width: names are cut, and of the last column, which tells of a case, what is too long."""
+def _fitted(summary: SpeedTable, width: int) -> list[list[str]]:
+    """Return the rows within the width: names are cut, and the last column, which names a case.
+
+    With less room for it than :data:`CASE_WIDTH` nothing of it is cut, and the table becomes a list.
+    """
     rows = [[phrases.one_line(cell) for cell in row] for row in (summary.headings, *summary.rows)]
     rows = [[phrases.cut(row[0], NAME_WIDTH), *row[1:]] for row in rows]
     taken = sum(max(len(row[column]) for row in rows) + 2 for column in range(len(summary.headings) - 1))
-    return [[*row[:-1], phrases.cut(row[-1], max(WIDTH - taken, len(summary.headings[-1])))] for row in rows]
+    room = width - taken
+    return rows if room < CASE_WIDTH else [[*row[:-1], phrases.cut(row[-1], room)] for row in rows]

@@ -12,16 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attncheck.backends.kernel import kernel_backend
+    from attncheck.errors import ExaminationFailedError
     from attncheck.harness.api import Examination, examine
     from attncheck.harness.checks.timing.settings import TimingSettings
+    from attncheck.harness.pytest_plugin.backend_tests import backend_tests
 
     __version__: str
 
-__all__ = ["Examination", "TimingSettings", "__version__", "examine", "kernel_backend"]
+__all__ = [
+    "Examination",
+    "ExaminationFailedError",
+    "TimingSettings",
+    "__version__",
+    "backend_tests",
+    "examine",
+    "kernel_backend",
+]
 
 _HOME = {
     "Examination": "attncheck.harness.api",
+    "ExaminationFailedError": "attncheck.errors",
     "TimingSettings": "attncheck.harness.checks.timing.settings",
+    "backend_tests": "attncheck.harness.pytest_plugin.backend_tests",
     "examine": "attncheck.harness.api",
     "kernel_backend": "attncheck.backends.kernel",
 }

@@ -17,6 +17,7 @@
     |   |-- RunFileError             a run file that cannot be trusted: path, line, why
     |   `-- MissingExtraError        something asked for needs a package that is not installed
     |-- BackendUnavailableError      a registered backend cannot run on this machine: an outcome, not a fault
+    |-- ExaminationFailedError       an examination did not pass, and the caller demands it (also an AssertionError)
     |-- DeviceLostError              a backend lost the device: the process cannot use it any more
     |-- ReferenceArgumentError       the reference refuses an undefined argument (also a ValueError)
     `-- InternalError                from one part of attncheck to another, each defined in its own module
@@ -227,6 +228,10 @@ class BackendUnavailableError(AttncheckError):
 
     def __str__(self) -> str:
         return f"backend {self.name!r} is unavailable here: {'; '.join(self.reasons)}"
+
+
+class ExaminationFailedError(AttncheckError, AssertionError):
+    """An examination did not pass; the message holds its findings. A test framework counts it as a failure."""
 
 
 class ReferenceArgumentError(AttncheckError, ValueError):

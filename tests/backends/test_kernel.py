@@ -57,7 +57,7 @@ def test_functions_besides_attention_are_offered_as_they_are():
     assert backend.functions() == {"reshape_and_cache": reshape_and_cache}
     assert kernel_backend(right, name="loops").functions() == {}
     wrong = kernel_backend(right, name="loops", functions={"reshape": reshape_and_cache})
-    assert any("functions() names 'reshape'" in problem for problem in contract_problems(wrong))
+    assert any("functions(): unknown function 'reshape'" in problem for problem in contract_problems(wrong))
 
 
 def test_without_a_writer_the_cache_is_left_alone(make_step):
@@ -202,7 +202,7 @@ def test_a_level_is_a_member_of_the_enum(level):
 @pytest.mark.parametrize(
     ("fn", "options", "message"),
     [
-        (right, {"features": ("windows",)}, "'windows' is no feature"),
+        (right, {"features": ("slidingwindow",)}, "unknown feature 'slidingwindow'; did you mean 'sliding_window'?"),
         (right, {"features": ("lse",)}, "the feature 'lse' and a parameter output_lse go together"),
         (with_lse, {}, "the feature 'lse' and a parameter output_lse go together"),
         (right, {"features": ("fp8_kv",)}, "'fp8_kv' and an FP8 dtype in supported_kv_cache_dtypes go together"),

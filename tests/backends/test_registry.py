@@ -147,6 +147,19 @@ def test_a_function_in_a_file_becomes_a_backend(file):
     assert loaded.backend.get_impl_cls().brings_writer is False
 
 
+def test_a_file_with_one_class_or_one_function_needs_no_name(file):
+    one, other, _ = GOOD.partition("    class Other")
+    assert other
+    path = file(f"{one}    Alias = Good\n")
+    assert (load(str(path)).name, load(str(path)).ref) == ("Good", str(path))
+    function = "def kernel(query, key_cache, value_cache, metadata, params, out): pass\n"
+    assert load(str(file(function))).name == "kernel"
+    with pytest.raises(BackendLoadError, match=r"has 2 backends; ask for .*:kernel or .*:other"):
+        load(str(file(function + function.replace("kernel", "other"))))
+    with pytest.raises(BackendLoadError, match=r"has no backend; .* defines no AttentionBackend"):
+        load(str(file("x = 1")))
+
+
 def test_a_file_shadows_no_module(file):
     path = file(GOOD, name="torch.py")
     load(f"{path}:Good")
@@ -163,7 +176,7 @@ def test_a_class_in_a_module():
     ("suffix", "message"),
     [
         (":Missing", "has no 'Missing'; ask for .*:Good or .*:Other"),
-        ("", "names a file, but no class in it; ask for .*:Good or .*:Other"),
+        ("", "has 2 backends; ask for .*:Good or .*:Other"),
         (":number", "is 7, neither a backend nor a function; derive the class from .*AttentionBackend"),
         (":useless", r"useless\(query\) cannot be called with \(query, key_cache, .*too many positional"),
     ],
@@ -199,6 +212,18 @@ def test_a_file_that_does_not_import_says_where(file, text, message):
     with pytest.raises(BackendLoadError, match=message):
         load(f"{path}:Wrong")
     assert not [name for name in set(sys.modules) - loaded if name.startswith("attncheck_file")]
+
+
+def test_a_wrong_declaration_is_an_error_of_its_line(file):
+    path = file(
+        "from attncheck import kernel_backend\n"
+        "def attend(query, key_cache, value_cache, metadata, params, out): ...\n"
+        "Mine = kernel_backend(attend, name='mine', features=('slidingwindow',))\n"
+    )
+    with pytest.raises(BackendLoadError) as caught:
+        load(f"{path}:Mine")
+    assert "unknown feature 'slidingwindow'; did you mean 'sliding_window'?" in str(caught.value)
+    assert f"({path}:3: Mine = kernel_backend(" in str(caught.value)
 
 
 def test_a_module_that_exits_does_not_import(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """``attncheck.examine``: candidates of every kind, typed records, silence, and errors for wrong questions only."""
 
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,20 @@ from torch import Tensor
 
 import attncheck
 from attncheck.backends.candidates.reference import ReferenceBackend
-from attncheck.errors import BackendLoadError, CaseFileError, QuestionError, SelectionError, UnknownNameError
+from attncheck.errors import (
+    BackendLoadError,
+    CaseFileError,
+    QuestionError,
+    RunFileError,
+    SelectionError,
+    UnknownNameError,
+)
 from attncheck.harness.run.evaluation import Examiner
 from attncheck.harness.run.lost_device import DeviceLostError
 from attncheck.reference.attention.params import AttentionParams
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
-from attncheck.reports.run_file.records import Errored, Failed, Passed, Unsupported, timing_of
+from attncheck.reports.run_file.records import Errored, Failed, Passed, RunFooter, Unsupported, timing_of
+from attncheck.reports.run_file.store import read_run
 
 SUITE = """\
 suite: small
@@ -119,6 +128,26 @@ def test_what_a_function_raises_is_a_record(suite: str, capfd: pytest.CaptureFix
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("result", [torch.zeros(3, 2), (torch.zeros(3, 2), None)])
+def test_a_result_that_is_returned_and_not_written_is_named(suite: str, result: object) -> None:
+    def returning(*arguments: Any) -> object:
+        return result
+
+    (record,) = attncheck.examine(returning, suite, cases="decode", checks="numerics", device="cpu").records
+    assert isinstance(record, Failed)
+    assert record.summary.startswith("2 of 2 rows were never written")
+    kind = "a tensor of shape [3, 2]" if isinstance(result, Tensor) else "a tuple"
+    assert record.details == (f"returning returned {kind}, which is ignored: write the result into `out`",)
+
+
+def test_a_function_may_return_something_besides_what_it_writes(suite: str) -> None:
+    def returning(*arguments: Any) -> Tensor:
+        attend(*arguments)
+        return torch.zeros(3)
+
+    assert attncheck.examine(returning, suite, cases="decode", checks="numerics", device="cpu").passed
+
+
 @pytest.mark.parametrize("candidate", ["reference", ReferenceBackend])
 def test_backends_by_name_and_by_class(suite: str, candidate: str | type, tmp_path: Path) -> None:
     found = attncheck.examine(candidate, suite, cases="decode", device="cpu")
@@ -131,6 +160,55 @@ def test_not_examined_is_no_pass(suite: str) -> None:
     found = attncheck.examine(attend, suite, cases="window", checks="numerics", device="cpu")
     assert found.verdict == "not examined"
     assert not found.passed
+
+
+def test_an_examination_demands_and_shows_itself(suite: str) -> None:
+    right = attncheck.examine(attend, suite, cases="decode", checks="numerics", device="cpu")
+    right.check()
+    assert repr(right) == "<Examination passed: 1 backend, 1 case: 1 passed>"
+
+    wrong = attncheck.examine(zeros, suite, cases="decode", checks="numerics", device="cpu", name="<b>")
+    with pytest.raises(AssertionError) as caught:
+        wrong.check()
+    assert isinstance(caught.value, attncheck.ExaminationFailedError)
+    assert str(caught.value).splitlines()[0] == "failed: 1 backend, 1 case: 1 failed"
+    for text in (str(caught.value), repr(wrong), str(wrong)):
+        assert "likely cause: the output is all zeros" in text
+    assert "# attncheck report" in wrong._repr_markdown_()
+    assert wrong._repr_html_().startswith("<pre>")
+    assert "&lt;b&gt;" in wrong._repr_html_()
+    assert "<b>" not in wrong._repr_html_()
+
+    nothing = attncheck.examine(attend, suite, cases="window", checks="numerics", device="cpu")
+    with pytest.raises(attncheck.ExaminationFailedError, match="not examined: 1 backend"):
+        nothing.check()
+
+
+def test_an_examination_is_saved_as_a_run_file_and_rendered(suite: str, tmp_path: Path) -> None:
+    found = attncheck.examine(zeros, suite, checks="numerics", device="cpu")
+    path = tmp_path / "new" / "run.jsonl"
+    found.save(path)
+    run = read_run(path)
+    assert (run.header, run.records, run.complete) == (found.header, found.records, True)
+    again = attncheck.Examination.load(path)
+    assert (again.records, again.verdict, str(again)) == (found.records, "failed", str(found))
+    with pytest.raises(RunFileError, match="exists already"):
+        found.save(path)
+
+    (case,) = (
+        each for each in ET.fromstring(found.render("junit")).iter("testcase") if each.find("failure") is not None
+    )
+    assert case.get("name") == "numerics"
+    assert found.render("html").startswith("<!doctype html>")
+    with pytest.raises(UnknownNameError, match="unknown report format 'pdf'"):
+        found.render("pdf")
+
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]))
+    with pytest.raises(RunFileError, match="was cut off"):
+        attncheck.Examination.load(path)
+    errors = RunFooter(finished="", counts={}, errors=("an expectation is not met",))
+    assert attncheck.Examination(found.header, (), errors).verdict == "failed"
 
 
 def test_stop_at_first(suite: str) -> None:

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.causes import died_at, last_words, raised_at
+from attncheck.reports.run_file.causes import (
+    UNEXPLAINED,
+    cause_of_crash,
+    cause_of_error,
+    cause_of_failure,
+    died_at,
+    last_words,
+    place_of,
+    raised_at,
+    without_figures,
+)
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import read_run
@@ -100,23 +110,25 @@ def test_without_a_stack_there_are_last_words_at_most() -> None:
 def test_the_terminal_tells_cause_place_last_words_and_how_to_repeat_it(header: RunHeader, make: Make) -> None:
     output = dump(stack("Current thread", TORCH, MINE, HARNESS))
     text = terminal.render(header, [make("crashed", output=output), make("crashed", check="lse", output=output)])
-    paragraph = next(part for part in text.split("\n\n") if part.startswith("crashed  "))
-    assert paragraph.splitlines() == [
-        "crashed  reference  smoke/edge  numerics, lse",
-        "  killed by SIGABRT during check numerics",
-        f'  File "{MINE}", line 2 in call',
-        "  printed last:",
-        "    loading kernels",
-        "    free(): invalid pointer",
-        "    Fatal Python error: Aborted",
-        f"  repeat: attncheck run --backend reference --suite smoke --case edge {HOW}",
+    (paragraph,) = (part for part in text.split("\n\n") if part.startswith("finding "))
+    lines = paragraph.splitlines()
+    assert "mine.py:2 in call" in lines[0]
+    assert "1 case, checks numerics and lse" in lines[1]
+    assert lines[3:] == [
+        "    killed by SIGABRT during check numerics",
+        f'    File "{MINE}", line 2 in call',
+        "    printed last:",
+        "      loading kernels",
+        "      free(): invalid pointer",
+        "      Fatal Python error: Aborted",
+        f"    repeat: attncheck run --backend reference --suite smoke --case edge {HOW}",
     ]
     assert text.splitlines()[-1] == "failed: 1 backend, 1 case: 2 crashed"
 
 
 def test_a_silent_death_is_told_as_well(header: RunHeader, make: Make) -> None:
     text = terminal.render(header, [make("crashed", cause="left with exit code 3")])
-    assert "\n  left with exit code 3 during check numerics\n  repeat: " in text
+    assert "\n    left with exit code 3 during check numerics\n    repeat: " in text
 
 
 def test_what_a_process_printed_cannot_drive_the_terminal(header: RunHeader, make: Make) -> None:
@@ -145,10 +157,84 @@ def test_markdown_tells_deaths_at_one_place_once(make: Make, write: Callable[...
     outputs = [mine, f"case 2\n{mine}", other, "", ""]
     records = [make("crashed", case_id=f"c{number}", output=output) for number, output in enumerate(outputs)]
     text = markdown.render_run(read_run(write(*records)))
-    assert "### reference: smoke/c0 and 1 more case, numerics\n" in text
-    assert "With the same death: smoke/c1\n" in text
-    assert text.count("Repeat:") == 4
+    found = re.findall(r"^### reference: (.*)\n\n- (\d) case", text, re.MULTILINE)
+    assert found == [
+        ("killed by SIGABRT at mine.py:1 in call", "2"),
+        ("killed by SIGABRT at other.py:1 in call", "1"),
+        ("killed by SIGABRT during check numerics", "2"),
+    ]
+    assert "- cases: smoke/c0, smoke/c1\n" in text
+    assert text.count("Repeat:") == 3
     assert text.count("The end of what it printed:") == 2
+
+
+@pytest.mark.parametrize(
+    ("check", "summary", "meaning", "cause"),
+    [
+        ("numerics", "7 of 40 rows, first: row 3 (request 0), head 1; worst 18.4 budgets", None, UNEXPLAINED),
+        ("numerics", "no row was written", None, "no row was written"),
+        (
+            "numerics",
+            "7 of 40 rows, first: row 3",
+            "the sinks are ignored: its truth fits 3 rows",
+            "the sinks are ignored",
+        ),
+        ("numerics", "", "the window is 129 (1, 2, 3) in place of 128", "the window is N (N) in place of N"),
+        ("lse", "7 of 40 rows, first: row 3 (request 0)", None, "N of N rows"),
+        ("lse", "3 of 40 rows, first: row 9 (request 2)", None, "N of N rows"),
+        ("cache_write", "3 slots (page 4) are wrong, first: slot 9", None, "N slots are wrong"),
+        ("containment", "NaN at row 3 of the output", None, "NaN"),
+        ("containment", "poison reaches 3 of 40 rows", None, "poison"),
+        ("numerics", "9 of 40 rows, first: row 1", "at row 1 (request 0), head 2: found 1e-3", UNEXPLAINED),
+    ],
+)
+def test_a_failure_has_the_cause_that_is_named_or_the_pattern_of_its_summary(
+    check: str, summary: str, meaning: str | None, cause: str
+) -> None:
+    assert cause_of_failure(check, summary, meaning) == cause
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("worst 18.4 budgets", "worst N budgets"),
+        ("heads 1, 2, 30 of 32", "heads N of N"),
+        ("1e-05 and -3.5e+10", "N and N"),
+        ("fp8_e4m3 of bfloat16 and int8", "fp8_e4m3 of bfloat16 and int8"),
+        ("mine.py:12", "mine.py:N"),
+    ],
+)
+def test_figures_are_one_pattern_and_names_stay(text: str, pattern: str) -> None:
+    assert without_figures(text) == pattern
+
+
+def test_an_error_is_named_by_the_line_of_the_author_or_by_its_message() -> None:
+    assert cause_of_error("IndexError", "forward", "index 9", traceback(WATCH, MINE, TORCH)) == (
+        "IndexError at mine.py:2 in call"
+    )
+    assert cause_of_error("IndexError", "forward", "index 9\nof 8", "") == "IndexError in forward: index N"
+    assert cause_of_error("IndexError", "build", "", "") == "IndexError in build"
+
+
+def test_a_death_is_named_by_its_place_and_without_figures_behind_it() -> None:
+    output = dump(stack("Current thread", TORCH, MINE))
+    killed = "killed by SIGKILL; out of memory? its peak was 3.1 GiB"
+    assert cause_of_crash(killed, "check lse", output) == "killed by SIGKILL at mine.py:2 in call"
+    assert cause_of_crash(killed, "check lse", "") == "killed by SIGKILL during check lse"
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ('File "/a b/mine.py", line 12, in forward', ("/a b/mine.py", 12)),
+        ('File "mine.py", line 12 in forward', ("mine.py", 12)),
+        ('File "mine.py", line ??? in forward', ("mine.py", None)),
+        ("mine.py:12", ("", None)),
+        ("", ("", None)),
+    ],
+)
+def test_the_place_of_a_line_of_a_stack(line: str, place: tuple[str, int | None]) -> None:
+    assert place_of(line) == place
 
 
 def traceback(*paths: str) -> str:

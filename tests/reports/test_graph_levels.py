@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.findings import findings
 from attncheck.reports.analysis.graph_levels import level_rows
 from attncheck.reports.run_file.graph_levels import GraphProbe
-from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.header import BackendInfo, RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import RunWriter, read_run
 from attncheck.reports.terminal import run as terminal
@@ -135,7 +136,7 @@ def test_the_terminal_shows_levels_and_below_them_what_broke(graph: Make, asked:
     assert lines[11] == f"  broke at 1+K tokens (UNIFORM_BATCH): {READ}"
     assert "emulated: no GPU" in text
     assert "head-room: more is measured than declared" in text
-    assert text.index("examined") < text.index("CUDA-graph levels") < text.index("failed  Wrong")
+    assert text.index("examined") < text.index("CUDA-graph levels (") < text.index("finding 1 of 1, Wrong")
 
 
 def test_real_graphs_need_no_word_about_the_emulation(graph: Make, asked: RunHeader) -> None:
@@ -146,12 +147,34 @@ def test_real_graphs_need_no_word_about_the_emulation(graph: Make, asked: RunHea
 
 def test_the_terminal_keeps_to_100_columns_and_cuts_long_reasons(graph: Make, asked: RunHeader) -> None:
     broken = levels(SINGLE, SINGLE, "passed", "passed", "failed", reason=LONG)
-    text = terminal.render(asked, [graph("passed", broken, backend="a" * 60), graph("passed", GOOD, backend="b" * 60)])
-    text = text[text.index("CUDA-graph") :]
+    names = ("a" * 60, "b" * 60)
+    asked = asked.model_copy(update={"backends": tuple(BackendInfo(name=name, ref=name) for name in names)})
+    text = terminal.render(asked, [graph("passed", broken, backend=names[0]), graph("passed", GOOD, backend=names[1])])
+    text = text[text.index("CUDA-graph levels (") :]
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "the replay answers" in text
     assert "the end" not in text
     assert "a" * 24 + "..." in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_levels_keep_to_the_width_without_a_loss(graph: Make, asked: RunHeader, width: int) -> None:
+    records = [
+        graph("passed", ROOMY),
+        graph("failed", BROKEN, backend="Wrong"),
+        graph("unsupported", UNSEEN, case_id="b"),
+    ]
+    text = terminal.render(asked, records, width=width)
+    text = text[text.index("CUDA-graph levels (") : text.index("finding 1")]
+    assert max(map(len, text.splitlines())) <= width
+    shown = " ".join(text.split())
+    cells = f"declared {SINGLE}, measured UNIFORM_BATCH, cases 1, probes 3/3"
+    assert (f"reference: {cells}" in shown) == (width < 90)
+    for words in ("UNIFORM_BATCH", "cannot tell", "2/3", f"broke at 1+K tokens (UNIFORM_BATCH): {READ}"):
+        assert words in shown
+    assert "head-room: could declare UNIFORM_BATCH" in shown
+    coloured = terminal.render(asked, records, width=width, color=True)
+    assert re.sub(r"\033\[\d+m", "", coloured) == terminal.render(asked, records, width=width)
 
 
 def test_measured_is_red_below_declared_and_green_otherwise(graph: Make, asked: RunHeader) -> None:
@@ -173,18 +196,19 @@ def test_a_failure_that_many_cases_share_is_told_once(graph: Make, asked: RunHea
         *(graph("failed", BROKEN, backend="Wrong", case_id=f"c{i}", summary=SUMMARY) for i in range(18)),
         graph("failed", other, backend="Wrong", case_id="d", summary="declared UNIFORM_BATCH, measured NEVER"),
     ]
-    text = terminal.render(asked, records)
-    assert "failed  Wrong  smoke/c0  cudagraph\n  and 17 more cases with the same levels and probes\n" in text
-    assert "failed  Wrong  smoke/d  cudagraph\n  declared UNIFORM_BATCH, measured NEVER\n" in text
-    assert text.count("repeat: ") == 2
-    assert "not shown here" not in text
+    shared, own = findings(records, asked)
+    assert (len(shared.cases), shared.example.case) == (18, "smoke/c0")
+    assert own.cases == ("smoke/d",)
+    assert terminal.render(asked, records).count("repeat: ") == 2
 
 
 def test_a_failure_is_told_once_though_its_figures_differ(graph: Make, asked: RunHeader) -> None:
     found = {why: levels("UNIFORM_BATCH", SINGLE, "passed", "passed", "failed", reason=why) for why in ("7", "9")}
     records = [graph("failed", one, case_id=why, summary=f"{SUMMARY}: {why}") for why, one in found.items()]
+    (finding,) = findings(records, asked)
+    assert finding.cases == ("smoke/7", "smoke/9")
     text = terminal.render(asked, records)
-    assert f"and 1 more case with the same levels and probes\n  {SUMMARY}: 7\n" in text
+    assert f"    {SUMMARY}: 7\n" in text
     assert text.count("repeat: ") == 1
 
 
@@ -231,8 +255,7 @@ def test_markdown_tells_a_shared_failure_once_and_names_the_others(
     graph: Make, as_markdown: Callable[..., str]
 ) -> None:
     text = as_markdown(*(graph("failed", BROKEN, case_id=f"c{i}", summary=SUMMARY) for i in range(3)))
-    assert "### reference: smoke/c0 and 2 more cases, cudagraph\n" in text
-    assert "With the same levels and probes: smoke/c1, smoke/c2\n" in text
+    assert "- 3 cases, check cudagraph; exit status 1\n- cases: smoke/c0, smoke/c1, smoke/c2\n" in text
     assert text.count("Repeat:") == 1
 
 

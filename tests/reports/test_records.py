@@ -195,6 +195,22 @@ def test_a_line_from_before_kernels_were_recorded_is_read() -> None:
     assert [chosen_kernels_of(record) for record in ONE_OF_EACH] == [()] * 8
 
 
+def test_a_record_that_names_its_finding_keeps_it() -> None:
+    named = Failed(**WHO, summary="7 of 40 rows", meaning="a window", finding="the words of the check")
+    again = parse_line(format_line(named))
+    assert isinstance(again, Failed)
+    assert again.finding == "the words of the check"
+    assert again == named
+
+
+def test_records_of_one_cause_have_one_finding_whatever_the_figures() -> None:
+    first, second, other = (
+        Failed(**WHO, summary=f"{count} slots are {what}") for count, what in ((3, "wrong"), (41, "wrong"), (3, "lost"))
+    )
+    assert first.finding == second.finding != other.finding
+    assert ONE_OF_EACH[7].finding != ONE_OF_EACH[6].finding == "known"
+
+
 def test_an_expected_failure_keeps_the_kernels_that_ran() -> None:
     failed = ONE_OF_EACH[1].model_copy(update={"chosen_kernels": ("flash",)})
     expected = XFailed(**without_outcome(failed), underlying="failed", summary="7 of 40 rows", reason="known")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.header import BackendInfo, RunHeader
 from attncheck.reports.run_file.records import BUDGET_SHARE, Record
-from attncheck.reports.run_file.store import read_run
+from attncheck.reports.run_file.store import Run, read_run
 from attncheck.reports.terminal import run as terminal
 
 Make = Callable[..., Record]
@@ -39,6 +39,18 @@ def records(make: Make) -> list[Record]:
     ]
 
 
+def paragraph(text: str, first: str) -> str:
+    """Return the paragraph that begins with ``first``, its lines joined."""
+    (found,) = (part for part in text.split("\n\n") if part.startswith(first))
+    return " ".join(found.split())
+
+
+def sections_of(text: str) -> dict[str, str]:
+    """Return the sections of a Markdown report by their heading of the third level."""
+    parts = re.split(r"^### (.*)\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
 def row(text: str, first: str) -> list[str]:
     """The words of the line that begins with ``first``."""
     return next(line.split() for line in text.splitlines() if line.startswith(first))
@@ -47,22 +59,42 @@ def row(text: str, first: str) -> list[str]:
 def test_terminal_table_counts_passed_of_examined(header: RunHeader, records: list[Record]) -> None:
     text = terminal.render(header, records)
     assert row(text, "backend")[:4] == ["backend", "numerics", "lse", "cache_write"]
-    assert row(text, "reference") == ["reference", "1/1", "1/1", "-", "0.50", "-"]
-    assert row(text, "Wrong") == ["Wrong", "0/2", "-", "0/1", "18.4", "3"]
+    assert row(text, "reference ") == ["reference", "1/1", "1/1", "-", "0.50", "-"]
+    assert row(text, "Wrong ") == ["Wrong", "0/2", "-", "0/1", "18.4", "3"]
     assert text.splitlines()[-1] == (
         "failed: 2 backends, 6 cases: 2 passed, 1 failed, 1 errored, 3 unsupported, 1 xfailed"
     )
 
 
+def test_the_verdict_of_each_backend_comes_first(header: RunHeader, records: list[Record], make: Make) -> None:
+    header = header.model_copy(update={"backends": (*header.backends, BackendInfo(name="third", ref="third"))})
+    unavailable = make("unavailable", backend="third")
+    text = terminal.render(header, [*records, unavailable])
+    assert text.splitlines()[:3] == [
+        "reference: PASSED: 1 case",
+        "Wrong: FAILED: 2 findings in 2 of 3 cases",
+        "not examined: third",
+    ]
+    lines = markdown.render_run(Run("run.jsonl", header, (*records, unavailable))).splitlines()
+    assert [line for line in lines if line.startswith("- ")][:3] == [
+        "- **reference: passed**: 1 case",
+        "- **Wrong: failed**: 2 findings in 2 of 3 cases",
+        "- not examined: third",
+    ]
+
+
 def test_terminal_tells_each_failure_whole(header: RunHeader, records: list[Record]) -> None:
     text = terminal.render(header, records)
-    assert "failed  Wrong  smoke/window.bfloat16-16  numerics\n" in text
+    wrong, error = (paragraph(text, f"finding {number} of 2, Wrong: ") for number in (1, 2))
+    assert "1 case, check numerics; exit status 1" in wrong
+    assert "example: smoke/window.bfloat16-16, check numerics" in wrong
     for part in (FAILURE["summary"], FAILURE["meaning"], FAILURE["details"][0]):
-        assert part in text
-    assert "repeat: attncheck run --backend ./wrong.py:Wrong" in text
-    assert "RuntimeError in forward: no such kernel" in text
-    assert 'File "wrong.py", line 9, in forward' in text
-    assert "fell short as expected: Wrong, 1 times: upstream issue 5" in text
+        assert part in wrong
+    assert "example: smoke/edge, check cache_write" in error
+    assert "repeat: attncheck run --backend ./wrong.py:Wrong" in wrong
+    assert "RuntimeError in forward: no such kernel" in error
+    assert 'File "wrong.py", line 9, in forward' in error
+    assert "\n\nexpected: Wrong: upstream issue 5 (1 case, check numerics)\n\n" in text
     assert "conventions of Wrong: lse_base: 2, batch_invariant: yes" in text
 
 
@@ -80,6 +112,47 @@ def test_terminal_says_what_was_not_examined_and_why(header: RunHeader, records:
     assert "kv_cache_dtype fp8_e5m2 is not one of" in flat
 
 
+WIDTHS = (60, 80, 120, 200)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_lines_keep_to_the_width_that_is_asked_for(
+    header: RunHeader, records: list[Record], make: Make, width: int
+) -> None:
+    """A path and the line that repeats a case are pasted, and stay whole."""
+    path = "/" + "a/" * 60 + "mine.py"
+    records = [*records, make("errored", case_id="p", traceback=f'  File "{path}", line 3, in forward', message=path)]
+    many = [
+        make("passed", backend=f"backend{number}", suite=suite) for number in range(6) for suite in ("smoke", "mine")
+    ]
+    infos = tuple(BackendInfo(name=f"backend{number}", ref="b") for number in range(6))
+    header = header.model_copy(update={"backends": (*header.backends, *infos)})
+    text = terminal.render(header, [*records, *many], width=width)
+    long = [line for line in text.splitlines() if len(line) > width]
+    assert [line for line in long if "repeat: " not in line and path not in line] == []
+    words = [line.split() for line in text.splitlines() if "repeat: " not in line and path not in line]
+    assert max(len(" ".join(line)) for line in words) > width * 0.7  # and use it
+
+
+def test_a_table_that_is_too_wide_becomes_a_list_without_a_loss(header: RunHeader, make: Make) -> None:
+    checks = ("numerics", "lse", "cache_write", "containment", "cudagraph", "refusals")
+    header = header.model_copy(update={"checks": checks})
+    records = [make("passed", check=check) for check in checks[:-1]]
+    records += [make("failed", check="numerics", case_id="b", figures={BUDGET_SHARE: 2.5})]
+    table = terminal.render(header, records, width=100).split("\n\n")[1]
+    assert row(table, "reference") == ["reference", "1/2", "1/1", "1/1", "1/1", "1/1", "2.50", "-"]
+    listed = terminal.render(header, records, width=60).split("\n\n")[1]
+    assert " ".join(listed.split()) == (
+        "reference: numerics 1/2, lse 1/1, cache_write 1/1, containment 1/1, cudagraph 1/1, worst error (budgets) 2.50"
+    )
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_colours_change_no_line(header: RunHeader, records: list[Record], width: int) -> None:
+    coloured = terminal.render(header, records, color=True, width=width)
+    assert re.sub(r"\033\[\d+m", "", coloured) == terminal.render(header, records, width=width)
+
+
 def test_terminal_keeps_to_100_columns_but_never_breaks_a_command(header: RunHeader, make: Make) -> None:
     records = [make("failed", **FAILURE | {"summary": "word " * 60, "details": ["x" * 20 + " y" * 90]})]
     records += [make("unsupported", check="lse", reasons=["why " * 80])]
@@ -87,26 +160,54 @@ def test_terminal_keeps_to_100_columns_but_never_breaks_a_command(header: RunHea
         assert len(line) <= 100 or "repeat: " in line
 
 
-def test_terminal_shows_a_few_failures_of_a_kind_and_counts_the_rest(header: RunHeader, make: Make) -> None:
-    records = [make("failed", case_id=f"c{i}") for i in range(10)] + [make("failed", check="lse")]
-    text = terminal.render(header, records)
-    assert text.count("repeat: ") == 4
-    assert "not shown here: reference, numerics: 7 (" in text
+CAUSES = ("the window", "the soft cap", "the sinks", "the slopes", "the scale", "the mask", "the page", "the head")
+
+
+def test_terminal_shows_a_few_findings_in_full_and_a_line_of_each_other(header: RunHeader, make: Make) -> None:
+    records = [
+        make("failed", case_id=f"c{number}.{cause}", meaning=f"{cause} is ignored")
+        for number, cause in enumerate(CAUSES)
+    ]
+    records += [make("failed", case_id="more", meaning="the head is ignored")]
+    text = terminal.render(header, [*records, make("failed", backend="Wrong", meaning="the window is ignored")])
+    shown = [cause for cause in CAUSES if f"finding {CAUSES.index(cause) + 1} of 8" in text]
+    assert shown == list(CAUSES)
+    assert text.count("repeat: ") == 6 + 1
+    assert paragraph(text, "finding 1 of 8").startswith("finding 1 of 8, reference: the head is ignored 2 cases")
+    further = paragraph(text, "further findings")
+    for number, cause in ((7, "the mask"), (8, "the page")):
+        assert f"finding {number} of 8, reference: {cause} is ignored: 1 case, check numerics" in further
+    assert paragraph(text, "finding 1 of 1, Wrong: the window is ignored")
+
+
+def test_the_command_that_shows_all_names_the_run_file(header: RunHeader, make: Make) -> None:
+    records = [make("failed", case_id=f"c{number}", meaning=cause) for number, cause in enumerate(CAUSES)]
+    text = terminal.render(header, records, run_file=Path("results/one.jsonl"))
+    assert "\n  in full: attncheck report --format markdown results/one.jsonl\n" in text
+    assert "in full: " not in terminal.render(header, records[:6])
 
 
 def test_terminal_tells_what_all_checks_say_once(header: RunHeader, make: Make) -> None:
     text = terminal.render(header, [make("errored"), make("errored", check="lse"), make("failed", check="cache_write")])
-    assert "errored  reference  smoke/edge  numerics, lse\n" in text
-    assert "failed  reference  smoke/edge  cache_write\n" in text
+    assert "1 case, checks numerics and lse" in paragraph(text, "finding 1 of 2")
+    assert "1 case, check cache_write" in paragraph(text, "finding 2 of 2")
     assert text.count("repeat: ") == 2
+
+
+def test_quiet_leaves_verdicts_findings_and_counts(header: RunHeader, records: list[Record]) -> None:
+    text = terminal.render(header, records, quiet=True)
+    whole = terminal.render(header, records)
+    kept = text.split("\n\n")
+    assert [part for part in whole.split("\n\n") if part in kept] == kept
+    assert [part.split()[0] for part in kept] == ["reference:", "finding", "finding", "expected:", "failed:"]
 
 
 def test_terminal_colours_only_when_asked(header: RunHeader, records: list[Record]) -> None:
     plain = terminal.render(header, records)
     assert "\033" not in plain
     coloured = terminal.render(header, records, color=True)
-    assert "\033[31m0/1\033[0m" in coloured
-    assert re.sub(r"\033\[\d+m", "", coloured) == plain
+    for text, code in (("0/1", 31), ("1/1", 32), ("FAILED", 31), ("PASSED", 32)):
+        assert f"\033[{code}m{text}\033[0m" in coloured
 
 
 def test_messages_cannot_drive_the_terminal(header: RunHeader, make: Make) -> None:
@@ -116,13 +217,14 @@ def test_messages_cannot_drive_the_terminal(header: RunHeader, make: Make) -> No
 
 def test_suites_get_a_table_when_there_are_several(header: RunHeader, make: Make) -> None:
     text = terminal.render(header, [make("passed"), make("failed", suite="mine")])
-    assert row(text, "smoke") == ["smoke", "1/1"]
-    assert row(text, "mine") == ["mine", "0/1"]
+    assert row(text, "smoke ") == ["smoke", "1/1"]
+    assert row(text, "mine ") == ["mine", "0/1"]
     assert "\nsuite" not in terminal.render(header, [make("passed")])
 
 
 def test_many_backends_stand_below_each_other_in_it(header: RunHeader, make: Make) -> None:
     names = [f"a_backend_of_a_long_name_{number}" for number in range(7)]
+    header = header.model_copy(update={"backends": tuple(BackendInfo(name=name, ref=name) for name in names)})
     records = [make("passed", backend=name, suite=suite) for name in names[1:] for suite in ("smoke", "mine")]
     text = terminal.render(header, [*records, make("failed", backend=names[0], suite="mine")])
     (table,) = (part for part in text.split("\n\n") if re.match(r"backend +(smoke|mine) +(smoke|mine)\n", part))
@@ -166,28 +268,41 @@ def test_markdown_has_backends_by_suites_with_conventions(write: Write, records:
     assert "| Wrong<br>lse_base: 2, batch_invariant: yes | **0/3** | - | 18.4 | 3 |" in text
 
 
-def test_markdown_has_every_failure_with_figures_meaning_and_command(write: Write, make: Make) -> None:
+def test_markdown_has_every_finding_with_figures_meaning_and_command(write: Write, make: Make) -> None:
     meanings = [f"the window is {keys} too long" for keys in ("one key", "two keys", "a page")]
     records = [make("failed", **FAILURE | {"case_id": f"c{n}", "meaning": told}) for n, told in enumerate(meanings, 1)]
-    text = markdown.render_run(read_run(write(*records)))
-    assert text.count("### Wrong: smoke/c") == 3
-    assert all(f"Looks like: {meaning}" in text for meaning in meanings)
-    assert text.count("| bad_rows | 7 |") == 3
-    assert "```sh\nattncheck run --backend ./wrong.py:Wrong --suite smoke --case c3 --check numerics" in text
+    sections = sections_of(markdown.render_run(read_run(write(*records))))
+    assert [title for title in sections if title.startswith("Wrong: ")] == [f"Wrong: {meaning}" for meaning in meanings]
+    for number, meaning in enumerate(meanings, 1):
+        text = sections[f"Wrong: {meaning}"]
+        assert f"Likely cause: {meaning}\n" in text
+        assert f"- example: smoke/c{number}, check numerics\n" in text
+        assert f"**failed**: {FAILURE['summary']}\n" in text
+        assert "| bad_rows | 7 |\n" in text
+        command = f"attncheck run --backend ./wrong.py:Wrong --suite smoke --case c{number} --check numerics"
+        assert f"```sh\n{command}" in text
 
 
 def test_markdown_tells_a_finding_once_with_all_its_cases(write: Write, make: Make) -> None:
     same = [
         make("failed", **FAILURE | {"case_id": f"c{n}", "summary": f"{n} of 40 rows, worst 1{n}.5"}) for n in (1, 2)
     ]
-    other = make("failed", **FAILURE | {"case_id": "c3", "summary": "3 slots are wrong"})
-    unmeant = [
-        make("failed", **FAILURE | {"case_id": f"d{n}", "meaning": None, "summary": f"{n} rows"}) for n in (1, 2)
+    other = make("failed", **FAILURE | {"case_id": "c3", "meaning": "the sinks are ignored"})
+    slots = [make("failed", **FAILURE | {"case_id": f"d{n}", "meaning": None, "summary": f"{n} slots"}) for n in (1, 2)]
+    sections = sections_of(markdown.render_run(read_run(write(*same, other, *slots))))
+    found = {title: text for title, text in sections.items() if title.startswith("Wrong: ")}
+    assert [text.count("Repeat:") for text in found.values()] == [1, 1, 1]
+    assert [re.findall(r"^- cases: (.*)", text, re.MULTILINE) for text in found.values()] == [
+        ["smoke/c1, smoke/c2"],
+        [],
+        ["smoke/d1, smoke/d2"],
     ]
-    text = markdown.render_run(read_run(write(*same, other, *unmeant)))
-    assert "### Wrong: smoke/c1 and 1 more case, numerics" in text
-    assert "With the same finding, some with other figures: smoke/c2" in text
-    assert all(f"### Wrong: smoke/{case}, numerics" in text for case in ("c3", "d1", "d2"))
+
+
+def test_markdown_names_a_dozen_cases_and_counts_the_others(write: Write, make: Make) -> None:
+    records = [make("failed", **FAILURE | {"case_id": f"c{n}"}) for n in range(14)]
+    (names,) = re.findall(r"^- cases: (.*)", markdown.render_run(read_run(write(*records))), re.MULTILINE)
+    assert names == ", ".join(f"smoke/c{n}" for n in range(12)) + " and 2 more"
 
 
 def test_markdown_says_what_it_does_not_know(write: Write, records: list[Record], make: Make) -> None:
@@ -219,7 +334,7 @@ def test_kernels_that_a_library_chose_stand_below_the_table(header: RunHeader, m
         make("passed", backend="Wrong"),
     ]
     lines = terminal.render(header, records).splitlines()
-    assert lines[4:6] == ["", "kernels of reference: flash (2 cases), a | b (1 case)"]
+    assert "kernels of reference: flash (2 cases), a | b (1 case)" in lines
     told = markdown.render_run(read_run(write(*records)))
     assert "- Kernels of reference: flash (2 cases), a \\| b (1 case)\n" in told
     assert "kernels of" not in terminal.render(header, records[2:])

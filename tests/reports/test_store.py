@@ -1,7 +1,6 @@
 """Run files: written safely, read strictly."""
 
 import json
-import lzma
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,13 +73,6 @@ def test_a_place_that_cannot_be_written_is_a_run_file_error(tmp_path: Path, head
         pass
 
 
-def test_a_name_of_a_compressed_run_is_refused_before_anything_is_written(tmp_path: Path, header: RunHeader) -> None:
-    path = tmp_path / "run.jsonl.xz"
-    with pytest.raises(RunFileError, match="compress the file afterwards"), RunWriter(path, header):
-        pass
-    assert not path.exists()
-
-
 def test_the_writer_refuses_the_same_record_twice(tmp_path: Path, make: Make, header: RunHeader) -> None:
     with RunWriter(tmp_path / "run.jsonl", header) as writer:
         writer.add(make("passed"))
@@ -145,18 +137,30 @@ def test_a_file_that_contradicts_itself_is_refused_with_the_line(
     assert str(caught.value).startswith(str(path))
 
 
+def test_a_check_by_its_former_name_is_read_as_the_one_of_today(
+    tmp_path: Path, write: Write, make: Make, header: RunHeader
+) -> None:
+    """Run files from before have no findings and no cases either."""
+    asked = header.model_copy(update={"checks": ("numerics", "refusals"), "notes": ("on battery",)})
+    with RunWriter(tmp_path / "old.jsonl", asked) as writer:
+        writer.add(make("failed", summary="7 of 40 rows, first: row 3"))
+        writer.add(make("passed", check="refusals"))
+    lines = lines_of(tmp_path / "old.jsonl")
+    assert all("refusals" in line for line in (lines[0], lines[2]))
+    old = [json.loads(line.replace('"refusals"', '"claims"')) for line in lines]
+    del old[0]["cases"], old[1]["finding"], old[1]["concerns"], old[1]["output"]
+    (tmp_path / "old.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in old))
+    run = read_run(tmp_path / "old.jsonl")
+    assert run.header.checks == ("numerics", "refusals")
+    assert run.header.notes == ("on battery", "the check refusals is called claims in this run file")
+    assert [record.check for record in run.records] == ["numerics", "refusals"]
+    assert run.records[0] == make("failed", summary="7 of 40 rows, first: row 3")
+    assert run.header.cases == ()
+    assert read_run(write(make("passed"))).header.notes == ()
+
+
 def edit(line: str, **changes: object) -> str:
     return json.dumps(json.loads(line) | changes)
-
-
-def test_a_compressed_run_is_read_by_its_name(write: Write, make: Make, tmp_path: Path) -> None:
-    path = write(make("passed"))
-    packed = tmp_path / "run.jsonl.xz"
-    packed.write_bytes(lzma.compress(path.read_bytes()))
-    assert read_run(packed).records == read_run(path).records
-    packed.write_bytes(path.read_bytes())
-    with pytest.raises(RunFileError, match="compressed by xz"):
-        read_run(packed)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ def test_declared_cases_are_right_or_fall_short(rows: Any, make: Any) -> None:
         make("failed", case_id="six", check="containment", needs=("alibi",)),
         features=("alibi", "sinks", "lse"),
     )
-    assert found["alibi"].in_words == "falls short in 4 of 6"
-    assert found["sinks"].in_words == "yes (1)"
+    assert found["alibi"].in_words == "wrong in 4 of 6"
+    assert found["sinks"].in_words == "right (1)"
     assert "lse" not in found
 
 
@@ -64,7 +64,7 @@ def test_cases_outside_the_declarations_speak_of_what_is_not_declared_alone(rows
         *outside("left", "short_keys", claim=None),
         features=("alibi", "lse"),
     )
-    assert found["alibi"].in_words == "yes (1)"
+    assert found["alibi"].in_words == "right (1)"
     assert (found["sinks"].refused, found["sinks"].answered, found["sinks"].wrong) == (1, 1, 1)
     assert found["sinks"].in_words == "not declared: refused (1); right all the same (1); accepted, and wrong (1)"
     assert found["tree"].in_words == "not declared: refused unclearly (1)"
@@ -78,7 +78,7 @@ def test_what_passed_against_expectation_is_right_or_not_told(rows: Any, make: A
         *outside("out", "sinks", claim={"outcome": "xpassed"}),
         features=("alibi",),
     )
-    assert found["alibi"].in_words == "yes (1)"
+    assert found["alibi"].in_words == "right (1)"
     assert found["sinks"].in_words == "not declared: not examined"
 
 
@@ -94,7 +94,7 @@ def test_what_fell_short_as_expected_is_told_as_what_it_is(rows: Any, outside: A
 
 def test_where_no_answer_was_judged_the_other_checks_count(rows: Any, make: Any) -> None:
     found = rows(make("failed", check="cudagraph", needs=("alibi",)), features=("alibi",))
-    assert found["alibi"].in_words == "falls short in 1 of 1"
+    assert found["alibi"].in_words == "wrong in 1 of 1"
 
 
 def test_a_declared_feature_of_which_no_case_was_put(rows: Any, outside: Any) -> None:
@@ -109,7 +109,7 @@ def test_a_form_is_declared_where_a_case_of_it_was_put(rows: Any, make: Any, out
         *outside("capped", "sinks", form, "head_size=256", claim=refused, reasons=("feature 'sinks' is not declared",)),
         *outside("odd", form, "head_size=72", claim=refused),
     )
-    assert found[form].in_words == "yes (1)"
+    assert found[form].in_words == "right (1)"
     assert found["head_size=72"].refused == 1
     assert found["head_size=256"].in_words == "not declared: not examined"  # it was refused for the sinks
     assert found["sinks"].refused == 1
@@ -135,9 +135,28 @@ def test_markdown_puts_the_values_of_a_form_under_their_verdicts(header: Any, ma
     fine = make("passed", case_id="h96b", needs=("head_size=96",))
     refused = {"outcome": "passed", "notes": (f"{REFUSED} construct: no",)}
     records = (*sizes, short, fine, *outside("h72", "head_size=72", claim=refused))
-    text = "\n".join(support(Run("run", header, records), ["reference"]))
-    assert "| `alibi` | yes (2) |" in text
-    assert "| `head_size` | 64, 128; some cases fall short: 96 (1 of 2 right); refused: 72 |" in text
+    text = "\n".join(support(Run("run", header, records), ["reference"], support_rows(records, header)))
+    assert "| `alibi` | right (2) |" in text
+    assert "| `head_size` | 64 (1), 128 (1); **wrong**: 96 (1 of 2 right); refused: 72 |" in text
+
+
+def test_a_case_that_falls_short_for_another_reason_says_nothing_of_what_it_needs(header: Any, make: Any) -> None:
+    needs = ("alibi", "sinks", "head_size=64")
+    fine = make("passed", case_id="fine", needs=("sinks",))
+    records = [make("failed", case_id="wrong", needs=needs), fine]
+    stated = header.model_copy(
+        update={"backends": (BackendInfo(name="reference", ref="r", features=("alibi", "sinks")),)}
+    )
+    found = {row.feature: row for row in support_rows(records, stated, {"reference": {"alibi"}})}
+    assert {name: row.verdict for name, row in found.items()} == {
+        "alibi": "short",
+        "head_size=64": "unproven",
+        "sinks": "right",
+    }
+    assert found["alibi"].in_words == "wrong in 1 of 1"
+    assert found["sinks"].in_words == "right (1); 1 fail for other reasons"
+    text = "\n".join(support(Run("run", stated, tuple(records)), ["reference"], tuple(found.values())))
+    assert "not known, all fail for other reasons: 64 (0 of 1 right)" in text
 
 
 def test_a_backend_of_latent_caches_is_told_by_layers_that_have_one(rows: Any, make: Any, outside: Any) -> None:

@@ -68,6 +68,22 @@ def test_the_terminal_shows_both(function: Make, make: Make, mine: RunHeader) ->
     assert text.index("backend ") < text.index("utilities of mine 7") < text.index("passed: 1 backend")
 
 
+def test_functions_that_are_wrong_are_told_with_the_line_that_repeats_them(function: Make, mine: RunHeader) -> None:
+    records = [function(f"f{n}", "failed", summary=f"{n} of 9 differ") for n in range(1, 6)]
+    text = terminal.render(mine, records)
+    assert [n for n in range(1, 6) if f"failed  mine  f{n}\n  {n} of 9 differ\n  repeat: " in text] == [1, 2, 3]
+    assert "\n\nnot shown here: mine: 2 (" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_functions_keep_to_the_width(function: Make, mine: RunHeader, width: int) -> None:
+    figures = {"questions": 123, "equal": 100, "drifted": 20, "judged": 3}
+    text = terminal.render(mine, [function("v0.a_function_of_a_long_name", figures=figures)], width=width)
+    assert max(map(len, text.splitlines())) <= width
+    shown = " ".join(text.split())
+    assert all(count in shown for count in ("123", "100", "20", "3", "v0.a_function_of_a_long_name"))
+
+
 def test_the_line_that_repeats_it_names_provider_function_and_suites(function: Make, mine: RunHeader) -> None:
     record = function("v0.f")
     assert isinstance(record, Passed)

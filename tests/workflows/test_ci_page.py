@@ -4,10 +4,15 @@
 """
 
 import re
+import shlex
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import typer.main
 import yaml
+
+from attncheck.harness.cli.app import app
 
 pytestmark = pytest.mark.xdist_group("ci-page")
 
@@ -15,7 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TEXT = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
 GPU = "attncheck-gpu.yml"
 COMMANDS = [command for command in re.findall(r"^\$ (.*)$", TEXT, re.MULTILINE) if not command.startswith("gh ")]
-((NAME, KNOWN),) = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+FILES = dict(re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+GITLAB = yaml.safe_load(FILES[".gitlab-ci.yml"])["attncheck"]
 FEW = {"attncheck run": " --case 'long-*'", "pytest": " --attncheck-case 'long-*' -p no:cacheprovider"}
 """What is added to a command, so that it asks a few cases."""
 FAULT = "    if metadata.max_query_len > 128:\n        return\n"
@@ -25,7 +32,7 @@ FAULT = "    if metadata.max_query_len > 128:\n        return\n"
 def run(tmp_path_factory, shell):
     """``run(command)``: in a folder with a backend of one's own, and the run files that the GPU workflow leaves."""
     folder = tmp_path_factory.mktemp("page")
-    (folder / NAME).write_text(KNOWN, encoding="utf-8")
+    (folder / "known.yaml").write_text(FILES["known.yaml"], encoding="utf-8")
     asked = "attncheck run --backend torch_sdpa --suite decode --case single"
     made = [
         "attncheck new backend my_backend && rm test_my_backend.py",  # which pytest would collect
@@ -71,11 +78,56 @@ def test_what_is_named_of_the_workflows_is_there():
         assert file == GPU
         for name in re.findall(r"-f (\w+)=true", given):
             assert read[True]["workflow_dispatch"]["inputs"][name]["type"] == "boolean"  # PyYAML reads `on` as true
-    named = [texts[file] for file in re.findall(r"`(attncheck-\w+\.yml)`", TEXT)]
-    for name in re.findall(r"`((?:ATTNCHECK|TORCH|PIP)_?[A-Z_]*|EXAMINE|COMPARE)`", TEXT):
+    named = [texts[file] for file in re.findall(r"(attncheck-\w+\.yml)`", TEXT)]
+    for name in re.findall(r"`((?:ATTNCHECK|TORCH|PIP)_?[A-Z_]*|EXAMINE|TIME|COMPARE)`", TEXT):
         assert any(name in text for text in named), name
     assert re.search(r"from (\d+) % on it fails the job, of `build` from (\d+) %", TEXT).groups() == tuple(
         re.findall(r"(\d+)%", read["env"]["COMPARE"])
     )
     (rounds,) = re.findall(r"--rounds \d+", read["env"]["TIME"])
     assert f"`{rounds}`" in TEXT
+    limits = re.findall(r"in (\d+) minutes at most", TEXT)
+    (steps,) = (job["steps"] for job in read["jobs"].values())
+    assert [int(limit) for limit in limits] == [step["timeout-minutes"] for step in steps if "timeout-minutes" in step]
+
+
+def test_the_inputs_of_the_action_are_all_described():
+    table = dict(re.findall(r"^\| `([\w-]+)` \| .* \| (.*?) \|$", TEXT, re.MULTILINE))
+    assert list(table) == list(ACTION["inputs"])
+    assert {name for name, default in table.items() if default == "required"} == {"run"}
+    for name in ("minutes", "artifact"):
+        assert table[name].strip("`") == ACTION["inputs"][name]["default"]
+    outputs = re.search(r"^The outputs are .*$", TEXT, re.MULTILINE)[0]
+    assert set(re.findall(r"`([\w-]+)`", outputs)) == set(ACTION["outputs"])
+
+
+def test_the_workflow_with_the_action_gives_it_what_it_takes_and_time_to_report():
+    (job,) = yaml.safe_load(FILES[".github/workflows/attncheck.yml"])["jobs"].values()
+    (given,) = (step["with"] for step in job["steps"] if step["uses"] == "OWNER/attncheck@REF")
+    assert given.keys() <= ACTION["inputs"].keys()
+    assert given["minutes"] + 10 <= job["timeout-minutes"]
+    command = typer.main.get_command(app).commands["run"]
+    command.make_context("run", [*shlex.split(given["run"]), "--device", given["device"]])
+
+
+def test_the_gitlab_job_leaves_the_reports_that_it_names(tmp_path, shell):
+    """Its commands, on one case, with a backend of one's own; pip does nothing."""
+    few = ("--device cpu", "--device cpu --case decode.float32 --check numerics")
+    assert "attncheck run" in GITLAB["script"][-1]
+    assert few[0] in GITLAB["script"][-1]
+    script = "\n".join(["set -e", "pip() { :; }", *GITLAB["script"][:-1], GITLAB["script"][-1].replace(*few)])
+    code, printed = shell(f"attncheck new backend my_backend\n{script}", tmp_path)
+    assert code == 0, printed
+    code, printed = shell("\n".join(["set -e", *GITLAB["after_script"]]), tmp_path)
+    assert code == 0, printed
+    cases = ET.parse(tmp_path / GITLAB["artifacts"]["reports"]["junit"]).findall("testsuite/testcase")
+    assert [(case.get("name"), case.get("file")) for case in cases] == [("numerics", "my_backend.py")]
+    assert {path.name for path in (tmp_path / "results").iterdir()} == {"run.jsonl", "junit.xml", "report.html"}
+    assert GITLAB["artifacts"]["paths"] == ["results/"]
+
+
+def test_the_gitlab_job_reports_after_a_failure_and_before_its_limit():
+    assert GITLAB["artifacts"]["when"] == "always"
+    (limit,) = re.findall(r"^timeout --signal=TERM --kill-after=60 (\d+)m", GITLAB["script"][-1])
+    assert int(limit) + 10 <= int(GITLAB["timeout"].removesuffix("m"))
+    assert not [line for line in GITLAB["script"] if "report" in line.split()]

@@ -21,10 +21,11 @@ from attncheck.harness.run.selection import select_cases
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").glob("attncheck-*")}
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 CPU, GPU = FILES = "attncheck-cpu.yml", "attncheck-gpu.yml"
 OF_GITHUB = {"GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT", "GITHUB_REPOSITORY", "GITHUB_ENV", "HOME"}
 SHELL = {"[", "ls", "true", "continue", "echo", "tee", "for", "do", "done", "if", "then", "else", "fi"}
-BEGINNINGS = {"pip install", "gh api", "gh run download", "sudo --non-interactive nvidia-smi"}
+BEGINNINGS = {"pip install ", "gh api", "gh run download", "sudo --non-interactive nvidia-smi"}
 
 
 def read(text):
@@ -39,9 +40,18 @@ def problems(text):
     for job in workflow["jobs"].values():
         ids = {step["id"] for step in job["steps"] if "id" in step}
         yield from (f"no step {name}" for name in re.findall(r"steps\.(\w+)\.", str(job)) if name not in ids)
+        for step in (step for step in job["steps"] if step.get("uses") == "./"):
+            yield from _wrong_inputs(step["with"])
         for step in (step for step in job["steps"] if "run" in step):
             env = {**workflow["env"], **job.get("env", {}), **step.get("env", {})}
             yield from _problems_of(step["run"], env)
+
+
+def _wrong_inputs(given):
+    yield from (f"the action has no input {name}" for name in given.keys() - ACTION["inputs"].keys())
+    required = {name for name, each in ACTION["inputs"].items() if each.get("required")}
+    yield from (f"the action lacks its input {name}" for name in required - given.keys())
+    yield from wrong_in(["attncheck", "run", *shlex.split(given.get("run", ""))])
 
 
 def _problems_of(script, env):
@@ -84,19 +94,23 @@ def wrong_in(words):
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_step_is_right_as_it_is_written(file):
-    assert read(TEXTS[file])["defaults"] == {"run": {"shell": "bash"}}
+    workflow = read(TEXTS[file])
+    if any("run" in step for job in workflow["jobs"].values() for step in job["steps"]):
+        assert workflow["defaults"] == {"run": {"shell": "bash"}}
     assert list(problems(TEXTS[file])) == []
 
 
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [
-        (CPU, "run: attncheck run", "run: attncheck rnu"),
-        (CPU, "attncheck report results/run.jsonl --format junit", "atncheck report results/run.jsonl --format junit"),
-        (CPU, "--format html", "--format htm"),
         (CPU, "flex_attention --suite smoke", "flex_attention --suit smoke"),
-        (CPU, "pip install", "pip instal"),
-        (CPU, "steps.examine.", "steps.exam."),
+        (CPU, "          minutes:", "          minute:"),
+        (CPU, "          run:", "          runs:"),
+        (GPU, "-m attncheck run $EXAMINE", "-m attncheck rnu $EXAMINE"),
+        (GPU, "-m attncheck report $(ls", "-m atncheck report $(ls"),
+        (GPU, "--format html", "--format htm"),
+        (GPU, "-m pip install --no-deps", "-m pip instal --no-deps"),
+        (GPU, "steps.examine.", "steps.exam."),
         (GPU, "$TIME", "$TIMES"),
         (GPU, "--check timing", "--cheque timing"),
         (GPU, "--rounds 10", "--rounds ten"),
@@ -132,14 +146,39 @@ def test_no_two_jobs_share_a_gpu_every_job_ends_and_every_artifact_has_a_name_of
     for each in (job, *read(TEXTS[CPU])["jobs"].values()):
         assert 0 < each["timeout-minutes"] <= 120
         names = [step["with"]["name"] for step in each["steps"] if "upload-artifact" in step.get("uses", "")]
+        names += [step["with"]["artifact"] for step in each["steps"] if step.get("uses") == "./"]
         assert len(set(names)) == len(names) > 0
         assert each is not job or all("${{ matrix.gpu }}" in name for name in names)
 
 
-@pytest.mark.parametrize(("file", "words"), [(CPU, "EXAMINE"), (GPU, "EXAMINE"), (GPU, "TIME")])
+def test_reports_are_made_before_the_limit_of_the_job_when_a_run_hangs():
+    """A job that reaches its own limit is cancelled, and no further step runs."""
+    for file in FILES:
+        for job in read(TEXTS[file])["jobs"].values():
+            runs = [step for step in job["steps"] if "attncheck run" in step.get("run", "")]
+            limits = [step["timeout-minutes"] for step in runs]
+            limits += [step["with"]["minutes"] for step in job["steps"] if step.get("uses") == "./"]
+            assert limits
+            assert sum(limits) + 15 <= job["timeout-minutes"]
+            ids = [step["id"] for step in runs]
+            for step in job["steps"]:
+                if step.get("name", "").startswith(("Report", "Keep the run files and")):
+                    assert f"!cancelled() && steps.{ids[0]}.outcome != 'skipped'" in step["if"]
+
+
+def examined(file, words):
+    """The words after `attncheck run` of a workflow: in a variable, or in an input of the action."""
+    workflow = read(TEXTS[file])
+    if words in workflow["env"]:
+        return workflow["env"][words].split()
+    (given,) = (step["with"] for job in workflow["jobs"].values() for step in job["steps"] if "with" in step)
+    return shlex.split(given[words])
+
+
+@pytest.mark.parametrize(("file", "words"), [(CPU, "run"), (GPU, "EXAMINE"), (GPU, "TIME")])
 def test_what_is_asked_by_default_is_there(file, words):
     command = typer.main.get_command(app).commands["run"]
-    given = command.make_context("run", read(TEXTS[file])["env"][words].split()).params
+    given = command.make_context("run", examined(file, words)).params
     assert set(given["backend"]) <= set(BUILTIN)
     assert select_cases(given["suite"], (), ("timing",) if words == "TIME" else (), ()).cases
     assert (given["rounds"] or 0) >= 10 if words == "TIME" else given["rounds"] is None

@@ -5,7 +5,4 @@ import attncheck
 
 BACKEND = f"{Path(__file__).with_name('mine.py')}:Mine"
 
-
-def test_mine():
-    examination = attncheck.examine(BACKEND, suite="smoke")
-    assert examination.passed, examination
+test_mine = attncheck.backend_tests(BACKEND, suite="smoke")

@@ -8,6 +8,8 @@ function drill(group) {
   }
   return [
     element("h3", {}, `${group.backend}: ${group.title}`),
+    group.about ? element("p", { class: "shape" }, group.about.shape) : null,
+    group.about && group.about.description ? element("p", {}, group.about.description) : null,
     element("p", { class: "legend" }, group.needs ? `Needs ${group.needs}. ` : "",
       element("a", { href: "#records", "data-look": "", "data-words": group.title }, "The same case on every backend")),
     ...[...checks.values()].map(answer),
@@ -42,10 +44,10 @@ function story(body) {
   const line = (title, text) => element("p", {}, element("strong", {}, `${title} `), text);
   if (body.what) said.push(element("p", { class: "what clipped" }, body.what));
   if (body.expected) said.push(line("Expected:", body.expected));
-  if (body.meaning) said.push(line("Looks like:", body.meaning));
+  if (body.meaning) said.push(line("Likely cause:", body.meaning));
   if (body.reasons) said.push(list(body.reasons), body.by === "attncheck" ? element("p", { class: "small" },
     "Left out by attncheck.") : null);
-  if (body.details) said.push(list(body.details));
+  if (body.details) said.push(...body.details.map((text) => element(text.includes("\n") ? "pre" : "p", {}, text)));
   if (body.figures) said.push(figures(body.figures));
   if (body.notes) said.push(list(body.notes));
   if (body.message) said.push(element("pre", {}, body.message));

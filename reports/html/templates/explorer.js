@@ -2,7 +2,15 @@
 
 const catalogue = JSON.parse(document.getElementById("catalogue").textContent);
 
-const groups = catalogue.groups.map(([run, backend, suite, caseId, needs, records]) => ({
+const described = new Map(catalogue.cases.map(([run, suite, caseId, shape, description]) =>
+  [`${run} ${suite} ${caseId}`, { shape: catalogue.texts[shape], description }]));
+
+/* became, falseClaims: of a case of a backend, as attncheck.reports.analysis.recommendation has them. */
+const groups = catalogue.groups.map(([run, backend, suite, caseId, needs, became, claims, records]) => ({
+  about: described.get(`${run} ${suite} ${caseId}`),
+  became: catalogue.texts[became],
+  needed: new Set(catalogue.needs[needs].split(", ")),
+  falseClaims: (catalogue.needs[claims] || "").split(", ").filter(Boolean),
   run: catalogue.runs[run],
   backend: catalogue.backends[backend],
   suite: catalogue.suites[suite],
@@ -53,6 +61,7 @@ function saidBy({ body }) {
 function wordsOf(group) {
   if (group.words === undefined) {
     const texts = [group.backend, group.title, group.needs];
+    if (group.about) texts.push(group.about.shape, group.about.description);
     for (const { check, outcome, body } of group.records) {
       texts.push(check, outcome, body.what, body.meaning, body.expected, body.message, body.trail,
         ...(body.reasons || []), ...(body.notes || []), ...(body.details || []));

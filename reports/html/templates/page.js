@@ -48,7 +48,7 @@ fill(fields.backend, same(catalogue.backends));
 fill(fields.suite, same(catalogue.suites));
 fill(fields.check, same(catalogue.checks));
 const present = new Set(groups.flatMap((group) => group.records.map((record) => record.outcome)));
-fill(fields.outcome, [["short", "fell short"], ["unexamined", "not examined"],
+fill(fields.outcome, [["short", "did not pass"], ["unexamined", "not examined"],
   ...same(catalogue.outcomes.filter((outcome) => present.has(outcome)))]);
 
 let typed = 0;

@@ -56,7 +56,9 @@ Attncheck = Callable[..., int]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "small.yaml").write_text(SUITE)
     (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "results").mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 

@@ -142,6 +142,20 @@ def test_two_backends_of_one_run(write: Write, capsys: pytest.CaptureFixture[str
     assert "--match OLD=NEW" in capsys.readouterr().err
 
 
+def test_what_new_lacks_fails_unless_it_is_allowed(
+    write: Write, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = write("base.jsonl")
+    lines = base.read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "cut.jsonl").write_text("".join(lines[:-2]), encoding="utf-8")
+    assert compare("base.jsonl", "cut.jsonl") == 1
+    assert capsys.readouterr().out.split("\n\n")[-1].startswith("incomplete: ")
+    assert compare("base.jsonl", "cut.jsonl", "--allow-missing") == 0
+    assert "accepted by --allow-missing: the end of NEW" in " ".join(capsys.readouterr().out.split())
+    (folder / "header.jsonl").write_text(lines[0], encoding="utf-8")
+    assert compare("base.jsonl", "header.jsonl") == 2  # nothing is left to compare
+
+
 def test_where_it_writes(
     write: Write, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

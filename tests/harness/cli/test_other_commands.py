@@ -14,6 +14,7 @@ from attncheck.backends import registry
 from attncheck.errors import BackendUnavailableError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli import doctor
+from attncheck.harness.cli.output import terminal_width
 from attncheck.harness.run import environment
 from attncheck.harness.run.environment import GpuModes
 from attncheck.reports.run_file.store import read_run
@@ -26,7 +27,27 @@ def test_schema_is_the_schema_of_case_files(capsys: pytest.CaptureFixture[str]) 
     assert "cases" in json.loads(capsys.readouterr().out)["properties"]
 
 
-def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suites_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "suites", "--suite", "decode,sinks"]) == 0
+    found = [line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert found == ["decode", "sinks"]
+    assert cli.main(["list", "cases", "-k", "sinks and dtype=float16"]) == 0
+    assert "smoke/sinks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), ("20", 40), ("150", 150), ("900", 200)])
+def test_a_list_is_as_wide_as_the_terminal_within_limits(
+    columns: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert terminal_width() == width
+    assert cli.main(["list", "checks"]) == 0
+    widest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert min(width, 110) - 20 < widest <= width
+
+
+def test_list(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["list"]) == 0
     printed = capsys.readouterr().out
     for word in ("backends", "torch_sdpa", "suites", "smoke", "checks", "numerics", "cannot see"):

@@ -51,7 +51,7 @@ def test_lines_say_now_and_then_how_far_it_is(
     with progress_for(3) as watcher:
         for number in range(3):
             watcher.see(record(number))
-    assert "case 2 of 3, 0 fell short" in capsys.readouterr().err.splitlines()
+    assert "case 2 of 3, 0 fell short" in capsys.readouterr().err
 
 
 def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_a_case_counts_once_a_backend(capsys: pytest.CaptureFixture[str], monkey
     with progress_for(4) as watcher:
         for backend in ("a", "a", "b"):
             watcher.see(record(0, backend=backend))
-    assert capsys.readouterr().err.splitlines()[-1] == "case 2 of 4, 0 fell short"
+    assert capsys.readouterr().err.splitlines()[-1].startswith("case 2 of 4, 0 fell short")
 
 
 def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
@@ -80,7 +80,39 @@ def test_a_case_counts_in_every_round_it_is_timed_in_and_once_for_all_else(
     lines = capsys.readouterr().err.splitlines()
     # Nobody asks in later rounds what the first one did not examine: it is done with at once.
     assert [int(line.split()[1]) for line in lines] == [1, 1, 2, 3, 6, 7, 8]
-    assert lines[-1] == "case 8 of 8, 0 fell short"
+    assert lines[-1].startswith("case 8 of 8, 0 fell short")
+
+
+@pytest.mark.parametrize(
+    ("cases", "seconds_a_case", "expected"),
+    [
+        (200, 2.0, [None] * 9 + ["about 6 min left"]),  # 5 % are 10 cases; 190 cases of 2 s are left
+        (20, 1.0, [None] * 9 + ["about 10 s left"]),  # ten seconds
+        (20, 600.0, ["about 3 h left"]),
+        (3, 40.0, ["about 1 min left", "about 40 s left", None]),
+    ],
+)
+def test_the_time_left_is_told_once_there_is_a_pace(
+    cases: int, seconds_a_case: float, expected: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    tally = progress._Tally(cases, 1)
+    told = []
+    for number in range(len(expected)):
+        now += seconds_a_case
+        tally.see(record(number))
+        told.append(tally.left or None)
+    assert told == expected
+
+
+def test_verbose_lines_tell_every_record(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_for(30, verbose=True) as watcher:
+        for number in range(30):
+            watcher.see(record(number, failed=number % 2 == 0))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 30
+    assert lines[:2] == ["failed  b[1]  s/case0  numerics: 1 of 2 rows", "passed  b[1]  s/case1  numerics  0.00 s"]
 
 
 class Terminal(io.StringIO):

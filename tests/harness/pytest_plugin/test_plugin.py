@@ -41,6 +41,11 @@ class Raising(Wrong):
         def forward(self, *args, **kwargs):
             raise RuntimeError("no such kernel")
 
+class Dying(Wrong):
+    class Impl(ReferenceImpl):
+        def forward(self, *args, **kwargs):
+            os.abort()
+
 class Nowhere(ReferenceBackend):
     @classmethod
     def unavailable_reasons(cls, device): return ["needs a moon"]
@@ -65,15 +70,15 @@ def test_each_check_of_each_case_of_each_backend_is_an_item(folder: pytest.Pytes
     checks = ("numerics", "lse", "cache_write", "containment", "cudagraph", "refusals")
     expected = [
         f"attncheck::small::{case}::{backend}::{check}"
-        for case, asked in (("decode", checks), ("capped.x-1", checks[:2]))
         for backend in ("torch_sdpa", "reference")
+        for case, asked in (("decode", checks), ("capped.x-1", checks[:2]))
         for check in asked
     ]
     assert [line for line in result.outlines if line.startswith("attncheck::")] == expected
 
 
 def test_outcomes_skips_failures_and_junit(folder: pytest.Pytester) -> None:
-    names = ("torch_sdpa", "./wrong.py:Wrong", "./wrong.py:Raising", "./wrong.py:Nowhere")
+    names = ("torch_sdpa", "./wrong.py:Wrong", "./wrong.py:Raising", "./wrong.py:Dying", "./wrong.py:Nowhere")
     backends = [word for name in names for word in ("--attncheck-backend", name)]
     checks = ("--attncheck-check", "numerics", "--attncheck-check", "lse")
     result = run(
@@ -91,7 +96,7 @@ def test_outcomes_skips_failures_and_junit(folder: pytest.Pytester) -> None:
         "junit_family=xunit2",
     )
     # Wrong gives wrong outputs with the right LSE; torch_sdpa has no LSE and no soft cap; Nowhere cannot run.
-    result.assert_outcomes(passed=3, failed=2 + 4, skipped=3 + 4)
+    result.assert_outcomes(passed=3, failed=2 + 4 + 4, skipped=3 + 4)
     text = result.stdout.str()
     assert "attncheck::small::decode::torch_sdpa::numerics PASSED" in text
     assert re.search(r"SKIPPED \[\d\] .*small\.yaml:6: unsupported: feature 'lse' is not declared", text)
@@ -107,12 +112,15 @@ def test_outcomes_skips_failures_and_junit(folder: pytest.Pytester) -> None:
     raising = failures.partition("_ small/decode  Raising  lse _")[2].partition("\n___")[0]
     assert "RuntimeError in forward: no such kernel" in raising
     assert re.search(r'File ".*wrong\.py", line \d+, in forward', raising)
+    dying = failures.partition("_ small/decode  Dying  numerics _")[2].partition("\n___")[0]
+    assert "killed by SIGABRT during check numerics" in dying
+    assert re.search(r'File ".*wrong\.py", line \d+ in forward', dying)
     assert not re.search(r"driver/session\.py|pytest_plugin/items\.py", failures)
 
     junit = {
         (case.get("classname"), case.get("name")): case for case in ET.parse(folder.path / "out.xml").iter("testcase")
     }
-    assert len(junit) == 16
+    assert len(junit) == 20
     assert len(junit["attncheck.small.decode.torch_sdpa", "numerics"]) == 0
     (skipped,) = junit["attncheck.small.decode.torch_sdpa", "lse"]
     assert (skipped.tag, skipped.get("message")) == ("skipped", "unsupported: feature 'lse' is not declared")
@@ -131,14 +139,13 @@ def test_tests_beside_ours_still_run_and_selection_works(folder: pytest.Pytester
 def test_under_xdist_a_case_is_examined_once_a_backend(folder: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
     folder.makepyfile("def test_own(): pass")
-    backends = ("--attncheck-backend", "reference", "--attncheck-backend", "./wrong.py:Wrong")
     checks = ("--attncheck-check", "numerics", "--attncheck-check", "lse")
-    result = run(folder, *OURS, *backends, *checks, "-n", "2", "-v")
-    result.assert_outcomes(passed=7, failed=2)
+    result = run(folder, *OURS, "--attncheck-backend", "./wrong.py:Wrong", *checks, "-n", "2", "-v")
+    result.assert_outcomes(passed=3, failed=2)
     workers = defaultdict(set)
     for worker, pair in re.findall(r"\[(gw\d)\] .*?(?:PASSED|FAILED) attncheck::(.*?)::\w+\s", result.stdout.str()):
         workers[pair].add(worker)
-    assert len(workers) == 4
+    assert len(workers) == 2
     assert all(len(names) == 1 for names in workers.values())
     # One construction a case: a second worker, or a second examination, would have made more.
     constructed = (folder.path / "constructed.txt").read_text().splitlines()
@@ -147,7 +154,7 @@ def test_under_xdist_a_case_is_examined_once_a_backend(folder: pytest.Pytester) 
 
 def test_a_group_is_a_case_and_a_backend_however_xdist_writes_it() -> None:
     pytest.importorskip("xdist")
-    from attncheck.harness.pytest_plugin.items import pair_scheduling
+    from attncheck.harness.pytest_plugin.session import pair_scheduling
 
     scheduling = object.__new__(pair_scheduling())  # the base class wants a whole session; the split needs none
     pair = "attncheck::small::decode::Wrong"
@@ -202,10 +209,18 @@ class Losing(ReferenceBackend):
 """
 
 
-def test_a_lost_device_fails_its_item_and_ends_the_session(folder: pytest.Pytester) -> None:
+def test_a_device_lost_in_process_fails_its_item_and_ends_the_session(folder: pytest.Pytester) -> None:
     (folder.path / "losing.py").write_text(LOSING)
     (folder.path / "small.yaml").write_text(f"{SUITE}  - {{id: last, batch: q3}}\n")
-    result = run(folder, *OURS, "--attncheck-backend", "losing.py:Losing", "--attncheck-check", "numerics")
+    result = run(
+        folder,
+        *OURS,
+        "--attncheck-backend",
+        "losing.py:Losing",
+        "--attncheck-check",
+        "numerics",
+        "--attncheck-in-process",
+    )
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(

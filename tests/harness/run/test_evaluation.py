@@ -13,9 +13,11 @@ import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import LoadedBackend
+from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.problem.memory_estimate import needed_bytes, shortage
 from attncheck.harness.run import evaluation
 from attncheck.harness.run.evaluation import Examiner, RunPlan, UnavailableBackend
+from attncheck.harness.run.process_settings import THREAD_VARIABLES, current_device
 from attncheck.reference.spec import OutputQuantSpec, PathSpec, SplitKVOptions
 from attncheck.reports.run_file.records import Record
 
@@ -281,6 +283,37 @@ def test_a_precision_set_per_backend_is_no_obstacle_and_comes_back(make_case: An
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+@pytest.mark.parametrize(
+    ("stated", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "3"}, 3), ({"MKL_NUM_THREADS": "3"}, 3)]
+)
+def test_checks_but_timing_have_one_thread_unless_the_user_states_more(
+    stated: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch, make_case: Any
+) -> None:
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in stated.items():
+        monkeypatch.setenv(name, value)
+    seen: list[int] = []
+
+    def attend(*args: Any) -> None:
+        seen.append(torch.get_num_threads())
+        ReferenceImpl.attend(*args)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        quick = TimingSettings(limit_s=60, min_samples=1, max_samples=1)
+        backend = with_impl(attend=attend)
+        assert outcomes(examine(backend, make_case((1, 20)), checks=("numerics",))) == {"numerics": "passed"}
+        assert set(seen) == {expected}
+        seen.clear()
+        examine(backend, make_case((1, 20)), checks=("timing",), timing=quick)
+        assert set(seen) == {3}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_gpu_is_the_current_device_while_a_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     entered = []
 
@@ -291,7 +324,7 @@ def test_a_gpu_is_the_current_device_while_a_backend_runs(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "device", device)
     for name in ("cpu", "cuda:1"):
-        with evaluation._current(torch.device(name)):
+        with current_device(torch.device(name)):
             pass
     assert entered == ["cuda:1"]
 

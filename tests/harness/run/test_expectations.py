@@ -1,14 +1,16 @@
 """Expected failures hold, or the run fails by the line of the entry that does not."""
 
 import json
+import re
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attncheck.errors import CaseFileError
-from attncheck.harness.run.expectations import Expectations, load_expectations
+from attncheck.harness.run.expectation_file import load_expectations
+from attncheck.harness.run.expectations import Expectations
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Failed, Passed, Record, RunFooter, XFailed, XPassed, parse_line
@@ -47,6 +49,7 @@ def write(path: Path, *entries: dict[str, Any]) -> Path:
 
 def expectations(path: Path, **limits: Any) -> Expectations:
     asked: dict[str, Any] = {"cases": CASES, "selected": CASES, "backends": ["Wrong"], "checks": ["numerics", "lse"]}
+    asked["today"] = date(2026, 11, 22)
     return Expectations(load_expectations(path), **asked | limits)
 
 
@@ -125,7 +128,10 @@ def test_an_entry_that_matches_no_case_fails_the_run(tmp_path: Path, pattern: st
     path = write(tmp_path / "expect.yaml", ENTRY | {"case": pattern})
     (error,) = expectations(path).unmet()
     assert f"{path}:2" in error
-    assert "matches no case of this run's suites" in error
+    assert "but no case of this run's suites matches" in error
+    assert re.search(
+        r"; did you mean smoke/window\.[ab]\?$" if "/" in pattern else r"; did you mean window\.[ab]\?$", error
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,39 +149,70 @@ def test_entries_outside_the_filters_are_not_looked_at(
     assert expectations(write(tmp_path / "expect.yaml", ENTRY | entry), **limits).unmet() == []
 
 
-def test_the_id_alone_will_do(tmp_path: Path) -> None:
-    expected = expectations(write(tmp_path / "expect.yaml", ENTRY | {"case": "window.?"}))
-    assert isinstance(expected.apply(record("failed")), XFailed)
+def test_a_case_that_is_not_there_is_told_with_the_one_that_is(tmp_path: Path) -> None:
+    (error,) = expectations(write(tmp_path / "e.yaml", ENTRY | {"case": "smoke/windows.a"})).unmet()
+    assert error.endswith("no case of this run's suites is called smoke/windows.a; did you mean smoke/window.a?")
+
+
+@pytest.mark.parametrize("name", ["backend", "case"])
+def test_a_name_in_other_capitals_fails_the_run(tmp_path: Path, name: str) -> None:
+    wrong, right = {"backend": ("wrong", "Wrong"), "case": ("Smoke/cap", "smoke")}[name]
+    expected = expectations(write(tmp_path / "e.yaml", ENTRY | {name: wrong}))
+    (error,) = expected.unmet()
+    assert error.startswith(f"{tmp_path}/e.yaml:2: ")
+    assert error.endswith(f"; write {right}")
+    assert expected.unseen() == []
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "message"),
+    ("entry", "told"),
     [
-        ("", ":1:1", "empty"),
-        ("backend: Wrong\n", ":1:1", "a list of expectations belongs here, and this is a mapping"),
-        ("- Wrong\n", ":1:3", "mapping"),
-        ("- backend: Wrong\n  case: a\n", ":1:3", "missing"),
-        (None, ":5:", "one of 'failed'"),
-        ("- {backend: W, case: a, check: numeric, outcome: failed, reason: r}\n", ":1:32", "did you mean 'numerics'"),
-        ("- {backend: W, case: a, check: lse, outcome: failed, reason: ''}\n", ":1:62", "needs a reason"),
-        ("- {backend: W, case: a, check: lse, outcome: failed, reason: r, seed: 3}\n", ":1:65", "no key 'seed'"),
-        ("- {backend: [}\n", ":1:", "not YAML"),
+        ({"backend": "Worng"}, "no backend Worng in this run; did you mean Wrong?"),
+        ({"backend": "torch_spda"}, "no backend torch_spda in this run; did you mean torch_sdpa?"),
+        ({"backend": "Mine"}, "no backend Mine in this run; this run has Wrong"),
+        ({"case": "smok/cap"}, "no suite smok in this run; did you mean smoke?"),
+        ({"case": "of_mine/cap"}, "no suite of_mine in this run; this run has smoke"),
     ],
 )
-def test_a_wrong_file_is_answered_with_the_place(tmp_path: Path, text: str | None, place: str, message: str) -> None:
-    path = tmp_path / "expect.yaml"
-    path.write_text(
-        text if text is not None else "- backend: W\n  case: a\n  check: lse\n\n  outcome: passed\n  reason: r\n"
+def test_an_unknown_name_is_never_passed_over_in_silence(tmp_path: Path, entry: dict[str, str], told: str) -> None:
+    expected = expectations(write(tmp_path / "e.yaml", ENTRY | entry))
+    (note,) = expected.unseen()
+    assert note.startswith(f"{tmp_path}/e.yaml:2: ")
+    assert note.endswith(told)
+    assert expected.unmet() == []
+
+
+@pytest.mark.parametrize("entry", [{"backend": "torch_sdpa"}, {"backend": "vllm:CPU_ATTN"}, {"case": "gqa/x"}])
+def test_a_known_name_that_the_run_leaves_out_is_not_looked_at(tmp_path: Path, entry: dict[str, str]) -> None:
+    expected = expectations(write(tmp_path / "e.yaml", ENTRY | entry))
+    assert (expected.unseen(), expected.unmet()) == ([], [])
+
+
+@pytest.mark.parametrize(("until", "is_excused"), [("2026-11-22", True), ("2026-11-21", False)])
+def test_an_entry_excuses_nothing_after_its_last_day(tmp_path: Path, until: str, is_excused: bool) -> None:
+    expected = expectations(write(tmp_path / "e.yaml", ENTRY | {"until": until}))
+    outcomes = [expected.apply(record("failed", case)).outcome for case in ("window.a", "window.b")]
+    assert outcomes == (["xfailed"] * 2 if is_excused else ["failed"] * 2)
+    told = (
+        f"{tmp_path}/e.yaml:2: Wrong, smoke/window.*, numerics: failed expected, but only until 2026-11-21, and today "
+        "is 2026-11-22: 2 records not excused; repair the fault, or move the date"
     )
-    with pytest.raises(CaseFileError) as caught:
-        load_expectations(path)
-    assert f"{path}{place}" in str(caught.value)
-    assert message in str(caught.value)
+    assert expected.unmet() == ([] if is_excused else [told])
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CaseFileError, match="No such file"):
-        load_expectations(tmp_path / "expect.yaml")
+def test_an_issue_stands_beside_the_reason(tmp_path: Path) -> None:
+    entry = ENTRY | {"reason": "one key too long", "issue": "https://example.org/17"}
+    expected = expectations(write(tmp_path / "e.yaml", entry))
+    failed, passed = expected.apply(record("failed")), expected.apply(record("passed", "window.b"))
+    assert isinstance(failed, XFailed)
+    assert failed.reason == "one key too long (https://example.org/17)"
+    assert isinstance(passed, XPassed)
+    assert passed.reason.startswith("one key too long (https://example.org/17) (")
+
+
+def test_the_id_alone_will_do(tmp_path: Path) -> None:
+    expected = expectations(write(tmp_path / "expect.yaml", ENTRY | {"case": "window.?"}))
+    assert isinstance(expected.apply(record("failed")), XFailed)
 
 
 FINDING = ENTRY | {"case": "*", "says": "* not a number *", "reason": "the cap overflows"}
@@ -210,14 +247,6 @@ def test_a_finding_that_does_not_turn_up_is_told_and_fails_no_run(tmp_path: Path
     elsewhere.apply(record("passed", check="lse"))
     assert asked.unmet() == elsewhere.unmet() == []
     (line,) = asked.unseen()
-    assert line.endswith("not seen in this run; remove it if this is mended")
+    assert line.endswith("not seen in this run; remove it if this is repaired")
     assert "e.yaml:2" in line
     assert elsewhere.unseen() == []  # nothing was examined that it is about
-
-
-@pytest.mark.parametrize(
-    ("need", "told"), [("soft_cap", "logits_soft_cap"), ("dtyp=float16", "dtype"), ("sinks=1", "no such form")]
-)
-def test_a_need_that_no_record_has_is_refused(tmp_path: Path, need: str, told: str) -> None:
-    with pytest.raises(CaseFileError, match=told):
-        load_expectations(write(tmp_path / "e.yaml", ENTRY | {"needs": [need]}))

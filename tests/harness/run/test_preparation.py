@@ -51,7 +51,7 @@ def test_each_backend_is_asked_its_own_suite(slow: str) -> None:
     selection = select_cases([], CASES, ["numerics"])
     prepared = prepare_run(selection, ["reference", slow], RunSettings(device="cpu"))
     assert asked(examined(prepared)) == {
-        "reference": {"smoke/decode.float16", "smoke/shared-cache"},
+        "reference": {"smoke/decode.float16", "smoke/decode.bfloat16", "smoke/decode.float32", "smoke/shared-cache"},
         "Slow": {"interpreted/decode", "interpreted/shared-cache"},
     }
     assert [suite.name for suite in prepared.selection.suites] == ["smoke", "interpreted"]

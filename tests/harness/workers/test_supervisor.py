@@ -102,6 +102,21 @@ def told(records: list[Record]) -> list[tuple[str, ...]]:
     ]
 
 
+def test_cases_out_of_turn_end_the_process_of_the_backend_before(make_case: Any) -> None:
+    a, b = (BackendDescription(info=BackendInfo(name=name, ref=name)) for name in "ab")
+    lse: list[Answer | Exception] = [passed("lse"), Done()]
+    workers, case = FakePool(a=[WELL, lse, WELL], b=[WELL]), make_case()
+    examiner = supervisor(workers, case, backends=(a, b))
+    assert told(list(examiner.examine_case(a, case, CHECKS))) == [("numerics", "passed"), ("lse", "passed")]
+    assert told(list(examiner.examine_case(a, case, ("lse",)))) == [("lse", "passed")]
+    assert workers.asked[-1].checks == ("lse",)
+    assert workers.finished == []
+    list(examiner.examine_case(b, case, CHECKS))
+    assert workers.finished == ["a"]
+    list(examiner.examine_case(a, case, CHECKS))
+    assert workers.finished == ["a", "b"]
+
+
 def test_a_death_costs_the_checks_without_a_record_and_no_other_case(make_case: Any) -> None:
     dying = [Begun(stage="check numerics"), passed("numerics"), Begun(stage="check lse"), DEATH]
     workers = FakePool(a=[dying, WELL])

@@ -7,6 +7,7 @@ import pytest
 
 from attncheck.errors import QuestionError, UnknownNameError
 from attncheck.reports.comparison.compare import ComparisonTerms, RunComparison, compare_runs
+from attncheck.reports.comparison.matching import ComparedCounts
 from attncheck.reports.comparison.thresholds import parse_thresholds
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import Run
@@ -72,7 +73,7 @@ def test_a_rewritten_case_is_another_question(compare: Compare, make: Make) -> N
         compare([make("passed")], [make("failed", case_hash="ffffffffffff")])
 
 
-def test_what_one_run_alone_asked_is_listed_and_no_regression(compare: Compare, make: Make) -> None:
+def test_what_new_lacks_is_listed_and_fails_the_comparison(compare: Compare, make: Make) -> None:
     found = compare(
         [make("passed"), make("passed", case_id="gone"), make("passed", backend="fast")],
         [make("passed"), make("failed", case_id="come"), make("failed", backend="Wrong")],
@@ -85,13 +86,43 @@ def test_what_one_run_alone_asked_is_listed_and_no_regression(compare: Compare, 
         ("reference", ("smoke/come",), False),
         ("Wrong", ("smoke/edge",), True),
     ]
-    assert not found.is_regression
+    assert found.lost == found.only_base
+    assert (found.verdict, found.fails, found.is_regression) == ("incomplete", True, False)
+    assert found.compared == ComparedCounts(cases=1, of_cases=2, backends=1, of_backends=2)
 
 
-def test_a_check_that_new_left_out_of_a_case_is_warned_of(compare: Compare, make: Make) -> None:
+def test_what_new_lacks_can_be_accepted(compare: Compare, make: Make) -> None:
+    terms = ComparisonTerms(allow_missing=True)
+    found = compare([make("passed"), make("passed", case_id="gone")], [make("passed")], terms=terms)
+    assert (found.verdict, found.fails) == ("no regression", False)
+    worse = compare([make("passed"), make("passed", case_id="gone")], [make("failed")], terms=terms)
+    assert worse.verdict == "regression"
+
+
+def test_what_new_asks_besides_is_no_loss(compare: Compare, make: Make) -> None:
+    base, new = [make("passed")], [make("passed", check="cudagraph"), make("failed", case_id="come")]
+    found = compare(base, [*base, *new])
+    assert (found.only_base, found.verdict) == ((), "no regression")
+
+
+def test_what_base_did_not_examine_cannot_be_lost(compare: Compare, make: Make) -> None:
+    idle = [make("unavailable", backend="fast"), make("unsupported", case_id="gone")]
+    found = compare([make("passed"), *idle], [make("passed")])
+    assert [each.backend for each in found.only_base] == ["reference", "fast"]
+    assert (found.lost, found.verdict) == ((), "no regression")
+
+
+def test_a_case_counts_as_compared_where_all_matched_backends_have_it(compare: Compare, make: Make) -> None:
+    both = [make("passed", case_id=case, backend=name) for case in "ab" for name in ("reference", "fast")]
+    found = compare(both, both[:-1])
+    assert found.compared == ComparedCounts(cases=1, of_cases=2, backends=2, of_backends=2)
+    assert [(each.backend, each.cases) for each in found.lost] == [("fast", ("smoke/b",))]
+
+
+def test_a_check_that_new_left_out_of_a_case_is_lost(compare: Compare, make: Make) -> None:
     found = compare([make("passed"), make("passed", check="cudagraph")], [make("passed")])
-    assert len(found.warnings) == 1
-    assert "1 answer of BASE" in found.warnings[0]
+    assert [(each.check, each.cases) for each in found.lost] == [("cudagraph", ("smoke/edge",))]
+    assert found.fails
 
 
 def test_a_part_that_one_run_alone_timed_is_warned_of(compare: Compare, timed: Timed, around: Around) -> None:
@@ -108,6 +139,9 @@ def test_backends_of_two_names_are_compared_as_told(compare: Compare, timed: Tim
         ("reference -> Wrong", "slower"),
         ("fast", "same"),
     ]
+    swapped = compare(new, new[10:] + base[:10], backends={"Wrong": "fast"})
+    assert [each.backend for each in swapped.only_base] == ["fast"]
+    assert swapped.lost == ()  # NEW has it, compared with another one
     with pytest.raises(UnknownNameError, match="'nobody'"):
         compare(base, new, backends={"nobody": "Wrong"})
     with pytest.raises(UnknownNameError, match="'nobody'"):
@@ -147,9 +181,11 @@ def test_errors_of_a_run_are_told(run_of: RunOf, make: Make) -> None:
 
 def test_a_run_that_was_cut_off_is_warned_of(run_of: RunOf, make: Make) -> None:
     whole, cut = run_of([make("passed")]), run_of([make("passed")], is_cut=True)
-    (warning,) = compare_runs(whole, cut).warnings
-    assert warning.startswith("NEW was cut off after 1 record")
-    assert compare_runs(cut, whole).warnings[0].startswith("BASE was cut off")
+    for base, new, side in ((whole, cut, "NEW"), (cut, whole, "BASE")):
+        found = compare_runs(base, new)
+        assert found.warnings[0].startswith(f"{side} was cut off after 1 record")
+        assert found.verdict == "incomplete"
+        assert not compare_runs(base, new, terms=ComparisonTerms(allow_missing=True)).fails
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_what_a_backend_says_is_neither_markup_nor_a_command(
     assert not any(line.lstrip().startswith("::") for line in (*text.splitlines(), *markdown.splitlines()))
     assert all("\n" not in line for line in log)
     assert sum(line.count("::error") for line in log) == len([line for line in log if line.startswith("::error ")])
-    rows = [line.replace("\\|", "") for line in markdown.splitlines() if "script>" in line]
+    rows = [line.replace("\\|", "") for line in markdown.splitlines() if "script>" in line and line[0] == "|"]
     assert [row.count("|") for row in rows] == [6 + 1, 7 + 1]  # columns of outcomes, of times
 
 
@@ -149,8 +149,37 @@ def test_a_run_that_tells_nothing_of_speed_says_so_in_its_last_line(compare: Com
 
 def test_runs_without_times_say_nothing_of_speed(compare: Compare, make: Make) -> None:
     alike = compare([make("passed")], [make("passed")])
-    assert closing(alike) == "no regression: outcomes as before; no times to compare"
+    whole = "1 of 1 case of 1 of 1 backend compared"
+    assert closing(alike) == f"no regression: outcomes as before; no times to compare; {whole}"
     assert "times of" not in terminal.render_comparison(alike)
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_what_new_lacks_is_told_everywhere(compare: Compare, make: Make, is_allowed: bool) -> None:
+    base = [make("passed", case_id=case, check=check) for case in "ab" for check in ("numerics", "cudagraph")]
+    found = compare(base, base[:1], terms=ComparisonTerms(allow_missing=is_allowed))
+    verdict, kind = ("no regression", "warning") if is_allowed else ("incomplete", "error")
+    accepted = ", accepted by --allow-missing" if is_allowed else ""
+    assert closing(found).startswith(f"{verdict}: ")
+    assert closing(found).endswith(
+        f"1 of 2 cases of 1 of 1 backend compared; missing{accepted}: 1 case of reference: smoke/b and 1 more"
+    )
+    assert f"**{verdict}: " in md.render_comparison(found)
+    text = terminal.render_comparison(found)
+    assert "in BASE only: 1 case of reference: smoke/b\n" in text
+    assert "in BASE only: check cudagraph of 1 case of reference: smoke/a\n" in text
+    assert [line.partition("::")[0] + line.rpartition("::")[2] for line in github.annotations(found)] == [
+        "1 case of reference: smoke/b",
+        "check cudagraph of 1 case of reference: smoke/a",
+    ]
+    assert all(line.startswith(f"::{kind} title=missing") for line in github.annotations(found))
+
+
+def test_how_fast_new_is_stands_in_every_report(found: RunComparison) -> None:
+    (sentence,) = (change.in_words for change in found.suite_speeds)
+    assert sentence.startswith("reference of BASE and reference of NEW: no difference above")  # one case is too noisy
+    assert sentence in " ".join(terminal.render_comparison(found).split())
+    assert f"- {sentence}\n" in md.render_comparison(found)
 
 
 def test_changes_in_the_same_words_are_one_group(compare: Compare, make: Make) -> None:

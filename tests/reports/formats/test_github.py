@@ -1,5 +1,6 @@
 """GitHub's step summary and annotations: short, below the limit, and no backend can give the runner a command."""
 
+import itertools
 import re
 from collections.abc import Callable
 from urllib.parse import unquote
@@ -9,7 +10,7 @@ import pytest
 from attncheck.reports.analysis import phrases
 from attncheck.reports.github import run as github
 from attncheck.reports.markdown import run as markdown
-from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
 from attncheck.reports.run_file.records import Record, RunFooter
 from attncheck.reports.run_file.store import Run
 from attncheck.reports.terminal import run as terminal
@@ -44,28 +45,81 @@ def test_what_fell_short_is_an_error_with_its_file_and_how_to_repeat_it(make: Ma
     records = (make("failed", suite="mine"), make("errored"), make("passed", check="lse"), make("xfailed", case_id="x"))
     mine, built_in = commands(run_of(header, *records))
     assert mine[0] == "error"
-    assert mine[1] == {"file": "tests/my.yaml", "title": "reference: mine/edge, numerics: failed"}
-    first, repeat = mine[2].split("\n")
-    assert first == "7 of 40 rows"
+    assert mine[1] == {"file": "tests/my.yaml", "title": "reference: 7 of 40 rows"}
+    extent, first, repeat = mine[2].split("\n")
+    assert (extent, first) == ("1 case, check numerics", "mine/edge: 7 of 40 rows")
     assert repeat.startswith("repeat: attncheck run --backend reference --suite './tests/my.yaml{")
-    assert "file" not in built_in[1]
+    assert built_in[1] == {"title": "reference: RuntimeError in forward: no such kernel"}
+
+
+AUTHOR = 'File "{}", line 12, in forward'
+LIBRARY = 'File "/venv/lib/python3.12/site-packages/torch/_ops.py", line 3, in call'
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "file"),
+    [
+        ("/work/repo/mine.py", "/work/repo", "mine.py"),
+        ("/work/repo/kernels/mine.py", "/work/repo", "kernels/mine.py"),
+        ("./kernels/mine.py", "", "kernels/mine.py"),
+        ("/work/other/mine.py", "/work/repo", None),
+        ("/work/repository/mine.py", "/work/repo", None),
+        ("/work/repo/mine.py", "", None),
+    ],
+)
+@pytest.mark.parametrize("outcome", ["errored", "crashed", "failed"])
+def test_an_error_is_shown_at_the_line_of_the_author(
+    make: Make, header: RunHeader, outcome: str, path: str, root: str, file: str | None
+) -> None:
+    line = AUTHOR.format(path)
+    stack = f"Current thread 0x0 (most recent call first):\n  {LIBRARY}\n  {line.replace(', in', ' in')}"
+    said = {
+        "errored": {"traceback": f"Traceback:\n  {line}\n  {LIBRARY}"},
+        "crashed": {"output": stack.replace(", in", " in")},
+        "failed": {"check": "refusals", "details": [f"Traceback:\n  {LIBRARY}\n  {line}"]},
+    }[outcome]
+    (command,) = github.annotations([run_of(header, make(outcome, **said))], root).splitlines()
+    properties = COMMAND.fullmatch(command)["properties"]
+    assert ("file=" in properties, "line=" in properties) == (file is not None,) * 2
+    if file is not None:
+        assert properties.startswith(f"file={file},line=12,title=")
+
+
+def test_an_error_without_a_line_is_shown_at_the_file_of_the_backend(make: Make, header: RunHeader) -> None:
+    ((_, named, _),) = commands(run_of(header, make("failed", backend="Wrong")))
+    assert named == {"file": "wrong.py", "title": "Wrong: 7 of 40 rows"}
+
+
+def test_a_function_of_a_provider_is_an_error(make: Make, header: RunHeader) -> None:
+    record = make("failed", suite="utilities", check="utilities", case_id="cdiv", summary="3 of 9 differ")
+    ((kind, named, message),) = commands(run_of(header, record))
+    assert (kind, named) == ("error", {"title": "reference: cdiv: failed"})
+    assert message.startswith("3 of 9 differ\nrepeat: attncheck run --provider ")
+
+
+def test_an_expected_finding_is_no_error_and_what_cases_share_is_said(make: Make, header: RunHeader) -> None:
+    keys = {"a": {"cache.block_size": 1}, "b": {"cache.block_size": 16}}
+    infos = tuple(CaseInfo(suite="smoke", id=name, shape="", keys=own) for name, own in keys.items())
+    records = (make("failed", case_id="a"), make("passed", case_id="b"), make("xfailed", case_id="b", check="lse"))
+    ((_, _, message),) = commands(run_of(header.model_copy(update={"cases": infos}), *records))
+    assert "\nin common: cache.block_size is 1 in the one case that fails" in message
 
 
 def test_escaping_is_what_the_runner_undoes(make: Make, header: RunHeader) -> None:
     record = make("failed", case_id="a,b:c%d", summary="100 %0A of\nrows: a, b")
     text = github.annotations([run_of(header, record)])
-    assert "title=reference%3A smoke/a%2Cb%3Ac%25d%2C numerics%3A failed::100 %250A of%0Arows: a, b" in text
+    assert "title=reference%3A 100 %250A of rows%3A a%2C b::" in text
+    assert "smoke/a,b:c%25d: 100 %250A of%0Arows: a, b%0Arepeat: " in text
     ((_, named, message),) = commands(run_of(header, record))
-    assert named["title"] == "reference: smoke/a,b:c%d, numerics: failed"
-    assert message.startswith("100 %0A of\nrows: a, b\nrepeat: ")
+    assert named["title"] == "reference: 100 %0A of rows: a, b"
+    assert "\nsmoke/a,b:c%d: 100 %0A of\nrows: a, b\nrepeat: " in message
 
 
 def test_no_more_are_printed_than_github_shows(make: Make, header: RunHeader) -> None:
-    ten = [make("failed", case_id=f"c{i}") for i in range(10)]
-    assert [named["title"] for _, named, _ in commands(run_of(header, *ten))] == [
-        f"reference: smoke/c{i}, numerics: failed" for i in range(10)
-    ]
-    many = commands(run_of(header, *ten, make("failed", case_id="c10"), make("failed", case_id="c11")))
+    failures = [make("failed", case_id=name, summary=f"{name} is wrong") for name in "abcdefghijkl"]
+    ten = commands(run_of(header, *failures[:10]))
+    assert [named["title"] for _, named, _ in ten] == [f"reference: {name} is wrong" for name in "abcdefghij"]
+    many = commands(run_of(header, *failures))
     assert len(many) == 10
     assert many[-1][1]["title"] == "and 3 more"
 
@@ -73,7 +127,7 @@ def test_no_more_are_printed_than_github_shows(make: Make, header: RunHeader) ->
 def test_rounds_are_one_annotation(make: Make, header: RunHeader) -> None:
     records = [make(outcome, check="timing", round=i) for i, outcome in enumerate(("failed", "passed", "failed"))]
     ((_, _, message),) = commands(run_of(header, *records))
-    assert message.startswith("7 of 40 rows (in 2 of 3 rounds)\n")
+    assert "\nsmoke/edge: 7 of 40 rows (in 2 of 3 rounds)\n" in message
 
 
 def test_errors_of_the_run_and_a_run_cut_off_are_errors(make: Make, header: RunHeader) -> None:
@@ -155,8 +209,9 @@ def test_the_summary_is_short_and_folds_what_fell_short(make: Make, timed: Make,
     assert lines[0] == "## attncheck: failed: 2 backends, 2 cases: 1 passed, 1 failed"
     assert "| Wrong | **0/1** | - |" in lines
     assert "| reference | 1 | 1,000 | 100 | edge (1,000) |" in lines
-    folded = text[text.index("<details><summary>What fell short (1)</summary>\n\n") :]
-    assert "Looks like: one key too many" in folded
+    assert lines.index("- **Wrong: failed**: 1 finding in 1 of 1 case") < lines.index("| Wrong | **0/1** | - |")
+    folded = text[text.index("<details><summary>Findings (1)</summary>\n\n") :]
+    assert "### Wrong: one key too many\n" in folded
     assert "&lt;b>" in folded
     assert text.endswith("</details>\n")
     passed = github.summary([run_of(header, make("passed"))])
@@ -165,7 +220,8 @@ def test_the_summary_is_short_and_folds_what_fell_short(make: Make, timed: Make,
 
 def test_the_summary_stays_below_the_limit_and_says_what_it_left_out(make: Make, header: RunHeader) -> None:
     long = "é" * 1500
-    many = [make("failed", case_id=f"c{i}", summary=f"{i} {long}") for i in range(500)]
+    words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=3)][:500]
+    many = [make("failed", case_id=word, summary=f"{word} {long}") for word in words]
     text = github.summary([run_of(header, *many)])
     assert 900_000 < len(text.encode()) <= github.MAX_SUMMARY_BYTES
     assert text.count("<details>") == text.count("</details>") == 1
@@ -177,7 +233,9 @@ def test_the_summary_stays_below_the_limit_and_says_what_it_left_out(make: Make,
 
 
 def test_even_tables_that_are_too_long_are_cut(make: Make, header: RunHeader) -> None:
-    records = [make("passed", backend=f"{'b' * 2000}{i}") for i in range(800)]
+    names = [f"{'b' * 2000}{i}" for i in range(800)]
+    header = header.model_copy(update={"backends": tuple(BackendInfo(name=name, ref=name) for name in names)})
+    records = [make("passed", backend=name) for name in names]
     text = github.summary([run_of(header, *records)])
     assert len(text.encode()) <= github.MAX_SUMMARY_BYTES
     assert text.rstrip().endswith("the run file has it all.")

@@ -228,6 +228,23 @@ def test_reports_with_times_have_them_and_others_no_word_of_them(
         assert "peed" not in shown
 
 
+CASE = "a_case_of_a_long_name.bfloat16-16-NHD"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_speeds_keep_to_the_width_and_lose_nothing_where_there_is_little(
+    timed: Build, timing_header: RunHeader, width: int
+) -> None:
+    records = [timed({"forward": 1e6, "build": 5e4}, backend=name, case_id=CASE) for name in ("reference", "Wrong")]
+    text = terminal.render(timing_header, records, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    shown = " ".join(text.split())
+    assert (f"{CASE} (1,000.0)" in shown) == (width != 80)
+    assert (f"Wrong: cases 1, forward (us) 1,000.0, build (us) 50.0, slowest case {CASE} (1,000.0)" in shown) == (
+        width == 60
+    )
+
+
 def test_a_wrong_answer_has_no_time(rounds_of: Rounds, make: Build, timing_header: RunHeader) -> None:
     records = rounds_of("Wrong", [1e6, 1e6])
     records[1] = make("failed", check="timing", round=1, backend="Wrong")

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from attncheck.reports.analysis.recommendation import STANDINGS
 from attncheck.reports.html import render_runs
+from attncheck.reports.run_file.graph_levels import GraphLevels, GraphProbe
+from attncheck.reports.run_file.header import CaseInfo
 from attncheck.reports.run_file.records import Failed, Unsupported
+from attncheck.reports.terminal.recommendation import recommendation
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 
@@ -93,7 +97,7 @@ def test_filters_narrow_the_records(show: Any, run: Any) -> None:
     assert set(cells(page, 2)) == {"third"}
     page.select_option("#filter-outcome", "short")
     assert cells(page, 3) == ["decode/window"]
-    page.click("button[type=reset]")
+    page.click("#filters button[type=reset]")
     wait_for(page, "25 cases")
     page.select_option("#filter-check", "lse")
     assert set(cells(page, 4)) == {"unsupported"}
@@ -257,3 +261,85 @@ def test_several_runs_are_told_apart(show: Any, run: Any, run_with: Any, record_
     assert status(page) == "26 cases"
     page.select_option("#filter-run", "other.jsonl")
     assert cells(page, 2) == ["other.jsonl"]
+
+
+def test_the_first_screen_of_a_phone_has_the_answer(show: Any, run: Any) -> None:
+    page = show(run, viewport={"width": 390, "height": 844})
+    lines = page.locator(".answers li")
+    assert [" ".join(text.split()) for text in lines.all_inner_texts()] == [
+        "right first in every case asked 8 of 8 asked",
+        "right second in every case asked 8 of 8 asked",
+        "failed third 1 finding in 1 of 9 cases 9 of 9 asked",
+    ]
+    for place in (lines.last, page.get_by_text("Fastest of the right ones")):
+        box = place.bounding_box()
+        assert box["y"] + box["height"] < 844
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_rows_of_graph_levels_fit_a_phone(show: Any, run_with: Any, record_of: Any) -> None:
+    probe = GraphProbe(name="mixed", level="ALWAYS", outcome="failed", reason="numbers are frozen at capture " * 8)
+    levels = GraphLevels(declared="UNIFORM_BATCH", measured="UNIFORM_BATCH", recorder="emulated", probes=(probe,))
+    page = show(run_with([record_of(check="cudagraph", graph=levels)]), viewport={"width": 390, "height": 844})
+    cells = page.locator("section:has(#run-0-graphs) td:visible")
+    assert cells.count() == 6
+    for cell in cells.all():
+        box = cell.bounding_box()
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= 390
+
+
+def test_the_page_recommends_as_the_command_does(show: Any, timed: Any, run_with: Any, record_of: Any) -> None:
+    ignored = {"finding": "the sinks are ignored", "concerns": ("sinks",), "summary": "7 of 40 rows"}
+    who = {"suite": "lengths", "backend": "third"}
+    run = run_with(
+        [
+            *timed(["first", "second", "third"], LENGTHS, rounds=5),
+            record_of(Failed, case_id="a", needs=("sinks", "lse", "head_size=64"), **ignored, **who),
+            record_of(case_id="b", needs=("lse", "head_size=64"), **who),
+            record_of(case_id="c", needs=("lse", "alibi"), suite="lengths", backend="first"),
+            record_of(case_id="d", needs=("sinks", "head_size=64"), suite="lengths", backend="first"),
+            record_of(Unsupported, case_id="a", needs=("sinks", "lse"), reasons=("no",), backend="second"),
+        ]
+    )
+    page = show(run)
+    page.get_by_text("Which backend is right for what I need?").click()
+    finder = page.locator("[data-finder]")
+    seen = set()
+    for needs in (
+        ("sinks",),
+        ("lse",),
+        ("sinks", "lse"),
+        ("alibi", "sinks"),
+        ("head_size=128",),
+        ("lse", "head_size=64"),
+    ):
+        finder.get_by_role("button", name="Clear").click()
+        for need in needs:
+            key, is_form, value = need.partition("=")
+            if is_form:
+                finder.locator(f"select[data-key={key}]").select_option(value)
+            else:
+                finder.get_by_label(need, exact=True).check()
+        shown = []
+        for element in finder.locator(".found > *").all():
+            if element.get_attribute("class") == "standing":
+                heading = element.inner_text()
+            else:
+                shown += [(heading, name) for name in element.locator("strong").all_inner_texts()]
+        expected = [(STANDINGS[each.standing], each.backend) for each in recommendation(run, needs)]
+        assert shown == expected, needs
+        seen |= {heading for heading, _ in shown}
+    assert seen == set(STANDINGS.values())
+    assert "the sinks are ignored" not in finder.locator(".found").inner_text()  # of ("lse", "head_size=64")
+
+
+def test_what_opens_below_a_case_describes_it(show: Any, run_with: Any, record_of: Any) -> None:
+    case = CaseInfo(suite="decode", id="edge", shape="8 heads, 2 KV heads", description="one new token each")
+    page = show(run_with([record_of(Failed, summary="7 of 40 rows", details=("a\nb",))], cases=(case,)))
+    page.get_by_role("button", name="Details of decode/edge").click()
+    opened = page.locator("tr.drill")
+    for text in ("8 heads, 2 KV heads", "one new token each"):
+        assert opened.get_by_text(text).is_visible()
+    assert opened.locator("pre").inner_text() == "a\nb"
+    page.fill("#filter-words", "2 KV heads")
+    wait_for(page, "1 case")

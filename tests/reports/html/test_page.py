@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 import sys
 from typing import Any
 
@@ -26,7 +27,8 @@ def test_sections_come_in_the_order_a_reader_wants(parse: Any, timed: Any, run_w
     parsed = parse(run_with([*timed(["one", "two"], LENGTHS, rounds=2), failed]))
     headings = [attributes["id"] for tag, attributes in parsed.elements if tag == "h2"]
     assert headings == [
-        *(f"run-0-{name}" for name in ("circumstances", "checks", "failures", "support", "budgets", "speeds", "gaps")),
+        *(f"run-0-{name}" for name in ("answer", "findings", "checks", "support", "speeds", "budgets", "gaps")),
+        "run-0-circumstances",
         "records",
         "all-speeds",
     ]
@@ -36,6 +38,25 @@ def test_sections_come_in_the_order_a_reader_wants(parse: Any, timed: Any, run_w
     for told in ("a gpu, compute capability 9.0, driver 580.1", "3 of 8 rows", "feature 'lse' is not declared"):
         assert told in parsed.shown
     assert "attncheck run --backend one --suite decode --case bad --check numerics --device cuda" in parsed.shown
+
+
+def test_the_answer_has_a_line_a_backend_and_the_fastest(parse: Any, timed: Any, run_with: Any, record_of: Any) -> None:
+    failed = record_of(Failed, case_id="bad", backend="quick", suite="lengths", summary="3 of 8 rows", needs=("sinks",))
+    absent = record_of(Unavailable, case_id="bad", backend="absent", suite="lengths", reasons=("needs a moon",))
+    left = record_of(Unsupported, case_id="bad", backend="slow", suite="lengths", reasons=("no sinks",))
+    run = run_with([*timed(["quick", "right", "slow"], LENGTHS, rounds=5), failed, absent, left], command=("a", "b *"))
+    parsed = parse(run)
+    said = [" ".join(text.split()) for text in parsed.texts["p"]]
+    assert said.index("in every case asked") < said.index("1 finding in 1 of 9 cases")  # the right ones come first
+    covered = [text for text in parsed.texts["span"] if " of 9" in text]
+    assert covered[:2] == ["8 of 9", "9 of 9"]  # slow was not asked the case that needs sinks
+    assert "sinks (1 of 1 wrong)" in parsed.texts["span"]
+    assert parsed.texts["p"].count("Fastest of the right ones in ") == 1
+    assert {"lengths", "right"} <= set(parsed.texts["strong"])
+    assert not any("not certain" in text for text in parsed.texts["span"])
+    assert "Not examined: absent" in [" ".join(text.split()) for text in parsed.texts["summary"]]
+    assert ": needs a moon" in parsed.texts["li"]
+    assert "a 'b *'" in parsed.texts["code"]  # a command that is shown is quoted for a shell
 
 
 @pytest.mark.parametrize("count", [1, 12])
@@ -81,6 +102,7 @@ def test_runs_are_compared_with_the_first(parse: Any, two: Any) -> None:
     assert parsed.faults == []
     assert "Comparison: new.jsonl with base.jsonl" in parsed.shown
     assert "regression" in parsed.shown.replace("no regression", "")
+    assert re.search(r" of BASE is \d\.\d+ \u00b1 \d\.\d+ times as fast as \w+ of NEW in ", parsed.shown)
     assert [each["id"] for each in parsed.all("h2")][:2] == ["comparison-1", "run-0"]
     assert parsed.texts["td"].count("slower") == 8  # forward of every case of the first backend, and nothing else
 

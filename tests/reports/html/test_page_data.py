@@ -6,8 +6,15 @@ from typing import Any
 import pytest
 
 from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.verdicts import run_findings
 from attncheck.reports.html.page_data import page_data
 from attncheck.reports.run_file.records import Crashed, Errored, Failed, Unsupported, XFailed, XPassed
+from attncheck.reports.run_file.store import Run
+
+
+def data_of(run: Run) -> Any:
+    """The data of a page with this run alone."""
+    return json.loads(page_data([run], ["run"], [run_findings(run.records, run.header)]))
 
 
 @pytest.fixture
@@ -15,7 +22,7 @@ def told(record_of: Any, run_with: Any) -> Any:
     """The body of the only record, with what the page is told of it besides."""
 
     def body(*args: Any, **fields: Any) -> dict[str, Any]:
-        data = json.loads(page_data([run_with([record_of(*args, **fields)])], ["run"]))
+        data = data_of(run_with([record_of(*args, **fields)]))
         (group,) = data["groups"]
         (found,) = group[-1]
         return data["bodies"][found[4]] | {"outcome": data["outcomes"][found[1]]}
@@ -33,7 +40,7 @@ def test_every_record_is_there_under_its_case(record_of: Any, run_with: Any) -> 
             record_of(Unsupported, case_id="c", reasons=("no",), needs=("sinks",)),
         ]
     )
-    data = json.loads(page_data([run], ["run"]))
+    data = data_of(run)
     rebuilt = [
         (
             data["backends"][backend],
@@ -43,7 +50,7 @@ def test_every_record_is_there_under_its_case(record_of: Any, run_with: Any) -> 
             data["outcomes"][outcome],
             repro,
         )
-        for _, backend, suite, case, _, records in data["groups"]
+        for _, backend, suite, case, *_, records in data["groups"]
         for check, outcome, _, _, _, repro in records
     ]
     asked = [(r.backend, r.suite, r.case_id, r.check, r.outcome) for r in run.records]
@@ -91,7 +98,7 @@ def test_figures_that_json_cannot_say_are_words(told: Any, share: float, shown: 
 
 def test_samples_are_told_by_their_quarters(told: Any, timed: Any, run_with: Any) -> None:
     (first, *_) = timed(["one"], (512,))
-    data = json.loads(page_data([run_with([first])], ["run"]))
+    data = data_of(run_with([first]))
     part, clock, median, *_, count, quarters, settled, moved, _ = data["bodies"][0]["timing"]["parts"][0]
     latency = first.timing.latencies[0]
     assert (part, clock, median, count, settled, moved) == (
@@ -109,7 +116,7 @@ def test_samples_are_told_by_their_quarters(told: Any, timed: Any, run_with: Any
 
 def test_a_speed_is_told_once_over_its_rounds(timed: Any, run_with: Any) -> None:
     run = run_with(timed(["fast", "slow"], (4096,), rounds=6))
-    data = json.loads(page_data([run], ["run"]))
+    data = data_of(run)
     rows = [row for row in data["speeds"] if row[3] == "decode.4096" and row[4] == "forward"]
     assert [(data["backends"][row[1]], row[8], row[-1]) for row in rows] == [("fast", 6, 1), ("slow", 6, 0)]
     medians = [r.timing.latencies[0].median_ns for r in run.records if r.check == "timing" and r.backend == "fast"][:6]

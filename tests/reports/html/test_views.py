@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 
+from attncheck.reports.analysis.findings import findings
+from attncheck.reports.analysis.graph_levels import level_rows
 from attncheck.reports.analysis.summary import summarise
 from attncheck.reports.analysis.support import SupportRow
-from attncheck.reports.html.failures import expected, failures
+from attncheck.reports.html.finding_view import expected, finding_views
 from attncheck.reports.html.speed_view import speed_view
 from attncheck.reports.html.support_view import support_matrix
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, XFailed
+from attncheck.reports.run_file.causes import EVIDENCE
+from attncheck.reports.run_file.graph_levels import GraphLevels
+from attncheck.reports.run_file.header import CaseInfo
+from attncheck.reports.run_file.records import Crashed, Failed, Passed, XFailed
 
 
-def test_a_cell_says_in_words_and_tone_what_was_found() -> None:
+def test_a_cell_is_a_sign_with_its_cases_and_words() -> None:
     rows = [
         SupportRow("one", "alibi", is_declared=True, right=3),
         SupportRow("one", "sinks", is_declared=True, right=1, short=2),
@@ -23,55 +28,82 @@ def test_a_cell_says_in_words_and_tone_what_was_found() -> None:
         SupportRow("two", "sinks", is_declared=False, wrong=1, refused=2),
         SupportRow("two", "lse", is_declared=True, left=5),
     ]
-    found = support_matrix(rows, ["one", "two", "three"]).features
-    assert list(found) == ["alibi", "lse", "sinks"]
-    assert found["alibi"] == (("good", "", "yes (3)"), ("calm", "not declared", "refused (4)"), None)
-    assert found["lse"] == (None, ("none", "declared", "not examined"), None)
-    assert found["sinks"][:2] == (
-        ("bad", "", "falls short in 2 of 3"),
-        ("bad", "not declared", "refused (2); accepted, and wrong (1)"),
-    )
+    found = support_matrix(rows, {"one": (), "two": ("cascade",)})
+    assert found.features == ("alibi", "cascade", "lse", "sinks")
+    shown = {
+        line.backend: [cell and (cell.sign.sign, cell.sign.tone, cell.small, cell.words) for cell in line.features]
+        for line in found.lines
+    }
+    assert shown["one"] == [("✓", "good", "3", "right (3)"), None, None, ("✗", "bad", "2/3", "wrong in 2 of 3")]
+    assert shown["two"] == [
+        ("\u2013", "calm", "4", "not declared: refused (4)"),
+        ("○", "none", "", "declared: no case"),
+        ("○", "none", "", "declared: not examined"),
+        ("!", "bad", "1", "not declared: refused (2); accepted, and wrong (1)"),
+    ]
+    used = {cell[:2] for cells in shown.values() for cell in cells if cell}
+    assert {sign[:2] for sign in found.signs} == used  # the legend has every sign that occurs, and no other
 
 
 def test_values_of_a_form_stand_under_their_verdict_by_size() -> None:
     sizes = [SupportRow("one", f"head_size={size}", is_declared=True, right=1) for size in (128, 64, 8)]
     sizes += [SupportRow("one", "head_size=72", is_declared=False, refused=1)]
     sizes += [SupportRow("one", "head_size=96", is_declared=True, right=1, short=2)]
-    ((cell,),) = support_matrix(sizes, ["one"]).forms.values()
-    assert cell == (
-        ("good", "right", ("8", "64", "128")),
-        ("bad", "some fall short", ("96 (1 of 3 right)",)),
-        ("calm", "refused", ("72",)),
+    (line,) = support_matrix(sizes, {"one": ()}).lines
+    assert [(found.sign.sign, found.values) for found in line.forms[0]] == [
+        ("✓", ("8", "64", "128")),
+        ("✗", ("96 (1 of 3 right)",)),
+        ("\u2013", ("72",)),
+    ]
+
+
+def test_a_graph_level_is_right_where_the_declared_one_is_true(record_of: Any) -> None:
+    def levels(declared: Any, measured: Any) -> Any:
+        graph = GraphLevels(declared=declared, measured=measured, recorder="emulated", probes=())
+        kind = Passed if declared == measured else Failed
+        told = {} if kind is Passed else {"summary": "below"}
+        return level_rows([record_of(kind, check="cudagraph", graph=graph, backend="one", **told)])
+
+    def cell(rows: Any) -> Any:
+        (line,) = support_matrix([], {"one": ()}, rows).lines
+        return line.features[-1]
+
+    assert cell(levels("ALWAYS", "ALWAYS"))[0].sign == "✓"
+    wrong = cell(levels("ALWAYS", "UNIFORM_BATCH"))
+    assert (wrong.sign.sign, wrong.small, wrong.words) == (
+        "✗",
+        "uniform",
+        "declared ALWAYS, measured UNIFORM_BATCH",
     )
 
 
-def test_findings_that_differ_in_figures_are_told_once(record_of: Any, run_with: Any) -> None:
-    def error(case: str, traceback: str) -> Any:
-        return record_of(
-            Errored, case_id=case, stage="forward", error_type="E", message="no", traceback=traceback, check="lse"
-        )
-
+def test_a_finding_is_shown_once_with_its_smallest_case(record_of: Any, run_with: Any) -> None:
+    cause = f"the window is ignored{EVIDENCE} all rows"
+    common = {"finding": "the window is ignored", "meaning": cause, "summary": "7 of 40 rows"}
     records = [
-        record_of(Failed, case_id="a", summary="7 of 40 rows", meaning="off by one"),
-        record_of(Failed, case_id="b", summary="9 of 50 rows", meaning="off by one"),
-        record_of(Failed, case_id="c", summary="9 of 50 rows", meaning="the scale is forgotten"),
-        record_of(Failed, case_id="d", summary="9 of 50 rows", meaning="off by one", backend="other"),
-        error("a", "at line 1"),
-        error("b", "at line 1"),
-        error("c", "at line 2"),
-        record_of(Crashed, case_id="a", check="refusals", stage="check refusals", cause="killed", output="last words"),
+        record_of(Failed, case_id="large", details=("a\nb",), **common),
+        record_of(Failed, case_id="small", figures={"rows": 40}, **common),
+        record_of(Failed, case_id="small", check="lse", **common),
+        record_of(case_id="fine"),
+        record_of(Crashed, case_id="fine", check="refusals", stage="refusals", cause="killed", output="last words"),
     ]
-    run = run_with(records)
-    told = failures(summarise(records), run.header)
-    assert [(each.record.case_id, [other.case_id for other in each.others]) for each in told] == [
-        ("a", ["b"]),
-        ("c", []),
-        ("d", []),
-        ("a", ["b"]),
-        ("c", []),
-        ("a", []),
-    ]
-    assert [each.trail for each in told] == ["", "", "", "at line 1", "at line 2", "last words"]
+    cases = tuple(
+        CaseInfo(suite="decode", id=name, shape=f"{heads} heads", description=f"a {name} one", keys=keys)
+        for name, heads, keys in (
+            ("large", 64, {"layer.num_heads": 64, "layer.sliding_window": 8}),
+            ("small", 2, {"layer.num_heads": 2, "layer.sliding_window": 4}),
+            ("fine", 2, {"layer.num_heads": 2}),
+        )
+    )
+    run = run_with(records, cases=cases)
+    window, crash = finding_views(findings(run.records, run.header), summarise(records), run.header)
+    assert (window.title, window.evidence, window.meaning) == ("the window is ignored", "its truth fits all rows", "")
+    assert window.extent == "2 cases, checks numerics and lse"
+    assert window.common == "layer.sliding_window is given in all 2 that fail; not in the one that passes"
+    assert (window.record.case_id, window.shape, window.description) == ("small", "2 heads", "a small one")
+    assert [other.case_id for other in window.others] == ["large"]
+    assert window.figures == {"rows": "40"}
+    assert (crash.record.outcome, crash.trail) == ("crashed", "last words")
 
 
 def test_expected_failures_stand_by_reason_and_check(record_of: Any) -> None:

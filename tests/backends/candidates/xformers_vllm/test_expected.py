@@ -6,7 +6,7 @@ import pytest
 
 from attncheck.backends.candidates.xformers.availability import unavailable_reasons
 from attncheck.cases.loader import load_suite
-from attncheck.harness.run.expectations import load_expectations
+from attncheck.harness.run.expectation_file import load_expectations
 
 FILE = Path(__file__).parents[4] / "docs" / "expected" / "xformers-vllm.yaml"
 

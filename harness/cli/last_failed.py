@@ -1,0 +1,54 @@
+"""``--last-failed``: narrows a run down to what fell short in the newest run that is kept. Loads no torch."""
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from attncheck.cases.overrides import split_variant
+from attncheck.errors import SelectionError
+from attncheck.harness.cli.run_options import RunOptions
+from attncheck.reports.run_file.records import FALLEN_SHORT, UTILITIES, Record
+from attncheck.reports.run_file.store import read_run
+
+
+def only_failed(options: RunOptions, path: Path) -> RunOptions:
+    """Return ``options`` for the cases, backends, providers and functions that fell short in the run of ``path``.
+
+    Of backends and suites that ``options`` name, those alone are left. All cases that are left are put to all backends
+    that are left, by all checks that ``options`` ask for.
+
+    Raises:
+        SelectionError: nothing fell short, or nothing of what ``options`` name.
+        RunFileError: the run cannot be read.
+    """
+    run = read_run(path)
+    # A candidate that was handed over in Python cannot be asked for by name.
+    short = [each for each in run.records if each.outcome in FALLEN_SHORT and not each.backend_ref.startswith("<")]
+    if not short:
+        raise SelectionError(f"--last-failed: nothing fell short in the newest run, {path}; leave the option out")
+    short = [each for each in short if _is_named(each, run.header.suite_ref(each.suite), options)]
+    if not short:
+        raise SelectionError(f"--last-failed: none of these backends and suites fell short in the newest run, {path}")
+    cases = [each for each in short if each.check != UTILITIES]
+    functions = [each for each in short if each.check == UTILITIES]
+    suites = tuple(dict.fromkeys(run.header.suite_ref(each.suite) for each in cases))
+    names = [
+        each.case_id for each in functions if any(fnmatchcase(each.case_id, own) for own in options.functions or "*")
+    ]
+    return replace(
+        options,
+        backends=tuple(dict.fromkeys(each.backend_ref for each in cases)),
+        providers=tuple(dict.fromkeys(each.backend_ref for each in functions)),
+        suites=suites or options.suites,
+        keys=tuple(dict.fromkeys(each.case for each in cases)),
+        functions=tuple(names),
+    )
+
+
+def _is_named(record: Record, suite: str, options: RunOptions) -> bool:
+    """Whether ``options`` name the backend and the suite of ``record``, or none at all; ``suite``: its reference."""
+    backends, suites = {record.backend, record.backend_ref}, {record.suite, suite, split_variant(suite)[0]}
+    return not (
+        (options.backends and backends.isdisjoint(options.backends))
+        or (options.suites and suites.isdisjoint(options.suites))
+    )

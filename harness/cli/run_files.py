@@ -1,0 +1,150 @@
+"""Where run files are kept: named by their time in a folder, of which the newest are left.
+
+The folder is ``results`` where the current folder has one, else a folder of the user's cache for the current folder.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import typer
+
+from attncheck.errors import RunFileError
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.store import RunWriter
+
+RESULTS = Path("results")
+_NAME = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?\.jsonl")
+"""How attncheck names run files: date, time, process, and a number where that name was taken. No other is deleted."""
+
+
+class RecordWriter(Protocol):
+    """Takes the records of a run. ``path``: its run file; None where none is written."""
+
+    @property
+    def path(self) -> Path | None:
+        """Where the run is written."""
+
+    def add(self, record: Record) -> None:
+        """Write one record."""
+
+    def fail(self, error: str) -> None:
+        """Note an error besides the records."""
+
+
+class NoWriter:
+    """Writes nothing."""
+
+    path = None
+
+    def add(self, record: Record) -> None:
+        """Drop the record."""
+
+    def fail(self, error: str) -> None:
+        """Drop the error."""
+
+
+def kept_folder() -> Path:
+    """Return the folder for the runs of the current folder: ``results`` if it exists, else one of the user's cache."""
+    if RESULTS.is_dir():
+        return RESULTS
+    here = Path.cwd()
+    digest = hashlib.sha256(os.fsencode(here)).hexdigest()[:8]
+    return _cache() / "attncheck" / "runs" / f"{here.name or 'root'}-{digest}"
+
+
+def _cache() -> Path:
+    """Return the user's cache folder, by the XDG base directory specification."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return named if named.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:  # the user has no home
+        return Path(tempfile.gettempdir())
+
+
+def kept_runs(folder: Path) -> list[Path]:
+    """Return the run files that attncheck named in ``folder``, the oldest first."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in found if _NAME.fullmatch(path.name))
+
+
+def drop_old_runs(folder: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` run files that attncheck named in ``folder``; what cannot be deleted stays.
+
+    In the user's cache the runs of all folders count together, and a folder that is left empty is deleted.
+    """
+    is_cache = folder.is_relative_to(_cache())
+    with contextlib.suppress(OSError):
+        folders = folder.parent.iterdir() if is_cache else [folder]
+        runs = sorted((path for each in folders for path in kept_runs(each)), key=lambda path: path.name)
+        for path in runs[:-keep]:
+            path.unlink(missing_ok=True)
+            if is_cache and not any(path.parent.iterdir()):
+                path.parent.rmdir()
+
+
+@contextlib.contextmanager
+def open_run(output: Path | None, folder: Path | None, header: RunHeader, keep: int) -> Iterator[RecordWriter]:
+    """Yield the writer of the run file ``output``, else of a file in ``folder``; None: nothing is written.
+
+    ``output`` may be a folder. Where nothing can be written in ``folder``, the run file is a temporary one, and stderr
+    says so. On leaving, ``folder`` has at most ``keep`` runs.
+
+    Raises:
+        RunFileError: ``output`` exists, or cannot be written.
+    """
+    if output is None and folder is None:
+        yield NoWriter()
+        return
+    with _writer(output, folder, header) as writer:
+        yield writer
+    if output is None and folder is not None:
+        drop_old_runs(folder, keep)
+
+
+def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunWriter:
+    """Return an opened writer."""
+    if output is not None:
+        return RunWriter(_free_path(output) if output.is_dir() else output, header)
+    assert folder is not None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, probe = tempfile.mkstemp(prefix=".attncheck-", dir=folder)
+        os.close(handle)
+        Path(probe).unlink()
+    except OSError as error:
+        path = _free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
+        typer.echo(
+            f"note: no run file can be written in {folder}: {error.strerror}; it is {path} instead. "
+            "--output FILE names another, --no-output writes none",
+            err=True,
+        )
+        return RunWriter(path, header)
+    return RunWriter(_free_path(folder), header)
+
+
+def _free_path(folder: Path) -> Path:
+    """Name a run file by the time and the process, and by a number where several runs begin in one second."""
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(path for name in names if not (path := folder / f"{name}.jsonl").exists())
+
+
+def newest_run(folder: Path) -> Path:
+    """Return the newest run file that attncheck named in ``folder``.
+
+    Raises:
+        RunFileError: there is none.
+    """
+    runs = kept_runs(folder)
+    if not runs:
+        raise RunFileError(str(folder), "no run is kept there; --last-failed needs one: run once without it")
+    return runs[-1]

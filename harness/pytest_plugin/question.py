@@ -1,0 +1,220 @@
+"""What a set of pytest items asks of its backends, and the records that answer it.
+
+The records of a case and a backend are found once, when the first of their items runs, for all checks whose items are
+selected. Each backend is examined in a process of its own; in this one with ``--attncheck-in-process``, and wherever
+times are taken, since pytest-benchmark takes them.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+import torch
+
+from attncheck.cases.model import Case
+from attncheck.errors import QuestionError, SelectionError
+from attncheck.harness.checks.timing.check import TimingCheck
+from attncheck.harness.cli.run_execution import make_dump_folder
+from attncheck.harness.cli.run_options import RunOptions
+from attncheck.harness.run.backend_choice import suite_device
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.run.lost_device import DeviceLostError
+from attncheck.harness.run.preparation import PreparedRun, RunSettings, make_header, prepare_run
+from attncheck.harness.run.selection import Selection, select_cases
+from attncheck.harness.workers.supervisor import Supervisor
+from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.reference.spec import BACKEND_CHECKS
+from attncheck.reports.run_file.header import Environment, RunHeader
+from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.timings import TIMING
+
+if TYPE_CHECKING:
+    from attncheck.harness.pytest_plugin.benchmark import Benchmarks
+
+
+class Asking(Protocol):
+    """An item: one check of one case of the backend at ``index``."""
+
+    session: pytest.Session
+    case: Case
+    index: int
+    check: str
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A question whose backends are loaded. ``pool``: their processes; None: they are in this one."""
+
+    prepared: PreparedRun
+    pool: WorkerPool | None
+
+
+class Question:
+    """The suites, cases, checks and backends of ``options``; its backends are loaded when :attr:`prepared` is read.
+
+    ``asked``: by case, index of the backend and check, the items that were collected; ``answered``: those that ran.
+    ``backends``: those that were loaded, whether or not their processes have ended since.
+
+    Raises:
+        QuestionError: a suite, case or check that there is not.
+    """
+
+    def __init__(self, config: pytest.Config, options: RunOptions) -> None:
+        self.config, self.options = config, options
+        self.selection: Selection = select_cases(options.suites, options.cases, options.checks, options.settings)
+        self.is_in_process = options.in_process or self.selection.is_timed
+        self.asked: set[tuple[str, int, str]] = set()
+        self.answered: set[tuple[str, int, str]] = set()
+        self.backends: tuple[BackendDescription, ...] = ()
+        self._opened: _Opened | QuestionError | None = None
+        self._stack = ExitStack()
+        self._examiner: Examiner | Supervisor | None = None
+        self._latest: tuple[tuple[str, int], list[Record]] | None = None
+        self._faults: dict[str, QuestionError] = {}
+
+    @cached_property
+    def device(self) -> str:
+        """Where everything is examined; raises DeviceError where the device is not there."""
+        return suite_device(self.selection.suites, self.options.device)[0]
+
+    @property
+    def benchmark_session(self) -> Any:
+        """pytest-benchmark's session; None where that plugin is switched off."""
+        return getattr(self.config, "_benchmarksession", None)
+
+    @cached_property
+    def benchmarks(self) -> "Benchmarks":
+        """What takes the times of this process."""
+        from attncheck.harness.pytest_plugin.benchmark import Benchmarks
+
+        return Benchmarks(self.benchmark_session)
+
+    @property
+    def prepared(self) -> PreparedRun:
+        """The plan and the backends, which are loaded now if they are not.
+
+        Raises:
+            QuestionError: a backend cannot be loaded, the device is not there, or pytest-benchmark is not, which takes
+                times; the same error every time.
+        """
+        if self._opened is None:
+            try:
+                self._opened = self._open()
+                self.backends = self._opened.prepared.backends
+            except QuestionError as error:
+                self.close()
+                self._opened = error
+        if isinstance(self._opened, QuestionError):
+            raise self._opened.with_traceback(None)
+        return self._opened.prepared
+
+    def close(self) -> None:
+        """End the processes of the backends; the next item that runs starts its own again."""
+        self._stack.close()
+        self._examiner = None
+        if isinstance(self._opened, _Opened) and self._opened.pool is not None:
+            self._opened = None
+
+    def record_of(self, item: Asking) -> Record | QuestionError:
+        """Return the record of ``item``, or what is wrong with its case.
+
+        Raises:
+            QuestionError: a backend cannot be loaded.
+        """
+        if item.check == TIMING:  # beside nothing else
+            records = self._records(item, (TIMING,))
+        else:
+            pair = (item.case.key, item.index)
+            if self._latest is None or self._latest[0] != pair:
+                checks = [name for name in self.prepared.plan.checks_of(item.case) if name != TIMING]
+                self._latest = (pair, self._records(item, [name for name in checks if name in self._wanted(item)]))
+            records = self._latest[1]
+        self.answered.add((item.case.key, item.index, item.check))
+        found = next((record for record in records if record.check == item.check), None)
+        return found or self._faults.get(item.case.key) or QuestionError(f"{item.case.key}: no record of {item.check}")
+
+    def header(self, item: Asking) -> RunHeader:
+        """Return the header of the run that the selected items of the question are."""
+        prepared = self.prepared
+        plan, infos = self._plan(item), [each.info for each in prepared.backends]
+        return make_header(prepared.selection, plan, infos, prepared.environment)
+
+    def _open(self) -> _Opened:
+        options = self.options
+        if self.selection.is_timed and self.benchmark_session is None:
+            reason = f"the check {TIMING} is made through pytest-benchmark, which is switched off (-p no:benchmark)"
+            raise SelectionError(reason)
+        make_dump_folder(options.dump)
+        settings = RunSettings(device=self.device, seed=options.seed, dump=options.dump)
+        pool = None
+        if not self.is_in_process:
+            pool = self._stack.enter_context(WorkerPool())
+        describing = _FewProcesses(pool) if pool and hasattr(self.config, "workerinput") else pool
+        prepared = prepare_run(self.selection, options.backends, settings, pool=describing, keeps_unavailable=True)
+        if pool is not None:
+            pool.keep_only(backend.ref for backend in prepared.backends)
+        return _Opened(prepared, pool)
+
+    def _wanted(self, item: Asking) -> set[str]:
+        """Return the checks whose items are selected."""
+        mine = (each for each in item.session.items if getattr(each, "question", None) is self)
+        return {each.check for each in mine}  # type: ignore[attr-defined]
+
+    def _plan(self, item: Asking) -> RunPlan:
+        wanted = self._wanted(item)
+        return replace(self.prepared.plan, checks=tuple(check for check in BACKEND_CHECKS if check in wanted))
+
+    def _records(self, item: Asking, checks: Sequence[str]) -> list[Record]:
+        """Return the records of the item's case and backend, up to that of a check that lost this process's device."""
+        prepared, examiner, records = self.prepared, self._examiner, []
+        examiner = self._examiner = examiner or self._make_examiner(item)
+        num_faults = len(examiner.blind)
+        if isinstance(examiner, Supervisor):
+            records = list(examiner.examine_case(prepared.backends[item.index], item.case, tuple(checks)))
+        else:
+            try:
+                for record in examiner.records(item.case, prepared.plan.backends[item.index], checks=tuple(checks)):
+                    records.append(record)
+            except DeviceLostError as lost:
+                item.session.shouldfail = f"attncheck: {lost}"
+                records.append(lost.record)
+        for fault in examiner.blind[num_faults:]:
+            self._faults[item.case.key] = fault
+        return records
+
+    def _make_examiner(self, item: Asking) -> Examiner | Supervisor:
+        prepared, plan = self.prepared, self._plan(item)
+        if isinstance(self._opened, _Opened) and (pool := self._opened.pool) is not None:
+            limit_s = self.options.case_limit_s
+            return Supervisor(plan, prepared.backends, pool, prepared.environment, limit_s=limit_s)
+        clocks = None
+        if TIMING in (plan.checks or ()):
+            clocks = TimingCheck(torch.device(plan.device), plan.timing, self.benchmarks.sample)
+        return Examiner(plan, prepared.environment, clocks)
+
+
+class _FewProcesses:
+    """The processes of ``pool`` for a worker of pytest-xdist: each of these has its own, and the host has to hold all.
+
+    One backend after the other describes itself, and its process ends; that of the first stays.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
+        """Hand the processes what the run examines."""
+        self._pool.begin(selection, plan, environment)
+
+    def describe(self, refs: Iterable[str]) -> list[BackendDescription | QuestionError]:
+        """Describe each of ``refs``, or return why it names no backend that can be examined."""
+        found: list[BackendDescription | QuestionError] = []
+        for ref in refs:
+            found += self._pool.describe([ref])
+            if len(found) > 1:
+                self._pool.discard(ref)
+        return found

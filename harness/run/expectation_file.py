@@ -1,0 +1,167 @@
+"""The file of expected failures (``--expect FILE``): its entries, and how they are read.
+
+A file is a YAML list of entries::
+
+    - backend: Wrong              # the backend's name, as reports show it
+      case: smoke/window-edge.*   # a pattern on suite/id, or on the id alone
+      check: numerics
+      outcome: failed             # or errored, crashed
+      reason: the window is one key too long
+      issue: https://example.org/issues/17   # optional
+      until: 2026-12-31           # optional: the last day on which the entry excuses anything
+
+An entry may narrow down what it is about: ``needs`` (features and forms, as records name them) and ``says`` (a pattern
+on what the record tells).
+"""
+
+from dataclasses import dataclass, field, replace
+from datetime import date
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from attncheck.cases.tree import Items, Place, Table, Tree, describe
+from attncheck.cases.validation import suggestion, validate
+from attncheck.cases.yaml_tree import parse_yaml
+from attncheck.errors import CaseFileError
+from attncheck.reference.spec import CHECKS, FEATURES, FORMER_CHECKS, FORMS
+from attncheck.reports.analysis.phrases import what_happened
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """One entry of the file. ``case`` is a pattern (``*``, ``?``, ``[...]``) on ``suite/id`` or on the id."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
+
+    backend: str = field(metadata={"description": "name of the backend"})
+    case: str = field(metadata={"description": "pattern on suite/id, or on the id"})
+    check: str = field(metadata={"description": "name of the check"})
+    outcome: Literal["failed", "errored", "crashed"] = field(
+        metadata={"description": "what is expected: failed, errored or crashed"}
+    )
+    reason: str = field(metadata={"description": "why it is expected"})
+    needs: tuple[str, ...] = field(default=(), metadata={"description": "only cases that take all of these"})
+    says: str | None = field(default=None, metadata={"description": "pattern on what the record tells"})
+    until: str | None = field(default=None, metadata={"description": "last day on which it is expected, YYYY-MM-DD"})
+    issue: str | None = field(default=None, metadata={"description": "where it is followed up: an address, or text"})
+
+    @property
+    def explanation(self) -> str:
+        """The reason, with the issue where one is given."""
+        return f"{self.reason} ({self.issue})" if self.issue else self.reason
+
+    def has_expired(self, today: date) -> bool:
+        """Whether the last day on which it is expected is over."""
+        return self.until is not None and date.fromisoformat(self.until) < today
+
+    def fits_case(self, suite: str, case_id: str) -> bool:
+        """Whether the pattern matches this case."""
+        return fnmatchcase(f"{suite}/{case_id}", self.case) or fnmatchcase(case_id, self.case)
+
+    def is_about(self, record: Record) -> bool:
+        """Whether the record is of a case and a check that the entry names."""
+        return (
+            (record.backend, record.check) == (self.backend, self.check)
+            and self.fits_case(record.suite, record.case_id)
+            and set(self.needs) <= set(record.needs)
+        )
+
+    def foresees(self, record: Failed | Errored | Crashed) -> bool:
+        """Whether this is how the record was to fall short."""
+        if record.outcome != self.outcome:
+            return False
+        meaning = (record.meaning or "") if isinstance(record, Failed) else ""
+        return self.says is None or any(fnmatchcase(told, self.says) for told in (what_happened(record), meaning))
+
+    @property
+    def suite(self) -> str:
+        """The pattern of the suite alone; empty: the pattern is on the id."""
+        named, slash, _ = self.case.partition("/")
+        return named if slash else ""
+
+    def fits_suite(self, suite: str) -> bool:
+        """Whether the pattern could match a case of this suite."""
+        return not self.suite or fnmatchcase(suite, self.suite)
+
+
+@dataclass(frozen=True)
+class LocatedExpectation:
+    """An expectation and where it is written. ``former_check``: the name in the file, if the check is renamed."""
+
+    expectation: Expectation
+    place: Place
+    former_check: str = ""
+
+    def __str__(self) -> str:
+        wanted = self.expectation
+        where = f"{self.place.file}:{self.place.line}"
+        return f"{where}: {wanted.backend}, {wanted.case}, {wanted.check}: {wanted.outcome} expected"
+
+
+def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
+    """Read an expectation file.
+
+    A file without entries, or with comments alone, expects nothing.
+
+    Raises:
+        CaseFileError: with line and column, for anything but a list of complete entries with known checks.
+    """
+    file = str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CaseFileError(f"cannot be read: {error.strerror}", file=file) from error
+    except UnicodeDecodeError as error:
+        raise CaseFileError("is not UTF-8 text", file=file) from error
+    if all(not line.strip() or line.lstrip().startswith("#") for line in text.splitlines()):
+        return ()
+    tree = parse_yaml(text, file)
+    if not isinstance(tree, Items):
+        raise tree.place.fault(
+            f"a list of expectations belongs here, and this is {describe(tree)}",
+            allowed="write - backend: ..., one entry after the other",
+        )
+    entries = []
+    for item in tree.items:
+        expectation = validate(Expectation, item, "an expectation")
+        former = expectation.check if expectation.check in FORMER_CHECKS else ""
+        if former:
+            expectation = replace(expectation, check=FORMER_CHECKS[former])
+        if expectation.check not in CHECKS:
+            raise _place(item, "check").fault(
+                "unknown check", value=expectation.check, allowed=suggestion(expectation.check, [*CHECKS])
+            )
+        for need in expectation.needs:
+            _check_need(need, item)
+        if not expectation.reason.strip():
+            raise _place(item, "reason").fault("an expected failure needs a reason", allowed="say why it is known")
+        if expectation.until is not None:
+            _check_date(expectation.until, item)
+        entries.append(LocatedExpectation(expectation, item.place, former))
+    return tuple(entries)
+
+
+def _check_need(need: str, item: Tree) -> None:
+    """Raises CaseFileError for a need that no record can have."""
+    place = _place(item, "needs")
+    key, is_form, _ = need.partition("=")
+    if is_form and key not in FORMS:
+        raise place.fault("cases have no such form", value=need, allowed=suggestion(key, FORMS))
+    if not is_form and need not in FEATURES:
+        raise place.fault("unknown feature", value=need, allowed=suggestion(need, [*FEATURES]))
+
+
+def _check_date(text: str, item: Tree) -> None:
+    """Raises CaseFileError for a text that is no ISO date."""
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        fault = _place(item, "until").fault("until must be a date", value=text, allowed="write YYYY-MM-DD")
+        raise fault from None
+
+
+def _place(item: Tree, key: str) -> Place:
+    """Where the value of a key is written."""
+    return item.entries[key].place if isinstance(item, Table) else item.place

@@ -1,0 +1,133 @@
+"""Writes the expectations under which a run would have failed nothing: one entry for each finding."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from glob import escape
+
+from attncheck.reports.analysis.phrases import cut, one_line, plural, what_happened
+from attncheck.reports.analysis.reasons import without_figures
+from attncheck.reports.run_file.records import OURSELVES, Crashed, Errored, Failed, Passed, Record, XFailed
+from attncheck.reports.run_file.store import Run
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_SHOWN = 100
+"""Characters of a comment."""
+
+Fallen = Failed | Errored | Crashed | XFailed
+
+
+@dataclass(frozen=True)
+class FindingGroup:
+    """Records of one backend and check that fell short alike; the first speaks for all."""
+
+    records: tuple[Fallen, ...]
+
+    @property
+    def first(self) -> Fallen:
+        """The record whose words are told."""
+        return self.records[0]
+
+    @property
+    def outcome(self) -> str:
+        """The outcome before any expectation."""
+        return _outcome(self.first)
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """Every ``suite/id``, once."""
+        return tuple(dict.fromkeys(record.case for record in self.records))
+
+
+def groups(records: Iterable[Record]) -> tuple[FindingGroup, ...]:
+    """Return the records that fell short, expected or not, grouped by what was found but for its figures.
+
+    Faults of attncheck itself are left out: nothing excuses them.
+    """
+    found: dict[tuple[str, ...], list[Fallen]] = {}
+    for record in records:
+        if isinstance(record, Fallen) and not (isinstance(record, Errored) and record.stage == OURSELVES):
+            reason = record.reason if isinstance(record, XFailed) else ""
+            key = (record.backend, record.check, _outcome(record), _pattern(_words(record)), reason)
+            found.setdefault(key, []).append(record)
+    return tuple(FindingGroup(tuple(members)) for members in found.values())
+
+
+def expectations_text(run: Run) -> str:
+    """Return a YAML file of expectations that excuse what fell short in ``run``, and nothing else it holds.
+
+    A finding of one case has that case. One of several cases has a pattern of the cases, and ``says`` with a pattern of
+    the words they have in common: the cases that passed stay as they are.
+    """
+    found = groups(run.records)
+    ways = Counter((group.first.backend, group.first.check, case) for group in found for case in group.cases)
+    ways.update({(record.backend, record.check, record.case) for record in run.records if isinstance(record, Passed)})
+    day = run.header.started[:10]
+    opening = [f"# Expected failures, from {one_line(run.path)}: {plural(len(found), 'finding')}."]
+    if not run.complete:
+        opening.append("# The run was cut off: a whole run may find more.")
+    # An entry without `says` must meet a record of its own, which an entry with `says` before it could take.
+    placed = sorted(((group, _is_place(group, ways)) for group in found), key=lambda each: not each[1])
+    entries = [_entry(group, day, is_place=is_place) for group, is_place in placed]
+    return "\n".join([*opening, *(f"\n{entry}" for entry in entries)]) + "\n"
+
+
+def _is_place(group: FindingGroup, ways: Mapping[tuple[str, str, str], int]) -> bool:
+    """Whether the group is one case that came out in one way: rounds of a case may differ."""
+    first = group.first
+    return len(group.cases) == 1 and ways[first.backend, first.check, first.case] == 1
+
+
+def _entry(group: FindingGroup, day: str, *, is_place: bool) -> str:
+    first, cases = group.first, group.cases
+    comments = [f"{plural(len(cases), 'case')}, such as {cases[0]}: {_happened(first)}"]
+    if isinstance(first, Failed) and first.meaning:
+        comments.append(f"likely cause: {first.meaning}")
+    fields = {
+        "backend": first.backend,
+        "case": _case_pattern(cases),
+        "check": first.check,
+        "outcome": group.outcome,
+        **({} if is_place else {"says": _pattern(_words(first))}),
+        "reason": first.reason if isinstance(first, XFailed) else f"not explained yet; found by the run of {day}",
+    }
+    lines = [f"{name}: {json.dumps(_plain(value), ensure_ascii=False)}" for name, value in fields.items()]
+    told = [f"# {cut(one_line(comment), _SHOWN)}" for comment in comments]
+    return "\n".join([*told, f"- {lines[0]}", *(f"  {line}" for line in lines[1:])])
+
+
+def _case_pattern(cases: Sequence[str]) -> str:
+    """The pattern that fits these ``suite/id``: the one there is, the beginning they share, or any."""
+    if len(cases) == 1:
+        return escape(cases[0])
+    if len({case.partition("/")[0] for case in cases}) > 1:
+        return "*"
+    low, high = min(cases), max(cases)
+    alike = (index for index, (one, other) in enumerate(zip(low, high, strict=False)) if one != other)
+    return f"{escape(low[: next(alike, len(low))])}*"
+
+
+def _pattern(words: str) -> str:
+    """A pattern that fits ``words`` with whatever figures and addresses."""
+    without = without_figures(_ADDRESS.sub("#", escape(words)))
+    return re.sub(r"[*#]*#[*#]*", "*", _plain(without))
+
+
+def _words(record: Fallen) -> str:
+    """What an entry's ``says`` is held against: the likely cause where one is known, else what happened."""
+    return (record.meaning if isinstance(record, Failed) else None) or _happened(record)
+
+
+def _happened(record: Fallen) -> str:
+    return record.summary if isinstance(record, XFailed) else what_happened(record)
+
+
+def _outcome(record: Fallen) -> str:
+    return record.underlying if isinstance(record, XFailed) else record.outcome
+
+
+def _plain(text: str) -> str:
+    """``text`` with ``?`` for what YAML does not take; in a pattern it fits any character."""
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,0 +1,131 @@
+"""False claims: declared capabilities of which the cases that need them fall short for a reason that needs them.
+
+A capability is a feature, or a form such as ``head_size=80``. A finding concerns a feature where its likely cause names
+it, or where all its cases need it and no passing case does, or hardly one. It concerns a form where the form alone
+tells its cases from the passing ones.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from attncheck.reports.analysis.findings import Finding
+from attncheck.reports.analysis.support import REFUSALS, answered_cases
+from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevel
+from attncheck.reports.run_file.records import EXAMINED, Failed, Record, XPassed, graph_of
+
+_CHANCE = 0.01
+"""Below this probability, failing cases do not all need a feature by chance."""
+
+
+@dataclass(frozen=True)
+class FalseClaim:
+    """A capability that a backend declares: ``wrong`` of the ``asked`` cases that need it fall short.
+
+    ``measured``: of a CUDA-graph level, the level that all layers reach; empty for any other capability.
+    """
+
+    backend: str
+    capability: str
+    wrong: int
+    asked: int
+    measured: str = ""
+
+    def __str__(self) -> str:
+        if self.measured:
+            return f"{self.capability} ({self.measured} is true)"
+        return f"{self.capability} ({self.wrong} of {self.asked} wrong)"
+
+
+def false_claims(found: Sequence[Finding], records: Sequence[Record]) -> tuple[FalseClaim, ...]:
+    """Return the false claims that the findings prove, most wrong cases first within a backend.
+
+    ``records``: of the whole run. Findings on undeclared cases concern no claim.
+    """
+    claims: list[FalseClaim] = []
+    for backend in dict.fromkeys(finding.backend for finding in found):
+        needs = _needs(records, backend)
+        false: set[str] = set()
+        short: set[tuple[str, str]] = set()
+        for finding in found:
+            if finding.backend != backend or isinstance(finding.example, XPassed):
+                continue
+            false.update(concerned(finding, needs))
+            short.update((record.suite, record.case_id) for record in finding.records)
+        asked = {name: [case for case, own in needs.items() if name in own] for name in false}
+        own = [FalseClaim(backend, name, len(short.intersection(cases)), len(cases)) for name, cases in asked.items()]
+        claims += sorted(own, key=lambda claim: (-claim.wrong, claim.capability))
+        claims += [] if "lse" in false else _lse_claim(records, backend)
+        claims += _level_claims(records, backend)
+    return tuple(claims)
+
+
+def concerned(finding: Finding, needs: Mapping[tuple[str, str], frozenset[str]]) -> set[str]:
+    """Return the capabilities that a finding concerns.
+
+    ``needs``: what each case needs that was examined as declared, by (suite, id); others prove nothing.
+    """
+    cases = frozenset((r.suite, r.case_id) for r in finding.records if r.check != REFUSALS) & needs.keys()
+    if not cases:
+        return set()
+    named = {name for record in finding.records if isinstance(record, Failed) for name in record.concerns}
+    found = named or _telling_features(cases, needs, finding)
+    key = _telling_key(finding)
+    forms = {need for case in cases for need in needs[case] if key and need.startswith(f"{key}=")}
+    return {name for name in found if any(name in needs[case] for case in cases)} | forms
+
+
+def _telling_features(
+    cases: frozenset[tuple[str, str]], needs: Mapping[tuple[str, str], frozenset[str]], finding: Finding
+) -> set[str]:
+    """Return the features that all ``cases`` need, and so few others that chance does not explain it."""
+    passing = finding.contrast.right if finding.contrast else 0
+    shared = frozenset.intersection(*(needs[case] for case in cases))
+    chances: dict[str, float] = {}
+    for feature in (need for need in shared if "=" not in need):
+        have = sum(feature in own for own in needs.values())
+        if have == len(cases) and passing:
+            chances[feature] = 0.0
+        elif len(cases) > 1:
+            chances[feature] = math.comb(have, len(cases)) / math.comb(len(needs), len(cases))
+    least = min(chances.values(), default=1.0)
+    return {feature for feature, chance in chances.items() if chance == least and chance < _CHANCE}
+
+
+def _telling_key(finding: Finding) -> str:
+    """Return the key that alone tells the cases of a finding from the passing ones, without its room; empty: none."""
+    contrast = finding.contrast
+    if contrast is None or contrast.exceptions or len(contrast.conditions) != 1 or contrast.alternatives:
+        return ""
+    return contrast.conditions[0].key.rpartition(".")[2]
+
+
+def _lse_claim(records: Sequence[Record], backend: str) -> list[FalseClaim]:
+    """Return the claim of the feature ``lse`` if the log-sum-exp is wrong where the output is right; else nothing."""
+    own = [record for record in records if record.backend == backend and record.outcome in EXAMINED]
+    asked = [record for record in own if record.check == "lse"]
+    short = {(r.suite, r.case_id) for r in own if r.check == "numerics" and r.outcome not in ("passed", "xpassed")}
+    wrong = [r for r in asked if isinstance(r, Failed) and (r.suite, r.case_id) not in short]
+    return [FalseClaim(backend, "lse", len(wrong), len(asked))] if wrong else []
+
+
+def _level_claims(records: Sequence[Record], backend: str) -> list[FalseClaim]:
+    """Return the CUDA-graph levels that layers declare and do not reach, with the lowest that one of them reaches."""
+    reached: dict[GraphLevel, list[GraphLevel]] = {}
+    for record in records:
+        graph = graph_of(record)
+        if record.backend == backend and isinstance(record, Failed) and graph and graph.declared != graph.measured:
+            reached.setdefault(graph.declared, []).extend([graph.measured] if graph.measured else [])
+    return [
+        FalseClaim(
+            backend, f"CUDA-graph level {declared}", 1, 1, min(found, key=GRAPH_LEVELS.index, default="a lower one")
+        )
+        for declared, found in reached.items()
+    ]
+
+
+def _needs(records: Sequence[Record], backend: str) -> dict[tuple[str, str], frozenset[str]]:
+    """Return what each case of the backend needs that was examined as declared."""
+    own = [record for record in records if record.backend == backend]
+    declared = answered_cases(own)
+    return {(r.suite, r.case_id): frozenset(r.needs) for r in own if (r.suite, r.case_id) in declared}

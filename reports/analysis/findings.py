@@ -1,0 +1,188 @@
+"""Failures by cause: the records of one backend that one fault explains are one finding.
+
+Pure: records in, frozen values out. Records have the words of their finding (``finding``); records with equal words are
+one. Failures that no known fault explains are split where keys of their cases tell them apart.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from attncheck.reports.analysis.contrast import Contrast, Keys, contrast_of, parts_of
+from attncheck.reports.analysis.reasons import joined
+from attncheck.reports.analysis.rounds import worst_rounds
+from attncheck.reports.run_file.causes import EVIDENCE, UNEXPLAINED, died_at, raised_at, symptom, without_figures
+from attncheck.reports.run_file.header import CaseInfo, RunHeader
+from attncheck.reports.run_file.records import (
+    EXAMINED,
+    FALLEN_SHORT,
+    OURSELVES,
+    UTILITIES,
+    Crashed,
+    Errored,
+    Failed,
+    Passed,
+    Record,
+    XFailed,
+    XPassed,
+)
+
+Short = Failed | Errored | Crashed | XFailed | XPassed
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Records of one backend with one cause.
+
+    ``example``: the record to show, of the smallest case. ``case``: that case; None: the run file does not describe it.
+    ``contrast``: what the cases have in common that passing ones do not have; None: nothing was found.
+    """
+
+    backend: str
+    words: str
+    records: tuple[Short, ...]
+    example: Short
+    case: CaseInfo | None = None
+    contrast: Contrast | None = None
+
+    @cached_property
+    def checks(self) -> tuple[str, ...]:
+        """The checks that it makes fail, in the order of the records."""
+        return tuple(dict.fromkeys(record.check for record in self.records))
+
+    @cached_property
+    def cases(self) -> tuple[str, ...]:
+        """``suite/id`` of its cases, in the order of the records."""
+        return tuple(dict.fromkeys(record.case for record in self.records))
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the run expected it, so that it does not fail the run."""
+        return isinstance(self.example, XFailed)
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether a likely cause or a line of the author's code is known."""
+        match self.example:
+            case Failed():
+                return bool(self.example.meaning) and self.words != UNEXPLAINED
+            case Errored():
+                return bool(raised_at(self.example.traceback))
+            case Crashed():
+                return bool(died_at(self.example.output))
+            case _:
+                return False
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a run with this finding alone: 0 expected, 1 the backend's fault, 3 attncheck's own."""
+        if self.is_expected:
+            return 0
+        return 3 if isinstance(self.example, Errored) and self.example.stage == OURSELVES else 1
+
+    @property
+    def title(self) -> str:
+        """The cause in words, with the figures of the example."""
+        match self.example:
+            case Failed(meaning=str(meaning)) if self.is_explained:
+                return meaning.partition(EVIDENCE)[0]
+            case Failed() if without_figures(seen := symptom(self.example.summary)) == self.words:
+                return joined(seen)
+            case Errored():
+                first = next(iter(self.example.message.strip().splitlines()), "")
+                place = self.words.removesuffix(f": {without_figures(first)}")  # which words without a place end with
+                return f"{place}: {first}" if first else self.words
+            case _:
+                return self.words
+
+
+def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...]:
+    """Return the findings of a run, backends in the header's order; of each the explained first, expected ones last.
+
+    What was asked in several rounds counts once, with its worst outcome.
+    """
+    asked = [each.record for each in worst_rounds(records) if each.record.check != UTILITIES]
+    described = {(case.suite, case.id): case for case in header.cases}
+    groups: dict[tuple[str, str], list[Short]] = {}
+    for record in asked:
+        if isinstance(record, Failed | Errored | Crashed | XFailed | XPassed):
+            words = record.reason if isinstance(record, XFailed) else record.finding
+            groups.setdefault((record.backend, words), []).append(record)
+    found = []
+    for (backend, words), members in groups.items():
+        own = [record for record in asked if record.backend == backend]
+        found += _split(backend, words, members, own, described)
+    order = list(dict.fromkeys([info.name for info in header.backends] + [each.backend for each in found]))
+    return tuple(sorted(found, key=lambda each: (order.index(each.backend), _rank(each), -len(each.records))))
+
+
+def _rank(finding: Finding) -> int:
+    if finding.is_expected:
+        return 3
+    if isinstance(finding.example, XPassed):
+        return 2
+    return 0 if finding.is_explained else 1
+
+
+def _split(
+    backend: str,
+    words: str,
+    members: Sequence[Short],
+    own: Sequence[Record],
+    described: Mapping[tuple[str, str], CaseInfo],
+) -> list[Finding]:
+    """Return the records as one finding, or as several where nothing explains them but keys of their cases differ."""
+    checks = {record.check for record in members}
+    wrong = list(dict.fromkeys((record.suite, record.case_id) for record in members))
+    keys = {(record.suite, record.case_id): keys_of_record(record, described) for record in own}
+    right = [keys[case] for case in _passing(own, checks)]
+    contrast = contrast_of([keys[case] for case in wrong], right)
+
+    def finding(records: Sequence[Short], contrast: Contrast | None) -> Finding:
+        example = min(
+            records, key=lambda record: (isinstance(record, XPassed), _size(keys[record.suite, record.case_id]))
+        )
+        case = described.get((example.suite, example.case_id))
+        return Finding(backend, words, tuple(records), example, case, contrast)
+
+    if words == UNEXPLAINED:
+        parts = parts_of([keys[case] for case in wrong], right)
+        if parts and (contrast is None or contrast.exceptions or sum(p.cost for p, _ in parts) < contrast.cost):
+            found = []
+            for part, positions in parts:
+                cases = {wrong[i] for i in positions}
+                found.append(finding([r for r in members if (r.suite, r.case_id) in cases], part))
+            return found
+    return [finding(members, contrast)]
+
+
+def _passing(own: Sequence[Record], checks: set[str]) -> list[tuple[str, str]]:
+    """Return the cases that were examined by one of the checks, and passed all of them that were made."""
+    outcomes: dict[tuple[str, str], list[Record]] = {}
+    for record in own:
+        if record.check in checks and record.outcome in EXAMINED:
+            outcomes.setdefault((record.suite, record.case_id), []).append(record)
+    return [case for case, records in outcomes.items() if all(isinstance(record, Passed) for record in records)]
+
+
+def keys_of_record(record: Record, described: Mapping[tuple[str, str], CaseInfo]) -> Keys:
+    """Return the keys of a record's case; of a run file without cases, the features and forms that it needs."""
+    case = described.get((record.suite, record.case_id))
+    if case is not None:
+        return case.keys
+    pairs = (need.partition("=") for need in record.needs)
+    return {name: value if is_form else True for name, is_form, value in pairs}
+
+
+def _size(keys: Keys) -> float:
+    """Return how much work a case is, for choosing the smallest example."""
+    size = 1.0
+    for name in ("batch.num_requests", "batch.max_seq_len", "layer.num_heads", "layer.head_size"):
+        value = keys.get(name)
+        size *= value if isinstance(value, int | float) else 1.0
+    return size
+
+
+def short_of(found: Sequence[Finding]) -> int:
+    """Return how many records the findings hold that make the run fail."""
+    return sum(record.outcome in FALLEN_SHORT for each in found for record in each.records)

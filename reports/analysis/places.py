@@ -1,0 +1,63 @@
+"""Which file and line of the user's code a record is about, as CI services take them: from the root of the checkout.
+
+Computed from the text of the run file alone. A path outside the checkout is left out: no service can show it.
+"""
+
+import re
+from collections.abc import Iterator
+
+from attncheck.reports.run_file.causes import died_at, place_of, raised_at
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record
+
+_FILE_OF_REFERENCE = re.compile(r"(?:^|:)(?P<path>[^:]+\.py)(?::|$)")
+
+
+def place_to_show(record: Record, header: RunHeader, root: str) -> tuple[str, int | None]:
+    """Return file and line for an annotation; empty and None if no file of the record is below ``root``.
+
+    The line that raised or died; else the backend's file; else the YAML file of the suite.
+    """
+    suite = header.suite_ref(record.suite).partition("{")[0]
+    places = [
+        *_lines_of(record),
+        (_file_of(record.backend_ref), None),
+        (suite if suite.endswith((".yaml", ".yml")) else "", None),
+    ]
+    for path, line in places:
+        relative = _in_checkout(path, root)
+        if relative:
+            return relative, line
+    return "", None
+
+
+def backend_file(reference: str, root: str) -> str:
+    """Return the file that a backend's reference names, from ``root``; empty if it names none, or one elsewhere.
+
+    >>> backend_file("./kernels/mine.py:Mine", "/work"), backend_file("vllm:/work/mine.py:Mine", "/work")
+    ('kernels/mine.py', 'mine.py')
+    >>> backend_file("/home/mine.py:Mine", "/work"), backend_file("torch_sdpa", "/work")
+    ('', '')
+    """
+    return _in_checkout(_file_of(reference), root)
+
+
+def _lines_of(record: Record) -> Iterator[tuple[str, int | None]]:
+    if isinstance(record, Errored):
+        yield place_of(raised_at(record.traceback))
+    if isinstance(record, Crashed):
+        yield from (place_of(place) for place in died_at(record.output))
+    if isinstance(record, Failed):
+        yield from (place_of(line.strip()) for detail in record.details for line in reversed(detail.splitlines()))
+
+
+def _file_of(reference: str) -> str:
+    match = _FILE_OF_REFERENCE.search(reference)
+    return match["path"] if match else ""
+
+
+def _in_checkout(path: str, root: str) -> str:
+    """Return a path from the root of the checkout; empty: it lies elsewhere."""
+    if path.startswith("/"):
+        return path.removeprefix(f"{root}/") if root and path.startswith(f"{root}/") else ""
+    return "" if path.startswith("../") else path.removeprefix("./")

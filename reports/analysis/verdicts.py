@@ -1,0 +1,93 @@
+"""The answer of a run, a line a backend: whether it is right, which of its claims are false, what it could declare."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attncheck.reports.analysis.claims import FalseClaim, false_claims
+from attncheck.reports.analysis.findings import Finding, findings
+from attncheck.reports.analysis.graph_levels import LevelRow, level_rows
+from attncheck.reports.analysis.summary import OutcomeCounts, RunVerdict, verdict
+from attncheck.reports.analysis.support import SupportRow, support_rows
+from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import EXAMINED, UTILITIES, Record
+
+
+@dataclass(frozen=True)
+class BackendVerdict:
+    """What a run says of one backend. ``cases``: how many were examined.
+
+    ``could_declare``: capabilities that it does not declare, and answers right where it does not refuse the case; and
+    the CUDA-graph level that was measured above the declared one.
+    """
+
+    backend: str
+    verdict: RunVerdict
+    cases: int
+    findings: tuple[Finding, ...]
+    false_claims: tuple[FalseClaim, ...]
+    could_declare: tuple[str, ...]
+
+    @property
+    def failing(self) -> tuple[Finding, ...]:
+        """The findings that make the run fail."""
+        return tuple(finding for finding in self.findings if not finding.is_expected)
+
+    @property
+    def failing_cases(self) -> int:
+        """How many cases the findings make fail."""
+        return len({case for finding in self.failing for case in finding.cases})
+
+
+@dataclass(frozen=True)
+class RunFindings:
+    """The findings of a run and what follows from them; ``support``: what each backend supports by measurement."""
+
+    findings: tuple[Finding, ...]
+    verdicts: tuple[BackendVerdict, ...]
+    support: tuple[SupportRow, ...]
+
+
+def run_findings(records: Sequence[Record], header: RunHeader) -> RunFindings:
+    """Return findings, verdicts and support of every backend that has a record, in the header's order."""
+    found = findings(records, header)
+    claims = false_claims(found, records)
+    names = dict.fromkeys(
+        [info.name for info in header.backends] + [r.backend for r in records if r.check != UTILITIES]
+    )
+    false = {name: {claim.capability for claim in claims if claim.backend == name} for name in names}
+    support = support_rows(records, header, false)
+    rows = level_rows(records)
+    verdicts = []
+    for name in names:
+        own = [record for record in records if record.backend == name and record.check != UTILITIES]
+        if not own:
+            continue
+        verdicts.append(
+            BackendVerdict(
+                name,
+                verdict(OutcomeCounts(tuple((record.outcome, 1) for record in own))),
+                len({record.case for record in own if record.outcome in EXAMINED}),
+                tuple(finding for finding in found if finding.backend == name),
+                tuple(claim for claim in claims if claim.backend == name),
+                (*_undeclared_and_right(support, name), *_higher_level(rows, name)),
+            )
+        )
+    return RunFindings(found, tuple(verdicts), support)
+
+
+def _undeclared_and_right(support: Sequence[SupportRow], backend: str) -> list[str]:
+    """Return the features that the backend does not declare, and answers right where it does not refuse the case."""
+    return [
+        f"{row.feature} ({row.answered} of {row.answered + row.refused + row.unclear} right)"
+        for row in support
+        if row.backend == backend and row.verdict == "answered" and not row.is_form
+    ]
+
+
+def _higher_level(rows: Sequence[LevelRow], backend: str) -> list[str]:
+    """Return the CUDA-graph level that every examined layer reaches, where it is above the declared one."""
+    own = [row for row in rows if row.backend == backend]
+    lowest = min((GRAPH_LEVELS.index(row.proven) for row in own), default=0)
+    highest = max((GRAPH_LEVELS.index(row.graph.declared) for row in own), default=0)
+    return [f"CUDA-graph level {GRAPH_LEVELS[lowest]}"] if lowest > highest else []

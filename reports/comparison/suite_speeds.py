@@ -1,0 +1,108 @@
+"""How the speed of one part of a step changed over all cases of a suite: one ratio with its interval, in a sentence.
+
+The unit stays the process. A process times all cases of a suite, so that what they share is not counted as often as
+there are cases: the times of one process become their geometric mean, and these means are compared as medians are.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attncheck.reports.comparison import significance
+from attncheck.reports.comparison.significance import FAMILY_LEVEL
+from attncheck.reports.comparison.speed_changes import SpeedPair, clock_step, obstacle
+from attncheck.reports.run_file.timings import StepPart
+
+_LEAST_TOLD = 0.001
+"""The least difference that a sentence rules out, as a share of the time: an interval may have no width."""
+
+
+@dataclass(frozen=True)
+class SuiteSpeedChange:
+    """One part of the ``cases`` of a suite, timed by one backend, or two that were matched.
+
+    ``base``, ``new``: the backend's name in either run. ``ratio``: time of NEW over time of BASE, geometric mean over
+    the cases; ``low``, ``high``: its interval, simultaneous over all of these. ``is_different``: the whole interval is
+    beyond the least difference that is told.
+    """
+
+    base: str
+    new: str
+    suite: str
+    part: StepPart
+    cases: int
+    ratio: float
+    low: float
+    high: float
+    is_different: bool
+
+    @property
+    def in_words(self) -> str:
+        """``Mine is 1.32 ± 0.04 times as fast as torch_sdpa in decode``, the faster one first, or that none is.
+
+        The figure after the sign is the longer arm of the interval, rounded up.
+        """
+        place = self.suite if self.part == "forward" else f"{self.suite}, {self.part}"
+        before, after = (
+            (f"{self.base} of BASE", f"{self.base} of NEW") if self.base == self.new else (self.base, self.new)
+        )
+        if not self.is_different:
+            most = max(self.high, 1 / self.low) - 1
+            return f"{before} and {after}: no difference above {_percent(most)} was found in {place}"
+        if self.ratio < 1:
+            fast, slow, speedup, ends = after, before, 1 / self.ratio, (1 / self.high, 1 / self.low)
+        else:
+            fast, slow, speedup, ends = before, after, self.ratio, (self.low, self.high)
+        digits = _digits(max(speedup - ends[0], ends[1] - speedup))
+        shown = round(speedup, digits)
+        arm = math.ceil(max(shown - ends[0], ends[1] - shown) * 10**digits) / 10**digits
+        return f"{fast} is {shown:.{digits}f} ± {arm:.{digits}f} times as fast as {slow} in {place}"
+
+
+def compare_suites(pairs: Sequence[SpeedPair], effect: float) -> tuple[SuiteSpeedChange, ...]:
+    """Compare each part of each suite; suites where a pair cannot be compared, or misses rounds, are left out.
+
+    ``effect``: the least difference that is told, as a share of the time.
+    """
+    groups: dict[tuple[str, str, str, StepPart], list[SpeedPair]] = {}
+    for pair in pairs:
+        suite = pair.base.case.partition("/")[0]
+        groups.setdefault((pair.base.backend, pair.new.backend, suite, pair.base.part), []).append(pair)
+    tested = {key: members for key, members in groups.items() if _is_whole(members)}
+    return tuple(_change(*key, members, FAMILY_LEVEL / len(tested), effect) for key, members in tested.items())
+
+
+def _is_whole(members: Sequence[SpeedPair]) -> bool:
+    """Whether all cases can be compared and were timed in the same processes."""
+    rounds = {(len(pair.base.rounds), len(pair.new.rounds)) for pair in members}
+    return len(rounds) == 1 and not any(obstacle(pair.base, pair.new) for pair in members)
+
+
+def _change(
+    base: str, new: str, suite: str, part: StepPart, members: Sequence[SpeedPair], level: float, effect: float
+) -> SuiteSpeedChange:
+    found = significance.estimate_ratio(
+        _by_process([pair.base.medians_ns for pair in members]),
+        _by_process([pair.new.medians_ns for pair in members]),
+        level=level,
+        resolution=max(clock_step(pair.base, pair.new) for pair in members),
+        in_turns=all(pair.in_turns for pair in members),
+    )
+    is_different = found.low > 1 + effect or found.high < 1 / (1 + effect)
+    return SuiteSpeedChange(base, new, suite, part, len(members), found.ratio, found.low, found.high, is_different)
+
+
+def _by_process(medians_ns: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The geometric mean over the cases, of each process."""
+    return tuple(statistics.geometric_mean(times) for times in zip(*medians_ns, strict=True))
+
+
+def _digits(arm: float) -> int:
+    """Decimals that show ``arm`` with one digit; two at least, four at most."""
+    return 2 if arm >= 0.01 else min(4, math.ceil(-math.log10(max(arm, 1e-4))))
+
+
+def _percent(share: float) -> str:
+    """A share rounded up to a tenth of a per cent."""
+    return f"{math.ceil(max(share, _LEAST_TOLD) * 1000) / 10:.1f} %"

@@ -1,0 +1,34 @@
+"""The JSON schema of a line of a run file, generated from the models of the lines."""
+
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from attncheck.reports.run_file.header import FORMAT
+from attncheck.reports.run_file.records import Line
+
+_NOT_FINITE = {"enum": ["NaN", "Infinity", "-Infinity"]}
+"""How JSON holds a figure that is no finite number."""
+
+
+def run_file_schema() -> dict[str, Any]:
+    """Return the schema (draft 2020-12) that every line of a run file of this version keeps to."""
+    generated = _without_titles(TypeAdapter[Any](Line).json_schema())
+    for definition in generated["$defs"].values():
+        if figures := definition["properties"].get("figures"):
+            figures["additionalProperties"]["anyOf"].append(_NOT_FINITE)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "a line of a run file of attncheck",
+        "$comment": f"format {FORMAT}; docs/run-files.md explains it",
+        **generated,
+    }
+
+
+def _without_titles(schema: Any) -> Any:
+    """The schema without the titles that pydantic makes of the names of fields."""
+    if isinstance(schema, dict):
+        return {
+            key: _without_titles(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)
+        }
+    return [_without_titles(value) for value in schema] if isinstance(schema, list) else schema

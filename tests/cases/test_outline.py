@@ -1,0 +1,123 @@
+"""The outline of a case: keys tell cases apart as their questions do, and the shape names what a reader looks for."""
+
+from pathlib import Path
+
+import pytest
+
+from attncheck.cases.loader import load_suite, suite_names
+from attncheck.cases.model import Case
+from attncheck.cases.outline import KeyValue, keys_of, shape_of
+
+
+@pytest.fixture(scope="module")
+def suite_cases() -> dict[str, Case]:
+    return {case.key: case for name in suite_names() for case in load_suite(name)}
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_cases_of_a_suite_differ_in_keys_and_in_shape(name: str) -> None:
+    cases = load_suite(name).cases
+    for told in ([tuple(sorted(keys_of(case).items())) for case in cases], [shape_of(case) for case in cases]):
+        alike = [case.id for case, own in zip(cases, told, strict=True) if told.count(own) > 1]
+        assert alike == []
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_a_shape_is_one_line_and_keys_are_plain(name: str) -> None:
+    for case in load_suite(name):
+        assert "\n" not in shape_of(case)
+        assert len(shape_of(case)) < 300
+        keys = keys_of(case)
+        assert all(type(value) in (bool, int, float, str) for value in keys.values())
+        assert keys["layer.group_size"] * keys["layer.num_kv_heads"] == keys["layer.num_heads"]
+        assert keys["batch.num_requests"] == len(list(case.batch))
+
+
+LAYER = "{num_heads: 6, num_kv_heads: 2, head_size: 64}"
+
+
+def case_of(folder: Path, text: str, *, layer: str = LAYER, batch: str = "q5s20_2q1s9") -> Case:
+    path = folder / "mine.yaml"
+    text = text if "batch: " in text else f"    batch: {batch}\n{text}"
+    path.write_text(f"suite: mine\ndefaults:\n  layer: {layer}\ncases:\n  - id: one\n{text}")
+    (case,) = load_suite(str(path))
+    return case
+
+
+def test_the_plain_case(tmp_path: Path) -> None:
+    case = case_of(tmp_path, "")
+    assert shape_of(case) == (
+        "6 heads, 2 KV heads (group 3), head size 64, bfloat16, pages of 16 NHD, batch q5s20_2q1s9"
+    )
+    assert keys_of(case) == {
+        "layer.num_heads": 6,
+        "layer.num_kv_heads": 2,
+        "layer.group_size": 3,
+        "layer.head_size": 64,
+        "layer.dtype": "bfloat16",
+        "cache.block_size": 16,
+        "cache.layout": "NHD",
+        "batch.num_requests": 3,
+        "batch.max_query_len": 5,
+        "batch.max_seq_len": 20,
+        "batch has a decode": True,
+        "batch has a prefill with context": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "words"),
+    [
+        ("    layer: {sliding_window: 9}", {"layer.sliding_window": 9}, "sliding_window 9"),
+        ("    layer: {sinks: true}", {"layer.sinks": True}, "sinks True"),
+        ("    layer: {causal: false}", {"layer.causal": False}, "causal False"),
+        ("    cache: {kv_cache_dtype: fp8}", {"cache.kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
+        (
+            "    batch: {requests: q5s20_2q1s9, padding: {requests: 1, tokens: 4}}",
+            {"batch is padded": True, "batch.padding.requests": 1, "batch.padding.tokens": 4},
+            "padded by 1 request and 4 tokens",
+        ),
+        (
+            "    path: {split_kv: {parts: 3}}",
+            {"path": "split_kv", "path.parts": 3},
+            "path split_kv (parts 3)",
+        ),
+    ],
+)
+def test_what_is_given_is_a_key_of_its_own(tmp_path: Path, text: str, keys: dict[str, KeyValue], words: str) -> None:
+    plain, given = case_of(tmp_path, ""), case_of(tmp_path, text)
+    assert {name: value for name, value in keys_of(given).items() if name not in keys_of(plain)} == keys
+    assert f", {words}" in shape_of(given)
+    assert words not in shape_of(plain)
+
+
+def test_sizes_of_a_latent_cache_are_one_text(suite_cases: dict[str, Case]) -> None:
+    case = suite_cases["mla/ranks"]
+    text = "kv_lora_rank 64 qk_nope_head_dim 32 qk_rope_head_dim 16 v_head_dim 24"
+    assert keys_of(case)["layer.mla"] == text
+    assert f", mla {text}, " in shape_of(case)
+
+
+def test_slopes_are_spelled_out_while_they_are_few(tmp_path: Path) -> None:
+    few = case_of(tmp_path, "    layer: {alibi: [0.5, 0.25, 0.125, 1, 2, 3]}")
+    assert keys_of(few)["layer.alibi"] == "[0.5, 0.25, 0.125, 1.0, 2.0, 3.0]"
+    many = case_of(tmp_path, "", layer="{num_heads: 10, num_kv_heads: 2, head_size: 64, alibi: [1,2,3,4,5,6,7,8,9,1]}")
+    assert keys_of(many)["layer.alibi"] == "10 values"
+
+
+def test_a_layer_without_a_cache_has_no_keys_of_one(suite_cases: dict[str, Case]) -> None:
+    case = next(case for case in suite_cases.values() if not case.layer.has_cache)
+    assert not [name for name in keys_of(case) if name.startswith("cache.")]
+    assert "pages of" not in shape_of(case)
+
+
+def test_a_batch_that_no_line_holds_is_told_by_its_sizes(tmp_path: Path) -> None:
+    batch = "_".join(f"q{length}s{length + 100}" for length in range(1, 12))
+    assert shape_of(case_of(tmp_path, "", batch=batch)).endswith(
+        "batch of 11 requests, 66 new tokens, seq_len up to 111"
+    )
+
+
+def test_one_head_is_no_heads(tmp_path: Path) -> None:
+    case = case_of(tmp_path, "", layer="{num_heads: 1, num_kv_heads: 1, head_size: 64}")
+    assert shape_of(case).startswith("1 head, 1 KV head (group 1), ")

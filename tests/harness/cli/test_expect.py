@@ -1,0 +1,30 @@
+"""``attncheck expect`` as typed: what it writes makes the next run green, and it loads no torch."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.cli import app as cli
+from attncheck.harness.run.expectation_file import load_expectations
+
+Attncheck = Callable[..., int]
+
+
+def test_a_wrong_backend_is_green_with_the_file_written_from_its_run(
+    here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--backend", "./wrong.py:Wrong", "--check", "numerics", "--check", "lse")
+    assert here(*asked, "--output", "run.jsonl") == 1
+    assert cli.main(["expect", "run.jsonl", "--output", "known.yaml"]) == 0
+    assert here(*asked, "--expect", "known.yaml") == 0
+    assert {entry.expectation.check for entry in load_expectations(folder / "known.yaml")} == {"numerics"}
+    capsys.readouterr()
+    assert cli.main(["expect", "run.jsonl"]) == 0
+    assert capsys.readouterr().out == (folder / "known.yaml").read_text(encoding="utf-8")
+    assert cli.main(["expect", "run.jsonl", "--output", "run.jsonl"]) == 2
+    code = "import sys; from attncheck.__main__ import main; sys.exit(main() or 'torch' in sys.modules)"
+    words = [sys.executable, "-c", code, "expect", "run.jsonl"]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == 0

@@ -1,0 +1,109 @@
+"""``attncheck recommend``: its words, its exit codes, and JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.cli import app as cli
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Failed, Passed
+from attncheck.reports.run_file.store import RunWriter
+from attncheck.reports.run_file.timings import Latency, Timing
+
+ENVIRONMENT = Environment(
+    attncheck="0.1.0",
+    python="3.11.9",
+    torch="2.13.0",
+    numpy="2.3.0",
+    platform="Linux x86_64",
+    cpu="a cpu",
+    cores=2,
+    device="cpu",
+    device_name="a cpu",
+)
+LATENCY = Latency(
+    part="forward",
+    clock="host",
+    median_ns=2e6,
+    low_ns=2e6,
+    high_ns=2e6,
+    samples_ns=(2_000_000,),
+    is_settled=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``run.jsonl``: a backend that is right with sinks, and timed; and one that ignores them."""
+    monkeypatch.chdir(tmp_path)
+    header = RunHeader(
+        started="2026-01-01T00:00:00+00:00",
+        environment=ENVIRONMENT,
+        suites=(SuiteInfo(name="mine", ref="mine", cases=2),),
+        checks=("numerics", "timing"),
+        device="cpu",
+        seed=0,
+        backends=(BackendInfo(name="Good", ref="Good"), BackendInfo(name="Liar", ref="Liar", features=("lse",))),
+    )
+    who = {
+        "suite": "mine",
+        "case_id": "edge",
+        "case_hash": "0123456789ab",
+        "seed": 0,
+        "backend_version": "",
+        "environment": ENVIRONMENT.digest,
+        "attncheck_version": "0.1.0",
+        "needs": ("sinks", "block_size=16"),
+    }
+    good, liar = ({"backend": name, "backend_ref": name} for name in ("Good", "Liar"))
+    ignored = {"summary": "7 of 40 rows", "finding": "the sinks are ignored", "concerns": ("sinks",)}
+    with RunWriter(tmp_path / "run.jsonl", header) as writer:
+        writer.add(Passed(check="numerics", **good, **who))
+        writer.add(Passed(check="timing", timing=Timing(latencies=(LATENCY,)), **good, **who))
+        writer.add(Failed(check="numerics", **ignored, **liar, **who))
+
+
+def recommend(*words: str) -> int:
+    return cli.main(["recommend", "run.jsonl", *words])
+
+
+def test_right_backends_come_first_with_their_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert recommend("--needs", "sinks,block_size=16") == 0
+    right, wrong = capsys.readouterr().out.split("\n\n")[1:]
+    assert right.splitlines() == [
+        "right in every case that needs all of this",
+        "  Good: 1 case; 2.00 ms (geometric mean over 1 case)",
+    ]
+    assert wrong.splitlines() == [
+        "wrong",
+        "  Liar: wrong in 1 of 1",
+        "    finding: the sinks are ignored (1 case, check numerics)",
+    ]
+
+
+def test_the_exit_code_says_whether_a_backend_is_right() -> None:
+    assert recommend("--needs", "lse") == 1  # declared by one, measured of none
+    assert recommend("--needs", "sinks", "--needs", "block_size=16") == 0
+
+
+@pytest.mark.parametrize(
+    ("needs", "words"),
+    [("sinsk", "unknown need 'sinsk'; did you mean 'sinks'?"), (" ,", "--needs names nothing")],
+)
+def test_a_need_that_no_case_has_is_a_wrong_question(
+    capsys: pytest.CaptureFixture[str], needs: str, words: str
+) -> None:
+    assert recommend("--needs", needs) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_json_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert recommend("--needs", "sinks", "--format", "json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["needs"] == ["sinks"]
+    ((good, liar),) = (run["backends"] for run in told["runs"])
+    assert (good["backend"], good["standing"], good["right"]) == ("Good", "right", 1)
+    assert good["median_ns"] == pytest.approx(2e6)
+    assert (liar["backend"], liar["standing"], liar["wrong"]) == ("Liar", "wrong", 1)
+    assert liar["findings"] == ["the sinks are ignored (1 case, check numerics)"]

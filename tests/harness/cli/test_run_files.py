@@ -1,0 +1,101 @@
+"""Where run files are kept, and how many."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.errors import RunFileError
+from attncheck.harness.cli import run_files
+from attncheck.harness.cli.run_files import drop_old_runs, kept_folder, kept_runs, newest_run
+from attncheck.reports.run_file.store import read_run
+
+Attncheck = Callable[..., int]
+QUICK = ("reference", "--case", "prefill")
+
+
+@pytest.fixture
+def plain(folder: Path) -> Path:
+    """The folder without ``results``."""
+    (folder / "results").rmdir()
+    return folder
+
+
+def test_without_results_the_run_is_in_the_cache(
+    here: Attncheck, plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here(*QUICK) == 0
+    (path,) = (plain / "cache").rglob("*.jsonl")
+    assert path.parent == kept_folder()
+    assert path.parent.parent == plain / "cache" / "attncheck" / "runs"
+    assert path.parent.name.startswith(f"{plain.name}-")
+    assert str(path) in capsys.readouterr().out.splitlines()[-1]
+    assert read_run(newest_run(kept_folder())).complete
+    assert not (plain / "results").exists()
+
+
+def test_no_output_writes_none(here: Attncheck, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(plain.rglob("*"))
+    assert here(*QUICK, "--no-output") == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" s, no run file (--no-output)")
+    assert {path for path in plain.rglob("*") if "__pycache__" not in path.parts} == before
+
+
+def test_a_folder_that_cannot_be_written_costs_no_run(
+    here: Attncheck, plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files.tempfile, "tempdir", str(plain))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(plain / "wrong.py"))  # a file
+    assert here(*QUICK) == 0
+    printed = capsys.readouterr()
+    assert "wrong.py/attncheck" in printed.err
+    assert "Not a directory" in printed.err
+    assert "--output FILE names another, --no-output writes none" in printed.err
+    (path,) = plain.rglob("*.jsonl")
+    assert printed.out.splitlines()[-1].endswith(f"run file: {path}")
+    assert read_run(path).complete
+
+
+def test_output_may_be_a_folder(here: Attncheck, plain: Path) -> None:
+    (plain / "kept").mkdir()
+    assert here(*QUICK, "--output", "kept") == 0
+    assert len(kept_runs(plain / "kept")) == 1
+
+
+def runs(folder: Path, *days: int) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"202611{day:02}-120000-{day}.jsonl" for day in days]
+    for name in names:
+        (folder / name).touch()
+    return names
+
+
+def test_only_the_newest_runs_that_attncheck_named_stay(tmp_path: Path) -> None:
+    names = runs(tmp_path, *range(1, 8))
+    others = ["20261101-120000-1.jsonl.xz", "times.jsonl", "20261101.jsonl", "notes.txt"]
+    for name in others:
+        (tmp_path / name).touch()
+    drop_old_runs(tmp_path, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {*names[-3:], *others}
+    assert newest_run(tmp_path).name == names[-1]
+
+
+def test_the_runs_of_the_cache_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = tmp_path / "attncheck" / "runs"
+    runs(root / "a", 1, 2)
+    (kept,) = runs(root / "b", 4)
+    (latest,) = runs(root / "c", 5)
+    drop_old_runs(root / "c", 2)
+    assert sorted(path.relative_to(root) for path in root.rglob("*")) == [
+        Path("b"),
+        Path("b") / kept,
+        Path("c"),
+        Path("c") / latest,
+    ]
+
+
+def test_a_folder_without_runs_has_no_newest(tmp_path: Path) -> None:
+    (tmp_path / "times.jsonl").touch()
+    with pytest.raises(RunFileError, match="no run is kept there; --last-failed needs one"):
+        newest_run(tmp_path)

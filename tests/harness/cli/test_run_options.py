@@ -1,0 +1,119 @@
+"""Options of ``attncheck run`` as users of pytest know them: how much is asked, when it stops, what is printed."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.errors import SelectionError
+from attncheck.harness.cli import app as cli
+from attncheck.harness.cli.last_failed import only_failed
+from attncheck.harness.cli.run_options import RunOptions
+from attncheck.reports.run_file.store import read_run
+
+Attncheck = Callable[..., int]
+TheRun = Callable[[Path], Path]
+
+
+def keys(path: Path) -> list[tuple[str, str, str]]:
+    return [(each.backend, each.case_id, each.check) for each in read_run(path).records]
+
+
+def test_backends_are_arguments(the_run: TheRun, here: Attncheck, folder: Path) -> None:
+    (folder / "one.py").write_text((folder / "wrong.py").read_text().partition("class Raising")[0])
+    assert here("./one.py", "reference", "--backend", "torch_sdpa", "--case", "prefill", "--check", "num*") == 1
+    assert keys(the_run(folder)) == [(name, "prefill", "numerics") for name in ("Wrong", "reference", "torch_sdpa")]
+    assert "repeat: attncheck run --backend ./one.py " in cli_output(folder)
+
+
+def cli_output(folder: Path) -> str:
+    from attncheck.reports.terminal.run import render_run
+
+    (path,) = (folder / "results").iterdir()
+    return render_run(read_run(path))
+
+
+def test_a_check_is_skipped_and_others_are_listed(the_run: TheRun, here: Attncheck, folder: Path) -> None:
+    words = ("--check", "numerics,l*", "--check", "cudagraph", "--skip", "cuda*")
+    assert here("reference", "--case", "decode", *words) == 0
+    assert keys(the_run(folder)) == [("reference", "decode", "numerics"), ("reference", "decode", "lse")]
+
+
+def test_maxfail_counts_records_and_x_is_one(here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = ("./wrong.py:Wrong", "./wrong.py:Raising", "--check", "numerics")
+    assert here(*both, "--maxfail", "3", "--output", "three.jsonl") == 1
+    assert [each.outcome for each in read_run("three.jsonl").records] == ["failed", "errored", "failed"]
+    assert "stopped when 3 records had fallen short (--maxfail 3)" in capsys.readouterr().out
+    assert here(*both, "-x", "--output", "one.jsonl") == 1
+    assert len(read_run("one.jsonl").records) == 1
+
+
+def test_last_failed_asks_what_fell_short_in_the_newest_kept_run(
+    here: Attncheck, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails = (folder / "wrong.py").read_text().replace("mul_(1.25)", "mul_(1.25 if len(result) > 2 else 1)")
+    (folder / "wrong.py").write_text(fails)
+    assert here("reference", "./wrong.py:Wrong", "--check", "numerics") == 1
+    assert here("reference", "--output", "not-kept.jsonl") == 0
+    assert here("--lf", "--check", "numerics", "--output", "again.jsonl") == 1
+    assert keys(Path("again.jsonl")) == [("Wrong", "prefill", "numerics")]
+    capsys.readouterr()
+    assert here("reference", "--lf") == 2
+    assert "none of these backends and suites fell short in the newest run" in capsys.readouterr().err
+    (folder / "wrong.py").write_text(fails.replace("1.25", "1.0"))
+    assert here("--lf", "--check", "numerics") == 0
+    capsys.readouterr()
+    assert here("--lf") == 2
+    assert "nothing fell short in the newest run, results/" in capsys.readouterr().err
+
+
+def test_last_failed_keeps_the_settings_of_the_suite(here: Attncheck, folder: Path) -> None:
+    assert here("./wrong.py:Wrong", "--set", "cache.block_size=8", "--case", "decode", "--check", "numerics") == 1
+    (path,) = (folder / "results").iterdir()
+    narrowed = only_failed(RunOptions(settings=("cache.block_size=8",)), path)
+    assert (narrowed.suites, narrowed.keys) == (("small.yaml{cache.block_size: 8}",), ("small/decode",))
+    assert here("--lf", "--set", "cache.block_size=8", "--check", "numerics") == 1
+
+
+def test_quiet_prints_what_fell_short_and_the_last_lines(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("reference", "--check", "numerics", "-q") == 0
+    verdict, last = capsys.readouterr().out.splitlines()
+    assert verdict == "passed: 1 backend, 2 cases: 2 passed"
+    assert "run file: results/" in last
+    assert here("./wrong.py:Wrong", "--case", "decode", "--check", "numerics", "--quiet") == 1
+    assert capsys.readouterr().out.startswith("failed  Wrong  small/decode  numerics\n")
+
+
+def test_the_slowest_checks_are_listed(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here("reference", "--check", "numerics,lse", "--durations", "2", "-v") == 0
+    printed = capsys.readouterr()
+    title, *rows, _ = printed.out.splitlines()[-4:]
+    assert title == "slowest 2 of 3 checks of cases"
+    seconds = [float(row.split()[0]) for row in rows]
+    assert seconds == sorted(seconds, reverse=True)
+    assert all(re.fullmatch(r" +[\d.]+ s  reference  small/\w+  (numerics|lse)", row) for row in rows)
+    assert len(re.findall(r"^passed  reference  small/", printed.err, re.MULTILINE)) == 3
+
+
+def test_colours_are_a_choice(
+    here: Attncheck, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert here("reference", "--case", "prefill", "--color", "always", "--output", "a.jsonl") == 0
+    assert "\033[32m1/1" in capsys.readouterr().out
+    assert cli.main(["report", "a.jsonl", "--color", "always"]) == 0
+    assert "\033[" in capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for words, expected in ([], True), (["--color", "never"], False):
+        assert cli.main(["report", "a.jsonl", *words]) == 0
+        assert ("\033[" in capsys.readouterr().out) == expected
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert cli.main(["report", "a.jsonl"]) == 0
+    assert "\033[" not in capsys.readouterr().out
+
+
+def test_a_provider_alone_has_no_checks_of_backends_to_skip() -> None:
+    with pytest.raises(SelectionError, match="--skip lse: only a provider is examined"):
+        RunOptions(providers=("vllm",), skip=("lse",))
+    with pytest.raises(SelectionError, match="which --skip leaves out"):
+        RunOptions(providers=("vllm",), backends=("reference",), skip=("utilities",))

@@ -1,0 +1,116 @@
+"""``attncheck show``: the picture of a mask is the reference's mask, and the YAML asks the same question."""
+
+from pathlib import Path
+
+import pytest
+
+from attncheck.cases.loader import load_suite, suite_names
+from attncheck.cases.model import Case, question
+from attncheck.harness.cli import app as cli
+from attncheck.harness.cli.mask_picture import draw_mask
+from attncheck.harness.cli.show import case_lines, case_yaml
+from attncheck.reference.spec import LayerSpec, PathSpec, RequestSpec, TreeOptions
+
+CASES = [case for name in suite_names() for case in load_suite(name).cases]
+LAYER = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8)
+
+
+def test_pictures() -> None:
+    window = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, sliding_window=2)
+    assert draw_mask(window, PathSpec(), RequestSpec(query_len=3, seq_len=5), 80) == [
+        "3 rows x 5 keys",
+        ".##..",
+        "..##.",
+        "...##",
+    ]
+    tree = PathSpec(name="tree", options=TreeOptions())
+    assert draw_mask(LAYER, tree, RequestSpec(query_len=4, seq_len=6), 80)[1:] == [
+        "###...",
+        "####..",
+        "###.#.",
+        "####.#",
+    ]
+    assert draw_mask(LAYER, PathSpec(), RequestSpec(query_len=32, seq_len=64), 8)[:3] == [
+        "32 rows x 64 keys, a character is 2 x 8",
+        "####+...",
+        "####+...",
+    ]
+    cross = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, attn_type="encoder_decoder")
+    assert draw_mask(cross, PathSpec(name="cross"), RequestSpec(query_len=2, encoder_len=3), 80)[1:] == ["###", "###"]
+
+
+def reference_mask(case: Case, request: RequestSpec) -> list[str]:
+    """Row by row, by the reference's predicate and, of a tree, by going up from each row."""
+    import torch
+
+    from attncheck.reference import layer_params
+    from attncheck.reference.attention.params import visible
+
+    is_cross = request.encoder_len is not None
+    keys = request.encoder_len if is_cross else request.total_len
+    positions = torch.arange(keys - request.query_len, keys)
+    sees = visible(layer_params(case.layer), positions[:, None], torch.arange(keys)[None])
+    if isinstance(case.batch.path.options, TreeOptions):
+        for row in range(request.query_len):
+            above, node = {row}, row
+            while (node := case.batch.path.options.parents[node]) >= 0:
+                above.add(node)
+            for other in set(range(request.query_len)) - above:
+                sees[row, keys - request.query_len + other] = False
+    return ["".join("#" if each else "." for each in row) for row in sees.tolist()]
+
+
+def test_masks_are_those_of_the_reference() -> None:
+    compared = set()
+    for case in CASES:
+        if case.layer.mla or case.batch.path.name in ("merge", "causal_conv1d", "fast_prefill"):
+            continue
+        for request in case.batch.requests:
+            if request.query_len <= 16 and request.total_len <= 200:
+                picture = draw_mask(case.layer, case.batch.path, request, 10_000)
+                assert picture[1:] == reference_mask(case, request), case.key
+                compared.add((case.batch.path.name, *case.layer.modifiers))
+    paths = {("paged", "sliding_window"), ("tree",), ("cross",), ("encoder_only",), ("local", "attn_chunk_size")}
+    assert paths <= compared
+
+
+def test_the_yaml_asks_the_same(tmp_path: Path) -> None:
+    for number, case in enumerate(CASES[:: max(len(CASES) // 150, 1)]):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(case_yaml(case), encoding="utf-8")
+        (again,) = load_suite(str(path)).cases
+        assert question(again) == question(case), case.key
+        assert (again.key, again.checks, again.tolerance, again.inputs, again.description) == (
+            case.key,
+            case.checks,
+            case.tolerance,
+            case.inputs,
+            case.description,
+        )
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_every_case_can_be_shown_and_keeps_to_the_width(width: int) -> None:
+    for case in CASES[::7]:
+        for line in "\n".join(case_lines(case, width)).splitlines():
+            is_table = line.startswith("requests") or line[:1].isdigit()
+            assert len(line) <= width or is_table or len(max(line.split(), key=len)) > width - 10, (case.key, line)
+
+
+def test_a_case_is_found_in_any_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", "sinks/decode.float16"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("sinks/decode.float16\n")
+    for words in ("sinks=True", "numerics", "requests  query_len  context  seq_len  pages"):
+        assert words in printed.out
+    assert printed.err == ""
+    assert cli.main(["show", "decode", "--suite", "smoke"]) == 0
+    assert "3 cases match; this is the first. The others: decode.bfloat16, decode.float32" in capsys.readouterr().err
+    assert cli.main(["show", "no-such-case"]) == 2
+
+
+def test_the_yaml_can_be_run(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert cli.main(["show", "smoke/verify-tree.3", "--yaml"]) == 0
+    Path("tree.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
+    assert cli.main(["list", "cases", "--suite", "tree.yaml"]) == 0
+    assert capsys.readouterr().out.startswith("smoke/verify-tree.3")

@@ -1,0 +1,139 @@
+"""What users type after --case, --check, --skip, --suite and -k, and what is suggested where it means nothing."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from attncheck.cases.loader import load_suite
+from attncheck.errors import QuestionError, SelectionError, UnknownNameError
+from attncheck.harness.run.patterns import cases_by_keywords, choose_checks, split_commas
+from attncheck.harness.run.selection import Selection, select_cases
+from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
+from attncheck.reports.run_file.timings import TIMING
+
+SMOKE = load_suite("smoke").cases
+
+
+def ids(selection: Selection) -> list[str]:
+    return [case.id for case in selection.cases]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["numerics,lse"], ("numerics", "lse")),
+        (["numerics", "lse, cudagraph"], ("numerics", "lse", "cudagraph")),
+        (["num*"], ("numerics",)),
+        (["*e*", "lse"], tuple(check for check in DEFAULT_CHECKS if "e" in check)),
+        (["*"], DEFAULT_CHECKS),
+        (["tim*"], (TIMING,)),
+        ([], ()),
+    ],
+)
+def test_checks_are_named_by_commas_and_patterns(words: list[str], expected: tuple[str, ...]) -> None:
+    assert set(choose_checks(words)) == set(expected)
+
+
+def test_a_pattern_of_no_check_is_an_error_with_a_suggestion() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown check 'numeric'; did you mean 'numerics'\?"):
+        choose_checks(["lse,numeric"])
+    with pytest.raises(UnknownNameError, match=r"unknown check 'zz\*' \(known: numerics, "):
+        choose_checks(["zz*"])
+    with pytest.raises(SelectionError, match="give --skip cudagraph"):
+        choose_checks(["!cudagraph"])
+
+
+def test_skip_leaves_checks_out() -> None:
+    asked = select_cases(["smoke"], skip=["cudagraph,l*"])
+    assert asked.checks == tuple(check for check in DEFAULT_CHECKS if check not in ("cudagraph", "lse"))
+    assert select_cases(["smoke"], (), ["lse,numerics"], skip=["lse"]).checks == ("numerics",)
+    with pytest.raises(SelectionError, match="--skip lse leaves no check of lse"):
+        select_cases(["smoke"], (), ["lse"], skip=["lse"])
+
+
+def test_commas_within_brackets_and_in_names_of_files_separate_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a,b.yaml").write_text("")
+    assert split_commas([str(tmp_path / "a,b.yaml"), "c,d"]) == (str(tmp_path / "a,b.yaml"), "c", "d")
+    varied = "decode{cache.block_size: 32, layer.head_size: 64}"
+    assert [suite.name for suite in select_cases([f"smoke,{varied}"]).suites] == ["smoke", "decode"]
+
+
+def test_an_id_without_its_variants_means_all_of_them() -> None:
+    expected = [case.id for case in SMOKE if re.fullmatch(r"(decode|prefill)(\..*)?", case.id)]
+    assert len(expected) > 2
+    assert ids(select_cases(["smoke"], ["decode,prefill"])) == expected
+    assert ids(select_cases(["smoke"], ["smoke/decode", "smoke/prefill"])) == expected
+    assert ids(select_cases(["smoke"], ["decode.float16"])) == ["decode.float16"]
+    groups = [case.id for case in SMOKE if case.id.startswith("groups.")]
+    assert "groups.16" in groups
+    with pytest.raises(SelectionError):
+        select_cases(["smoke"], ["groups.1"])  # no shorter id of groups.16
+
+
+@pytest.mark.parametrize(
+    ("suites", "pattern"),
+    [
+        ([], "decod"),
+        ([], "groups.100"),
+        (["smoke"], "dekode*"),
+        (["smoke"], "smoke/decod.float16"),
+        (["smoke"], "prefil"),
+        (["encoder", "sinks"], "encodr"),
+    ],
+)
+def test_a_suggestion_is_one_that_works(suites: list[str], pattern: str) -> None:
+    with pytest.raises(SelectionError) as wrong:
+        select_cases(suites, [pattern])
+    match = re.search(r"did you mean '(.*)'\?", str(wrong.value))
+    assert match, wrong.value
+    found = select_cases(suites, [match[1]])
+    if not suites:  # a backend is examined by one of the two suites
+        found = found.of_suites(["smoke"])
+    assert found.cases
+
+
+def test_a_case_of_another_suite_is_suggested_with_its_suite() -> None:
+    with pytest.raises(SelectionError) as wrong:
+        select_cases(["prefill"], ["verify-drafts"])
+    match = re.search(r"give --suite (\w+)", str(wrong.value))
+    assert match, wrong.value
+    assert select_cases([match[1]], ["verify-drafts"]).cases
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("sliding_window", lambda case: case.layer.sliding_window is not None),
+        ("head_size=128", lambda case: case.layer.head_size == 128),
+        ("SINKS and not fp8", lambda case: case.layer.sinks is not False),
+        ("smoke/decode or smoke/prefill", lambda case: case.id.startswith(("decode", "prefill"))),
+    ],
+)
+def test_keywords_are_looked_for_in_id_description_and_needs(expression, expected) -> None:
+    found = [case.id for case in cases_by_keywords(SMOKE, expression)]
+    wanted = [case.id for case in SMOKE if expected(case)]
+    assert wanted
+    assert set(wanted) <= set(found)
+    unexpected = [case for case in SMOKE if case.id in set(found) - set(wanted)]
+    words = re.findall(r"\w+", expression.lower())
+    assert all(any(word in f"{case.key} {case.description}".lower() for word in words) for case in unexpected)
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("a b", "expected end of input"),
+        ("(sinks", "got end of input"),
+        ("sincs", "true of no case.*did you mean 'sinks'"),
+        ("head_size=12345", "did you mean 'head_size="),
+    ],
+)
+def test_a_wrong_expression_says_what_is_wrong(expression: str, message: str) -> None:
+    with pytest.raises(QuestionError, match=message):
+        select_cases(["smoke"], keywords=expression)
+
+
+def test_checks_keep_the_order_of_reports() -> None:
+    asked = select_cases(["smoke"], (), ["lse", "numerics"]).checks
+    assert asked == tuple(check for check in BACKEND_CHECKS if check in ("numerics", "lse"))

@@ -1,0 +1,107 @@
+"""The JSON documents hold every table, and their fields are those that the docs explain."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attncheck.reports.comparison.compare import EnvironmentChange, OutcomeChange, compare_runs
+from attncheck.reports.comparison.suite_speeds import SuiteSpeedChange
+from attncheck.reports.data.documents import comparison_document, runs_document
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.store import Run, RunWriter, read_run
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "run-files.md").read_text(encoding="utf-8")
+Make = Callable[..., Record]
+
+
+@pytest.fixture
+def run(tmp_path: Path, header: RunHeader, make: Make) -> Run:
+    latency = {"part": "forward", "clock": "host", "median_ns": 2e6, "low_ns": 1.9e6, "high_ns": 2.1e6}
+    timing: dict[str, Any] = {"latencies": [latency | {"samples_ns": [2_000_000], "is_settled": True}]}
+    probe = {"name": "decode", "level": "UNIFORM_SINGLE_TOKEN_DECODE", "outcome": "failed", "reason": "host read"}
+    levels = {"declared": "ALWAYS", "measured": "NEVER", "recorder": "emulated", "probes": [probe]}
+    records = (
+        make("passed", case_id="a", figures={"budget_share": 0.5}, needs=["sinks"]),
+        make("failed", case_id="b", figures={"budget_share": "NaN"}, needs=["sinks"]),
+        make("unsupported", case_id="c", check="lse"),
+        make("failed", case_id="a", check="cudagraph", figures={}, graph=levels),
+        make("passed", case_id="d", check="timing", figures={}, timing=timing),
+    )
+    asked = header.model_copy(update={"checks": ("numerics", "lse", "cudagraph", "timing")})
+    with RunWriter(tmp_path / "run.jsonl", asked) as writer:
+        for record in records:
+            writer.add(record)
+    return read_run(tmp_path / "run.jsonl")
+
+
+def keys_of(value: Any, under: str = "") -> Iterator[str]:
+    """Every key with the keys it is under, lists left out: ``runs.summary.backend``."""
+    for member in value if isinstance(value, list) else [value]:
+        for key, own in member.items() if isinstance(member, dict) else ():
+            yield f"{under}{key}"
+            yield from keys_of(own, f"{under}{key}.")
+
+
+def test_a_run_has_every_table(run: Run) -> None:
+    document = json.loads(runs_document([run, run]))
+    assert (document["format"], document["kind"], len(document["runs"])) == (1, "runs", 2)
+    told = document["runs"][0]
+    assert (told["run"], told["verdict"], told["complete"]) == (run.path, "failed", True)
+    assert told["header"]["environment"]["torch"] == "2.13.0+cpu"
+    assert told["summary"][0] == {
+        "backend": "reference",
+        "check": "numerics",
+        "outcomes": {"passed": 1, "failed": 1},
+        "examined": 2,
+        "fell_short": 1,
+        "worst_budget_share": "Infinity",
+    }
+    assert [each["reasons"] for each in told["not_examined"]] == [["head_size 80 is not one of 64, 128"]]
+    (sinks,) = (row for row in told["support"] if row["feature"] == "sinks")
+    assert (sinks["verdict"], sinks["right"], sinks["short"]) == ("short", 1, 1)
+    (level,) = told["graph_levels"]
+    assert (level["declared"], level["measured"], level["cases"]) == ("ALWAYS", "NEVER", ["smoke/a"])
+    assert level["broke_at"]["name"] == "decode"
+    (speed,) = told["speeds"]
+    assert (speed["case"], speed["part"], speed["rounds"]) == ("smoke/d", "forward", 1)
+    assert speed["median_ns"] == pytest.approx(2e6)
+    assert [row["outcome"] for row in told["records"]] == [record.outcome for record in run.records]
+    assert told["records"][1]["budget_share"] == "NaN"
+
+
+def test_an_unfinished_run_has_no_verdict(run: Run) -> None:
+    (told,) = json.loads(runs_document([Run(run.path, run.header, run.records[:1])]))["runs"]
+    assert (told["verdict"], told["complete"]) == ("unfinished", False)
+
+
+def test_a_comparison_is_told_whole(run: Run) -> None:
+    new = Run("new.jsonl", run.header, run.records[1:], run.footer)
+    document = json.loads(comparison_document(compare_runs(run, new)))
+    assert (document["format"], document["kind"], document["new"]["run"]) == (1, "comparison", "new.jsonl")
+    assert (document["verdict"], document["fails"]) == ("incomplete", True)
+    assert document["missing"] == [
+        {"backend": "reference", "check": "numerics", "is_whole_backend": False, "cases": ["smoke/a"]}
+    ]
+    assert document["compared"]["of_backends"] == 2
+    (speed,) = document["speeds"]
+    assert (speed["verdict"], speed["ratio"], speed["low"]) == ("cannot tell", 1.0, None)
+
+
+def test_the_page_names_every_field(run: Run) -> None:
+    """Fields of the header are those of the run file, which the schema describes."""
+    documents = [
+        runs_document([run]),
+        comparison_document(compare_runs(run, Run("new.jsonl", run.header, run.records))),
+    ]
+    keys = {key for text in documents for key in keys_of(json.loads(text)) if ".header." not in key}
+    names = {key.rpartition(".")[2] for key in keys if ".outcomes." not in key}
+    names.update(field.name for kind in (OutcomeChange, SuiteSpeedChange, EnvironmentChange) for field in fields(kind))
+    named = set(re.findall(r"`(\w+)`", PAGE))
+    assert names - named == set()

@@ -1,0 +1,59 @@
+"""Every record is one row of the CSV, with the same columns."""
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attncheck.reports.data.rows import csv_table
+from attncheck.reports.run_file.records import OUTCOMES, Record
+from attncheck.reports.run_file.store import read_run
+
+Make = Callable[..., Record]
+Write = Callable[..., Path]
+
+
+def rows_of(*paths: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(csv_table([read_run(path) for path in paths]))))
+
+
+def test_a_row_for_each_record_of_each_run(write: Write, make: Make) -> None:
+    first = write(*(make(outcome, case_id=outcome) for outcome in OUTCOMES))
+    second = write(make("passed"), name="second.jsonl")
+    rows = rows_of(first, second)
+    assert [row["outcome"] for row in rows] == [*OUTCOMES, "passed"]
+    assert [row["run"] for row in rows] == [str(first)] * len(OUTCOMES) + [str(second)]
+    assert {row["outcome"]: row["what"] for row in rows[: len(OUTCOMES)]} == {
+        "passed": "",
+        "failed": "7 of 40 rows",
+        "errored": "RuntimeError in forward: no such kernel",
+        "crashed": "killed by SIGABRT during check numerics",
+        "unsupported": "head_size 80 is not one of 64, 128",
+        "unavailable": "needs CUDA",
+        "xfailed": "failed: 7 of 40 rows (expected: known)",
+        "xpassed": "passed, but was expected to fall short: known",
+    }
+
+
+def test_figures_levels_times_and_causes_have_columns(write: Write, make: Make, graph: Callable[..., Record]) -> None:
+    latency = {"part": "forward", "clock": "host", "median_ns": 2e6, "low_ns": 2e6, "high_ns": 2e6}
+    timing: dict[str, Any] = {"latencies": [latency | {"samples_ns": [2_000_000], "is_settled": True}]}
+    (row,) = rows_of(
+        write(
+            make(
+                "failed", figures={"budget_share": 18.5}, meaning="the window\nis ignored", needs=["sinks", "dtype=f"]
+            ),
+            name="a.jsonl",
+        )
+    )
+    assert (row["budget_share"], row["cause"], row["needs"]) == ("18.5", "the window is ignored", "sinks dtype=f")
+    assert row["forward_median_ns"] == row["declared_level"] == ""
+    (row,) = rows_of(write(make("passed", timing=timing), name="b.jsonl"))
+    assert (row["forward_median_ns"], row["build_median_ns"]) == ("2000000.0", "")
+
+
+def test_a_text_of_foreign_code_stays_in_its_cell(write: Write, make: Make) -> None:
+    (row,) = rows_of(write(make("errored", message='a "b", c;\x1b[2J\nd')))
+    assert row["what"] == 'RuntimeError in forward: a "b", c;?[2J'
+    assert row["check"] == "numerics"

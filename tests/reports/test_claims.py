@@ -1,0 +1,240 @@
+"""False claims and verdicts: a claim is false where a failure needs it, and not where the fault is elsewhere."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attncheck.reports.analysis.findings import findings
+from attncheck.reports.analysis.support import ANSWERED, REFUSED
+from attncheck.reports.analysis.verdicts import BackendVerdict, run_findings
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo, RunHeader
+from attncheck.reports.run_file.records import Record
+
+Make = Callable[..., Record]
+
+ROWS = "7 of 40 rows, first: row 3 (request 0, position 35), head 1: found 0.5"
+SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
+FEATURES = ("lse", "logits_soft_cap", "sinks", "sliding_window")
+
+
+@pytest.fixture
+def verdict_of(header: RunHeader) -> Callable[..., BackendVerdict]:
+    """``verdict_of(records)``: the verdict on ``reference``, which declares the features above."""
+
+    def verdict(records: list[Record], cases: tuple[CaseInfo, ...] = ()) -> BackendVerdict:
+        info = BackendInfo(name="reference", ref="reference", features=FEATURES)
+        stated = header.model_copy(update={"backends": (info,), "cases": cases})
+        (found,) = run_findings(records, stated).verdicts
+        return found
+
+    return verdict
+
+
+@pytest.fixture
+def plain(make: Make) -> list[Record]:
+    """Thirty cases that need nothing, and pass."""
+    return [make("passed", case_id=f"plain{number}", needs=("head_size=64",)) for number in range(30)]
+
+
+def claims(found: BackendVerdict) -> list[tuple[str, int, int]]:
+    return [(claim.capability, claim.wrong, claim.asked) for claim in found.false_claims]
+
+
+def test_a_liar_is_told_its_claims(make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]) -> None:
+    """It declares a window, a soft cap and sinks, and ignores them: the cause of one is known, of the others not."""
+    window = {"meaning": "the window is ignored", "concerns": ["sliding_window"]}
+    records = [
+        *plain,
+        *(make("failed", case_id=f"w{n}", needs=("sliding_window", "head_size=64"), **window) for n in range(8)),
+        *(make("failed", case_id=f"c{n}", needs=("logits_soft_cap",), meaning="a cap is left out") for n in range(4)),
+        *(make("failed", case_id=f"s{n}", needs=("sinks",), summary=ROWS) for n in range(2)),
+    ]
+    found = verdict_of(records)
+    assert claims(found) == [("sliding_window", 8, 8), ("logits_soft_cap", 4, 4), ("sinks", 2, 2)]
+    assert str(found.false_claims[0]) == "sliding_window (8 of 8 wrong)"
+    assert (found.verdict, found.cases, len(found.failing), found.failing_cases) == ("failed", 44, 3, 14)
+
+
+def test_a_claim_that_some_cases_keep_counts_all_that_were_asked(
+    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    wrong = {"meaning": "the window is one key too long", "concerns": ["sliding_window"]}
+    records = [
+        *plain,
+        *(make("failed", case_id=f"w{n}", needs=("sliding_window",), **wrong) for n in range(2)),
+        *(make("passed", case_id=f"v{n}", needs=("sliding_window",)) for n in range(3)),
+    ]
+    assert claims(verdict_of(records)) == [("sliding_window", 2, 5)]
+
+
+def test_a_cause_that_names_a_feature_blames_no_other(
+    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    """All its cases have sinks as well, and no other case has."""
+    named = {"meaning": "the window is ignored", "concerns": ["sliding_window"]}
+    records = [*plain, *(make("failed", case_id=f"w{n}", needs=("sinks", "sliding_window"), **named) for n in range(5))]
+    assert claims(verdict_of(records)) == [("sliding_window", 5, 5)]
+
+
+def test_a_cause_about_a_feature_that_no_failing_case_needs_blames_none(
+    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    named = {"meaning": "a window is applied", "concerns": ["sliding_window"], "needs": ["head_size=64"]}
+    assert claims(verdict_of([*plain, make("failed", case_id="w", **named)])) == []
+
+
+def test_a_form_is_a_false_claim_where_it_alone_tells_the_cases(
+    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    records = [
+        *plain,
+        *(make("failed", case_id=f"h{n}", needs=("head_size=80", "layout=NHD"), summary=ROWS) for n in range(4)),
+        *(make("passed", case_id=f"p{n}", needs=("head_size=64", "layout=NHD")) for n in range(2)),
+    ]
+    cases = tuple(
+        CaseInfo(
+            suite="smoke",
+            id=record.case_id,
+            shape="",
+            keys={"layer.head_size": 80 if record.case_id.startswith("h") else 64, "cache.layout": "NHD"},
+        )
+        for record in records
+    )
+    assert claims(verdict_of(records, cases)) == [("head_size=80", 4, 4)]
+
+
+def test_no_claim_is_false_where_the_fault_is_everywhere(make: Make, verdict_of: Callable[..., BackendVerdict]) -> None:
+    needs = [(), ("sinks",), ("sliding_window",), ("sinks", "sliding_window"), ("logits_soft_cap",)]
+    records = [make("failed", case_id=f"c{n}", summary=ROWS, needs=own) for n, own in enumerate(needs * 3)]
+    found = verdict_of(records)
+    assert claims(found) == []
+    assert found.verdict == "failed"
+
+
+def test_no_claim_is_false_where_chance_explains_what_failing_cases_need(
+    make: Make, verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    """Half of all cases have sinks: that both failing ones have them happens once in four such runs."""
+    records = [
+        make("failed" if n in (0, 2) else "passed", case_id=f"c{n}", needs=("sinks",) if n % 2 == 0 else ())
+        for n in range(20)
+    ]
+    assert claims(verdict_of(records)) == []
+    eight = [
+        make("failed" if n < 16 and n % 2 == 0 else "passed", case_id=f"c{n}", needs=("sinks",) if n % 2 == 0 else ())
+        for n in range(20)
+    ]
+    assert claims(verdict_of(eight)) == [("sinks", 8, 10)]
+
+
+def test_undeclared_cases_prove_nothing(
+    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    """They are put by the check ``refusals`` alone, and refusing them is right."""
+    records = [*plain]
+    for number in range(4):
+        who: dict[str, Any] = {"case_id": f"t{number}", "needs": ("tree",)}
+        records += [make("unsupported", **who), make("failed", check="refusals", summary="accepted, and wrong", **who)]
+    found = verdict_of(records)
+    assert claims(found) == []
+    assert found.verdict == "failed"
+
+
+def test_what_passes_against_expectation_proves_no_claim_false(
+    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    records = [*plain, *(make("xpassed", case_id=f"w{n}", needs=("sinks",)) for n in range(4))]
+    assert claims(verdict_of(records)) == []
+
+
+def test_a_log_sum_exp_that_is_wrong_where_the_output_is_right_is_a_false_claim(
+    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    own = [make("failed", check="lse", case_id=f"plain{n}", needs=("head_size=64",)) for n in range(30)]
+    assert claims(verdict_of([*plain, *own])) == [("lse", 30, 30)]
+    both = [
+        make("failed", case_id=f"b{n}", check=check, summary=ROWS) for n in range(3) for check in ("numerics", "lse")
+    ]
+    assert claims(verdict_of([*plain, *both])) == []
+
+
+def levels(declared: str, measured: str) -> dict[str, Any]:
+    order = ("NEVER", SINGLE, "UNIFORM_BATCH", "ALWAYS")
+    probes = [
+        {"name": level, "level": level, "outcome": "passed" if place <= order.index(measured) else "failed"}
+        for place, level in enumerate(order)
+    ]
+    return {"declared": declared, "measured": measured, "recorder": "emulated", "probes": probes}
+
+
+def test_a_graph_level_that_is_not_reached_is_a_false_claim(
+    graph: Make, verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    """The lowest level that a layer reaches is true of all."""
+    records = [
+        graph("failed", levels("ALWAYS", "UNIFORM_BATCH"), case_id="a", summary="x"),
+        graph("failed", levels("ALWAYS", SINGLE), case_id="b", summary="y"),
+        graph("passed", levels("ALWAYS", "ALWAYS"), case_id="c"),
+    ]
+    (claim,) = verdict_of(records).false_claims
+    assert (claim.capability, claim.measured) == ("CUDA-graph level ALWAYS", SINGLE)
+    assert str(claim) == f"CUDA-graph level ALWAYS ({SINGLE} is true)"
+    assert verdict_of(records).could_declare == ()
+
+
+def test_a_graph_level_above_the_declared_one_could_be_declared(
+    graph: Make, verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    roomy = [graph("passed", levels(SINGLE, "ALWAYS"), case_id=name) for name in "ab"]
+    assert verdict_of(roomy).could_declare == ("CUDA-graph level ALWAYS",)
+    lower = graph("passed", levels(SINGLE, "UNIFORM_BATCH"), case_id="c")
+    assert verdict_of([*roomy, lower]).could_declare == ("CUDA-graph level UNIFORM_BATCH",)
+    exact = graph("passed", levels(SINGLE, SINGLE), case_id="d")
+    assert verdict_of([*roomy, exact]).could_declare == ()
+    higher = graph("passed", levels("ALWAYS", "ALWAYS"), case_id="e")
+    assert verdict_of([*roomy, higher]).could_declare == ()
+
+
+def test_what_is_answered_right_without_being_declared_could_be(
+    make: Make, plain: list[Record], verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    def undeclared(case: str, feature: str, **refusals: Any) -> list[Record]:
+        own = {"case_id": case, "needs": (feature, "head_size=64"), "check": "refusals"}
+        reasons = [f"feature '{feature}' is not declared"]
+        return [make("unsupported", reasons=reasons, **own | {"check": "numerics"}), make(**own | refusals)]
+
+    right = {"outcome": "passed", "notes": [f"{ANSWERED}: x"]}
+    refused = {"outcome": "passed", "notes": [f"{REFUSED} construct: no"]}
+    records = [
+        *plain,
+        *undeclared("a", "tree", **right),
+        *undeclared("b", "tree", **right),
+        *undeclared("c", "alibi", **right),
+        *undeclared("d", "alibi", **refused),
+        *undeclared("e", "mla", **right),
+        *undeclared("f", "mla", outcome="failed", summary="accepted, and wrong"),
+        *undeclared("g", "fp8_kv", **refused),
+    ]
+    assert verdict_of(records).could_declare == ("alibi (1 of 2 right)", "tree (2 of 2 right)")
+
+
+def test_a_backend_that_was_not_examined_has_no_other_verdict(
+    make: Make, verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    found = verdict_of([make("unavailable"), make("unsupported", case_id="b")])
+    assert (found.verdict, found.cases, found.findings, found.false_claims) == ("not examined", 0, (), ())
+
+
+def test_an_expected_finding_fails_no_backend(make: Make, verdict_of: Callable[..., BackendVerdict]) -> None:
+    found = verdict_of([make("passed"), make("xfailed", case_id="b"), make("passed", case_id="b", check="lse")])
+    assert (found.verdict, found.cases, len(found.findings), found.failing) == ("passed", 2, 1, ())
+
+
+def test_backends_come_in_the_order_of_the_header_and_functions_are_none(make: Make, header: RunHeader) -> None:
+    records = [make("passed", backend="Wrong"), make("failed"), make("failed", check="utilities", case_id="cdiv")]
+    answer = run_findings(records, header)
+    assert [each.backend for each in answer.verdicts] == ["reference", "Wrong"]
+    assert [each.verdict for each in answer.verdicts] == ["failed", "passed"]
+    assert answer.findings == findings(records, header)
+    assert [len(each.findings) for each in answer.verdicts] == [1, 0]

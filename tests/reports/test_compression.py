@@ -1,0 +1,95 @@
+"""Run files in compressed form: read by their names, and as ``.gz`` written so that a cut file can be read."""
+
+import gzip
+import lzma
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attncheck.errors import RunFileError
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.store import RunWriter, read_run
+
+Make = Callable[..., Record]
+Write = Callable[..., Path]
+ZSTD = ("compression.zstd", "backports.zstd", "zstandard")
+
+
+@pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("xz", lzma.compress)])
+def test_a_compressed_run_is_read_by_its_name(
+    write: Write, make: Make, tmp_path: Path, ending: str, pack: Callable[[bytes], bytes]
+) -> None:
+    path = write(make("passed"))
+    packed = tmp_path / f"run.jsonl.{ending}"
+    packed.write_bytes(pack(path.read_bytes()))
+    assert read_run(packed).records == read_run(path).records
+    packed.write_bytes(path.read_bytes())
+    with pytest.raises(RunFileError, match=f"is not what its name says, compressed by {ending}"):
+        read_run(packed)
+
+
+@pytest.mark.parametrize("name", ZSTD)
+def test_zstd_is_read_by_any_of_its_packages(
+    write: Write, make: Make, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = pytest.importorskip(name)
+    for other in ZSTD:
+        if other != name:
+            monkeypatch.setitem(sys.modules, other, None)
+    path = write(make("passed"))
+    packed = tmp_path / "run.jsonl.zst"
+    packed.write_bytes(module.compress(path.read_bytes()))
+    assert read_run(packed).records == read_run(path).records
+    packed.write_bytes(path.read_bytes())
+    with pytest.raises(RunFileError, match="compressed by zst"):
+        read_run(packed)
+
+
+def test_without_a_reader_of_zstd_the_message_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ZSTD:
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "run.jsonl.zst").write_bytes(b"anything")
+    with pytest.raises(RunFileError, match=r"run\.jsonl\.zst: .*pip install backports\.zstd"):
+        read_run(tmp_path / "run.jsonl.zst")
+
+
+def test_every_record_of_a_gz_is_there_as_soon_as_it_is_added(tmp_path: Path, make: Make, header: RunHeader) -> None:
+    path = tmp_path / "run.jsonl.gz"
+    records = [make("passed", check=check) for check in ("numerics", "lse")]
+    with RunWriter(path, header) as writer:
+        for count, record in enumerate(records, start=1):
+            writer.add(record)
+            assert len(read_run(path).records) == count
+            assert not read_run(path).complete
+    assert read_run(path).complete
+    assert gzip.decompress(path.read_bytes()).count(b"\n") == 4  # a whole file for any other program
+    with pytest.raises(RunFileError, match="exists already"), RunWriter(path, header):
+        pass
+
+
+def test_a_gz_that_was_cut_anywhere_is_read_up_to_there(tmp_path: Path, make: Make, header: RunHeader) -> None:
+    path = tmp_path / "run.jsonl.gz"
+    with RunWriter(path, header) as writer:
+        headed = path.stat().st_size
+        for name in "abcdefgh":
+            writer.add(make("passed", case_id=name))
+    content = path.read_bytes()
+    counts = []
+    for size in range(headed, len(content)):
+        path.write_bytes(content[:size])
+        counts.append(len(read_run(path).records))
+    assert counts == sorted(counts)
+    assert set(counts) == set(range(9))
+
+
+@pytest.mark.parametrize("ending", ["xz", "zst"])
+def test_a_form_that_no_cut_file_could_be_read_in_is_refused(tmp_path: Path, header: RunHeader, ending: str) -> None:
+    path = tmp_path / f"run.jsonl.{ending}"
+    with pytest.raises(RunFileError, match=r"name it \.jsonl or \.jsonl\.gz"), RunWriter(path, header):
+        pass
+    assert not path.exists()

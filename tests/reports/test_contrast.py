@@ -1,0 +1,216 @@
+"""What failing cases have in common: the simplest conditions that no passing case meets together."""
+
+from random import Random
+from time import process_time
+
+import pytest
+
+from attncheck.reports.analysis.contrast import Condition, Contrast, Keys, Value, contrast_of, parts_of
+
+
+def cases(key: str, *values: Value) -> list[Keys]:
+    """Return a case for each value of one key; None: the key is not given."""
+    return [{} if value is None else {key: value} for value in values]
+
+
+def told(contrast: Contrast | None) -> list[tuple[str, str, tuple[Value, ...]]]:
+    assert contrast is not None
+    return [(each.key, each.bound, each.values) for each in contrast.conditions]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "condition", "text"),
+    [
+        ((1, 1), (16, 16), ("", (1,)), "size is 1 in all 2 that fail; 16 in all 2 that pass"),
+        (
+            (1, 8, 8, 128),
+            (16, 32),
+            ("", (1, 8, 128)),
+            "size is 1, 8 or 128 in all 4 that fail; 16 or 32 in all 2 that pass",
+        ),
+        (
+            (64, 96, 128, 160, 192),
+            (16, 32, 48),
+            ("at least", (64,)),
+            "size is at least 64 in all 5 that fail; in none that passes",
+        ),
+        (
+            (1, 2, 4, 8, 12),
+            (16, 32, 48),
+            ("at most", (12,)),
+            "size is at most 12 in all 5 that fail; in none that passes",
+        ),
+        ((7, 8, 9), (None, None), ("given", ()), "size is given in all 3 that fail; in none that passes"),
+        ((7,), (None, None), ("", (7,)), "size is 7 in the one case that fails; in none that passes"),
+        ((None, None), (7, 8), ("", (None,)), "size is not given in all 2 that fail; 7 or 8 in all 2 that pass"),
+        (("HND", "HND"), ("NHD",), ("", ("HND",)), "size is HND in all 2 that fail; NHD in the one that passes"),
+        ((True, True), (None,), ("", (True,)), "size in all 2 that fail; not in the one that passes"),
+        (
+            (False, False),
+            (None, True),
+            ("", (False,)),
+            "size is False in all 2 that fail; not given or True in all 2 that pass",
+        ),
+    ],
+)
+def test_one_key_tells_failing_cases_from_passing_ones(
+    wrong: tuple[Value, ...], right: tuple[Value, ...], condition: tuple[str, tuple[Value, ...]], text: str
+) -> None:
+    contrast = contrast_of(cases("size", *wrong), cases("size", *right))
+    assert told(contrast) == [("size", *condition)]
+    assert contrast is not None
+    assert (contrast.wrong, contrast.right, contrast.exceptions) == (len(wrong), len(right), 0)
+    assert str(contrast) == text
+
+
+def test_no_few_values_are_no_pattern() -> None:
+    scattered = cases("size", 1, 3, 5, 7, 9)
+    assert contrast_of(scattered, cases("size", 2, 4, 6, 8, 10)) is None
+    assert contrast_of(scattered[:4], cases("size", 2, 4, 6, 8)) is not None
+
+
+def test_two_keys_tell_cases_apart_that_neither_does_alone() -> None:
+    wrong = [{"heads": heads, "dtype": "fp8", "size": 64} for heads in (10, 10)]
+    right = [{"heads": 10, "dtype": "bf16", "size": 64}, {"heads": 8, "dtype": "fp8", "size": 64}]
+    contrast = contrast_of(wrong, right)
+    assert sorted(told(contrast)) == [("dtype", "", ("fp8",)), ("heads", "", (10,))]
+    assert str(contrast).endswith(" in all 2 that fail; in none that passes")
+
+
+def test_three_keys_are_the_most() -> None:
+    wrong = [{"a": True, "b": True, "c": True}]
+    right = [{"a": True, "b": True}, {"a": True, "c": True}, {"b": True, "c": True}]
+    assert [key for key, _, _ in told(contrast_of(wrong, right))] == ["a", "b", "c"]
+    four = [dict.fromkeys("abcd", True)]
+    rest = [{key: True for key in "abcd" if key != other} for other in "abcd"]
+    assert contrast_of(four, rest) is None
+
+
+def test_where_nothing_excludes_all_what_excludes_nine_of_ten_is_the_answer() -> None:
+    wrong = cases("window", 9, 9)
+    right = [*cases("window", 9), *cases("window", *[None] * 9)]
+    contrast = contrast_of(wrong, right)
+    assert told(contrast) == [("window", "", (9,))]
+    assert contrast is not None
+    assert contrast.exceptions == 1
+    assert str(contrast) == "window is 9 in all 2 that fail; in 1 of 10 that pass"
+    assert contrast_of(wrong, [*right, *cases("window", 9)]) is None
+
+
+@pytest.mark.parametrize(("wrong", "right"), [([], [{"a": 1}]), ([{"a": 1}], []), ([{"a": 1}], [{"a": 1}])])
+def test_nothing_is_said_without_a_difference(wrong: list[Keys], right: list[Keys]) -> None:
+    assert contrast_of(wrong, right) is None
+
+
+def test_a_few_failing_cases_have_further_explanations() -> None:
+    wrong = [{"layer.sinks": True, "cache.block_size": 8, "inputs": "zeros", "other": 1}]
+    right = [{"cache.block_size": 16}]
+    contrast = contrast_of(wrong, right)
+    assert told(contrast) == [("layer.sinks", "", (True,))]
+    assert contrast is not None
+    assert [each.key for each in contrast.alternatives] == ["cache.block_size", "inputs"]
+    assert str(contrast).endswith(" (as well: cache.block_size is 8; inputs is zeros)")
+    many = contrast_of(wrong * 4, right)
+    assert many is not None
+    assert many.alternatives == ()
+
+
+def test_what_a_layer_has_explains_better_than_its_sizes_and_a_length() -> None:
+    wrong = [{"batch.max_seq_len": 90, "layer.head_size": 80, "layer.logits_soft_cap": 30.0}]
+    right = [{"batch.max_seq_len": 40, "layer.head_size": 64}]
+    contrast = contrast_of(wrong, right)
+    assert contrast is not None
+    found = [contrast.conditions[0].key, *(each.key for each in contrast.alternatives)]
+    assert found[0] == "layer.logits_soft_cap"
+    assert len(found) == 3
+
+
+def test_one_and_true_are_told_apart() -> None:
+    """A sentence names the value that the failing cases have, though True == 1."""
+    assert str(contrast_of(cases("v_scale", 1, 1), cases("v_scale", 2))).startswith("v_scale is 1 in all 2")
+    assert str(contrast_of(cases("sinks", True, True), cases("sinks", 2))).startswith("sinks in all 2")
+    contrast = contrast_of(cases("alibi", True, True), cases("alibi", 1))
+    assert contrast is not None
+    assert told(contrast) == [("alibi", "", (True,))]
+
+
+def test_values_of_several_types_are_compared() -> None:
+    wrong = cases("cache.k_scale", 0.5, "2 values", 0.5)
+    contrast = contrast_of(wrong, cases("cache.k_scale", None, 1, True, "per head"))
+    assert told(contrast) == [("cache.k_scale", "", (0.5, "2 values"))]
+
+
+def test_a_bound_does_not_hold_for_what_is_no_number() -> None:
+    bound = Condition("size", (8,), "at least")
+    assert [bound.holds({"size": value}) for value in (7, 8, 9.5, "8", True)] == [False, True, True, False, False]
+    assert not bound.holds({})
+
+
+def test_the_order_of_cases_changes_nothing() -> None:
+    wrong = [{"a": value, "b": value % 3, "c": "x"} for value in (3, 6, 9)]
+    right = [{"a": value, "b": value % 3, "c": "xy"[value % 2]} for value in (1, 2, 4, 5, 7, 8)]
+    assert contrast_of(wrong, right) == contrast_of(wrong[::-1], right[::-1])
+
+
+def large_run() -> tuple[list[Keys], list[Keys]]:
+    """Three hundred cases of twenty keys, of which a hundred fail for two of them together."""
+    luck = Random(0)
+    found: list[Keys] = [
+        {f"key{place}": luck.randrange(place + 2) for place in range(18)}
+        | {"layer.sinks": number % 3 < 2, "cache.block_size": 8 if number % 2 else 16}
+        for number in range(300)
+    ]
+    is_wrong = [bool(keys["layer.sinks"]) and keys["cache.block_size"] == 8 for keys in found]
+    return (
+        [keys for keys, wrong in zip(found, is_wrong, strict=True) if wrong],
+        [keys for keys, wrong in zip(found, is_wrong, strict=True) if not wrong],
+    )
+
+
+def test_three_hundred_cases_take_a_fifth_of_a_second() -> None:
+    wrong, right = large_run()
+    before = process_time()
+    contrast = contrast_of(wrong, right)
+    assert process_time() - before < 0.2
+    assert {key for key, _, _ in told(contrast)} == {"layer.sinks", "cache.block_size"}
+
+
+def test_forty_conditions_without_an_answer_take_less_than_a_second() -> None:
+    """No three of forty conditions exclude all passing cases, and all combinations are tried."""
+    luck = Random(0)
+    wrong: list[Keys] = [{f"key{place}": 0 for place in range(40)}] * 100
+    right: list[Keys] = [{f"key{place}": luck.randrange(10) // 9 for place in range(40)} for _ in range(200)]
+    before = process_time()
+    assert contrast_of(wrong, right) is None
+    assert parts_of(wrong, right) == []
+    assert process_time() - before < 1
+
+
+def test_failing_cases_of_two_causes_are_two_parts() -> None:
+    right = [{"window": 0, "heads": 8}, {"heads": 4}]
+    wrong: list[Keys] = [
+        {"window": 9, "heads": 8},
+        {"heads": 10},
+        {"window": 9, "heads": 4},
+        {"heads": 10},
+        {"window": 9},
+    ]
+    parts = parts_of(wrong, right)
+    assert [(told(contrast), positions) for contrast, positions in parts] == [
+        ([("window", "", (9,))], [0, 2, 4]),
+        ([("heads", "", (10,))], [1, 3]),
+    ]
+    assert [(contrast.wrong, contrast.right) for contrast, _ in parts] == [(3, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        cases("a", 1, 1),  # one part is no split
+        [{"a": 1}, {"b": 1}, {"c": 1}, {"d": 1}, {"e": 1}],  # five are too many
+        [{"a": 1}, {}],  # one is not told from the passing ones
+    ],
+)
+def test_what_is_not_told_apart_as_a_whole_is_not_split(wrong: list[Keys]) -> None:
+    assert parts_of(wrong, [{}]) == []
+    assert parts_of(wrong, []) == [] or len(wrong) == 2

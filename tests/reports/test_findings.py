@@ -1,0 +1,214 @@
+"""Findings: records of one fault are one, whatever the check; what nothing explains is split by keys of its cases."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attncheck.reports.analysis.findings import Finding, findings, short_of
+from attncheck.reports.run_file.causes import UNEXPLAINED
+from attncheck.reports.run_file.header import CaseInfo, RunHeader
+from attncheck.reports.run_file.records import OURSELVES, Record
+
+Make = Callable[..., Record]
+
+ROWS = "7 of 40 rows, first: row 3 (request 0, position 35), head 1: found 0.5"
+WINDOW = "the window is ignored"
+MINE = "/home/me/mine.py"
+
+
+def traceback(line: int, path: str = MINE) -> str:
+    return f'Traceback (most recent call last):\n  File "{path}", line {line}, in forward\n    x\nIndexError: no'
+
+
+@pytest.fixture
+def with_cases(header: RunHeader) -> Callable[..., RunHeader]:
+    """``with_cases(a={"size": 1})``: a header that describes cases of the suite ``smoke``."""
+
+    def build(**keys: dict[str, Any]) -> RunHeader:
+        infos = tuple(CaseInfo(suite="smoke", id=name, shape=f"shape {name}", keys=own) for name, own in keys.items())
+        return header.model_copy(update={"cases": infos})
+
+    return build
+
+
+def told(found: tuple[Finding, ...]) -> list[tuple[str, list[str], list[str]]]:
+    return [(each.title, [case.removeprefix("smoke/") for case in each.cases], list(each.checks)) for each in found]
+
+
+def test_records_of_one_cause_are_one_finding_whatever_the_check(make: Make, header: RunHeader) -> None:
+    records = [
+        make("failed", case_id="a", summary=ROWS, meaning=f"{WINDOW}: its truth fits all 7 rows"),
+        make("failed", case_id="b", summary=ROWS, meaning=f"{WINDOW}: its truth fits 5 of 9 rows"),
+        make("failed", case_id="a", check="cache_write", summary="3 slots are wrong, first: page 2"),
+        make("failed", case_id="b", check="cache_write", summary="41 slots are wrong, first: page 0"),
+        make("failed", case_id="b", check="containment", summary=ROWS, meaning=WINDOW),
+        make("passed", case_id="c"),
+    ]
+    assert told(findings(records, header)) == [
+        (WINDOW, ["a", "b"], ["numerics", "containment"]),
+        ("3 slots are wrong", ["a", "b"], ["cache_write"]),
+    ]
+
+
+def test_one_exception_at_one_line_is_one_finding(make: Make, header: RunHeader) -> None:
+    same = {"error_type": "IndexError", "traceback": traceback(12)}
+    records = [
+        *(make("errored", check=check, message=f"index {n}", **same) for n, check in enumerate(header.checks, 6)),
+        make("errored", case_id="b", **same | {"traceback": traceback(13)}),
+        make("errored", case_id="c", **same | {"error_type": "KeyError"}),
+        make("errored", case_id="d", error_type="IndexError", stage="build", message="index 6"),
+        make("errored", case_id="e", error_type="IndexError", stage="build", message="index 7"),
+        make("errored", case_id="f", error_type="IndexError", stage="forward", message="index 7"),
+    ]
+    assert told(findings(records, header)) == [
+        ("IndexError at mine.py:12 in forward: index 6", ["edge"], ["numerics", "lse", "cache_write"]),
+        ("IndexError at mine.py:13 in forward: no such kernel", ["b"], ["numerics"]),
+        ("KeyError at mine.py:12 in forward: no such kernel", ["c"], ["numerics"]),
+        ("IndexError in build: index 6", ["d", "e"], ["numerics"]),
+        ("IndexError in forward: index 7", ["f"], ["numerics"]),
+    ]
+
+
+def test_backends_share_no_finding_and_keep_the_order_of_the_header(make: Make, header: RunHeader) -> None:
+    records = [make("failed", backend=name, meaning=WINDOW) for name in ("Wrong", "reference")]
+    assert [finding.backend for finding in findings(records, header)] == ["reference", "Wrong"]
+
+
+def test_explained_findings_come_first_and_of_these_the_larger(make: Make, header: RunHeader) -> None:
+    records = [
+        make("xfailed", case_id="a", reason="issue 5"),
+        make("xpassed", case_id="b", reason="issue 6"),
+        *(make("failed", case_id=f"c{n}", summary=ROWS) for n in range(3)),
+        make("failed", case_id="d", meaning="the sinks are ignored"),
+        *(make("failed", case_id=f"e{n}", meaning=WINDOW) for n in range(2)),
+        *(make("crashed", case_id=f"f{n}") for n in range(4)),
+        make("errored", case_id="g", traceback=traceback(3)),
+    ]
+    found = findings(records, header)
+    assert [len(each.records) for each in found] == [2, 1, 1, 4, 3, 1, 1]
+    assert [each.is_explained for each in found] == [True] * 3 + [False] * 4
+    assert [each.is_expected for each in found] == [False] * 6 + [True]
+    assert [each.example.outcome for each in found][-2:] == ["xpassed", "xfailed"]
+    assert [each.exit_status for each in found] == [1] * 6 + [0]
+    assert short_of(found) == 12  # not the one that was expected
+
+
+def test_an_error_of_attncheck_itself_has_an_exit_status_of_its_own(make: Make, header: RunHeader) -> None:
+    records = [make("errored", stage=OURSELVES, message="why"), make("errored", case_id="b", message="why")]
+    assert sorted(finding.exit_status for finding in findings(records, header)) == [1, 3]
+
+
+def test_a_finding_tells_what_its_cases_share(make: Make, with_cases: Callable[..., RunHeader]) -> None:
+    sizes = {"a": 1, "b": 64, "c": 8, "d": 16, "e": 32}
+    stated = with_cases(**{name: {"cache.block_size": size} for name, size in sizes.items()})
+    records = [make("failed", case_id=name, meaning=WINDOW) for name in "ab"]
+    records += [make("passed", case_id=name) for name in "cde"]
+    (finding,) = findings(records, stated)
+    assert finding.contrast is not None
+    assert [(each.key, each.values) for each in finding.contrast.conditions] == [("cache.block_size", (1, 64))]
+    assert (finding.contrast.wrong, finding.contrast.right) == (2, 3)
+
+
+def test_only_cases_that_the_same_checks_examined_and_passed_count_as_right(
+    make: Make, with_cases: Callable[..., RunHeader]
+) -> None:
+    stated = with_cases(**{name: {"size": place} for place, name in enumerate("abcdef")})
+    records = [
+        make("failed", case_id="a", check="lse", summary="x"),
+        make("passed", case_id="b", check="lse"),
+        make("passed", case_id="c", check="numerics"),  # another check
+        make("unsupported", case_id="d", check="lse"),
+        make("failed", case_id="e", check="lse", summary="another y"),
+        make("passed", case_id="f", check="lse", backend="Wrong"),
+    ]
+    found = {finding.title: finding.contrast for finding in findings(records, stated)}
+    assert found["x"] is not None
+    assert found["x"].right == 1
+
+
+def test_failures_without_an_explanation_are_split_where_keys_tell_them_apart(
+    make: Make, with_cases: Callable[..., RunHeader]
+) -> None:
+    keys = {f"w{n}": {"layer.sliding_window": 9, "batch": n} for n in range(3)}
+    keys |= {f"h{n}": {"layer.num_heads": 10, "batch": n} for n in range(2)}
+    good = {f"g{n}": {"layer.num_heads": 8, "batch": n} for n in range(3)}
+    records = [make("failed", case_id=name, summary=ROWS) for name in keys]
+    records += [make("failed", case_id="w1", check="containment", summary=ROWS)]
+    records += [make("passed", case_id=name, check=check) for name in good for check in ("numerics", "containment")]
+    found = [finding for finding in findings(records, with_cases(**keys, **good)) if finding.words == UNEXPLAINED]
+    assert told(tuple(found)) == [
+        (UNEXPLAINED, ["w0", "w1", "w2"], ["numerics"]),
+        (UNEXPLAINED, ["h0", "h1"], ["numerics"]),
+    ]
+    assert [each.contrast.conditions[0].key for each in found if each.contrast] == [
+        "layer.sliding_window",
+        "layer.num_heads",
+    ]
+    explained = [record.model_copy(update={"meaning": WINDOW, "finding": WINDOW}) for record in records[:5]]
+    assert len(findings([*explained, *records[6:]], with_cases(**keys, **good))) == 1
+
+
+def test_failures_that_no_keys_tell_apart_stay_together(make: Make, with_cases: Callable[..., RunHeader]) -> None:
+    keys = {name: {"size": 1} for name in "abc"}
+    records = [make("failed", case_id="a", summary=ROWS), make("failed", case_id="b", summary=ROWS)]
+    (finding,) = findings([*records, make("passed", case_id="c")], with_cases(**keys))
+    assert (finding.cases, finding.contrast) == (("smoke/a", "smoke/b"), None)
+
+
+def test_the_example_is_the_smallest_case(make: Make, with_cases: Callable[..., RunHeader]) -> None:
+    keys = {
+        "long": {"batch.num_requests": 2, "batch.max_seq_len": 900, "layer.num_heads": 8},
+        "small": {"batch.num_requests": 3, "batch.max_seq_len": 40, "layer.num_heads": 8},
+        "wide": {"batch.num_requests": 3, "batch.max_seq_len": 40, "layer.num_heads": 32},
+    }
+    (finding,) = findings([make("failed", case_id=name, meaning=WINDOW) for name in keys], with_cases(**keys))
+    assert finding.example.case_id == "small"
+    assert finding.case is not None
+    assert finding.case.shape == "shape small"
+    assert finding.cases == ("smoke/long", "smoke/small", "smoke/wide")
+
+
+def test_an_expected_failure_is_found_by_its_reason(make: Make, header: RunHeader) -> None:
+    records = [
+        make("xfailed", case_id="a", reason="issue 5", summary=ROWS),
+        make("xfailed", case_id="b", reason="issue 5", underlying="crashed", summary="killed"),
+        make("xpassed", case_id="c", reason="issue 5"),
+    ]
+    stale, known = findings(records, header)
+    assert known.cases == ("smoke/a", "smoke/b")
+    assert known.title == "issue 5"
+    assert stale.cases == ("smoke/c",)
+    assert "issue 5" in stale.title
+
+
+def test_rounds_of_a_check_count_once_by_the_worst(make: Make, header: RunHeader) -> None:
+    header = header.model_copy(update={"rounds": 3, "checks": ("timing",)})
+    records = [make(outcome, check="timing", round=n) for n, outcome in enumerate(("passed", "failed", "crashed"))]
+    (finding,) = findings(records, header)
+    assert [record.outcome for record in finding.records] == ["crashed"]
+
+
+def test_functions_of_providers_are_no_findings(make: Make, header: RunHeader) -> None:
+    assert findings([make("failed", suite="utilities", check="utilities")], header) == ()
+
+
+def test_a_run_file_without_cases_is_told_apart_by_what_its_cases_need(make: Make, header: RunHeader) -> None:
+    assert header.cases == ()
+    records = [
+        make("failed", case_id="a", meaning=WINDOW, needs=("sliding_window", "head_size=64")),
+        make("failed", case_id="b", meaning=WINDOW, needs=("sliding_window", "head_size=80")),
+        make("passed", case_id="c", needs=("head_size=64",)),
+    ]
+    (finding,) = findings(records, header)
+    assert finding.case is None
+    assert finding.contrast is not None
+    assert str(finding.contrast.conditions[0]) == "sliding_window"
+
+
+def test_a_case_of_the_same_name_in_another_suite_is_another(make: Make, with_cases: Callable[..., RunHeader]) -> None:
+    records = [make("failed", case_id="a", meaning=WINDOW), make("passed", case_id="a", suite="mine")]
+    (finding,) = findings(records, with_cases(a={"size": 1}))
+    assert finding.cases == ("smoke/a",)
+    assert finding.contrast is not None
+    assert finding.contrast.right == 1

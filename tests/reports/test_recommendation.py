@@ -1,0 +1,143 @@
+"""Which backends are right for a combination of needs: what became of the cases that need all of it, or each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attncheck.errors import UnknownNameError
+from attncheck.reports.analysis.recommendation import (
+    Suitability,
+    checked_needs,
+    known_needs,
+    need_answers,
+    needed_cases,
+    recommend,
+)
+from attncheck.reports.analysis.support import REFUSED
+from attncheck.reports.analysis.verdicts import run_findings
+from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.records import Record
+
+Ask = Callable[..., dict[str, Suitability]]
+
+
+@pytest.fixture
+def ask(header: Any) -> Ask:
+    """``ask("sinks,lse", *records)``: the answer of each backend, the best first."""
+
+    def asked(needs: str, *records: Record, times: dict[tuple[str, str], float] | None = None, **features: Any) -> Any:
+        names = dict.fromkeys(record.backend for record in records)
+        backends = tuple(BackendInfo(name=name, ref=name, features=features.get(name, ())) for name in names)
+        stated = header.model_copy(update={"backends": backends})
+        found = run_findings(records, stated)
+        cases = needed_cases(records, found)
+        wanted = checked_needs(needs, known_needs(records, stated))
+        answers = need_answers(wanted, found, cases, stated)
+        return {each.backend: each for each in recommend(wanted, found, cases, answers, times or {})}
+
+    return asked
+
+
+def standings(found: dict[str, Suitability]) -> dict[str, str]:
+    return {name: each.standing for name, each in found.items()}
+
+
+def test_a_case_that_needs_all_proves_more_than_a_case_for_each(ask: Ask, make: Any) -> None:
+    both = ("sinks", "block_size=32")
+    found = ask(
+        "sinks,block_size=32",
+        make("passed", backend="Each", case_id="a", needs=("sinks",)),
+        make("passed", backend="Each", case_id="b", needs=("block_size=32",)),
+        make("passed", backend="All", case_id="c", needs=both),
+        make("passed", backend="All", case_id="d", needs=(*both, "alibi")),
+        make("passed", backend="Half", case_id="a", needs=("sinks",)),
+    )
+    assert standings(found) == {"All": "right", "Each": "right in each", "Half": "not asked"}
+    assert list(found) == ["All", "Each", "Half"]
+    assert found["All"].right == 2
+    assert found["Each"].why == "sinks: right (1); block_size=32: right (1)"
+    assert found["Half"].why == "block_size=32: no case"
+
+
+def test_a_backend_is_wrong_with_the_finding_of_the_cases_that_need_all(ask: Ask, make: Any) -> None:
+    ignored = {"finding": "the sinks are ignored", "meaning": "the sinks are ignored", "concerns": ("sinks",)}
+    records = [
+        make("failed", backend="Liar", case_id="a", needs=("sinks", "lse"), **ignored),
+        make("passed", backend="Liar", case_id="b", needs=("lse",)),
+        make("failed", backend="Liar", case_id="c", needs=("sinks",), **ignored),
+    ]
+    liar = ask("sinks,lse", *records)["Liar"]
+    assert (liar.standing, liar.right, liar.wrong) == ("wrong", 0, 1)
+    assert [finding.title for finding in liar.findings] == ["the sinks are ignored"]
+    assert ask("sinks", *records)["Liar"].wrong == 2
+    # A false claim of a need that is not asked for explains the failure.
+    lse = ask("lse", *records)["Liar"]
+    assert (lse.standing, lse.right, lse.why) == ("right", 1, "fails only with sinks")
+
+
+def test_a_failure_that_no_false_claim_explains_counts(ask: Ask, make: Any) -> None:
+    found = ask(
+        "lse",
+        make("passed", case_id="a", needs=("lse", "head_size=64")),
+        make("passed", case_id="b", needs=("lse",)),
+        make("failed", case_id="c", needs=("lse", "head_size=64")),
+    )
+    (only,) = found.values()
+    assert (only.standing, only.why) == ("wrong", "wrong in 1 of 3")
+
+
+def test_a_need_that_is_wrong_alone_makes_the_combination_wrong(ask: Ask, make: Any) -> None:
+    found = ask(
+        "lse,sinks",
+        make("passed", case_id="a", needs=("lse",)),
+        make("failed", case_id="b", needs=("sinks",)),
+    )
+    (only,) = found.values()
+    assert (only.standing, only.why) == ("wrong", "sinks: wrong in 1 of 1")
+
+
+def test_declared_alone_and_refused_are_told_apart(ask: Ask, make: Any) -> None:
+    out = {"case_id": "a", "needs": ("sinks",)}
+    found = ask(
+        "sinks",
+        make("unavailable", backend="Away", **out),
+        make("unavailable", backend="Other", **out),
+        make("passed", backend="Idle", case_id="b", needs=("lse",)),
+        make("unsupported", backend="Refusing", **out),
+        make("passed", backend="Refusing", check="refusals", notes=(f"{REFUSED} construct: no",), **out),
+        Away=("sinks",),
+        Idle=("sinks", "lse"),
+    )
+    assert standings(found) == {
+        "Away": "declared",
+        "Idle": "declared",
+        "Other": "not declared",
+        "Refusing": "not declared",
+    }
+    assert found["Away"].why == "sinks: not examined"
+    assert found["Refusing"].why == "sinks: refused (1)"
+
+
+def test_right_backends_are_ordered_by_the_cases_that_all_were_timed_in(ask: Ask, make: Any) -> None:
+    records = [
+        make("passed", backend=name, case_id=case, needs=("lse",))
+        for name in ("Slow", "Fast", "Untimed")
+        for case in ("a", "b", "c")
+    ]
+    case = records[0].case.replace("/a", "/{}").format
+    times = {("Slow", case("a")): 4e3, ("Slow", case("b")): 9e3, ("Fast", case("a")): 1e3, ("Fast", case("b")): 4e3}
+    found = ask("lse", *records, times=times | {("Slow", case("c")): 1.0})
+    assert list(found) == ["Fast", "Slow", "Untimed"]
+    assert [found[name].median_ns for name in found] == [pytest.approx(2e3), pytest.approx(6e3), None]
+    assert found["Fast"].timed == 2
+
+
+@pytest.mark.parametrize(
+    ("needs", "words"),
+    [("sink", "did you mean 'sinks'?"), ("block_size=33", r"known: block_size=8, block_size=32\)")],
+)
+def test_an_unknown_need_is_an_error_with_what_there_is(ask: Ask, make: Any, needs: str, words: str) -> None:
+    record = make("passed", needs=("block_size=32", "block_size=8", "sinks"))
+    with pytest.raises(UnknownNameError, match=words):
+        ask(needs, record)

@@ -1,0 +1,51 @@
+"""The schema of run files is up to date, and says of every line of a kept run which fields it has."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attncheck.reports.run_file.compression import read_bytes
+from attncheck.reports.run_file.records import OUTCOMES, Record, format_line
+from attncheck.reports.run_file.schema import run_file_schema
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+KEPT = sorted((DOCS / "evidence").rglob("*.jsonl.xz"))
+SCHEMA = run_file_schema()
+
+
+def definition_of(line: dict[str, Any]) -> dict[str, Any]:
+    """The part of the schema about a line, found by its ``kind`` and ``outcome``."""
+    reference = SCHEMA["discriminator"]["mapping"][line["kind"]]
+    if isinstance(reference, dict):
+        reference = reference["discriminator"]["mapping"][line["outcome"]]
+    found: dict[str, Any] = SCHEMA["$defs"][reference.rpartition("/")[2]]
+    return found
+
+
+def test_the_copy_in_the_docs_is_up_to_date() -> None:
+    kept = json.loads((DOCS / "run-file.schema.json").read_text(encoding="utf-8"))
+    assert kept == SCHEMA, "write it again: attncheck schema --of run > docs/run-file.schema.json"
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name)
+def test_it_holds_for_every_line_of_a_kept_run(path: Path) -> None:
+    for text in read_bytes(str(path)).splitlines():
+        line = json.loads(text)
+        definition = definition_of(line)
+        assert set(definition.get("required", ())) <= set(line) <= set(definition["properties"])
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_it_names_every_outcome(outcome: str, make: Callable[..., Record]) -> None:
+    definition = definition_of(json.loads(format_line(make(outcome))))
+    assert definition["properties"]["outcome"]["const"] == outcome
+    assert definition["additionalProperties"] is False
+
+
+def test_a_figure_may_be_no_finite_number(make: Callable[..., Record]) -> None:
+    line = json.loads(format_line(make("failed", figures={"worst": "NaN", "rows": 3})))
+    figures = definition_of(line)["properties"]["figures"]["additionalProperties"]["anyOf"]
+    assert line["figures"]["worst"] in next(each["enum"] for each in figures if "enum" in each)

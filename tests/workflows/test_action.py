@@ -1,0 +1,239 @@
+"""The action: its steps call its scripts with what these read, and the scripts pass on exit codes and arguments.
+
+The scripts run with a stand-in for `attncheck` on PATH, which notes its arguments and ends as ``$END`` says.
+"""
+
+import lzma
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer.main
+import yaml
+
+from attncheck.harness.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+STEPS = {step["name"]: step for step in ACTION["runs"]["steps"]}
+SCRIPTS = {name: step for name, step in STEPS.items() if "run" in step}
+EVIDENCE = ROOT / "docs" / "evidence" / "cpu-2026-11-22" / "xformers-vllm.jsonl.xz"
+OF_GITHUB = {"GITHUB_OUTPUT", "GITHUB_PATH", "RUNNER_TEMP"}
+
+STAND_IN = """#!/usr/bin/env bash
+(IFS=$'\\x1f'; printf '%s\\x1e' "$*") >>"$CALLS"
+if [ "$1" = -c ]; then echo /the/scripts; fi
+if [ "$1" = run ] && [ "$END" != 2 ]; then touch "${@: -1}"; fi
+case $END in
+    hang) exec sleep 60 ;;
+    crash) kill -SEGV $$ ;;
+    *" fails") if [[ " $* " == *" ${END% fails} "* ]]; then exit 3; fi ;;
+    *) exit "$END" ;;
+esac
+"""
+HOSTILE = (
+    "$(touch ran)",
+    "`touch ran`",
+    "a; touch ran",
+    "a && touch ran",
+    "a\ntouch ran",
+    "${IFS}>ran",
+    "x[$(touch ran)]",
+)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A folder in which a script of the action runs as a step of a job."""
+
+    folder: Path
+
+    def step(self, script: str, end: str = "0", **env: str) -> tuple[int, str]:
+        """Run a script, with ``end`` for the stand-in; its exit code and what it printed."""
+        own = {
+            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "CALLS": str(self.folder / "calls"),
+            "END": end,
+            "RUNNER_TEMP": str(self.folder),
+            **{name: str(self.folder / name) for name in ("GITHUB_OUTPUT", "GITHUB_PATH", "GITHUB_STEP_SUMMARY")},
+        }
+        done = subprocess.run(
+            [ROOT / "scripts" / "action" / script],
+            cwd=self.folder,
+            env={**os.environ, **own, **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    def examine(self, run: str = "--backend a", end: str = "0", **env: str) -> tuple[int, str]:
+        return self.step("examine", end, **{"RUN": run, "DEVICE": "", "EXPECT": "", "MINUTES": "1"} | env)
+
+    @property
+    def calls(self) -> list[list[str]]:
+        """The arguments of each call of a stand-in."""
+        path = self.folder / "calls"
+        return [call.split("\x1f") for call in path.read_text().split("\x1e")[:-1]] if path.exists() else []
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        return dict(line.split("=", 1) for line in (self.folder / "GITHUB_OUTPUT").read_text().splitlines())
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    (tmp_path / "bin").mkdir()
+    for name in ("attncheck", "a-python"):
+        path = tmp_path / "bin" / name
+        path.write_text(STAND_IN, encoding="utf-8")
+        path.chmod(0o755)
+    return Runner(tmp_path)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 130, 143])
+def test_the_exit_code_of_the_run_is_that_of_the_step_and_an_output(runner: Runner, code: int) -> None:
+    assert runner.examine(end=str(code))[0] == code
+    assert runner.outputs["exit-code"] == str(code)
+    assert Path(runner.outputs["run-file"]).parent == Path(runner.outputs["folder"])
+    assert Path(runner.outputs["run-file"]).exists() == (code != 2)
+
+
+@pytest.mark.parametrize(("end", "code", "said"), [("hang", 124, "after 0.005 minutes"), ("crash", 139, "")])
+def test_a_run_that_hangs_or_dies_ends_the_step_and_leaves_its_file(
+    runner: Runner, end: str, code: int, said: str
+) -> None:
+    found, printed = runner.examine(end=end, MINUTES="0.005")
+    assert found == code
+    assert said in printed
+    assert runner.outputs["exit-code"] == str(code)
+    assert runner.step("report", RUN_FILE=runner.outputs["run-file"])[0] == 0
+    assert [call[0] for call in runner.calls] == ["run", "report", "report", "report"]
+
+
+def test_quotes_group_words_and_patterns_are_not_expanded(runner: Runner) -> None:
+    (runner.folder / "ragged-file").touch()
+    given = "--backend './my file.py:Mine'\n  --suite \"smoke{cache.block_size: 32}\" --case ragged* --case a\\ b"
+    assert runner.examine(given, DEVICE="cpu", EXPECT="known faults.yaml")[0] == 0
+    (call,) = runner.calls
+    expected = ["run", "--backend", "./my file.py:Mine", "--suite", "smoke{cache.block_size: 32}"]
+    expected += ["--case", "ragged*", "--case", "a b", "--device", "cpu", "--expect", "known faults.yaml"]
+    assert call == [*expected, "--output", runner.outputs["run-file"]]
+
+
+def test_empty_inputs_are_no_arguments(runner: Runner) -> None:
+    assert runner.examine("")[0] == 0
+    assert runner.calls == [["run", "--output", runner.outputs["run-file"]]]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_no_input_is_executed(runner: Runner, hostile: str) -> None:
+    runner.examine(hostile, DEVICE=hostile, EXPECT=hostile)
+    (call,) = runner.calls
+    assert call[1:] == [*hostile.split(), "--device", hostile, "--expect", hostile, "--output", call[-1]]
+    runner.examine(MINUTES=hostile)
+    runner.step("report", RUN_FILE=hostile)
+    runner.step("compare", COMPARE_WITH=hostile, RUN_FILE=hostile)
+    runner.step("install", INSTALL=hostile, PYTHON="a-python")
+    runner.step("install", INSTALL="", PYTHON=hostile)
+    assert not (runner.folder / "ran").exists()
+
+
+def test_a_quote_without_a_partner_is_refused(runner: Runner) -> None:
+    code, printed = runner.examine("--case 'ragged")
+    assert code == 2
+    assert "input run: a quote has no partner: --case 'ragged" in printed
+    assert runner.calls == []
+
+
+@pytest.mark.parametrize("failing", ["github", "junit", "html"])
+def test_every_report_is_tried_and_one_that_fails_fails_the_step(runner: Runner, failing: str) -> None:
+    path = runner.folder / "the run.jsonl"
+    path.touch()
+    assert runner.step("report", f"{failing} fails", RUN_FILE=str(path))[0] == 3
+    beside = [["junit", "--output", str(runner.folder / "junit.xml")]]
+    beside += [["html", "--output", str(runner.folder / "report.html")]]
+    assert runner.calls == [["report", str(path), "--format", *words] for words in (["github"], *beside)]
+
+
+def test_without_a_run_file_there_is_nothing_to_report(runner: Runner) -> None:
+    code, printed = runner.step("report", RUN_FILE=str(runner.folder / "none.jsonl"))
+    assert (code, runner.calls) == (0, [])
+    assert "wrote no run file" in printed
+
+
+def test_a_comparison_passes_its_options_and_its_exit_code_on(runner: Runner) -> None:
+    code, _ = runner.step("compare", "1", COMPARE_WITH="base.jsonl --fail-on '@build: 20%'", RUN_FILE="new.jsonl")
+    assert code == 1
+    assert runner.calls == [["compare", "base.jsonl", "--fail-on", "@build: 20%", "new.jsonl", "--format", "github"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("", [f"{ROOT}[report]"]), ("--no-deps 'attncheck>=0.1'", ["--no-deps", "attncheck>=0.1"])]
+)
+def test_this_checkout_is_installed_where_nothing_is_named(runner: Runner, given: str, expected: list[str]) -> None:
+    assert runner.step("install", INSTALL=given, PYTHON="a-python")[0] == 0
+    assert runner.calls[0] == ["-m", "pip", "install", *expected]
+    assert (runner.folder / "GITHUB_PATH").read_text() == "/the/scripts\n"
+    assert runner.step("install", "1", INSTALL=given, PYTHON="a-python")[0] == 1
+
+
+def test_the_commands_of_the_scripts_are_those_of_attncheck(runner: Runner) -> None:
+    runner.examine(DEVICE="cpu", EXPECT="known.yaml")
+    runner.step("report", RUN_FILE=runner.outputs["run-file"])
+    runner.step("compare", COMPARE_WITH="base.jsonl", RUN_FILE="new.jsonl")
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, *arguments in runner.calls:
+        known[name].make_context(name, arguments)  # raises where an option is not there
+
+
+def test_an_unfinished_run_is_reported_as_one(runner: Runner) -> None:
+    """By attncheck itself, of the first records of a kept run."""
+    path = runner.folder / "run.jsonl"
+    with lzma.open(EVIDENCE, "rt", encoding="utf-8") as file:
+        path.write_text("".join(line for _, line in zip(range(20), file, strict=False)), encoding="utf-8")
+    program = runner.folder / "bin" / "attncheck"
+    program.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" -m attncheck "$@"\n', encoding="utf-8")
+    code, printed = runner.step("report", RUN_FILE=str(path))
+    assert code == 0, printed
+    assert printed.startswith("::error ")
+    assert (runner.folder / "GITHUB_STEP_SUMMARY").read_text(encoding="utf-8").startswith("## attncheck: ")
+    faults = ET.parse(runner.folder / "junit.xml").findall("testsuite[@name='run']/testcase/error")
+    assert len(faults) == 1
+    assert (runner.folder / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_step_calls_a_script_with_all_that_it_reads_and_no_more(name: str) -> None:
+    step = SCRIPTS[name]
+    (script,) = re.fullmatch(r'"\$GITHUB_ACTION_PATH/(scripts/action/\w+)"', step["run"]).groups()
+    assert step["shell"] == "bash"
+    assert os.access(ROOT / script, os.X_OK)
+    text = (ROOT / script).read_text(encoding="utf-8")
+    assert subprocess.run(["bash", "-n", ROOT / script], check=False).returncode == 0
+    assert set(re.findall(r"\$\{?([A-Z_]+)\b", text)) - {"BASH_SOURCE"} - OF_GITHUB == set(step["env"])
+
+
+def test_every_input_is_used_and_every_name_in_an_expression_is_there() -> None:
+    text = str(ACTION["runs"]) + str(ACTION["outputs"])
+    assert set(re.findall(r"\binputs\.([\w-]+)", text)) == set(ACTION["inputs"])
+    assert all(("default" in given) != given.get("required", False) for given in ACTION["inputs"].values())
+    written = set(re.findall(r"([\w-]+)=\$", (ROOT / "scripts" / "action" / "examine").read_text(encoding="utf-8")))
+    read = re.findall(r"steps\.(\w+)\.outputs\.([\w-]+)", text)
+    assert {step for step, _ in read} == {"examine"}
+    assert {output for _, output in read} == written & {"folder", "run-file", "exit-code"}
+
+
+def test_what_follows_the_examination_runs_after_a_failure_and_not_before_it() -> None:
+    names = list(STEPS)
+    after = names[names.index("Examine") + 1 :]
+    assert after == ["Report", "Compare", "Keep the run file and the reports"]
+    for name in after:
+        assert STEPS[name]["if"].startswith("${{ !cancelled() && steps.examine.outputs.run-file != ''")
+    assert all("timeout-minutes" not in step for step in STEPS.values())  # an action may not say it
