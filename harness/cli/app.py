@@ -37,6 +37,9 @@ SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
 
 P = ParamSpec("P")
 
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""What typer raises for a command line it cannot read; typer gives its base class no name of its own."""
+
 
 def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
     """Run a command and leave with its exit code; nothing it raises gets any further."""
@@ -161,14 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_any_text()
     try:
         code = app(words, prog_name="attncheck", obj=("attncheck", *words), standalone_mode=False)
-    except SystemExit as left:  # how completion ends
-        code = left.code
-    except Exception as error:
+    except _UsageError as error:
         message = usage_error_in_words(error)
-        if message is None:
-            raise
         _say(message if message.startswith(HELP) else f"error: {message}")
         return WRONG_QUESTION
+    except SystemExit as left:  # how completion ends
+        code = left.code
     return code if isinstance(code, int) else OK
 
 

@@ -155,7 +155,7 @@ def _execute(
             ):
                 found = itertools.chain(examined, examine_providers(functions, circumstances))
                 judged = found if expectations is None else map(expectations.apply, found)
-                stopped = _examine(judged, records, (writer.add, progress.see, tally.see), maxfail=options.maxfail)
+                stopped = _examine(judged, records, (tally.see, writer.add, progress.see), maxfail=options.maxfail)
             blind = tuple(map(str, examiner.blind))
             unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
             unseen = tuple(expectations.unseen()) if expectations and not stopped else ()

@@ -13,13 +13,8 @@ HELP = "Usage: "
 """Begins the help that a command without words prints in place of an error."""
 
 
-def usage_error_in_words(error: Any) -> str | None:
-    """Return the line for an error of the option parser, without ``error:``; None for any other exception.
-
-    The parser's class is one of typer's or of click's, by the version of typer.
-    """
-    if not hasattr(error, "format_message"):
-        return None
+def usage_error_in_words(error: Any) -> str:
+    """Return the line for an error of the option parser, without ``error:``; help where help is what it says."""
     message = str(error.format_message()).rstrip(".")
     if message.startswith(HELP):
         return message

@@ -58,8 +58,8 @@ def _jit_functions(entry: TracebackType | None) -> Iterator[Any]:
     """The kernels that the frames were compiling, and those that they can call by a global name."""
     while entry is not None:
         owner = entry.tb_frame.f_locals.get("self")
-        candidates: tuple[Any, ...] = (owner, getattr(owner, "fn", None))
-        for each in candidates:
+        each: Any
+        for each in (owner, getattr(owner, "fn", None)):
             if hasattr(each, "raw_src") and hasattr(each, "starting_line_number"):
                 yield each
                 yield from (other for other in each.fn.__globals__.values() if hasattr(other, "raw_src"))

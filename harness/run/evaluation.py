@@ -113,7 +113,6 @@ class Examiner:
         self._num_threads = checking_threads(self._timing_threads)
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
-        self._is_dump_missing = False
         # Given, not made at its first use: it needs the plan's settings, and clocks from before any backend ran.
         self._shared = SharedByChecks(clocks or TimingCheck(self.device, plan.timing))
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
@@ -226,14 +225,12 @@ class Examiner:
             yield record_of(self._circumstances, case, backend, check, finding, took)
 
     def _dump(self, case_checks: CaseChecks | FunctionChecks, folder: Path, backend: str) -> tuple[str, ...]:
-        """Write the case; return, the first time that it cannot be written, a note that says why."""
+        """Write the case; return a note where it cannot be written. The verdict stays."""
         try:
             with suppress(torch.AcceleratorError):  # a lost device gives no tensors
                 case_checks.dump(folder, backend)
         except OSError as error:
-            is_news, self._is_dump_missing = not self._is_dump_missing, True
-            reason = f"--dump {folder}: {error.strerror or error}; the tensors of this case are not there"
-            return (reason,) if is_news else ()
+            return (f"--dump {folder}: {error.strerror or error}; the tensors of this case are not there",)
         return ()
 
     def _unavailable(self, backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:

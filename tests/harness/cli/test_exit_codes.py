@@ -242,7 +242,7 @@ def test_a_full_disk_ends_with_the_table_and_what_is_safe(
     assert len(read_run("cut.jsonl").records) == 1
 
 
-def test_a_dump_that_cannot_be_written_is_a_note_once(
+def test_a_dump_that_cannot_be_written_is_a_note_and_the_verdict_stays(
     here: Attncheck, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_bytes(path: Path, data: object) -> None:
