@@ -16,7 +16,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Mapping
@@ -58,8 +57,6 @@ ONLY_NAMED = frozenset({*FAMILIES, "xformers_vllm"})
 ENTRY_POINT_GROUP = "attncheck.backends"
 
 _FILE_MODULE = "attncheck_file_"
-_OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
-"""Where the files of attncheck are: an author looks for the fault elsewhere."""
 _LONGEST_MESSAGE = 2_000
 """Characters kept of what an exception says: some print all they have."""
 
@@ -297,10 +294,7 @@ def import_failure(error: BaseException) -> str:
     told = f"importing it raised {traceback.format_exception_only(error)[-1].strip()[:_LONGEST_MESSAGE]}"
     if isinstance(error, SyntaxError):
         return f"{told} ({error.filename}:{error.lineno})"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and frame.filename != __file__
-    ]
-    frames = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)] or frames
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
+    frames = [frame for frame in frames if frame.filename != __file__]
+    frames = [frame for frame in frames if not frame.filename.startswith(f"{Path(__file__).parents[1]}/")] or frames
     return f"{told} ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else told

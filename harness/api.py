@@ -35,6 +35,7 @@ from attncheck.reports.formats import FORMATS
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record, RunFooter
 from attncheck.reports.run_file.store import Run, RunWriter, count_outcomes, now, read_run
+from attncheck.reports.terminal import run as terminal
 from attncheck.reports.terminal.columns import Style
 
 Candidate = str | type[AttentionBackend] | Callable[..., object]
@@ -89,11 +90,11 @@ class Examination:
         """Return only if the examination passed.
 
         Raises:
-            ExaminationFailedError: it did not; the message is the verdict, then the report a terminal would show.
+            ExaminationFailedError: it did not; the message has the counts and the findings.
         """
         __tracebackhide__ = True  # pytest shows the line of the caller
         if not self.passed:
-            raise ExaminationFailedError(f"{phrases.closing(self.summary, self.footer.errors)}\n\n{self}")
+            raise ExaminationFailedError(f"{self._counts}\n\n{self._report(quiet=True)}")
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a run file, which ``attncheck report`` and ``attncheck compare`` read.
@@ -121,12 +122,19 @@ class Examination:
 
     def __str__(self) -> str:
         """Return the report a terminal would show."""
-        return self.render("terminal").rstrip("\n")
+        return f"{terminal.opening(self.header)}\n\n{self._report()}"
 
     def __repr__(self) -> str:
-        """Return one line, and below it the report where the examination did not pass."""
-        line = f"<Examination {phrases.closing(self.summary, self.footer.errors)}>"
-        return line if self.passed else f"{line}\n\n{self}"
+        """Return one line, and below it the findings where the examination did not pass."""
+        line = f"<Examination {self._counts}>"
+        return line if self.passed else f"{line}\n\n{self._report(quiet=True)}"
+
+    @property
+    def _counts(self) -> str:
+        return phrases.closing(self.summary, self.footer.errors)
+
+    def _report(self, *, quiet: bool = False) -> str:
+        return terminal.render(self.header, self.records, errors=self.footer.errors, quiet=quiet)
 
     def _repr_markdown_(self) -> str:
         """Return what a notebook shows that prefers Markdown."""

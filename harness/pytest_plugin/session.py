@@ -1,7 +1,7 @@
 """What attncheck does in a pytest session that has items of it: collects, applies expected failures, sums up."""
 
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +22,15 @@ from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.timings import TIMING
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """The expected failures of one question; ``unmatched``, ``notes``: what they say before anything ran."""
+
+    expectations: Expectations
+    unmatched: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
 class Session:
     """The hooks of one pytest run, with a question for its options and one for each ``attncheck.backend_tests``.
 
@@ -33,7 +42,7 @@ class Session:
         option = config.getoption
         self._config = config
         self._questions: list[Question] = []
-        self._expectations: dict[Question, tuple[Expectations, frozenset[str]]] = {}
+        self._expectations: dict[Question, _Expected] = {}
         self._entries: tuple[LocatedExpectation, ...] = ()
         self._unmet: list[str] = []
         try:
@@ -102,13 +111,13 @@ class Session:
         """Fail a session in which an expectation was not met; a worker of pytest-xdist has seen a part only."""
         if hasattr(self._config, "workerinput"):
             return
-        known = [(question, *found) for question, found in self._expectations.items()]
+        every = self._expectations.values()
         lines = [
             line
-            for question, expectations, unmatched in known
-            for line in expectations.unmet(stopped_early=question.asked != question.answered)
-            # A pattern may be about the cases of another question.
-            if line not in unmatched or all(line in others for _, _, others in known)
+            for question, found in self._expectations.items()
+            for line in found.expectations.unmet(stopped_early=question.asked != question.answered)
+            # An entry may be about another question.
+            if line not in found.unmatched or all(line in other.unmatched for other in every)
         ]
         self._unmet = list(dict.fromkeys(lines))
         if self._unmet and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -119,9 +128,15 @@ class Session:
         """Name unmet expectations, and the backends that cannot run here: pytest does not explain their skips."""
         for line in self._unmet:
             terminalreporter.write_line(f"attncheck: error: {line}", red=True)
-        for expectations, _ in self._expectations.values():
-            for line in expectations.unseen():
-                terminalreporter.write_line(f"attncheck: {line}")
+        every = self._expectations.values()
+        unseen = [
+            line
+            for found in every
+            for line in found.expectations.unseen()
+            if line not in found.notes or all(line in other.notes for other in every)
+        ]
+        for line in dict.fromkeys(unseen):
+            terminalreporter.write_line(f"attncheck: {line}")
         missing = {
             backend.name: phrases.printable("; ".join(backend.unavailable_reasons))
             for question in self._questions
@@ -174,9 +189,9 @@ class Session:
                 checks=sorted({check for case in plan.cases for check in plan.checks_of(case)}),
                 today=datetime.now(UTC).date(),
             )
-            # Before anything ran, these are the entries that match no case.
-            self._expectations[question] = expectations, frozenset(expectations.unmet(stopped_early=True))
-        return self._expectations[question][0]
+            unmatched, notes = expectations.unmet(stopped_early=True), expectations.unseen()
+            self._expectations[question] = _Expected(expectations, tuple(unmatched), tuple(notes))
+        return self._expectations[question].expectations
 
 
 def has_question(config: pytest.Config) -> bool:

@@ -34,7 +34,7 @@ TESTS = """\
 import attncheck
 
 test_wrong = attncheck.backend_tests("./wrong.py:Wrong", "small.yaml", checks="numerics")
-test_right = attncheck.backend_tests("torch_sdpa", "small.yaml", cases="decode", checks=("numerics", "claims"))
+test_right = attncheck.backend_tests("torch_sdpa", "small.yaml", cases="decode", checks=("numerics", "refusals"))
 
 class TestNothing:
     test_nowhere = attncheck.backend_tests("./nowhere.py:Nowhere", "small.yaml", cases="decode", checks="numerics")
@@ -90,7 +90,10 @@ def test_an_expectation_that_is_not_met_fails_the_session(folder: pytest.Pyteste
     result.assert_outcomes(xfailed=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        ["attncheck: error: known.yaml:2:*no case of this run*", "attncheck: known.yaml:1: *not seen in this run*"]
+        [
+            "attncheck: error: known.yaml:2:*no case of this run's suites is called small/*",
+            "attncheck: known.yaml:1: *not seen in this run*",
+        ]
     )
     # What was not examined is no evidence.
     late = (*expecting(folder, expectation("small/decode"), expectation("small/mixed")), "-k", "decode")
@@ -131,7 +134,7 @@ def test_a_module_has_an_item_for_each_case_and_check(folder: pytest.Pytester) -
             "test_mine.py::TestNothing::test_nowhere[[]decode-numerics[]] FAILED*",
             "*likely cause: the output is all zeros*",
             "backend './nowhere.py:Nowhere': cannot read nowhere.py: No such file or directory*",
-            "attncheck: error: known.yaml:2:*no case of this run*",
+            "attncheck: error: known.yaml:2:*no case of this run's suites is called small/*",
         ]
     )
     one = run(folder, "test_mine.py::test_right[decode-refusals]", backend=None)
@@ -170,5 +173,5 @@ def test_an_examination_is_shown_whole_where_an_assertion_fails(folder: pytest.P
     result.assert_outcomes(failed=2)
     (own, checked) = result.stdout.str().partition("= FAILURES =")[2].split("_ test_checked _")
     for text in (own.partition("- attncheck -")[2], checked):
-        assert "small/mixed  numerics" in text
-        assert "repeat: attncheck run --backend ./wrong.py:Wrong --suite small.yaml --case mixed" in text
+        assert "finding 1 of 1, Wrong: the output is all zeros" in text
+        assert "repeat: attncheck run --backend ./wrong.py:Wrong --suite small.yaml --case decode" in text
