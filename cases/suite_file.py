@@ -17,9 +17,9 @@ from attncheck.cases.consistency import check_meaning
 from attncheck.cases.model import Case, Suite, Tolerance
 from attncheck.cases.paths import implied_path
 from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, plain, put
-from attncheck.cases.validation import known_keys, locate, names_of, text_of, validate
-from attncheck.errors import CaseFileError, SpecError
-from attncheck.reference.spec import BACKEND_CHECKS, FORMER_CHECKS, CacheSpec, InputName, LayerSpec
+from attncheck.cases.validation import Mistakes, known_keys, locate, names_of, text_of, validate
+from attncheck.errors import CaseFileError, SeveralMistakesError, SpecError
+from attncheck.reference.spec import BACKEND_CHECKS, FORMER_CHECKS, CacheSpec, InputName, LayerSpec, PathSpec
 
 MAX_CASES = 100_000
 """A file may describe this many cases, matrices multiplied out."""
@@ -48,7 +48,8 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
     """The suite that ``root`` describes, ``over`` laid over its defaults; ``path`` is only remembered.
 
     A case that cannot be asked with ``over``, such as a shared prefix that is no longer of whole pages, but can without
-    it, is left out, and the suite's notes say so. Raises :class:`CaseFileError` for the first mistake.
+    it, is left out, and the suite's notes say so. Raises :class:`CaseFileError` with the mistakes of all
+    cases.
     """
     known_keys(root, FILE_KEYS, "a case file")
     if "suite" not in root.entries:
@@ -70,26 +71,30 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
     cases: list[Case] = []
     left_out: dict[str, CaseFileError] = {}
     seen: dict[str, Case] = {}
+    mistakes = Mistakes()
     for item in written.items:
-        if not isinstance(item, Table):
-            raise _not_a("mapping with an id and a batch", "a case", item)
-        known_keys(item, CASE_KEYS, "a case")
-        for full, case, place in _expand(item, defaults, name, len(cases)):
-            if isinstance(case, CaseFileError):
-                if over is None or case.file != item.place.file or not _is_right(item, own, name, full):
-                    is_plain = full == plain(item.entries["id"]) and not case.key.startswith("defaults.")
-                    raise case if is_plain else _in_case(case, full, item.place.line)
-                left_out[full] = case
-                continue
-            if case.id in seen:
-                where = seen[case.id].origin.rpartition(":")[2]
-                raise place.fault(
-                    "two cases have this id" if place.line != int(where) else "two values of the matrix give this id",
-                    value=case.id,
-                    allowed=f"the first stands on line {where}: rename one of them",
-                )
-            seen[case.id] = case
-            cases.append(case)
+        with mistakes.kept():
+            if not isinstance(item, Table):
+                raise _not_a("mapping with an id and a batch", "a case", item)
+            known_keys(item, CASE_KEYS, "a case")
+            for full, case, place in _expand(item, defaults, name, len(cases)):
+                if isinstance(case, CaseFileError):
+                    if over is None or case.file != item.place.file or not _is_right(item, own, name, full):
+                        is_plain = full == plain(item.entries["id"]) and not case.key.startswith("defaults.")
+                        raise case if is_plain else _in_case(case, full, item.place.line)
+                    left_out[full] = case
+                    continue
+                if case.id in seen:
+                    where = seen[case.id].origin.rpartition(":")[2]
+                    is_matrix = place.line == int(where)
+                    raise place.fault(
+                        "two values of the matrix give this id" if is_matrix else "two cases have this id",
+                        value=case.id,
+                        allowed=f"the first stands on line {where}: rename one of them",
+                    )
+                seen[case.id] = case
+                cases.append(case)
+    mistakes.raise_all()
     if not cases:
         raise next(iter(left_out.values()))
     notes = tuple(
@@ -142,24 +147,43 @@ def _read_case(tree: Table, suite: str, name: str, description: str, origin: str
     for key, what in (("layer", "the layer's head counts and head size"), ("batch", "the requests")):
         if key not in tree.entries:
             raise tree.place.fault(f"{key} is missing", allowed=f"give {what} here or in defaults")
-    layer = validate(LayerSpec, tree.entries["layer"], "a layer")
-    cache = validate(CacheSpec, tree.entries["cache"], "a cache") if "cache" in tree.entries else CacheSpec()
-    path = read_path(tree.entries["path"]) if "path" in tree.entries else implied_path(layer)
-    batch = read_batch(tree.entries["batch"], path)
+    mistakes, entries = Mistakes(), tree.entries
+    cache, path, checks, tolerance, inputs = CacheSpec(), PathSpec(), None, None, None
+    with mistakes.kept():
+        layer = validate(LayerSpec, entries["layer"], "a layer")
+        path = implied_path(layer)
+    if "cache" in entries:
+        with mistakes.kept():
+            cache = validate(CacheSpec, entries["cache"], "a cache")
+    if "path" in entries:
+        with mistakes.kept():
+            path = read_path(entries["path"])
+    with mistakes.kept():
+        batch = read_batch(entries["batch"], path)
+    if "checks" in entries:
+        with mistakes.kept():
+            checks = _read_checks(entries["checks"])
+    if "tolerance" in entries:
+        with mistakes.kept():
+            tolerance = validate(Tolerance, entries["tolerance"], "a tolerance")
+    if "inputs" in entries:
+        with mistakes.kept():
+            named = names_of(entries["inputs"], "input", INPUTS)
+            inputs = tuple(each for each in INPUTS if each in named)
+    mistakes.raise_all()
     try:
         check_meaning(layer, cache, batch)
     except SpecError as error:
         raise _point(tree, error) from error
-    checks, inputs, tolerance = (tree.entries.get(key) for key in ("checks", "inputs", "tolerance"))
     return Case(
         suite=suite,
         id=name,
         layer=layer,
         cache=cache,
         batch=batch,
-        checks=None if checks is None else _read_checks(checks),
-        tolerance=None if tolerance is None else validate(Tolerance, tolerance, "a tolerance"),
-        inputs=None if inputs is None else tuple(i for i in INPUTS if i in names_of(inputs, "input", INPUTS)),
+        checks=checks,
+        tolerance=tolerance,
+        inputs=inputs,
         description=description,
         origin=origin,
     )
@@ -218,6 +242,8 @@ def _point(tree: Table, error: SpecError) -> CaseFileError:
 
 def _in_case(error: CaseFileError, name: str, line: int) -> CaseFileError:
     """The same error with the expanded case it occurs in, since its values may stand in several places."""
+    if isinstance(error, SeveralMistakesError):
+        return SeveralMistakesError([_in_case(each, name, line) for each in error.errors])
     return CaseFileError(
         f"{error.reason}, in case {name} of line {line}",
         file=error.file,

@@ -5,7 +5,8 @@ remembered: a matrix asks the same layer a thousand times.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, lru_cache
@@ -15,12 +16,14 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, join_key, plain
-from attncheck.errors import CaseFileError, SpecError
+from attncheck.errors import CaseFileError, SeveralMistakesError, SpecError
 
 T = TypeVar("T")
 
 _WANTED: Mapping[str, str] = {
     "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
     "int_from_float": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -37,11 +40,31 @@ _BOUND: Mapping[str, tuple[str, str]] = {
 }
 
 
+class Mistakes:
+    """Collects the mistakes of several parts, so that all of them are told at once."""
+
+    def __init__(self) -> None:
+        self._found: list[CaseFileError] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep a CaseFileError that is raised inside; what follows it there is left out."""
+        try:
+            yield
+        except CaseFileError as error:
+            self._found.append(error)
+
+    def raise_all(self) -> None:
+        """Raise what was kept: one error as it is, several as SeveralMistakesError."""
+        if self._found:
+            raise self._found[0] if len(self._found) == 1 else SeveralMistakesError(self._found)
+
+
 def validate(kind: type[T], tree: Tree, what: str) -> T:
     """The frozen dataclass ``kind`` that ``tree`` describes; ``what`` is what messages call it ("a layer").
 
-    Raises :class:`CaseFileError` at the place of the first wrong value; a mistyped key is named before what is then
-    missing.
+    Raises :class:`CaseFileError` at the place of a wrong value, and of several values all of them. Beside a mistyped
+    key, what is missing is not named.
     """
     text = json.dumps(plain(tree), sort_keys=True)
     try:
@@ -126,26 +149,44 @@ def _walk(tree: Tree, parts: Sequence[str | int]) -> tuple[Tree, tuple[str | int
 
 
 def _translate(kind: type, tree: Tree, what: str, error: ValidationError) -> CaseFileError:
+    """Return every mistake that pydantic found, as one error or as several."""
     errors = error.errors(include_url=False)
-    for first in errors:
-        if first["type"] == "unexpected_keyword_argument":
-            *above, name = first["loc"]
-            owner, way = _walk(tree, above)
-            known = [f.name for f in fields(_class_at(kind, way))]
-            place = owner.names[str(name)] if isinstance(owner, Table) else owner.place
-            return unknown_key(place, str(name), known, str(way[-1]) if way else what)
-    wrong = [e for e in errors if e["type"] != "missing"] or errors
-    # A union reports an error a branch: the branch that came furthest is the one that was meant.
-    same_field = [e for e in wrong if e["loc"][:1] == wrong[0]["loc"][:1]]
-    deepest = max(len(_walk(tree, e["loc"])[1]) for e in same_field)
-    meant = [e for e in same_field if len(_walk(tree, e["loc"])[1]) == deepest]
+    found = [_unknown(kind, tree, what, each) for each in errors if each["type"] == "unexpected_keyword_argument"]
+    # What is missing may be there under a mistyped name.
+    left_out = {"unexpected_keyword_argument", "missing"} if found else set()
+    by_field: dict[object, list[ErrorDetails]] = {}
+    for each in errors:
+        if each["type"] not in left_out:
+            by_field.setdefault(each["loc"][:1], []).append(each)
+    for same_field in by_field.values():
+        # A union reports an error a branch: the branch that came furthest is the one that was meant.
+        deepest = max(len(_walk(tree, each["loc"])[1]) for each in same_field)
+        by_value: dict[object, list[ErrorDetails]] = {}
+        for each in same_field:
+            if len(way := _walk(tree, each["loc"])[1]) == deepest:
+                # Of several missing keys each has the way of their owner.
+                by_value.setdefault((way, each["loc"] if each["type"] == "missing" else ()), []).append(each)
+        found += [_fault(kind, tree, what, meant) for meant in by_value.values()]
+    return found[0] if len(found) == 1 else SeveralMistakesError(found)
+
+
+def _unknown(kind: type, tree: Tree, what: str, error: ErrorDetails) -> CaseFileError:
+    *above, name = error["loc"]
+    owner, way = _walk(tree, above)
+    known = [f.name for f in fields(_class_at(kind, way))]
+    place = owner.names[str(name)] if isinstance(owner, Table) else owner.place
+    return unknown_key(place, str(name), known, str(way[-1]) if way else what)
+
+
+def _fault(kind: type, tree: Tree, what: str, meant: Sequence[ErrorDetails]) -> CaseFileError:
+    """The mistake at one value; ``meant``: what each branch of a union would have taken there."""
     value, way = _walk(tree, meant[0]["loc"])
     if meant[0]["type"] == "missing":
         return _missing(kind, value, way, meant[0])
     cause = meant[0].get("ctx", {}).get("error")
     if isinstance(cause, SpecError):
         return _spec_fault(value, cause)
-    reason = " or ".join(dict.fromkeys(_wanted(e) for e in meant))
+    reason = " or ".join(dict.fromkeys(wanted(each) for each in meant))
     return value.place.fault(
         f"{_name(way) or what} must be {reason}", value=_shown(value), allowed=_about(kind, way) or f"give {reason}"
     )
@@ -168,8 +209,8 @@ def _missing(kind: type, owner: Tree, way: tuple[str | int, ...], error: ErrorDe
     return place.fault(f"{name} is missing", allowed=f"give it ({about})" if about else "give it")
 
 
-def _wanted(error: ErrorDetails) -> str:
-    """What pydantic would have taken, in words."""
+def wanted(error: ErrorDetails) -> str:
+    """What pydantic would have taken, in words that follow "must be"."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUND:
         name, word = _BOUND[kind]

@@ -22,9 +22,12 @@ import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
 from attncheck.harness.cli import compare, doctor, expect, list_names, new, recommend, report, run, show, warm
-from attncheck.harness.cli.interruption import Interruption
+from attncheck.harness.cli.interruption import signal_of
+from attncheck.harness.cli.usage import HELP, usage_error_in_words
 
-OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT = 0, 1, 2, 3
+_SIGNALLED = 128
+"""Exit code of a command that a signal ended, less the number of the signal: a shell's rule."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a disk or a terminal, where attncheck writes: no fault of its own."""
@@ -33,9 +36,6 @@ SHOW_TRACEBACK = "ATTNCHECK_TRACEBACK"
 """Set this environment variable to 1 to see where attncheck itself failed."""
 
 P = ParamSpec("P")
-
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""What typer raises for a command line it cannot read; typer gives its base class no name of its own."""
 
 
 def with_exit_code(command: Callable[P, int]) -> Callable[P, None]:
@@ -53,14 +53,13 @@ def exit_code(work: Callable[[], int]) -> int:
     try:
         return work()
     except (QuestionError, BackendUnavailableError) as error:
-        _say(f"error: {error}")
+        for line in str(error).splitlines():  # a file may have several mistakes
+            _say(f"error: {line}")
         return WRONG_QUESTION
-    except Interruption as interruption:
-        _say(str(interruption))
-        return interruption.exit_code
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        number = signal_of(interrupt)
+        _say(f"interrupted by {number.name}")
+        return _SIGNALLED + number
     except BrokenPipeError:
         # The reader left, as `attncheck list | head` does. What could be said was said.
         _drop_stdout()
@@ -162,10 +161,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_any_text()
     try:
         code = app(words, prog_name="attncheck", obj=("attncheck", *words), standalone_mode=False)
-    except _UsageError as error:
-        return _wrong_usage(error)
     except SystemExit as left:  # how completion ends
         code = left.code
+    except Exception as error:
+        message = usage_error_in_words(error)
+        if message is None:
+            raise
+        _say(message if message.startswith(HELP) else f"error: {message}")
+        return WRONG_QUESTION
     return code if isinstance(code, int) else OK
 
 
@@ -174,11 +177,3 @@ def _print_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def _wrong_usage(error: Exception) -> int:
-    """Print the error of a command line that cannot be read, in the form of our own errors."""
-    text = io.StringIO()
-    error.show(text)  # type: ignore[attr-defined]
-    typer.echo(text.getvalue().replace("Error: ", "error: ", 1).rstrip(), err=True)
-    return WRONG_QUESTION

@@ -1,4 +1,4 @@
-"""Signals that end a run: each comes as an exception, so that what was found is still shown. Loads no torch."""
+"""Signals that end a run: each raises KeyboardInterrupt, so that what was found is still shown. Loads no torch."""
 
 import signal
 import threading
@@ -9,17 +9,14 @@ from types import FrameType
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Interruption(KeyboardInterrupt):
-    """A signal that ends the run. ``exit_code``: that of a command which the signal ended, by a shell's rule."""
-
-    def __init__(self, number: int) -> None:
-        self.exit_code = 128 + number
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
+def signal_of(interrupt: KeyboardInterrupt) -> signal.Signals:
+    """Return the signal that ended the run; SIGINT where Python raised the exception by itself."""
+    return next((each for each in interrupt.args if isinstance(each, signal.Signals)), signal.SIGINT)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise Interruption where a signal comes that ends the run; a second one ends the process at once.
+    """Raise KeyboardInterrupt where a signal comes that ends the run; a second one ends the process at once.
 
     A signal that is ignored, as SIGHUP is under nohup, stays ignored. Does nothing outside of the main thread.
     """
@@ -32,7 +29,7 @@ def interruptible() -> Iterator[None]:
     def interrupt(number: int, _frame: FrameType | None) -> None:
         for each in taken:
             signal.signal(each, signal.SIG_DFL)
-        raise Interruption(number)
+        raise KeyboardInterrupt(signal.Signals(number))
 
     try:
         for number in taken:

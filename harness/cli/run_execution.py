@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import typer
 
 from attncheck.errors import QuestionError, RunFileError
-from attncheck.harness.cli.interruption import interruptible
+from attncheck.harness.cli.interruption import interruptible, signal_of
 from attncheck.harness.cli.run_files import open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
@@ -165,8 +165,10 @@ def _execute(
     except (KeyboardInterrupt, RunFileError) as error:
         if not records:
             raise
-        how = "stopped, since the run file cannot be written" if isinstance(error, RunFileError) else str(error)
-        stopped = f"{how or 'interrupted'}: {tally.done} of {tally.cases} cases"
+        how = "stopped, since the run file cannot be written"
+        if isinstance(error, KeyboardInterrupt):
+            how = f"interrupted by {signal_of(error).name}"
+        stopped = f"{how}: {tally.done} of {tally.cases} cases"
         return FinishedRun(path, header, tuple(records), stopped=stopped, ended_by=error)
 
 

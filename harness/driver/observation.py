@@ -7,6 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attncheck.harness.driver.kernel_faults import kernel_fault
+from attncheck.reports.run_file.causes import raised_at
+
 DOCUMENTED_ERRORS = (ValueError, NotImplementedError, TypeError)
 """What the contract lets a backend refuse with. RuntimeError is for calls in the wrong order, which the harness never
 makes; libraries raise it for anything."""
@@ -70,8 +73,13 @@ class Raised:
 
 def capture_exception(stage: str, error: BaseException) -> Raised:
     """What ``stage`` raised, told now: the traceback, whose frames hold a whole cache, is let go."""
-    text = "".join(printable(part) for part in _formatted(error))
-    message = " ".join(printable(_said(error)).split()) or "(no message)"
+    lines, said = _formatted(error), _said(error)
+    fault = kernel_fault(error)
+    if fault is not None:
+        said = f"{fault.message} (launched by {raised_at(''.join(lines))})"
+        lines.insert(len(lines) - len(traceback.format_exception_only(error)), f"  {fault.place}\n")
+    text = "".join(map(printable, lines))
+    message = " ".join(printable(said).split()) or "(no message)"
     for part in (error, error.__cause__, error.__context__):
         if part is not None:
             part.__traceback__ = None

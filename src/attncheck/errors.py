@@ -5,6 +5,7 @@
     AttncheckError
     |-- QuestionError                the question was wrong: exit code 2
     |   |-- CaseFileError            reading a YAML file: file, line, column, key, value, what would be right
+    |   |   `-- SeveralMistakesError     several mistakes of one file
     |   |-- BatchSpecError           reading a batch string: text, position, why
     |   |-- SpecError                a layer, cache or batch that means nothing (also a ValueError)
     |   |-- UnknownNameError         a backend, suite, check, ... nobody knows; carries the known names
@@ -40,6 +41,9 @@ anything outside this tree, that reaches the command line is a fault of attnchec
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+
+SHOWN_ERRORS = 10
+"""Mistakes of one file that are shown at once."""
 
 
 class AttncheckError(Exception):
@@ -77,6 +81,35 @@ class CaseFileError(QuestionError):
         if self.value is not None:
             text += f" (found {shorten(self.value)})"
         return f"{text}; {self.allowed}" if self.allowed else text
+
+
+class SeveralMistakesError(CaseFileError):
+    """Several mistakes of one file, in the order of its lines; its own fields are those of the first."""
+
+    def __init__(self, errors: Sequence[CaseFileError]) -> None:
+        """``errors``: at least one; those that are several themselves are taken apart, repetitions left out."""
+        by_place: dict[tuple[int | None, int | None, str], CaseFileError] = {}
+        for error in errors:
+            for each in error.errors if isinstance(error, SeveralMistakesError) else (error,):
+                by_place.setdefault((each.line, each.column, each.key), each)
+        self.errors: tuple[CaseFileError, ...] = tuple(
+            sorted(by_place.values(), key=lambda each: (each.line or 0, each.column or 0))
+        )
+        first = self.errors[0]
+        super().__init__(
+            first.reason,
+            file=first.file,
+            line=first.line,
+            column=first.column,
+            key=first.key,
+            value=first.value,
+            allowed=first.allowed,
+        )
+
+    def __str__(self) -> str:
+        shown = [str(each) for each in self.errors[:SHOWN_ERRORS]]
+        more = len(self.errors) - SHOWN_ERRORS
+        return "\n".join([*shown, f"{self.file}: and {more} more mistakes"] if more > 0 else shown)
 
 
 class BatchSpecError(QuestionError):

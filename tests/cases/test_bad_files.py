@@ -12,7 +12,7 @@ import yaml
 
 from attncheck.cases import loader
 from attncheck.cases.loader import load_file, load_suite
-from attncheck.errors import CaseFileError, QuestionError
+from attncheck.errors import CaseFileError, QuestionError, SeveralMistakesError
 
 BAD = Path(__file__).parent / "bad"
 
@@ -274,6 +274,68 @@ def test_refusing_takes_no_time() -> None:
         start = time.perf_counter()
         refusal_of(BAD / f"{name}.yaml")
         assert time.perf_counter() - start < 2, name
+
+
+LAYER = "{num_heads: 8, num_kv_heads: 2, head_size: 64}"
+
+
+def several(tmp_path: Path, text: str) -> list[tuple[int | None, str]]:
+    """(line, key) of each mistake in ``text``."""
+    path = tmp_path / "several.yaml"
+    path.write_text(text)
+    error = refusal_of(path)
+    assert isinstance(error, SeveralMistakesError)
+    assert str(error).count("\n") == min(len(error.errors), 11) - 1
+    assert (error.line, error.key) == (error.errors[0].line, error.errors[0].key)
+    return [(each.line, each.key) for each in error.errors]
+
+
+def test_all_mistakes_of_a_file_are_told_in_the_order_of_its_lines(tmp_path: Path) -> None:
+    found = several(
+        tmp_path,
+        "suite: bad\ncases:\n"
+        "  - id: a\n    batch: q5s3\n    checks: [numerix]\n"
+        "    layer: {num_heads: 8, num_kv_heads: 2, head_size: -1, dtype: bf16, scal: 2}\n"
+        f"  - id: b\n    layer: {LAYER}\n    batch: [{{query_len: x, seq_len: -1}}]\n"
+        f"  - id: c\n    layer: {LAYER}\n    batch: q1\n    cache: {{block_size: 0}}\n    path: pagd\n",
+    )
+    assert found == [
+        (4, "cases[0].batch"),
+        (5, "cases[0].checks[0]"),
+        (6, "cases[0].layer.head_size"),
+        (6, "cases[0].layer.dtype"),
+        (6, "cases[0].layer.scal"),
+        (9, "cases[1].batch[0].query_len"),
+        (9, "cases[1].batch[0].seq_len"),
+        (13, "cases[2].cache.block_size"),
+        (14, "cases[2].path"),
+    ]
+
+
+def test_every_missing_key_is_told_unless_one_is_mistyped(tmp_path: Path) -> None:
+    text = "suite: bad\ncases:\n  - {id: a, batch: q1, layer: {num_heads: 8}}\n"
+    assert several(tmp_path, text) == [(3, "cases[0].layer.num_kv_heads"), (3, "cases[0].layer.head_size")]
+    path = tmp_path / "one.yaml"
+    path.write_text(text.replace("num_heads", "num_head"))
+    assert refusal_of(path).key == "cases[0].layer.num_head"
+
+
+def test_a_mistake_that_a_matrix_repeats_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "matrix.yaml"
+    path.write_text(
+        "suite: bad\ndefaults:\n  layer: {num_heads: 0, num_kv_heads: 1, head_size: 8}\ncases:\n"
+        "  - {id: a, batch: q1, matrix: {cache.block_size: [16, 32]}}\n  - {id: b, batch: q1}\n"
+    )
+    assert str(refusal_of(path)).count("num_heads must be above 0") == 1
+
+
+def test_of_very_many_mistakes_ten_are_told(tmp_path: Path) -> None:
+    cases = "".join(f"  - {{id: c{number}, bach: q1}}\n" for number in range(15))
+    path = tmp_path / "many.yaml"
+    path.write_text(f"suite: bad\ncases:\n{cases}")
+    *shown, last = str(refusal_of(path)).splitlines()
+    assert len(shown) == 10
+    assert last == f"{path}: and 5 more mistakes"
 
 
 def test_missing_file(tmp_path: Path) -> None:

@@ -83,10 +83,40 @@ def test_two_backends_of_one_name_are_a_wrong_question(
     assert "two of the backends are called 'Wrong'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["fuzz"], ["new"], ["compare"], ["run", "--seed", "x"], ["run", "--frobnicate"]])
-def test_what_there_is_not_is_a_usage_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words) == 2
-    assert "Usage: attncheck" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("fuzz", "error: no such command 'fuzz'; see `attncheck --help`"),
+        ("new", "Usage: attncheck new [OPTIONS] COMMAND [ARGS]..."),
+        ("compare", "error: missing argument 'BASE'; see `attncheck compare --help`"),
+        ("run --seed x", "error: --seed: must be a whole number (found 'x'); see `attncheck run --help`"),
+        ("run --seed -1", "error: --seed: must be at least 0 (found '-1'); see `attncheck run --help`"),
+        ("run --time-limit x", "error: --time-limit: must be a number (found 'x'); see `attncheck run --help`"),
+        ("run --frobnicate", "error: no such option: --frobnicate; see `attncheck run --help`"),
+    ],
+)
+def test_what_there_is_not_is_a_usage_error(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == 2
+    assert capsys.readouterr().err.splitlines()[0] == line
+
+
+def test_a_value_that_is_no_choice_is_told_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "a.jsonl", "--format", "pdf"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --format: 'pdf' is not one of 'terminal', 'markdown', ")
+    assert "Value error" not in line
+
+
+def test_each_mistake_of_a_case_file_is_an_error_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "bad.yaml").write_text(
+        "suite: bad\ncases:\n"
+        "  - {id: a, batch: q1, layer: {num_heads: 0, num_kv_heads: 1, head_size: 8}}\n"
+        "  - {id: b, bach: q1}\n"
+    )
+    assert cli.main(["list", "cases", "--suite", "bad.yaml"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: bad.yaml:3:43: cases[0].layer.num_heads: num_heads must be above 0 (found 0)")
+    assert second.startswith("error: bad.yaml:4:13: cases[1].bach: a case has no key 'bach'")
 
 
 def test_a_backend_asked_for_by_name_must_have_been_examined(
@@ -184,8 +214,8 @@ def test_what_ends_a_run_in_this_process_ends_with_the_table_too(
     assert here("--backend", "./stopped.py:Wrong", "--check", "numerics") == 130
     printed = capsys.readouterr()
     assert "Wrong    1/1" in printed.out
-    assert "interrupted: 1 of 2 cases; what follows was not examined" in printed.out
-    assert printed.err.splitlines() == ["interrupted"]
+    assert "interrupted by SIGINT: 1 of 2 cases; what follows was not examined" in printed.out
+    assert printed.err.splitlines() == ["interrupted by SIGINT"]
 
 
 def test_a_full_disk_ends_with_the_table_and_what_is_safe(

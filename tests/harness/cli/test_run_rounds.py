@@ -164,7 +164,7 @@ def test_an_interrupted_run_keeps_its_rounds_and_leaves_nobody(
 
     monkeypatch.setattr(ProgressLines, "see", interrupt)
     assert run("--backend", "mine.py:Plain", "--rounds", "4", "--case", "decode") == 130
-    assert "interrupted: " in capfd.readouterr().out
+    assert "interrupted by SIGINT: " in capfd.readouterr().out
     found = read_run("out.jsonl")
     assert not found.complete
     assert [record.round for record in found.records] == [0, 1]
