@@ -2,7 +2,7 @@
 
 A capability is a feature, or a form such as ``head_size=80``. A finding concerns a feature where its likely cause names
 it, or where all its cases need it and no passing case does, or hardly one. It concerns a form where the form alone
-tells its cases from the passing ones.
+tells its cases from the passing ones, which are as many at least.
 """
 
 import math
@@ -93,9 +93,18 @@ def _telling_features(
 
 
 def _telling_key(finding: Finding) -> str:
-    """Return the key that alone tells the cases of a finding from the passing ones, without its room; empty: none."""
+    """Return the key that alone tells the cases of a finding from the passing ones, without its room; empty: none.
+
+    Where more cases fall short than pass, the fault is no matter of a form.
+    """
     contrast = finding.contrast
-    if contrast is None or contrast.exceptions or len(contrast.conditions) != 1 or contrast.alternatives:
+    if (
+        contrast is None
+        or contrast.exceptions
+        or contrast.wrong > contrast.right
+        or len(contrast.conditions) != 1
+        or contrast.alternatives
+    ):
         return ""
     return contrast.conditions[0].key.rpartition(".")[2]
 

@@ -110,8 +110,8 @@ def _check_table(summary: RunSummary, style: Style) -> str:
     """Backends down, checks across: passed of examined."""
     if not summary.backends:
         return ""
-    # Two lines of headings: with every check and the usual names the table just keeps to its width.
-    worst = ["worst error\n(budgets)"] if summary.has_errors_measured else []
+    # Three lines of headings: with every check and the usual names the table just keeps to its width.
+    worst = ["worst\nerror\n(budgets)"] if summary.has_errors_measured else []
     rows = [
         [
             phrases.one_line(backend),

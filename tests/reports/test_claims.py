@@ -104,6 +104,23 @@ def test_a_form_is_a_false_claim_where_it_alone_tells_the_cases(
     assert claims(verdict_of(records, cases)) == [("head_size=80", 4, 4)]
 
 
+def test_no_form_is_a_false_claim_where_most_cases_fall_short(
+    make: Make, verdict_of: Callable[..., BackendVerdict]
+) -> None:
+    """The last page is missing: cases with pages of one token are right, which says nothing of the other sizes."""
+    sizes = {f"c{n}": 16 if n < 8 else 1 for n in range(10)}
+    records = [
+        make("failed", case_id=case, needs=(f"block_size={size}",), meaning="the last page is missing")
+        if size > 1
+        else make("passed", case_id=case, needs=(f"block_size={size}",))
+        for case, size in sizes.items()
+    ]
+    cases = tuple(
+        CaseInfo(suite="smoke", id=case, shape="", keys={"cache.block_size": size}) for case, size in sizes.items()
+    )
+    assert claims(verdict_of(records, cases)) == []
+
+
 def test_no_claim_is_false_where_the_fault_is_everywhere(make: Make, verdict_of: Callable[..., BackendVerdict]) -> None:
     needs = [(), ("sinks",), ("sliding_window",), ("sinks", "sliding_window"), ("logits_soft_cap",)]
     records = [make("failed", case_id=f"c{n}", summary=ROWS, needs=own) for n, own in enumerate(needs * 3)]

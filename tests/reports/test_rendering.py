@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from attncheck.backends.registry import builtin_names
 from attncheck.reports.markdown import run as markdown
 from attncheck.reports.run_file.header import BackendInfo, RunHeader
 from attncheck.reports.run_file.records import BUDGET_SHARE, Record
@@ -145,6 +146,17 @@ def test_a_table_that_is_too_wide_becomes_a_list_without_a_loss(header: RunHeade
     assert " ".join(listed.split()) == (
         "reference: numerics 1/2, lse 1/1, cache_write 1/1, containment 1/1, cudagraph 1/1, worst error (budgets) 2.50"
     )
+
+
+def test_the_table_of_all_checks_and_the_longest_builtin_name_fits_100_columns(header: RunHeader, make: Make) -> None:
+    checks = ("numerics", "lse", "cache_write", "containment", "cudagraph", "refusals")
+    name = max(builtin_names(), key=len)
+    header = header.model_copy(update={"checks": checks, "backends": (BackendInfo(name=name, ref=name),)})
+    figures = {BUDGET_SHARE: 1.72e6}
+    records = [make("passed", check=check, backend=name, case_id=f"c{n}") for check in checks for n in range(10)]
+    records += [make("failed", backend=name, case_id="wrong", figures=figures)]
+    table = terminal.render(header, records).split("\n\n")[1]
+    assert row(table, name) == [name, "10/11", *["10/10"] * 5, "1.72e+06", "-"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
