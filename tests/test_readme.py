@@ -1,7 +1,7 @@
 """README.md is true: every file in it works, every command runs, and what it prints is what it is said to print.
 
-Excepted, since a test cannot run them: the scripts (they run the tests, or take minutes) and the installation on a GPU
-machine. Figures with a decimal point and the machine's own words are not compared; counts are.
+Excepted, since a test cannot run them: the scripts (they run the tests, or take minutes) and the installations. Figures
+with a decimal point and the machine's own words are not compared; counts are.
 """
 
 import os
@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from attncheck.reports.run_file.store import read_run
 from attncheck.reports.terminal import run as terminal
@@ -28,7 +29,7 @@ CONSOLE = [
     for command, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", body, re.MULTILINE)
 ]
 TIMED = [command for command, _ in CONSOLE if "times.jsonl" in command]
-DEMO, WRONG = (body for kind, body in BLOCKS if kind == "text")
+WRONG, DEMO = (body for kind, body in BLOCKS if kind == "text")
 
 
 @pytest.fixture
@@ -36,6 +37,7 @@ def run(tmp_path, shell):
     """Run a shell command in a folder that holds the README's files; its exit code and output."""
     for name, body in FILES.items():
         (tmp_path / name).write_text(body, encoding="utf-8")
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
     return lambda command: shell(command, tmp_path)
 
 
@@ -79,9 +81,10 @@ def test_the_wrong_example_is_caught_as_is_said(run, assert_printed, tmp_path):
     right = FILES["mine.py"]
     assert ".tril(context)" in right
     (tmp_path / "mine.py").write_text(right.replace(".tril(context)", ".tril()"), encoding="utf-8")
-    code, printed = run("attncheck run --backend ./mine.py:Mine")
+    command, _, output = WRONG.removeprefix("$ ").partition("\n")
+    code, printed = run(command)
     assert code == 1, printed
-    assert_printed(WRONG, printed)
+    assert_printed(output, printed)
 
 
 def test_the_repeat_line_of_the_example_works_when_pasted(run, tmp_path):
@@ -100,6 +103,28 @@ def test_the_light_dependencies_are_all_but_torch_and_numpy():
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     light = {re.match(r"[\w-]+", requirement)[0] for requirement in stated} - {"torch", "numpy"}
     assert set(re.search(r"^pip install (pydantic.*)$", TEXT, re.MULTILINE)[1].split()) == light
+
+
+def test_the_installation_names_extras_that_are_there():
+    (extras,) = re.findall(r"^pip install '\.\[(.*)\]'$", TEXT, re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+
+
+def test_the_step_for_ci_gives_the_action_inputs_that_it_has():
+    inputs = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))["inputs"]
+    ((step,),) = (yaml.safe_load(body) for kind, body in BLOCKS if kind == "yaml" and "uses:" in body)
+    assert step["with"].keys() <= inputs.keys()
+    assert step["with"]["run"].split()[1] in TEXT.partition("## In CI")[0]
+
+
+def test_every_link_leads_somewhere():
+    headings = re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    links = re.findall(r"\[[^]]*\]\(([^)]+)\)", TEXT)
+    assert links
+    assert [link for link in links if not link.startswith("#") and not (ROOT / link).exists()] == []
+    assert {link[1:] for link in links if link.startswith("#")} <= anchors
 
 
 def test_every_local_path_it_names_is_there():
