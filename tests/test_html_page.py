@@ -1,0 +1,27 @@
+"""docs/html-page.md is true: its command prints what is shown, and its tables have every sign and answer."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from attncheck.harness.cli import app as cli
+from attncheck.reports.analysis.recommendation import STANDINGS
+from attncheck.reports.html.support_view import SIGNS
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "docs" / "html-page.md").read_text(encoding="utf-8")
+((COMMAND, OUTPUT),) = re.findall(r"^```console\n\$ attncheck (.*?)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def test_the_command_prints_what_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.main(COMMAND.split()) == 0
+    assert capsys.readouterr().out == OUTPUT
+
+
+def test_every_sign_and_every_answer_is_explained() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", TEXT, re.MULTILINE)
+    assert [row for row in rows if len(row[0]) == 1] == [(sign.sign, sign.meaning) for sign in SIGNS.values()]
+    assert [row[0] for row in rows[-len(STANDINGS) :]] == list(STANDINGS.values())
