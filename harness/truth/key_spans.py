@@ -56,24 +56,25 @@ def _nearest(
     params = truth.params
     scores = unmasked_scores(params, truth.rows, index)[:, own]
     held = parts_of_request(truth.rows, index)[2].repeat_interleave(params.group_size, dim=1).transpose(0, 1)
-    sinks = torch.full((params.num_heads,), -torch.inf) if params.sinks is None else torch.tensor(params.sinks)
     first, last = visible_span(params, own + (request.num_keys - request.rows), request.num_keys)
     key = torch.arange(request.num_keys, device=scores.device)
-    is_visible = (key >= first[:, None]) & (key <= last[:, None])
-    # A key that is not visible may outweigh all that are, which must keep their digits; it need not be exact itself.
-    top = scores.masked_fill(~is_visible, -torch.inf).amax(dim=-1, keepdim=True).clamp(min=-1e300)
-    weights = torch.exp((scores - top).clamp(max=300.0))  # [H, r, keys]
-    sink = torch.exp(sinks.to(scores)[:, None] - top[..., 0])
+    sinks = (
+        scores.new_full((params.num_heads,), -torch.inf) if params.sinks is None else scores.new_tensor(params.sinks)
+    )
     rows = request.first_row + own
     is_wrong = (shares[rows] > 1).double()
     found = {}
     for place, inside in (("end", key >= first[:, None]), ("start", key <= last[:, None])):
         nearest, least = truth.out[rows], torch.full((len(own),), torch.inf, dtype=torch.float64, device=scores.device)
         shift = torch.zeros_like(own)
-        part, total = held.new_zeros(len(held), len(own), held.shape[-1]), sink
+        top = sinks[:, None].expand(-1, len(own))
+        part, total = held.new_zeros(len(held), len(own), held.shape[-1]), (top > -torch.inf).double()
         for at in key.tolist() if place == "end" else reversed(key.tolist()):
-            weight = weights[..., at] * inside[:, at]
-            part, total = part + weight[..., None] * held[:, None, at], total + weight
+            score = scores[..., at].masked_fill(~inside[:, at], -torch.inf)
+            higher = torch.maximum(top, score)
+            pivot = higher.masked_fill(higher == -torch.inf, 0.0)
+            fade, weight, top = torch.exp(top - pivot), torch.exp(score - pivot), higher
+            part, total = part * fade[..., None] + weight[..., None] * held[:, None, at], total * fade + weight
             answer = (part / total.clamp(min=1e-300)[..., None]).transpose(0, 1)
             error = (torch.linalg.vector_norm(answer - values[rows], dim=-1) * is_wrong).sum(dim=1)
             is_better = error < least
