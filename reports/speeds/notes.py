@@ -11,13 +11,15 @@ from attncheck.reports.analysis.phrases import one_line
 from attncheck.reports.analysis.reasons import without_figures
 from attncheck.reports.run_file.timings import Ceilings, DeviceState, Timing
 from attncheck.reports.speeds.speed import Speed
-from attncheck.reports.speeds.tables import FASTEST, FASTEST_ROUNDS, SpeedTable, rate_unit
+from attncheck.reports.speeds.tables import FASTEST, FASTEST_ROUNDS, SpeedTable, rate_unit, suites_of
 
 CLOCKS = {
     "host": "a monotonic clock around the call",
     "events": "CUDA events",
     "graph": "CUDA events around a graph's replay",
 }
+_MUCH_SLOWER = 2.0
+"""Times as long as the fastest backend from which on a case is named."""
 _SHOWN = 3
 """Cases named where a note concerns several."""
 
@@ -49,8 +51,8 @@ def fastest_note(tables: Sequence[SpeedTable]) -> list[str]:
 
 
 def speed_notes(speeds: Sequence[Speed]) -> list[str]:
-    """Rounds, clock, cache, ceilings, the device's own clocks; what is unsettled or throttled; what timing noted."""
-    parts = (_rounds, _clocks, _overheads, _ceilings, _device, _throttled, _unsettled, _noted)
+    """Slowdowns, rounds, clock, cache, ceilings, the device's own clocks; what is unsettled or throttled; what timing noted."""
+    parts = (_slowdowns, _rounds, _clocks, _overheads, _ceilings, _device, _throttled, _unsettled, _noted)
     return [note for part in parts for note in part(speeds)]
 
 
@@ -60,6 +62,28 @@ def doubts(speeds: Sequence[Speed]) -> list[str]:
     What one process did not settle, the spread of several tells: of times of several rounds that is no doubt.
     """
     return [*_throttled(speeds), *_unsettled([speed for speed in speeds if len(speed.rounds) == 1])]
+
+
+def _slowdowns(speeds: Sequence[Speed]) -> Iterator[str]:
+    """How many times as long as the fastest backend each other one takes, where that is much in any case."""
+    for suite, members in suites_of([speed for speed in speeds if speed.part == "forward"]).items():
+        times: dict[str, dict[str, float]] = {}
+        for speed in members:
+            times.setdefault(speed.backend, {})[speed.case] = speed.median_ns
+        shared = set.intersection(*map(set, times.values()))
+        if not shared:
+            continue
+        means = {name: statistics.geometric_mean([own[case] for case in shared]) for name, own in times.items()}
+        first = min(means, key=lambda name: means[name])
+        for name in (name for name in times if name != first):
+            ratios = {case: times[name][case] / times[first][case] for case in sorted(shared)}
+            least, most = (choose(ratios, key=lambda case: ratios[case]) for choose in (min, max))
+            if ratios[most] >= _MUCH_SLOWER:
+                mean = means[name] / means[first]
+                yield one_line(
+                    f"{name} takes {mean:.3g} times as long as {first} in {suite}: {ratios[least]:.3g} times in "
+                    f"{least}, {ratios[most]:.3g} times in {most}"
+                )
 
 
 def _rounds(speeds: Sequence[Speed]) -> Iterator[str]:
