@@ -51,7 +51,7 @@ def fastest_note(tables: Sequence[SpeedTable]) -> list[str]:
 
 
 def speed_notes(speeds: Sequence[Speed]) -> list[str]:
-    """Slowdowns, rounds, clock, cache, ceilings, the device's own clocks; what is unsettled or throttled; what timing noted."""
+    """Slowdowns, rounds, clocks, cache, ceilings, the device's state; what is unsettled or throttled; timing's notes."""
     parts = (_slowdowns, _rounds, _clocks, _overheads, _ceilings, _device, _throttled, _unsettled, _noted)
     return [note for part in parts for note in part(speeds)]
 
