@@ -51,7 +51,7 @@ def fastest_note(tables: Sequence[SpeedTable]) -> list[str]:
 
 
 def speed_notes(speeds: Sequence[Speed]) -> list[str]:
-    """Slowdowns, rounds, clocks, cache, ceilings, the device's state; what is unsettled or throttled; timing's notes."""
+    """Slowdowns, rounds, clocks, cache, ceilings, the device's state; what is unsettled, throttled or noted."""
     parts = (_slowdowns, _rounds, _clocks, _overheads, _ceilings, _device, _throttled, _unsettled, _noted)
     return [note for part in parts for note in part(speeds)]
 
