@@ -10,7 +10,7 @@ renders on a laptop from these values alone.
 """
 
 import json
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer, model_validator
 from pydantic_core import PydanticSerializationError
@@ -23,16 +23,7 @@ from attncheck.reports.run_file.timings import RunFileValue, Timing
 Figure = int | float
 Outcome = Literal["passed", "failed", "errored", "crashed", "unsupported", "unavailable", "xfailed", "xpassed"]
 
-OUTCOMES: tuple[Outcome, ...] = (
-    "passed",
-    "failed",
-    "errored",
-    "crashed",
-    "unsupported",
-    "unavailable",
-    "xfailed",
-    "xpassed",
-)
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 """Every outcome, in the order they are reported."""
 
 FALLEN_SHORT: frozenset[Outcome] = frozenset({"failed", "errored", "crashed", "xpassed"})
@@ -40,7 +31,6 @@ FALLEN_SHORT: frozenset[Outcome] = frozenset({"failed", "errored", "crashed", "x
 
 EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "crashed", "xfailed", "xpassed"})
 """Outcomes of a case that was really put to the backend; the others say why it was not."""
-
 
 UTILITIES = "utilities"
 """The check, and the suite, of records about a provider: one a function, whose name is the case's id."""
@@ -241,7 +231,7 @@ class XFailed(_ShortRecord, _MeasuredRecord):
 
 
 class XPassed(_ShortRecord, _MeasuredRecord):
-    """Expected to fall short for ``reason``, and passed: the expectation is out of date."""
+    """Passed, though expected to fall short for ``reason``."""
 
     outcome: Literal["xpassed"] = "xpassed"
     reason: str
@@ -291,18 +281,14 @@ _LINE: TypeAdapter[RunHeader | Record | RunFooter] = TypeAdapter(Line)
 
 
 def parse_line(text: str | bytes) -> RunHeader | Record | RunFooter:
-    """The value written on one line of a run file.
-
-    Raises:
-        pydantic.ValidationError: not JSON, a kind or outcome nobody knows, a missing or an unknown key.
-    """
+    """Return the value of one line; pydantic.ValidationError: no JSON, an unknown kind, a missing or unknown key."""
     return _LINE.validate_json(text)
 
 
 def format_line(line: RunHeader | Record | RunFooter) -> str:
     """One line of JSON without its newline; :func:`parse_line` gives the equal value back.
 
-    Bytes of a file's name that the locale cannot decode become ``?``: JSON has no such characters.
+    Bytes of a file's name that the locale cannot decode become ``?``.
     """
     try:
         return line.model_dump_json()
