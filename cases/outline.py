@@ -74,6 +74,7 @@ def keys_of(case: Case) -> dict[str, KeyValue]:
         "batch.num_requests": batch.num_requests,
         "batch.max_query_len": max(request.query_len for request in requests),
         "batch.max_seq_len": batch.max_seq_len,
+        "batch.min_seq_len": min(request.total_len for request in requests),
     }
     if layer.has_cache:
         always |= {"cache.block_size": case.cache.block_size, "cache.layout": str(case.cache.layout)}

@@ -19,6 +19,7 @@ from attncheck.harness.truth.hypotheses import Hypothesis, explanations, impreci
 from attncheck.harness.truth.key_spans import WINDOW_START, other_spans
 from attncheck.harness.truth.latent_forms import latent_explanations
 from attncheck.harness.truth.paging_hypotheses import paging_explanations
+from attncheck.harness.truth.partial_results import merged_wrongly
 from attncheck.harness.truth.path_hypotheses import path_explanations
 from attncheck.harness.truth.scale_hypotheses import scale_explanations
 from attncheck.harness.truth.softmax_hypotheses import rescaling_explanations
@@ -30,7 +31,7 @@ _FEW_WORK = 2**31
 """Rows x keys x head size above which explaining would take longer than the run."""
 
 _APART = 3.0
-"""Budgets between an answer and the truth from which on an output tells which of the two it is."""
+"""Budgets between an answer and the truth from which on an output tells them apart."""
 
 _NEARER = 4.0
 """How many times nearer than the truth an answer has to be to the wrong rows, all together."""
@@ -69,15 +70,14 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
     def answers() -> Iterator[tuple[str, Tensor]]:
         yield from _requantised(truth, output)
         yield from ((h.meaning, h.compute()[0]) for h in _explanations(problem, truth))
-        if (mapped := other_heads(problem, truth, values, shares)) is not None:
-            yield mapped
-        yield from other_spans(problem, truth, values, shares)
+        for nearest in (other_heads, other_spans):
+            yield from nearest(problem, truth, values, shares)
 
     factor = _common_factor(truth, values, shares)
     scaled = (f"the output is the right one times {factor:.3g}", truth.out * factor)
     return (
         _best_fit(problem, misfits(answers()), shares)
-        or _best_fit(problem, misfits([scaled]), shares)
+        or _best_fit(problem, misfits([scaled, *merged_wrongly(problem, truth, values, shares)]), shares)
         or _imprecision(truth, problem.dtype, shares, lambda asked: loss(asked[0].double()))
         or _stranger(problem, truth, values, shares)
     )

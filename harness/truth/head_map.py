@@ -16,19 +16,19 @@ _NAMED = 4
 """Heads that a message names one by one."""
 
 
-def other_heads(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> tuple[str, Tensor] | None:
+def other_heads(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> list[tuple[str, Tensor]]:
     """Return (meaning, output ``[T, H, Dv]``) of the head map that comes nearest to ``values``.
 
-    ``shares``: the errors of ``values`` in budgets, ``[T, H]``. Only wrong heads are mapped anew. None where no map
+    ``shares``: the errors of ``values`` in budgets, ``[T, H]``. Only wrong heads are mapped anew. Empty where no map
     could be told from another.
     """
     params = truth.params
     wrong = (shares > 1).any(dim=0).nonzero().flatten().tolist()
     if params.num_kv_heads < 2 or problem.layer.mla is not None:
-        return None
+        return []
     worst = {head: _request_of(problem, int(shares[:, head].argmax())) for head in wrong}
     if len(set(worst.values())) > _MOST_REQUESTS:
-        return None
+        return []
     own = torch.arange(params.num_heads, device=values.device) // params.group_size
     reads = own.clone()
     for request in set(worst.values()):
@@ -36,7 +36,7 @@ def other_heads(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) 
         for head in (head for head in wrong if worst[head] == request):
             reads[head] = nearest[head]
     out, _ = _reading(truth, reads).attend(replace(params, num_kv_heads=params.num_heads))
-    return _words([(head, int(reads[head]), int(own[head])) for head in wrong]), out
+    return [(_words([(head, int(reads[head]), int(own[head])) for head in wrong]), out)]
 
 
 def _request_of(problem: Problem, row: int) -> int:

@@ -20,6 +20,9 @@ _MOST_CONDITIONS = 3
 _FEW = 4
 """Failing cases below which other single conditions are shown as well."""
 
+_SIMPLE = 1.2
+"""The highest cost of a condition that is shown beside the best one."""
+
 _GIVEN = "given"
 
 _ORDER = ("layer.", "cache.", "path", "inputs", "batch ", "batch.")
@@ -60,7 +63,8 @@ class Condition:
         """How hard the condition is to read, in conditions of one value."""
         if self.bound:
             return 1.0 if self.bound == _GIVEN else 1.2
-        return 1 + 0.5 * (len(self.values) - 1)
+        # A list of lengths is hardly ever the reason; a bound may be.
+        return 1 + (1.0 if self.key.startswith("batch.") else 0.5) * (len(self.values) - 1)
 
     def __str__(self) -> str:
         if self.bound == _GIVEN:
@@ -124,7 +128,11 @@ def contrast_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> Contrast | None
         if clean:
             best = min(clean, key=lambda chosen: (sum(found[i].cost for i in chosen), chosen))
             chosen = tuple(found[i] for i in best)
-            others = {found[i].key: found[i] for (i, *_) in clean if found[i].key != chosen[0].key}
+            others = {
+                found[i].key: found[i]
+                for (i, *_) in clean
+                if found[i].key != chosen[0].key and found[i].cost <= _SIMPLE
+            }
             shown = list(others.values())[:2] if count == 1 and len(wrong) < _FEW else []
             return Contrast(chosen, len(wrong), len(right), alternatives=tuple(shown))
     nearest = min(range(len(found)), key=lambda i: (hold[i].bit_count(), i), default=None)

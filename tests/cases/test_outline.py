@@ -60,6 +60,7 @@ def test_the_plain_case(tmp_path: Path) -> None:
         "batch.num_requests": 3,
         "batch.max_query_len": 5,
         "batch.max_seq_len": 20,
+        "batch.min_seq_len": 9,
         "batch has a decode": True,
         "batch has a prefill with context": True,
     }

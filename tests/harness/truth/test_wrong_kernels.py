@@ -81,9 +81,21 @@ def fading(tile: int, *, acc: bool, total: bool) -> Callable[[Tensor, Tensor], T
     return softmax
 
 
+def merging(split: int, *, weighs: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Results of splits of keys, merged by ``weighs`` of the log-weight of each; right: the identity of the LSE."""
+
+    def softmax(scores: Tensor, values: Tensor) -> Tensor:
+        parts = list(zip(scores.split(split), values.split(split), strict=True))
+        weights = torch.stack([weighs(part) for part, _ in parts]).softmax(0)
+        return weights @ torch.stack([part.softmax(0) @ own for part, own in parts])
+
+    return softmax
+
+
 def test_the_right_kernel_needs_no_explanation(make_case: Any) -> None:
     assert isinstance(finding(make_case), Holds)
     assert isinstance(finding(make_case, softmax=fading(32, acc=False, total=False)), Holds)
+    assert isinstance(finding(make_case, softmax=merging(64, weighs=lambda part: part.logsumexp(0))), Holds)
 
 
 FAULTS: dict[str, dict[str, Any]] = {
@@ -128,6 +140,9 @@ FAULTS: dict[str, dict[str, Any]] = {
     },
     "the sum of the weights is not rescaled when a tile of 64 keys raises the maximum": {
         "softmax": fading(64, acc=False, total=True)
+    },
+    "the partial results of splits of 64 keys are merged with wrong weights: its truth fits all rows": {
+        "softmax": merging(64, weighs=lambda part: part.max())
     },
     "neither the accumulator nor the sum of the weights is rescaled when a tile of 16 keys raises the maximum": {
         "softmax": fading(16, acc=True, total=True)
