@@ -77,7 +77,8 @@ def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> s
     scaled = (f"the output is the right one times {factor:.3g}", truth.out * factor)
     return (
         _best_fit(problem, misfits(answers()), shares)
-        or _best_fit(problem, misfits([scaled, *merged_wrongly(problem, truth, values, shares)]), shares)
+        or _best_fit(problem, misfits([scaled]), shares)
+        or _best_fit(problem, misfits(merged_wrongly(problem, truth, values, shares)), shares)
         or _imprecision(truth, problem.dtype, shares, lambda asked: loss(asked[0].double()))
         or _stranger(problem, truth, values, shares)
     )
