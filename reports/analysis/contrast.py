@@ -25,7 +25,9 @@ _SIMPLE = 1.2
 
 _GIVEN = "given"
 
-_ORDER = ("layer.", "cache.", "path", "inputs", "batch ", "batch.")
+_LENGTHS = ("batch.num_", "batch.max_", "batch.min_")
+
+_ORDER = ("layer.", "cache.", "path", "inputs", "batch ", "batch.padding", "batch.")
 """Keys that come first explain best: a modifier of the layer is a better reason than a length."""
 
 _SIZES = ("layer.num_heads", "layer.num_kv_heads", "layer.group_size", "layer.head_size", "layer.dtype")
@@ -63,8 +65,11 @@ class Condition:
         """How hard the condition is to read, in conditions of one value."""
         if self.bound:
             return 1.0 if self.bound == _GIVEN else 1.2
-        # A list of lengths is hardly ever the reason; a bound may be.
-        return 1 + (1.0 if self.key.startswith("batch.") else 0.5) * (len(self.values) - 1)
+        if self.key.startswith(
+            _LENGTHS
+        ):  # the very length, or a list of them, is hardly ever the reason; a bound may be
+            return 0.3 + len(self.values)
+        return 1 + 0.5 * (len(self.values) - 1)
 
     def __str__(self) -> str:
         if self.bound == _GIVEN:
