@@ -15,6 +15,9 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel is decorated, at the import of whichever test comes first.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The documents show what a terminal of 100 columns shows, and pytest-xdist sets the width of its workers.
+os.environ["COLUMNS"] = "100"
+
 settings.register_profile("attncheck", derandomize=True, deadline=None, database=None)
 settings.load_profile("attncheck")
 

@@ -95,13 +95,14 @@ def _telling_features(
 def _telling_key(finding: Finding) -> str:
     """Return the key that alone tells the cases of a finding from the passing ones, without its room; empty: none.
 
-    Where more cases fall short than pass, the fault is no matter of a form.
+    One failing case may differ from the others in much else. Where more cases fail than pass, the form is not the
+    reason.
     """
     contrast = finding.contrast
     if (
         contrast is None
         or contrast.exceptions
-        or contrast.wrong > contrast.right
+        or not 1 < contrast.wrong <= contrast.right
         or len(contrast.conditions) != 1
         or contrast.alternatives
     ):

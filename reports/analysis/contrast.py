@@ -15,6 +15,8 @@ Keys = Mapping[str, Value]
 _MOST_VALUES = 4
 """Values that a condition lists; more are no pattern."""
 
+_MOST_LENGTHS = 2
+
 _MOST_CONDITIONS = 3
 
 _FEW = 4
@@ -174,7 +176,8 @@ def _conditions(wrong: Sequence[Keys], right: Sequence[Keys]) -> Iterator[Condit
         values, others = _values(wrong, key), _values(right, key)
         numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
         is_numeric = len(numbers) == len(values)
-        found = [Condition(key, values, others=others)] if len(values) <= _MOST_VALUES else []
+        most = _MOST_LENGTHS if key.startswith(_LENGTHS) else _MOST_VALUES
+        found = [Condition(key, values, others=others)] if len(values) <= most else []
         if None in values and len(values) > 1:
             found = []
         if None not in values and None in others and len(values) > 1:
