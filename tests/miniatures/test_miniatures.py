@@ -206,5 +206,5 @@ def test_the_command_line_says_so(name, tmp_path):
     command = [sys.executable, "-m", "attncheck", "run", "--backend", f"./wrong.py:{name}", "--check", check]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    complaints = [line for line in done.stdout.splitlines() if line.startswith("failed")]
-    assert any(name in line and check in line for line in complaints), done.stdout
+    findings = [part for part in done.stdout.split("\n\n") if part.startswith("finding ")]
+    assert any(f", {name}: " in " ".join(part.split()) and f"check {check}" in part for part in findings), done.stdout

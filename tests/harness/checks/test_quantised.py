@@ -174,15 +174,15 @@ class SaysNo(ReferenceImpl):
 
 
 @pytest.mark.parametrize(
-    ("features", "refusals"),
+    ("features", "outcome"),
     [(ReferenceBackend.features - {"output_quant"}, "passed"), (ReferenceBackend.features, "failed")],
 )
-def test_an_impl_that_says_no_refuses(make_case: Any, features: frozenset[str], claims: str) -> None:
+def test_an_impl_that_says_no_refuses(make_case: Any, features: frozenset[str], outcome: str) -> None:
     members = {"get_impl_cls": staticmethod(lambda: SaysNo), "features": features}
     candidate = LoadedBackend("no", "no", type("No", (ReferenceBackend,), members), "", "test")
     case = make_case(output_quant=OutputQuantSpec(scale=0.1))
     records = {record.check: record for record in Examiner(RunPlan(cases=(case,), backends=(candidate,))).run()}
-    assert records["refusals"].outcome == claims
+    assert records["refusals"].outcome == outcome
     assert "construct" in str(records["refusals"])
 
 

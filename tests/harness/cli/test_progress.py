@@ -97,7 +97,7 @@ def test_the_time_left_is_told_once_there_is_a_pace(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    tally = progress._Tally(cases, 1)
+    tally = progress.Tally(cases, 1)
     told = []
     for number in range(len(expected)):
         now += seconds_a_case

@@ -94,7 +94,7 @@ def test_a_death_is_told_with_its_place_and_the_others_are_examined(
         ("reference", "prefill", "passed"),
     ]
     printed = capfd.readouterr()
-    story = printed.out.partition("crashed  Aborting  small/prefill  numerics\n")[2]
+    story = printed.out.partition(", Aborting: killed by SIGABRT at mine.py:")[2]
     assert "killed by SIGABRT during check numerics" in story
     assert "mine.py" in story
     assert "no such kernel" in story

@@ -92,7 +92,7 @@ def test_the_check_that_loses_the_device_crashes_and_a_fresh_process_makes_the_o
     printed = capfd.readouterr().out
     line = MINE[: MINE.index("raise torch.AcceleratorError")].count("\n") + 1
     assert f'mine.py", line {line} in illegal_access\n' in printed
-    assert "printed last:\n    mine.cu:12: Assertion `slot < slots` failed\n" in printed
+    assert "printed last:\n      mine.cu:12: Assertion `slot < slots` failed\n" in printed
 
 
 @pytest.fixture

@@ -78,11 +78,14 @@ def test_last_failed_keeps_the_settings_of_the_suite(here: Attncheck, folder: Pa
 
 def test_quiet_prints_what_fell_short_and_the_last_lines(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:
     assert here("reference", "--check", "numerics", "-q") == 0
-    verdict, last = capsys.readouterr().out.splitlines()
-    assert verdict == "passed: 1 backend, 2 cases: 2 passed"
+    verdict, _, counts, last = capsys.readouterr().out.splitlines()
+    assert verdict == "reference: PASSED: 2 cases"
+    assert counts == "passed: 1 backend, 2 cases: 2 passed"
     assert "run file: results/" in last
     assert here("./wrong.py:Wrong", "--case", "decode", "--check", "numerics", "--quiet") == 1
-    assert capsys.readouterr().out.startswith("failed  Wrong  small/decode  numerics\n")
+    verdict, _, finding, *_ = capsys.readouterr().out.splitlines()
+    assert verdict == "Wrong: FAILED: 1 finding in 1 of 1 case"
+    assert finding.startswith("finding 1 of 1, Wrong: ")
 
 
 def test_the_slowest_checks_are_listed(here: Attncheck, capsys: pytest.CaptureFixture[str]) -> None:

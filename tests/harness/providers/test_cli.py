@@ -46,8 +46,8 @@ def test_a_right_provider_ends_with_0_and_a_record_for_every_function(capsys: py
     assert run("--provider", "right.py", "--output", "a.jsonl") == 0
     printed = capsys.readouterr().out
     assert "utilities of right 7.1" in printed
-    assert re.search(r"^slice_query_start_locs +equal +(\d+) +\1 ", printed, re.MULTILINE)
-    assert re.search(r"^split_attn_metadata +missing ", printed, re.MULTILINE)
+    assert re.search(r"^slice_query_start_locs: verdict equal, questions (\d+), equal \1$", printed, re.MULTILINE)
+    assert re.search(r"^split_attn_metadata: verdict missing$", printed, re.MULTILINE)
     assert re.search(r"passed: 1 provider, \d+ functions: 2 passed, \d+ unsupported", printed)
     found = read_run("a.jsonl")
     assert {record.check for record in found.records} == {"utilities"}
@@ -61,8 +61,8 @@ def test_a_right_provider_ends_with_0_and_a_record_for_every_function(capsys: py
 def test_a_wrong_one_ends_with_1_and_both_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--provider", "wrong.py", "--output", "a.jsonl") == 1
     printed = capsys.readouterr().out
-    assert re.search(r"^slice_query_start_locs +differs ", printed, re.MULTILINE)
-    assert re.search(r"^split_attn_metadata +equal ", printed, re.MULTILINE)
+    assert re.search(r"^slice_query_start_locs: verdict differs, ", printed, re.MULTILINE)
+    assert re.search(r"^split_attn_metadata: verdict equal, ", printed, re.MULTILINE)
     flat = " ".join(printed.split())
     assert "requests 0:1: returned.start locations[0]: expected 0 of int32 [0, 1]; got 1 of int32 [1, 2]" in flat
     (record,) = (record for record in read_run("a.jsonl").records if record.outcome == "failed")

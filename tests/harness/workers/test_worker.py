@@ -139,7 +139,7 @@ def test_times_are_taken_as_the_run_says(folder: Path) -> None:
     ("ref", "reason"),
     [
         ("refrence", "did you mean 'reference'?"),
-        ("mine.py", "ask for mine.py:Needy"),
+        ("mine.py:Other", "Needy"),
     ],
 )
 def test_what_is_no_backend_is_refused_in_the_same_words(folder: Path, ref: str, reason: str) -> None:
