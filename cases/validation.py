@@ -41,7 +41,7 @@ _BOUND: Mapping[str, tuple[str, str]] = {
 
 
 class Mistakes:
-    """Collects the mistakes of several parts, so that all of them are told at once."""
+    """Collects the mistakes of several parts, so that one error lists them all."""
 
     def __init__(self) -> None:
         self._found: list[CaseFileError] = []

@@ -34,7 +34,7 @@ class Config(BaseModel):
     """The keys of the table, each as the option of that name; ``suites``: of ``--suite``, and so on.
 
     ``settings``: as ``--set``, a list of ``KEY=VALUE``. ``output``: the folder of run files. ``keep``: how many runs
-    are kept there. ``path``: the file they are from; None: there is none.
+    are kept there. ``path``: the file they are from, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,7 +55,7 @@ class Config(BaseModel):
 
     @property
     def note(self) -> str:
-        """What a run says about the file that its options are from; empty: there is none."""
+        """The note of a run that names the file of its options; empty if there is no file."""
         if self._path is None:
             return ""
         given = ", ".join(f"{name} = {_shown(getattr(self, name))}" for name in sorted(self.model_fields_set))
@@ -82,7 +82,7 @@ def read_config(start: Path) -> Config:
 
 
 def _table(path: Path) -> dict[str, Any] | None:
-    """Return the table of this file; None: it has none."""
+    """Return the table of this file, or None if it has none."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
