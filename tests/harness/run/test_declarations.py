@@ -1,0 +1,138 @@
+"""What a backend declares about cases and machines decides the outcome, and must be true."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.harness.run.evaluation import Examiner, RunPlan, UnavailableBackend
+from attncheck.reference.spec import OutputQuantSpec, PathSpec, SplitKVOptions
+from attncheck.reports.run_file.records import Record
+
+
+def outcomes(records: dict[str, Record]) -> dict[str, str]:
+    return {check: record.outcome for check, record in records.items()}
+
+
+ALL = ("numerics", "lse", "cache_write", "containment", "cudagraph", "refusals")
+
+
+def test_refusing_what_one_declares_is_errored_never_unsupported(make_case: Any, examine: Any, with_impl: Any) -> None:
+    def refuse(*_args: Any, **_keywords: Any) -> None:
+        raise NotImplementedError("windows are not for me")
+
+    records = examine(with_impl(__init__=refuse), make_case(sliding_window=16))
+    assert outcomes(records) == dict.fromkeys(ALL[:5], "errored") | {"refusals": "failed"}
+    claim = records["refusals"]
+    assert claim.outcome == "failed"
+    assert claim.summary == "declared, but refused at construct: NotImplementedError: windows are not for me"
+
+
+@pytest.mark.parametrize("name", ["unsupported_reasons", "unavailable_reasons", "unavailable_case_reasons"])
+def test_a_declaration_that_raises_is_errored(make_case: Any, name: str, examine: Any, variant: Any) -> None:
+    def broken(_cls: Any, *_args: Any) -> Any:
+        raise KeyError(name)
+
+    records = examine(variant(**{name: classmethod(broken)}), make_case())
+    assert outcomes(records) == dict.fromkeys(ALL, "errored")
+    record = records["numerics"]
+    assert record.outcome == "errored"
+    assert record.stage == "declaration"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("unsupported_reasons", "no GPU"),
+        ("unavailable_reasons", "no GPU"),
+        ("unavailable_case_reasons", "no GPU"),
+        ("unsupported_reasons", [1]),
+        ("unsupported_reasons", None),
+    ],
+)
+def test_a_declaration_that_gives_no_list_of_strings_is_errored(
+    make_case: Any, name: str, answer: Any, examine: Any, variant: Any
+) -> None:
+    records = examine(variant(**{name: classmethod(lambda *_: answer)}), make_case())
+    assert outcomes(records) == dict.fromkeys(ALL, "errored")
+    assert f"returned {answer!r}" in records["numerics"].message  # type: ignore[union-attr]
+
+
+def test_undeclared_and_refused_is_unsupported_and_an_honest_claim(make_case: Any, examine: Any, variant: Any) -> None:
+    backend = variant(features=ReferenceBackend.features - {"sinks"})
+
+    class Impl(ReferenceImpl):
+        pass
+
+    Impl.backend = backend
+    backend.get_impl_cls = staticmethod(lambda: Impl)
+    records = examine(backend, make_case(sinks=True))
+    assert outcomes(records) == dict.fromkeys(ALL[:5], "unsupported") | {"refusals": "passed"}
+    record = records["numerics"]
+    assert record.outcome == "unsupported"
+    assert "'sinks' is not declared" in record.reasons[0]
+
+
+def test_undeclared_accepted_and_right_is_noted(make_case: Any, examine: Any, variant: Any) -> None:
+    backend = variant(features=ReferenceBackend.features - {"sinks"})  # its impl still asks ReferenceBackend
+    claim = examine(backend, make_case(sinks=True))["refusals"]
+    assert claim.outcome == "passed"
+    assert claim.notes[0].startswith("answered right without declaring it")
+
+
+def test_undeclared_accepted_and_wrong_fails(make_case: Any, examine: Any, with_impl: Any) -> None:
+    def without_sinks(self: Any, *args: Any, **keywords: Any) -> None:
+        ReferenceImpl.__init__(self, *args, **(keywords | {"sinks": None}))
+
+    backend = with_impl(__init__=without_sinks)
+    backend.features = ReferenceBackend.features - {"sinks"}
+    claim = examine(backend, make_case(sinks=True))["refusals"]
+    assert claim.outcome == "failed"
+    assert "accepted, and wrong" in claim.summary
+    assert claim.meaning == "the sinks are ignored: its truth fits all rows"
+
+
+def test_a_crash_instead_of_a_refusal_breaks_the_claim(make_case: Any, examine: Any, with_impl: Any) -> None:
+    backend = with_impl(attend=lambda *_: 1 / 0)
+    backend.features = ReferenceBackend.features - {"sinks"}
+    claim = examine(backend, make_case(sinks=True))["refusals"]
+    assert claim.outcome == "failed"
+    assert claim.summary.startswith("not declared, and no clear refusal: ZeroDivisionError at forward after changing")
+
+
+def test_undeclared_lse_is_unsupported(make_case: Any, examine: Any, variant: Any) -> None:
+    backend = variant(features=ReferenceBackend.features - {"lse"})
+    records = examine(backend, make_case())
+    assert records["lse"].outcome == "unsupported"
+    assert records["numerics"].outcome == "passed"
+
+
+def test_other_machines_and_missing_libraries_are_unavailable(make_case: Any, examine: Any, variant: Any) -> None:
+    assert set(outcomes(examine(variant(supported_devices=("cuda",)), make_case())).values()) == {"unavailable"}
+    examiner = Examiner(
+        RunPlan(cases=(make_case(),), backends=(UnavailableBackend("gone", "gone", ("no module named gone",)),))
+    )
+    assert {record.outcome for record in examiner.run()} == {"unavailable"}
+
+
+def test_one_case_that_this_machine_gets_wrong_is_unavailable_and_no_other(
+    make_case: Any, examine: Any, variant: Any
+) -> None:
+    def gaps(device: str, layer: Any, cache: Any, batch: Any) -> list[str]:
+        return [f"{layer.dtype} on {device}"] if layer.dtype == "bfloat16" else []
+
+    backend = variant(unavailable_case_reasons=staticmethod(gaps))
+    record = examine(backend, make_case(dtype="bfloat16"))["refusals"]
+    assert record.outcome == "unavailable"
+    assert record.reasons == ("bfloat16 on cpu",)
+    assert examine(backend, make_case(dtype="float16"))["numerics"].outcome == "passed"
+
+
+def test_what_this_version_cannot_ask_is_said_to_be_its_own_limit(make_case: Any, examine: Any) -> None:
+    case = make_case((1, 70), output_quant=OutputQuantSpec(scale=0.02))
+    split = PathSpec(name="split_kv", options=SplitKVOptions())
+    record = examine(ReferenceBackend, replace(case, batch=replace(case.batch, path=split)))["refusals"]
+    assert record.outcome == "unsupported"
+    assert record.by == "attncheck"
+    assert record.reasons == ("output_quant by the path 'split_kv': codes of parts of the keys cannot be merged",)
