@@ -1,15 +1,24 @@
-"""Settings of every test: property tests repeat exactly, and no machine is too slow for one. How docs are tried."""
+"""Settings of every test: property tests repeat exactly, and no machine is too slow for one. How docs are tried.
 
+Records and run files that several rooms need.
+"""
+
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Record, RunFooter, parse_line
+from attncheck.reports.run_file.store import RunWriter
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is decorated, at the import of whichever test comes first.
@@ -55,3 +64,88 @@ def _plain(line: str) -> str:
     """A line without what differs from machine to machine: torch's version, cores, figures, padding of tables."""
     line = re.sub(r"torch \S+,|\d+ cores?", "#", line)
     return " ".join(re.sub(r"\d+(\.\d+)+(e[+-]?\d+)?", "#", line).split())
+
+
+ENVIRONMENT = Environment(
+    attncheck="0.1.0",
+    python="3.11.9",
+    torch="2.13.0+cpu",
+    numpy="2.3.0",
+    platform="Linux x86_64",
+    cpu="a cpu",
+    cores=2,
+    device="cpu",
+    device_name="a cpu",
+)
+
+_OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "passed": {"figures": {"rows": 40, "worst_budget": 0.5}},
+    "failed": {"summary": "7 of 40 rows", "figures": {"rows": 40, "worst_budget": 18.4}},
+    "errored": {"stage": "forward", "error_type": "RuntimeError", "message": "no such kernel"},
+    "crashed": {"stage": "check numerics", "cause": "killed by SIGABRT"},
+    "unsupported": {"reasons": ["head_size 80 is not one of 64, 128"]},
+    "unavailable": {"reasons": ["needs CUDA"]},
+    "xfailed": {"underlying": "failed", "summary": "7 of 40 rows", "reason": "known"},
+    "xpassed": {"reason": "known"},
+}
+
+
+@pytest.fixture
+def header() -> RunHeader:
+    """The header of a run of two suites, three checks and two backends; ``model_copy`` gives others."""
+    return RunHeader(
+        started="2026-01-01T00:00:00+00:00",
+        environment=ENVIRONMENT,
+        suites=(SuiteInfo(name="smoke", ref="smoke", cases=2), SuiteInfo(name="mine", ref="./my suite.yaml", cases=1)),
+        checks=("numerics", "lse", "cache_write"),
+        device="cpu",
+        seed=0,
+        backends=(
+            BackendInfo(name="reference", ref="reference", version="0.1.0", conventions={"lse_base": "e"}),
+            BackendInfo(name="Wrong", ref="./wrong.py:Wrong", conventions={"lse_base": "2", "batch_invariant": True}),
+        ),
+    )
+
+
+@pytest.fixture
+def make_record() -> Callable[..., Record]:
+    """``make_record("failed", case_id="b", ...)``: a record of that outcome with everything else filled in."""
+
+    def make(outcome: str, **fields: Any) -> Record:
+        who = {
+            "kind": "record",
+            "outcome": outcome,
+            "suite": "smoke",
+            "case_id": "edge",
+            "case_hash": "0123456789ab",
+            "check": "numerics",
+            "seed": 0,
+            "backend": "reference",
+            "backend_ref": "reference",
+            "backend_version": "0.1.0",
+            "environment": ENVIRONMENT.digest,
+            "attncheck_version": "0.1.0",
+        }
+        if fields.get("backend") == "Wrong":
+            who |= {"backend_ref": "./wrong.py:Wrong", "backend_version": ""}
+
+        record = parse_line(json.dumps(who | _OWN_FIELDS[outcome] | fields))
+        assert not isinstance(record, RunHeader | RunFooter)
+        return record
+
+    return make
+
+
+@pytest.fixture
+def write_run() -> Callable[..., Path]:
+    """``write_run(path, header, *records)``: a complete run file, and its path; ``errors`` are of its footer."""
+
+    def write(path: Path, header: RunHeader, *records: Record, errors: tuple[str, ...] = ()) -> Path:
+        with RunWriter(path, header) as writer:
+            for record in records:
+                writer.add(record)
+            for error in errors:
+                writer.fail(error)
+        return path
+
+    return write

@@ -2,88 +2,56 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.output import STEP_SUMMARY
-from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import Passed, Record, Unsupported
-from attncheck.reports.run_file.store import RunWriter
-from attncheck.reports.run_file.timings import Latency, Timing
+from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Record
 
-ENVIRONMENT = Environment(
-    attncheck="0.1.0",
-    python="3.11.9",
-    torch="2.13.0+cpu",
-    numpy="2.3.0",
-    platform="Linux",
-    cpu="a cpu",
-    cores=2,
-    device="cpu",
-    device_name="a cpu",
-)
 WANDER = (0.99, 1.01, 1.0, 0.995, 1.005, 1.002, 0.998, 1.007, 0.993, 1.0)
 
 Write = Callable[..., Path]
 
 
 @pytest.fixture
-def write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+def write(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    header: RunHeader,
+    make_record: Callable[..., Record],
+    write_run: Callable[..., Path],
+) -> Write:
     """``write("new.jsonl", factor=1.1, rounds=10, has_sinks=False)``: a run of ``one``, and as slow ``two``."""
     monkeypatch.delenv(STEP_SUMMARY, raising=False)
 
-    def run(name: str, *, factor: float = 1.0, rounds: int = 10, has_sinks: bool = True) -> Path:
-        header = RunHeader(
-            started="2026-01-01T00:00:00+00:00",
-            environment=ENVIRONMENT,
-            suites=(SuiteInfo(name="decode", ref="decode", cases=2),),
-            checks=("numerics", "timing"),
-            device="cpu",
-            seed=0,
-            rounds=rounds,
-            backends=tuple(BackendInfo(name=each, ref=each) for each in ("one", "two")),
-        )
-        with RunWriter(folder / name, header) as writer:
-            for record in _records(factor, rounds, has_sinks=has_sinks):
-                writer.add(record)
-        return folder / name
+    def records(factor: float, rounds: int, *, has_sinks: bool) -> Iterator[Record]:
+        for backend in ("one", "two"):
+            who = {"suite": "decode", "backend": backend, "backend_ref": backend}
+            is_lost = backend == "two" and not has_sinks
+            lost = {"outcome": "unsupported", "reasons": ["no sinks"]}
+            yield make_record(**(lost if is_lost else {"outcome": "passed"}), case_id="sinks", **who)
+            for index in range(rounds):
+                median = 1e6 * WANDER[index] * (factor if backend == "two" else 1)
+                latency = {"part": "forward", "clock": "host", "median_ns": median, "low_ns": median, "high_ns": median}
+                samples = {"samples_ns": [round(median), round(median) + 1], "is_settled": True}
+                timing = {"latencies": [latency | samples]}
+                yield make_record("passed", check="timing", round=index, timing=timing, **who)
 
-    return run
-
-
-def _records(factor: float, rounds: int, *, has_sinks: bool) -> list[Record]:
-    records: list[Record] = []
-    for backend in ("one", "two"):
-        who = {
-            "suite": "decode",
-            "case_hash": "0123456789ab",
-            "seed": 0,
-            "backend": backend,
-            "backend_ref": backend,
-            "backend_version": "",
-            "environment": ENVIRONMENT.digest,
-            "attncheck_version": "0.1.0",
+    def write(name: str, *, factor: float = 1.0, rounds: int = 10, has_sinks: bool = True) -> Path:
+        asked = {
+            "suites": (SuiteInfo(name="decode", ref="decode", cases=2),),
+            "checks": ("numerics", "timing"),
+            "rounds": rounds,
+            "backends": tuple(BackendInfo(name=each, ref=each) for each in ("one", "two")),
         }
-        asked = {**who, "case_id": "sinks", "check": "numerics"}
-        is_lost = backend == "two" and not has_sinks
-        records.append(Unsupported(**asked, reasons=("no sinks",)) if is_lost else Passed(**asked))
-        for index in range(rounds):
-            median = 1e6 * WANDER[index] * (factor if backend == "two" else 1)
-            latency = Latency(
-                part="forward",
-                clock="host",
-                median_ns=median,
-                low_ns=median,
-                high_ns=median,
-                samples_ns=(round(median), round(median) + 1),
-                is_settled=True,
-            )
-            timing = Timing(latencies=(latency,))
-            records.append(Passed(**who, case_id="edge", check="timing", round=index, timing=timing))
-    return records
+        whole = header.model_copy(update=asked)
+        return write_run(folder / name, whole, *records(factor, rounds, has_sinks=has_sinks))
+
+    return write
 
 
 def compare(*words: str) -> int:

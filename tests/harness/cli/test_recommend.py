@@ -1,67 +1,44 @@
 """``attncheck recommend``: its words, its exit codes, and JSON."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from attncheck.harness.cli import app as cli
-from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import Failed, Passed
-from attncheck.reports.run_file.store import RunWriter
-from attncheck.reports.run_file.timings import Latency, Timing
-
-ENVIRONMENT = Environment(
-    attncheck="0.1.0",
-    python="3.11.9",
-    torch="2.13.0",
-    numpy="2.3.0",
-    platform="Linux x86_64",
-    cpu="a cpu",
-    cores=2,
-    device="cpu",
-    device_name="a cpu",
-)
-LATENCY = Latency(
-    part="forward",
-    clock="host",
-    median_ns=2e6,
-    low_ns=2e6,
-    high_ns=2e6,
-    samples_ns=(2_000_000,),
-    is_settled=True,
-)
+from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Record
 
 
 @pytest.fixture(autouse=True)
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    header: RunHeader,
+    make_record: Callable[..., Record],
+    write_run: Callable[..., Path],
+) -> None:
     """``run.jsonl``: a backend that is right with sinks, and timed; and one that ignores them."""
     monkeypatch.chdir(tmp_path)
-    header = RunHeader(
-        started="2026-01-01T00:00:00+00:00",
-        environment=ENVIRONMENT,
-        suites=(SuiteInfo(name="mine", ref="mine", cases=2),),
-        checks=("numerics", "timing"),
-        device="cpu",
-        seed=0,
-        backends=(BackendInfo(name="Good", ref="Good"), BackendInfo(name="Liar", ref="Liar", features=("lse",))),
-    )
-    who = {
-        "suite": "mine",
-        "case_id": "edge",
-        "case_hash": "0123456789ab",
-        "seed": 0,
-        "backend_version": "",
-        "environment": ENVIRONMENT.digest,
-        "attncheck_version": "0.1.0",
-        "needs": ("sinks", "block_size=16"),
+    asked = {
+        "suites": (SuiteInfo(name="mine", ref="mine", cases=2),),
+        "checks": ("numerics", "timing"),
+        "backends": (BackendInfo(name="Good", ref="Good"), BackendInfo(name="Liar", ref="Liar", features=("lse",))),
     }
-    good, liar = ({"backend": name, "backend_ref": name} for name in ("Good", "Liar"))
-    ignored = {"summary": "7 of 40 rows", "finding": "the sinks are ignored", "concerns": ("sinks",)}
-    with RunWriter(tmp_path / "run.jsonl", header) as writer:
-        writer.add(Passed(check="numerics", **good, **who))
-        writer.add(Passed(check="timing", timing=Timing(latencies=(LATENCY,)), **good, **who))
-        writer.add(Failed(check="numerics", **ignored, **liar, **who))
+    good, liar = (
+        {"suite": "mine", "backend": name, "backend_ref": name, "needs": ("sinks", "block_size=16")}
+        for name in ("Good", "Liar")
+    )
+    latency = {"part": "forward", "clock": "host", "median_ns": 2e6, "low_ns": 2e6, "high_ns": 2e6}
+    timing = {"latencies": [latency | {"samples_ns": [2_000_000], "is_settled": True}]}
+    write_run(
+        tmp_path / "run.jsonl",
+        header.model_copy(update=asked),
+        make_record("passed", **good),
+        make_record("passed", check="timing", timing=timing, **good),
+        make_record("failed", finding="the sinks are ignored", concerns=("sinks",), **liar),
+    )
 
 
 def recommend(*words: str) -> int:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,62 +12,31 @@ import pytest
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.output import STEP_SUMMARY
 from attncheck.reports.formats import FORMATS
-from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import Failed, Passed
-from attncheck.reports.run_file.store import RunWriter
-from attncheck.reports.run_file.timings import Latency, Timing
-
-ENVIRONMENT = Environment(
-    attncheck="0.1.0",
-    python="3.11.9",
-    torch="2.13.0",
-    numpy="2.3.0",
-    platform="Linux x86_64",
-    cpu="a cpu",
-    cores=2,
-    device="cpu",
-    device_name="a cpu",
-)
+from attncheck.reports.run_file.header import RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import Record
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    header: RunHeader,
+    make_record: Callable[..., Record],
+    write_run: Callable[..., Path],
+) -> Path:
     """A run of one right and timed answer and one wrong one, in the folder to type in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(STEP_SUMMARY, raising=False)
-    header = RunHeader(
-        started="2026-01-01T00:00:00+00:00",
-        environment=ENVIRONMENT,
-        suites=(SuiteInfo(name="mine", ref="suites/mine.yaml", cases=2),),
-        checks=("timing",),
-        device="cpu",
-        seed=0,
-        backends=(BackendInfo(name="reference", ref="reference"),),
+    suite = SuiteInfo(name="mine", ref="suites/mine.yaml", cases=2)
+    asked = {"suites": (suite,), "checks": ("timing",), "backends": header.backends[:1]}
+    latency = {"part": "forward", "clock": "host", "median_ns": 2e6, "low_ns": 1.9e6, "high_ns": 2.1e6}
+    timing = {"latencies": [latency | {"samples_ns": [2_000_000, 2_000_000], "is_settled": True}]}
+    return write_run(
+        tmp_path / "run.jsonl",
+        header.model_copy(update=asked),
+        make_record("passed", suite="mine", case_id="good", check="timing", timing=timing),
+        make_record("failed", suite="mine", case_id="bad", check="timing"),
     )
-    who = {
-        "suite": "mine",
-        "case_hash": "0123456789ab",
-        "check": "timing",
-        "seed": 0,
-        "backend": "reference",
-        "backend_ref": "reference",
-        "backend_version": "",
-        "environment": ENVIRONMENT.digest,
-        "attncheck_version": "0.1.0",
-    }
-    latency = Latency(
-        part="forward",
-        clock="host",
-        median_ns=2e6,
-        low_ns=1.9e6,
-        high_ns=2.1e6,
-        samples_ns=(2_000_000, 2_000_000),
-        is_settled=True,
-    )
-    with RunWriter(tmp_path / "run.jsonl", header) as writer:
-        writer.add(Passed(case_id="good", timing=Timing(latencies=(latency,)), **who))
-        writer.add(Failed(case_id="bad", summary="7 of 40 rows", **who))
-    return tmp_path / "run.jsonl"
 
 
 def report(*words: str) -> int:

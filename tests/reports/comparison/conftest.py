@@ -11,7 +11,7 @@ import pytest
 from attncheck.reports.comparison.compare import RunComparison, compare_runs
 from attncheck.reports.run_file.header import BackendInfo, RunHeader
 from attncheck.reports.run_file.records import Record
-from attncheck.reports.run_file.store import Run, RunWriter, read_run
+from attncheck.reports.run_file.store import Run, read_run
 from attncheck.reports.run_file.timings import Latency, Timing
 from attncheck.reports.speeds.speed import Speed
 
@@ -78,7 +78,7 @@ def timed(make: Callable[..., Record]) -> Callable[..., list[Record]]:
 
 
 @pytest.fixture
-def run_of(tmp_path: Path, header: RunHeader) -> Callable[..., Run]:
+def run_of(tmp_path: Path, header: RunHeader, write_run: Callable[..., Path]) -> Callable[..., Run]:
     """``run_of(records, name="new.jsonl", seed=1)``: the run as read from a file; other fields are of the header."""
 
     def run(records: Sequence[Record], *, name: str = "", is_cut: bool = False, **fields: Any) -> Run:
@@ -92,9 +92,8 @@ def run_of(tmp_path: Path, header: RunHeader) -> Callable[..., Run]:
         whole = header.model_copy(update=told | fields)
         digest = whole.environment.digest
         path = tmp_path / (name or f"run-{len(list(tmp_path.iterdir()))}.jsonl")
-        with RunWriter(path, whole) as writer:
-            for record in records:
-                writer.add(record.model_copy(update={"environment": digest, "seed": whole.seed}))
+        same = {"environment": digest, "seed": whole.seed}
+        write_run(path, whole, *(record.model_copy(update=same) for record in records))
         if is_cut:
             path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
         return read_run(path)

@@ -14,7 +14,7 @@ from attncheck.reports.comparison.suite_speeds import SuiteSpeedChange
 from attncheck.reports.data.documents import comparison_document, runs_document
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
-from attncheck.reports.run_file.store import Run, RunWriter, read_run
+from attncheck.reports.run_file.store import Run, read_run
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 PAGE = (DOCS / "run-files.md").read_text(encoding="utf-8")
@@ -22,7 +22,7 @@ Make = Callable[..., Record]
 
 
 @pytest.fixture
-def run(tmp_path: Path, header: RunHeader, make: Make) -> Run:
+def run(tmp_path: Path, header: RunHeader, make: Make, write_run: Callable[..., Path]) -> Run:
     latency = {"part": "forward", "clock": "host", "median_ns": 2e6, "low_ns": 1.9e6, "high_ns": 2.1e6}
     timing: dict[str, Any] = {"latencies": [latency | {"samples_ns": [2_000_000], "is_settled": True}]}
     probe = {"name": "decode", "level": "UNIFORM_SINGLE_TOKEN_DECODE", "outcome": "failed", "reason": "host read"}
@@ -35,10 +35,7 @@ def run(tmp_path: Path, header: RunHeader, make: Make) -> Run:
         make("passed", case_id="d", check="timing", figures={}, timing=timing),
     )
     asked = header.model_copy(update={"checks": ("numerics", "lse", "cudagraph", "timing")})
-    with RunWriter(tmp_path / "run.jsonl", asked) as writer:
-        for record in records:
-            writer.add(record)
-    return read_run(tmp_path / "run.jsonl")
+    return read_run(write_run(tmp_path / "run.jsonl", asked, *records))
 
 
 def keys_of(value: Any, under: str = "") -> Iterator[str]:
