@@ -114,7 +114,8 @@ def check_next_step(problem: Problem, truth: Truth, session: Session, first: Fin
     ]
     later = session
     if others:
-        later = Session(session.backend, others[0], session.device, later=(*others[1:], problem))
+        following = (*others[1:], problem)
+        later = Session(session.backend, others[0], session.device, following, pool=session.pool)
     for number, other in enumerate(others):
         later = later.beside(other) if number else later
         moved_on = later.run(images=False)

@@ -7,7 +7,6 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -67,33 +66,34 @@ def collection_paused() -> Iterator[None]:
 @contextmanager
 def settings_kept() -> Iterator[None]:
     """Process-wide settings as they were before: the next backend, and attncheck itself, rely on them."""
-    dtype, device, folder = torch.get_default_dtype(), torch.get_default_device(), Path.cwd()
+    dtype, device, folder = torch.get_default_dtype(), torch.get_default_device(), _current_folder()
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     deterministic, precision = torch.are_deterministic_algorithms_enabled(), _matmul_precision()
     try:
         yield
     finally:
-        torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad)
         if precision is not None and _matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
         # Setting these costs something even where nothing changed.
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             torch.set_default_device(None if device.type == "cpu" else device)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:
             torch.use_deterministic_algorithms(deterministic)
-        if not _stands_in(folder):
+        if folder is not None and _current_folder() != folder:
             os.chdir(folder)
 
 
-def _stands_in(folder: Path) -> bool:
-    """Whether ``folder`` is the current one; the one that is may be gone, which no code can ask for by name."""
+def _current_folder() -> str | None:
+    """Return the path of the current folder, or None if that folder was removed."""
     try:
-        return Path.cwd() == folder
+        return os.getcwd()  # noqa: PTH109 (a Path costs several times as much, at every entry)
     except FileNotFoundError:
-        return False
+        return None
 
 
 def _matmul_precision() -> str | None:

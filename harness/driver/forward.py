@@ -73,7 +73,7 @@ class BackendLayer:
     def store_new_rows(self, pool: KVPool, step: Step) -> None:
         """Write the new rows of ``step`` to the cache, unless the backend brings a writer of its own."""
         if not self.impl.brings_writer and step.key is not None and step.value is not None:
-            pool.write(step.slot_mapping, step.key, step.value)
+            pool.write(step.slot_mapping.clone(), step.key.clone(), step.value.clone())
 
     def bind(
         self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers

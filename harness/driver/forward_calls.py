@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attncheck.backends.declarations import is_chunked, is_merged
 from attncheck.harness.driver.step import Step
+from attncheck.harness.problem.problem import Problem
 from attncheck.reference import (
     CommonAttentionMetadata,
     UBatchSlice,
@@ -59,9 +60,9 @@ class ForwardCall:
         return len(self.rows)
 
 
-def num_builders(step: Step) -> int:
+def num_builders(problem: Problem) -> int:
     """How many calls are built before the first is made, each by a builder of its own: one a micro-batch."""
-    options = step.problem.case.batch.path.options
+    options = problem.case.batch.path.options
     return 1 + len(options.cuts) if isinstance(options, MicroBatchOptions) else 1
 
 
@@ -205,7 +206,11 @@ def changed_inputs(pristine: ForwardCall, call: ForwardCall) -> Iterator[str]:
 
 def _same_numbers(was: Tensor, now: Tensor) -> bool:
     """Whether two tensors are equal; NaN, which a step may bring, equals NaN."""
-    return was.shape == now.shape and bool(((was == now) | (torch.isnan(was) & torch.isnan(now))).all())
+    if was.shape != now.shape:
+        return False
+    if was.dtype == now.dtype and torch.equal(was, now):
+        return True
+    return bool(((was == now) | (torch.isnan(was) & torch.isnan(now))).all())
 
 
 def _same(was: object, now: object) -> bool:

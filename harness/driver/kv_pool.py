@@ -46,7 +46,7 @@ class KVPool:
         own_writer: Writer,
     ) -> None:
         """``own_writer``: the backend's, used where there is no codec."""
-        self._device = device
+        self._backend, self._device = backend, device
         self.no_codec = codec.reason if isinstance(codec, NoCodec) else ""
         self.note = codec.note if isinstance(codec, PlacedCodec) else ""
         self.codec: KVCacheCodec | None = None if isinstance(codec, NoCodec) else codec
@@ -55,19 +55,33 @@ class KVPool:
         if self.codec is not None:
             prove_codec(self.codec, backend, problem)
         self._writer: Writer = own_writer if self.codec is None else self.codec.write
-        self.kv_cache = allocate_kv_cache(backend, problem.layer, problem.cache, problem.num_blocks, device)
-        self._take_up(problem)
+        self._allocate(problem)
 
     def beside(self, problem: Problem) -> "KVPool":
         """The same memory for another problem of as many blocks: it is another step's from :meth:`filled` on."""
-        if problem.num_blocks != self._problem.num_blocks:
-            raise ValueError(f"a pool of {self._problem.num_blocks} blocks for a problem of {problem.num_blocks}")
+        if problem.num_blocks != self.problem.num_blocks:
+            raise ValueError(f"a pool of {self.problem.num_blocks} blocks for a problem of {problem.num_blocks}")
         other = copy(self)
         other._take_up(problem)
         return other
 
+    def has_codec_for(self, problem: Problem) -> bool:
+        """Whether :meth:`with_own_memory` can make a pool of ``problem``: it has the same layer and cache."""
+        own = self.problem
+        return self.codec is not None and (own.layer, own.cache) == (problem.layer, problem.cache)
+
+    def with_own_memory(self, problem: Problem) -> "KVPool":
+        """Return a pool for ``problem`` in memory of its own, filled by the same codec, which is not proven again."""
+        other = copy(self)
+        other._allocate(problem)
+        return other
+
+    def _allocate(self, problem: Problem) -> None:
+        self.kv_cache = allocate_kv_cache(self._backend, problem.layer, problem.cache, problem.num_blocks, self._device)
+        self._take_up(problem)
+
     def _take_up(self, problem: Problem) -> None:
-        self._problem = problem
+        self.problem = problem
         self.regions = foreign_slots(problem)
         self._fill()
         self._clean = self.bytes().clone()
@@ -89,7 +103,7 @@ class KVPool:
         def spread(number: float) -> None:
             self.write(slots, *(rows.fill_(number) for rows in self._empty_rows(len(slots))))
 
-        held = key_storage(self._problem.layer, self._problem.cache).held
+        held = key_storage(self.problem.layer, self.problem.cache).held
         if held != torch.float8_e5m2 or not math.isinf(poison):
             spread(poison)
             return
@@ -102,10 +116,11 @@ class KVPool:
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store rows where ``slots`` says; negative slots are left out."""
-        keep = (slots >= 0).nonzero().squeeze(1).to(self._device)
-        rows = slots.to(self._device)[keep]
-        key, value = key.to(self._device)[keep], value.to(self._device)[keep]
-        call_backend("cache", lambda: self._writer(self.kv_cache, rows, key, value))
+        slots, key, value = (tensor.to(self._device) for tensor in (slots, key, value))
+        keep = slots >= 0
+        if not bool(keep.all()):
+            slots, key, value = slots[keep], key[keep], value[keep]
+        call_backend("cache", lambda: self._writer(self.kv_cache, slots, key, value))
 
     def write_image(self, image: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store rows in a copy of :meth:`bytes` through the codec."""
@@ -131,7 +146,7 @@ class KVPool:
 
     def _fill(self) -> None:
         """Plausible stale rows in every slot of interest, then the context."""
-        problem = self._problem
+        problem = self.problem
         stale_keys, stale_values = stale_rows(problem)
         stale = (*self.regions.values(), problem.key_slots[problem.new_keys[problem.new_keys >= 0]])
         index = torch.cat([torch.arange(len(slots)) for slots in stale]) % STALE_ROWS
@@ -141,9 +156,9 @@ class KVPool:
         self.write(slots, problem.keys[old][first], problem.values[old][first])
 
     def _empty_rows(self, count: int) -> tuple[Tensor, Tensor]:
-        layer = self._problem.layer
+        layer = self.problem.layer
         sizes = stored_sizes(layer)
-        key, value = (torch.zeros(count, layer.num_kv_heads, size, dtype=self._problem.dtype) for size in sizes)
+        key, value = (torch.zeros(count, layer.num_kv_heads, size, dtype=self.problem.dtype) for size in sizes)
         return key, value
 
 

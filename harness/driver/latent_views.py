@@ -4,6 +4,7 @@ Everything else of the harness sees heads: latent rows as keys ``[n, 1, L]``, ro
 outputs ``[n, H, V]``. The two classes here translate for the contract.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,17 +77,17 @@ class LatentImplView:
         self._impl.do_kv_cache_update(layer, key[:, 0], value, kv_cache, slot_mapping)
 
 
+@dataclass(frozen=True)
 class LatentCodecView:
     """A codec of a latent cache as one that takes heads."""
 
-    def __init__(self, codec: KVCacheCodec) -> None:
-        self._codec = codec
+    codec: KVCacheCodec
 
     def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """``key [n, 1, L]``, ``value [n, 1, E]``."""
-        self._codec.write(kv_cache, slots, key[:, 0], value[:, 0])
+        self.codec.write(kv_cache, slots, key[:, 0], value[:, 0])
 
     def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`write` takes them."""
-        latent, rotary = self._codec.read(kv_cache, slots)
+        latent, rotary = self.codec.read(kv_cache, slots)
         return latent[:, None], rotary[:, None]

@@ -3,10 +3,11 @@
 Metadata are filled in first, and the rows of a layer come when it is its turn.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attncheck.harness.driver.forward_calls import ForwardCall
@@ -70,6 +71,27 @@ def map_tensors(call: ForwardCall, change: Callable[[Tensor], Tensor]) -> Forwar
     common: dict[str, Any] = {name: change(tensor) for name, tensor in _tensors_of(call.common)}
     rows: dict[str, Any] = {name: None if (x := getattr(call, name)) is None else change(x) for name in _ROWS}
     return replace(call, common=replace(call.common, **common), **rows)
+
+
+def copied_calls(calls: Sequence[ForwardCall]) -> tuple[ForwardCall, ...]:
+    """Return copies of the calls of one step; tensors that share memory in ``calls`` share memory in the copies."""
+    memory: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+
+    def twin(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        place = tensor.device, storage.data_ptr()
+        if place not in memory:
+            memory[place] = storage.clone()
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return copy.set_(memory[place], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    return tuple(_with_own_lengths(map_tensors(call, twin)) for call in calls)
+
+
+def _with_own_lengths(call: ForwardCall) -> ForwardCall:
+    """Return the call with a copy of the one field of the metadata that is an array."""
+    lens = call.common.encoder_seq_lens
+    return call if lens is None else replace(call, common=replace(call.common, encoder_seq_lens=lens.copy()))
 
 
 def _tensors_of(common: Any) -> Iterator[tuple[str, Tensor]]:

@@ -21,6 +21,7 @@ from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs, 
 from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation, Raised, printable
 from attncheck.harness.driver.output_buffers import read_result
+from attncheck.harness.driver.persistent_inputs import copied_calls
 from attncheck.harness.driver.pool_filling import new_pool
 from attncheck.harness.driver.results import CallResult, merged, observed, placed
 from attncheck.harness.driver.step import Step, make_step, request_order
@@ -44,6 +45,15 @@ class Fill:
     rows: tuple[Tensor, Tensor] | None = None
 
 
+@dataclass(frozen=True)
+class _PreparedStep:
+    """A step and its calls, as the backend gets copies of them. ``facts``: what of the fill they depend on."""
+
+    step: Step
+    calls: tuple[ForwardCall, ...]
+    facts: tuple[str, bool]
+
+
 class Session:
     """One backend on one problem on one device. Raises StageError where the backend refuses or breaks at set-up."""
 
@@ -55,10 +65,12 @@ class Session:
         later: tuple[Problem, ...] = (),
         *,
         capture_sizes: tuple[int, ...] = (),
+        pool: KVPool | None = None,
     ) -> None:
         """``later``: problems that are to follow ``beside`` this one; what a builder is told bounds them all.
 
-        ``capture_sizes``: tokens of the graphs that will be captured, ascending.
+        ``capture_sizes``: tokens of the graphs that will be captured, ascending. ``pool``: of another session of this
+        backend, used again for the problem it was made for; its codec serves other problems of the layer and cache.
         """
         self.backend, self.problem, self.device = backend, problem, device
         self._asked, self._capture_sizes = (problem, *later), capture_sizes
@@ -67,7 +79,8 @@ class Session:
         self.layer = BackendLayer(backend, self.impl, self.attn_layer)
         self._builders: list[Any] = []
         self._add_builder()
-        self.pool: KVPool | None = None
+        self.pool = self._known_pool = pool
+        self._latest: _PreparedStep | None = None
         self._prepare()
 
     def beside(self, problem: Problem) -> "Session":
@@ -102,15 +115,16 @@ class Session:
         results: list[CallResult] = []
         before = None
         try:
-            step = self._step(fill)
-            calls = self._calls(step)
+            prepared = self._prepared(fill)
+            step, pristine = prepared.step, prepared.calls
+            calls = copied_calls(pristine)
             kv_cache = None
             if self.pool is not None:
                 kv_cache = self.pool.filled(fill.poison, fill.regions)
                 self.layer.store_new_rows(self.pool, step)
             before = self._image() if images else None
             # Micro-batches are built before the first of them runs; other calls are steps of their own.
-            ahead = [self._build(call) for call in calls] if num_builders(step) > 1 else []
+            ahead = [self._build(call) for call in calls] if num_builders(self.problem) > 1 else []
             for index, call in enumerate(calls):
                 metadata = ahead[index] if ahead else self._build(call)
                 results.append(self._call(call, kv_cache, metadata, before))
@@ -118,7 +132,6 @@ class Session:
             made = ("the output of an earlier call",) if results and not failure.raised.touched else ()
             return replace(failure.raised, touched=(*failure.raised.touched, *made))
         whole = merged(results, self.backend.conventions) if self._is_merged else placed(results)
-        pristine = self._calls(self._step(fill))
         return observed(
             whole,
             step,
@@ -130,8 +143,7 @@ class Session:
 
     def run_without_metadata(self) -> Tensor | Raised:
         """The profiling call: no metadata, an empty cache. The output, in the step's order."""
-        step = self._step(Fill(padding=0.0))
-        call = self._calls(step)[0]
+        call, *_ = copied_calls(self._prepared(Fill(padding=0.0)).calls)
         buffers = self.layer.output_buffers(self.problem, call)
         try:
             returned = call_backend("forward without metadata", lambda: self._forward(call, None, None, buffers))
@@ -149,8 +161,8 @@ class Session:
     def _prepare(self) -> None:
         """Everything that depends on the problem."""
         self.order = call_backend("builder", lambda: request_order(self.problem, self.threshold))
-        step = self._step(Fill())
-        for _ in range(len(self._builders), num_builders(step)):
+        self._latest = None
+        for _ in range(len(self._builders), num_builders(self.problem)):
             self._add_builder()
         self._bare_layer = self.layer
         if self.problem.layer.sink_logits is not None and self._is_merged:
@@ -158,9 +170,16 @@ class Session:
                 "construct", lambda: construct_impl(self.backend, self.problem, self.device, with_sinks=False)
             )
             self._bare_layer = replace(self.layer, impl=bare)
-        self.pool = None
-        if self.problem.has_pool:
-            self.pool = call_backend("cache", lambda: new_pool(self.backend, self.problem, self.device, self.impl))
+        self.pool = call_backend("cache", self._pool) if self.problem.has_pool else None
+        self._known_pool = self._known_pool or self.pool
+
+    def _pool(self) -> KVPool:
+        known, problem = self._known_pool, self.problem
+        if known is not None and known.problem is problem:
+            return known
+        if known is not None and known.has_codec_for(problem):
+            return known.with_own_memory(problem)
+        return new_pool(self.backend, problem, self.device, self.impl)
 
     def _add_builder(self) -> None:
         sizes = self._capture_sizes
@@ -171,8 +190,16 @@ class Session:
             )
         )
 
-    def _calls(self, step: Step) -> tuple[ForwardCall, ...]:
-        return forward_calls_of(step, self.backend.features, self.threshold)
+    def _prepared(self, fill: Fill) -> "_PreparedStep":
+        """The step that ``fill`` asks for. The latest one is kept, unless ``fill`` brings rows of its own."""
+        facts = str(fill.padding), fill.loose_bounds
+        if self._latest is not None and fill.rows is None and self._latest.facts == facts:
+            return self._latest
+        step = self._step(fill)
+        made = _PreparedStep(step, forward_calls_of(step, self.backend.features, self.threshold), facts)
+        if fill.rows is None:
+            self._latest = made
+        return made
 
     def _build(self, call: ForwardCall) -> Any:
         builder = self._builders[call.builder]

@@ -142,7 +142,7 @@ def test_one_part_carries_the_sinks(make_case: Any) -> None:
     problem = build_problem(make_case(*requests, sinks=True, path="cascade"), 0)
     step = make_step(problem, CPU)
     assert [call.carries_sinks for call in forward_calls_of(step, frozenset())] == [True, False]
-    assert num_builders(step) == 1
+    assert num_builders(step.problem) == 1
     assert construct_impl(ReferenceBackend, problem, CPU).sinks is not None
     assert construct_impl(ReferenceBackend, problem, CPU, with_sinks=False).sinks is None
 

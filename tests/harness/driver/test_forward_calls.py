@@ -93,7 +93,7 @@ class TestMicroBatches:
 
     def test_a_request_cut_in_two(self, make_case: Any) -> None:
         step, (first, last) = calls(self.case(make_case, 3, padding=(1, 2)))
-        assert num_builders(step) == 2
+        assert num_builders(step.problem) == 2
         assert (first.builder, last.builder) == (0, 1)
         assert (lengths(first), lengths(last)) == ([(3, 36)], [(4, 40), (3, 3), (2, 70), (0, 0)])
         assert (first.rows.tolist(), last.rows.tolist()) == ([0, 1, 2], list(range(3, 12)))
@@ -132,7 +132,7 @@ class TestParts:
     def test_a_cascade(self, make_case: Any, features: tuple[str, ...]) -> None:
         requests = [RequestSpec(query_len=n, seq_len=60, shared_prefix=32) for n in (1, 5)]
         step, made = calls(make_case(*requests, path="cascade"), *features)
-        assert num_builders(step) == 1
+        assert num_builders(step.problem) == 1
         if features:
             assert [(call.common_prefix_len, lengths(call)) for call in made] == [(32, [(1, 60), (5, 60)])]
             return
