@@ -20,7 +20,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.checks.case_checks import CaseChecks
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.checks.functions.check import FUNCTION_PATHS, FunctionChecks
-from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
+from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
 from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
@@ -84,6 +84,16 @@ class RunPlan:
         """The checks to make of ``case``, in the order they are reported."""
         return checks_of(case, self.checks)
 
+    def cases_asking(self, ref: str, check: str) -> tuple[Case, ...]:
+        """Return the cases that ask the backend of this reference for ``check``, but for those of functions."""
+        return tuple(
+            case
+            for case in self.cases_of(ref)
+            if check in self.checks_of(case)
+            and case.batch.path.name not in FUNCTION_PATHS
+            and not unanswered_reasons(case)
+        )
+
 
 def environment_of(device: str) -> Environment:
     """The circumstances of an examination on ``device``, with the numerical policy that is in force while it lasts."""
@@ -114,7 +124,7 @@ class Examiner:
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
         # Given, not made at its first use: it needs the plan's settings, and clocks from before any backend ran.
-        self._shared = SharedByChecks(clocks or TimingCheck(self.device, plan.timing))
+        self._shared = SharedByChecks(clocks or TimingCheck(self.device, plan.timing), SelectedCases(plan.cases_asking))
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
     def run(self) -> Generator[Record, None, None]:
