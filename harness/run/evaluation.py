@@ -59,7 +59,8 @@ class RunPlan:
 
     ``backends``: those that are examined in this process. ``suites``: by reference, the one suite a backend is asked;
     one that does not stand there is asked all. ``timing``, ``rounds``: how the check of that name is made, and in how
-    many processes of each backend, one after another.
+    many processes of each backend, one after another. ``shares_probes``: the layers and caches of a backend's cases
+    share the probes of CUDA graphs out; else each plays all of them.
     """
 
     cases: tuple[Case, ...]
@@ -71,6 +72,7 @@ class RunPlan:
     suites: Mapping[str, str] = field(default_factory=dict)
     timing: TimingSettings = field(default_factory=TimingSettings)
     rounds: int = 1
+    shares_probes: bool = True
 
     def cases_of(self, ref: str) -> tuple[Case, ...]:
         """The cases that the backend of this reference is asked."""
@@ -124,7 +126,10 @@ class Examiner:
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
         # Given, not made at its first use: it needs the plan's settings, and clocks from before any backend ran.
-        self._shared = SharedByChecks(clocks or TimingCheck(self.device, plan.timing), SelectedCases(plan.cases_asking))
+        self._shared = SharedByChecks(
+            clocks or TimingCheck(self.device, plan.timing),
+            SelectedCases(plan.cases_asking) if plan.shares_probes else SelectedCases(),
+        )
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
     def run(self) -> Generator[Record, None, None]:

@@ -16,8 +16,8 @@ Trait = tuple[str, object]
 def traits_of(layer: LayerSpec, cache: CacheSpec) -> frozenset[Trait]:
     """Return the traits that decide which code of a backend runs.
 
-    Numbers that change values alone are left out: the size of a window, a scale. Head sizes and groups are as well:
-    every layer plays a probe, and so does every head size.
+    Numbers that change values alone are no traits: the size of a window, a scale. Neither are head sizes and groups:
+    every layer plays a probe, so one is played of every size.
     """
     traits: set[Trait] = {
         ("dtype", layer.dtype),
@@ -28,17 +28,13 @@ def traits_of(layer: LayerSpec, cache: CacheSpec) -> frozenset[Trait]:
     traits |= {(name, True) for name in layer.modifiers if name != "sliding_window"}
     if layer.sliding_window is not None:
         traits.add(("sliding_window", "left" if layer.is_causal else "both sides"))
-    scales = (cache.k_scale, cache.v_scale, cache.q_scale)
     is_on = {
-        "scale": layer.scale is not None,
         "non_causal": not layer.is_causal,
+        "head_size_v": layer.value_head_size != layer.head_size,
         "kv_sharing": layer.kv_sharing,
         "mla": layer.mla is not None,
         "output_quant": layer.output_quant is not None,
-        "wider values": layer.value_head_size > layer.head_size,
-        "narrower values": layer.value_head_size < layer.head_size and layer.mla is None,
-        "cache scales": scales != (1.0, 1.0, 1.0),
-        "cache scales per head": any(isinstance(scale, tuple) for scale in scales),
+        "scales per head": any(isinstance(scale, tuple) for scale in (cache.k_scale, cache.v_scale, cache.q_scale)),
     }
     return frozenset(traits | {(name, True) for name, holds in is_on.items() if holds})
 

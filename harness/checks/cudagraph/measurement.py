@@ -5,7 +5,7 @@ A level is measured where its probes, and those of all lower ones, come out righ
 
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import takewhile
@@ -65,22 +65,34 @@ def measure_by_share(
     """Play the probes of ``share``, and measure what ``full`` did, if they come out as there; else all, as above.
 
     ``full``: the measurement of a layer of ``case`` that played every probe. The share is played up to the level
-    measured there, and so is the probe that broke there. Probes of refused batches count as broken, unplayed.
+    measured there, and so is the probe that broke there: first on its smallest batch, and where that comes out right,
+    as a whole. Probes of refused batches count as broken, unplayed.
     """
     plays = _Plays(backend, questions, device)
-    end = None if full.broke is None else full.broke[0].name
-    due = [
-        probe
-        for probe in questions.probes
-        if probe.name == end or (probe.name in share and probe.level.value <= full.reached.value)
-    ]
-    below = takewhile(lambda probe: probe.name != end, questions.probes)
+    end, kind = (None, type(None)) if full.broke is None else (full.broke[0].name, type(full.broke[1]))
+    below = [probe for probe in questions.probes if probe.name in share and probe.level.value <= full.reached.value]
+    whole = [probe for probe in questions.probes if probe.name == end]
+    unplayed = takewhile(lambda probe: probe.name != end, questions.probes)
     with suppress(StageError):  # which comes again where it ends the measurement
-        part = plays.measure(due, case)
+        for last in ([_on_smallest_batch(probe) for probe in whole], whole):
+            part = plays.measure([*below, *last], case)
+            if part.broke is not None and (part.broke[0].name != end or isinstance(part.broke[1], kind)):
+                break
         is_expected = end == (None if part.broke is None else part.broke[0].name)
-        if is_expected and not any(refused_batches(backend, probe, questions) for probe in below):
+        if is_expected and not any(refused_batches(backend, probe, questions) for probe in unplayed):
             return part
     return plays.measure(questions.probes)
+
+
+def _on_smallest_batch(probe: Probe) -> Probe:
+    """Return the probe of one request alone, or of two where they differ in length. Where it breaks, so does the level.
+
+    It has the first graph and the first step alone.
+    """
+    bucket, requests = probe.buckets[0], probe.turns[0].requests
+    few = requests[:1] if bucket.query_len is not None or len(requests) == 1 else (requests[0], requests[-1])
+    small = replace(bucket, num_reqs=len(few), num_tokens=sum(query_len for query_len, _ in few))
+    return replace(probe, buckets=(small,), turns=(replace(probe.turns[0], requests=few),))
 
 
 class _Plays:
@@ -90,7 +102,7 @@ class _Plays:
         self._backend, self._questions, self._device = backend, questions, device
         self._declared = declared_level(backend, questions)
         self._recorder = recorder_for(device)
-        self._results: dict[tuple[str, bool], ProbeFault | UnmeasuredProbe | StageError | None] = {}
+        self._results: dict[tuple[Probe, bool], ProbeFault | UnmeasuredProbe | StageError | None] = {}
 
     def measure(self, probes: Iterable[Probe], played_in_full: str = "") -> LevelMeasurement:
         """Play ``probes`` until one breaks. ``played_in_full``: the case on whose layer the others were played."""
@@ -125,7 +137,7 @@ class _Plays:
         return LevelMeasurement(self._declared, reached, levels, broke)
 
     def _outcome(self, probe: Probe, *, is_pool_finite: bool) -> ProbeFault | UnmeasuredProbe | None:
-        key = probe.name, is_pool_finite
+        key = probe, is_pool_finite
         if key not in self._results:
             try:
                 self._results[key] = play_probe(
