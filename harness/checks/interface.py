@@ -37,6 +37,13 @@ class SharedByChecks:
         return cast(T, self._objects[kind])
 
 
+@dataclass(frozen=True)
+class SelectedCases:
+    """The cases of a run. ``asking(ref, check)``: those that ask the backend of a reference for a check, in order."""
+
+    asking: Callable[[str, str], tuple[Case, ...]] = lambda _ref, _check: ()
+
+
 class CheckedCase:
     """One case of one backend. The session and the first step are made at the first use, and shared by the checks.
 

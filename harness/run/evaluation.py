@@ -20,7 +20,7 @@ from attncheck.errors import QuestionError
 from attncheck.harness.checks.case_checks import CaseChecks
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.checks.functions.check import FUNCTION_PATHS, FunctionChecks
-from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
+from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
 from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
@@ -59,7 +59,8 @@ class RunPlan:
 
     ``backends``: those that are examined in this process. ``suites``: by reference, the one suite a backend is asked;
     one that does not stand there is asked all. ``timing``, ``rounds``: how the check of that name is made, and in how
-    many processes of each backend, one after another.
+    many processes of each backend, one after another. ``shares_probes``: the layers and caches of a backend's cases
+    share the probes of CUDA graphs out; else each plays all of them.
     """
 
     cases: tuple[Case, ...]
@@ -71,6 +72,7 @@ class RunPlan:
     suites: Mapping[str, str] = field(default_factory=dict)
     timing: TimingSettings = field(default_factory=TimingSettings)
     rounds: int = 1
+    shares_probes: bool = True
 
     def cases_of(self, ref: str) -> tuple[Case, ...]:
         """The cases that the backend of this reference is asked."""
@@ -83,6 +85,16 @@ class RunPlan:
     def checks_of(self, case: Case) -> tuple[str, ...]:
         """The checks to make of ``case``, in the order they are reported."""
         return checks_of(case, self.checks)
+
+    def cases_asking(self, ref: str, check: str) -> tuple[Case, ...]:
+        """Return the cases that ask the backend of this reference for ``check``, but for those of functions."""
+        return tuple(
+            case
+            for case in self.cases_of(ref)
+            if check in self.checks_of(case)
+            and case.batch.path.name not in FUNCTION_PATHS
+            and not unanswered_reasons(case)
+        )
 
 
 def environment_of(device: str) -> Environment:
@@ -114,7 +126,10 @@ class Examiner:
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
         # Given, not made at its first use: it needs the plan's settings, and clocks from before any backend ran.
-        self._shared = SharedByChecks(clocks or TimingCheck(self.device, plan.timing))
+        self._shared = SharedByChecks(
+            clocks or TimingCheck(self.device, plan.timing),
+            SelectedCases(plan.cases_asking) if plan.shares_probes else SelectedCases(),
+        )
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
     def run(self) -> Generator[Record, None, None]:

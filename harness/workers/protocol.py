@@ -33,13 +33,17 @@ class _Message(BaseModel):
 class Assignment(_Message):
     """What a run is about. ``suites``: by reference, those of its cases; which cases, each :class:`Examine` says.
 
-    ``digests``: of each suite as the run has read it; a file that reads otherwise by now is refused. ``environment``:
-    the run's circumstances, whose digest the records carry. ``timing``: how the check of that name takes its times.
-    ``dump``: an absolute path.
+    ``cases``: the keys of all that are selected; None: every case. ``by_default``: each backend is asked the suite that
+    suits it. ``shares_probes``: as in :class:`~attncheck.harness.run.evaluation.RunPlan`. ``digests``: of each suite as
+    the run has read it; a file that reads otherwise by now is refused. ``environment``: the run's circumstances, whose
+    digest the records carry. ``timing``: how the check of that name takes its times. ``dump``: an absolute path.
     """
 
     kind: Literal["assignment"] = "assignment"
     suites: tuple[str, ...]
+    cases: tuple[str, ...] | None = None
+    by_default: bool = False
+    shares_probes: bool = True
     digests: tuple[str, ...]
     device: str
     seed: int

@@ -35,6 +35,7 @@ from attncheck.harness.workers.protocol import (
 from attncheck.harness.workers.warming import WarmingAhead
 from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
+from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import EXAMINED, Errored, Failed, Record
 
@@ -225,6 +226,8 @@ class Supervisor:
                         return answer
                     case DeviceLost(record=record):
                         output = record.output + process.output(case.key)
+                        if record.check == CUDAGRAPH:
+                            self._workers.stop_sharing_probes(backend.ref)
                         self._workers.discard(backend.ref)
                         due.remove(record.check)
                         yield record.model_copy(update={"output": output})
@@ -236,6 +239,8 @@ class Supervisor:
                             due.remove(record.check)
                             yield _with_output(record, process, case)
         except ProcessEndedError as ended:
+            if stage == f"check {CUDAGRAPH}":
+                self._workers.stop_sharing_probes(backend.ref)
             self._workers.discard(backend.ref)
             yield from self._crashed(backend, case, due, stage, ended.cause, ended.output)
             return None

@@ -34,6 +34,7 @@ from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 if TYPE_CHECKING:
     from attncheck.backends.registry import LoadedBackend
     from attncheck.cases.model import Case
+    from attncheck.harness.run.backend_description import BackendDescription
     from attncheck.harness.run.evaluation import Examiner, UnavailableBackend
 
 
@@ -134,7 +135,7 @@ def _serve(pipes: WorkerPipes, ref: str) -> None:
         if isinstance(backend, QuestionError):
             raise backend
         description = describe_backend(backend, assignment.device)
-        examiner = _examiner(assignment)
+        examiner = _examiner(assignment, description)
     except QuestionError as error:
         pipes.send(Refused(reason=str(error)))
         return
@@ -144,29 +145,34 @@ def _serve(pipes: WorkerPipes, ref: str) -> None:
         _examine(pipes, examiner, backend, cases[request.case], request)
 
 
-def _examiner(assignment: Assignment) -> "Examiner":
+def _examiner(assignment: Assignment, description: "BackendDescription") -> "Examiner":
     """Raises QuestionError where the assignment means something else here than where it comes from."""
+    from dataclasses import replace
     from pathlib import Path
 
     from attncheck.cases.loader import load_suite
     from attncheck.harness.run.evaluation import Examiner
     from attncheck.harness.run.preparation import RunSettings, prepare_run
-    from attncheck.harness.run.selection import Selection
+    from attncheck.harness.run.selection import Selection, default_suites
 
     suites = tuple(map(load_suite, assignment.suites))
     for suite, digest in zip(suites, assignment.digests, strict=True):
         if suite.hash != digest:
             raise QuestionError(f"{suite.path} has changed since the run began")
-    cases = tuple(case for suite in suites for case in suite.cases)
+    every = (case for suite in suites for case in suite.cases)
+    cases = tuple(case for case in every if assignment.cases is None or case.key in assignment.cases)
     settings = RunSettings(
         device=assignment.device,
         seed=assignment.seed,
         dump=None if assignment.dump is None else Path(assignment.dump),
         timing=assignment.timing,
     )
-    selection = Selection(suites, assignment.suites, cases, checks=None)  # the run has chosen, and names each case
+    # The run has chosen the checks, and names them with each case.
+    selection = Selection(suites, assignment.suites, cases, checks=None)
     prepared = prepare_run(selection, None, settings, environment=assignment.environment)
-    return Examiner(prepared.plan, prepared.environment)
+    asked = default_suites(selection, [description]) if assignment.by_default else {}
+    plan = replace(prepared.plan, suites=asked, shares_probes=assignment.shares_probes)
+    return Examiner(plan, prepared.environment)
 
 
 def _examine(

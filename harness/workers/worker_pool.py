@@ -54,6 +54,7 @@ class WorkerPool:
         self._infos: dict[str, BackendInfo] = {}
         self._finishing: list[WorkerProcess] = []
         self._assignment: Assignment | None = None
+        self._unshared: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -82,7 +83,7 @@ class WorkerPool:
         if ref not in self._processes and self._assignment is not None:
             with suppress(OSError):  # restart() meets it again, when it matters
                 self._start(ref)
-                self._processes[ref].send(self._assignment)
+                self._processes[ref].send(self._assignment_of(ref))
                 self._prepared.add(ref)
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
@@ -90,6 +91,8 @@ class WorkerPool:
         self.assign(
             Assignment(
                 suites=selection.refs,
+                cases=None if selection.cases == selection.all_cases else tuple(case.key for case in selection.cases),
+                by_default=selection.by_default,
                 digests=tuple(suite.hash for suite in selection.suites),
                 device=plan.device,
                 seed=plan.seed,
@@ -102,6 +105,13 @@ class WorkerPool:
     def assign(self, assignment: Assignment) -> None:
         """What the run is about; comes before :meth:`describe`."""
         self._assignment = assignment
+
+    def stop_sharing_probes(self, ref: str) -> None:
+        """Have the next processes of ``ref`` play every probe of CUDA graphs on every layer.
+
+        For a backend that died in one: it dies again on the layers that have this fault, and not in each process.
+        """
+        self._unshared.add(ref)
 
     def describe(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
         """What each backend says of itself, or why it cannot be loaded.
@@ -153,10 +163,8 @@ class WorkerPool:
 
     def start_extra(self, ref: str) -> WorkerProcess:
         """Start one more process of ``ref`` and assign the run to it; the caller closes it. It writes no dump."""
-        if self._assignment is None:
-            raise RuntimeError("assign() comes before the first extra process")
         process = WorkerProcess(ref, self._environments.get(ref, {}))
-        process.send(self._assignment.model_copy(update={"dump": None}))
+        process.send(self._assignment_of(ref).model_copy(update={"dump": None}))
         return process
 
     def discard(self, ref: str) -> None:
@@ -192,8 +200,6 @@ class WorkerPool:
             self._finishing.pop().close()
 
     def _described(self, refs: Sequence[str]) -> list[BackendDescription | QuestionError]:
-        if self._assignment is None:
-            raise RuntimeError("assign() comes before the first description")
         asked, self._prepared = self._prepared & set(refs), self._prepared - set(refs)
         found = []
         for index, ref in enumerate(refs):
@@ -204,10 +210,15 @@ class WorkerPool:
             self.start(refs[index:])
             for each in refs[index:]:
                 if each in self._processes and each not in asked:
-                    self._processes[each].send(self._assignment)
+                    self._processes[each].send(self._assignment_of(each))
                     asked.add(each)
             found.append(self._description(self._processes[ref]))
         return found
+
+    def _assignment_of(self, ref: str) -> Assignment:
+        if self._assignment is None:
+            raise RuntimeError("assign() comes before the first process is used")
+        return self._assignment.model_copy(update={"shares_probes": ref not in self._unshared})
 
     def _start(self, ref: str) -> None:
         if ref not in self._processes:

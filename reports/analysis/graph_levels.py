@@ -1,8 +1,8 @@
 """Which CUDA-graph levels a run measured: rows of what is declared, what is measured, and the probe that broke.
 
 Cases equal in layer and cache share one examination, and its result stands on the record of each of them: here they
-come together again, and with them those that differ in nothing but the figures of a reason. Rows only; tables are made
-by ``terminal.run`` and ``markdown.graph_levels``.
+come together again, and with them those that differ in nothing but the figures of a reason, or played other probes.
+Rows only; tables are made by ``terminal.run`` and ``markdown.graph_levels``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ LEGEND_OF_EMULATION = "emulated: no GPU, the operators of forward are recorded a
 
 @dataclass(frozen=True)
 class LevelResult:
-    """One result, and all ``cases`` (``suite/id``) it stands for."""
+    """One result, with the probes of its row, and all ``cases`` (``suite/id``) it stands for."""
 
     graph: GraphLevels
     cases: tuple[str, ...]
@@ -83,25 +83,27 @@ class LevelRow:
 def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
     """The rows of a run: backends in the order in which records first name them, rows with most cases first.
 
+    Cases with equal levels and the same broken probe are one row, whichever probes each of them played.
     A row that breaks at the same probe for the same reason as one before it follows that one.
     """
     groups: dict[tuple[str, GraphLevels], dict[GraphLevels, dict[str, None]]] = {}
     notes: dict[tuple[str, GraphLevels], dict[str, None]] = {}
     for record in records:
         if (told := graph_of(record)) is not None:
-            graph = told.model_copy(update={"notes": ()})
-            group = (record.backend, without_reasons(graph))
-            groups.setdefault(group, {}).setdefault(graph, {})[record.case] = None
-            notes.setdefault(group, {}).update(dict.fromkeys(told.notes))
-    rows = [LevelRow(*group, _results(members), tuple(notes[group])) for group, members in groups.items()]
+            broken = broken_probe(told)
+            alike = told.model_copy(update={"probes": () if broken is None else (broken,)})
+            group = (record.backend, without_reasons(_without_notes(alike)))
+            groups.setdefault(group, {}).setdefault(_without_notes(told), {})[record.case] = None
+            notes.setdefault(group, {}).update(dict.fromkeys(notes_of(told)))
+    rows = [_row(backend, members, tuple(notes[backend, key])) for (backend, key), members in groups.items()]
     order = list(dict.fromkeys(record.backend for record in records))
     rows.sort(key=lambda row: (order.index(row.backend), -row.cases))
-    alike: dict[tuple[str, GraphProbe | None], list[LevelRow]] = {}
+    same_end: dict[tuple[str, GraphProbe | None], list[LevelRow]] = {}
     for row in rows:
-        alike.setdefault((row.backend, row.broke_at), []).append(row)
+        same_end.setdefault((row.backend, row.broke_at), []).append(row)
     return tuple(
         replace(row, repeats=row.broke_at is not None and row is not members[0])
-        for members in alike.values()
+        for members in same_end.values()
         for row in members
     )
 
@@ -128,6 +130,14 @@ def level_notes(rows: Sequence[LevelRow]) -> dict[str, tuple[str, ...]]:
     return {backend: tuple(found) for backend, found in notes.items()}
 
 
+def notes_of(graph: GraphLevels) -> tuple[str, ...]:
+    """Return what is to be known of how one level was measured."""
+    if not graph.played_in_full:
+        return graph.notes
+    shared = f"probes are shared out over layers and caches; that of {graph.played_in_full} played all of them"
+    return (*graph.notes, shared)
+
+
 def legend(rows: Sequence[LevelRow]) -> str:
     """What the words of these rows mean."""
     emulated = any(row.graph.recorder == "emulated" for row in rows)
@@ -145,6 +155,23 @@ def without_reasons(graph: GraphLevels) -> GraphLevels:
     return graph.model_copy(update={"probes": probes})
 
 
-def _results(members: Mapping[GraphLevels, Iterable[str]]) -> tuple[LevelResult, ...]:
-    results = (LevelResult(graph, tuple(cases)) for graph, cases in members.items())
-    return tuple(sorted(results, key=lambda result: -len(result.cases)))
+def _without_notes(graph: GraphLevels) -> GraphLevels:
+    return graph.model_copy(update={"notes": (), "played_in_full": ""})
+
+
+def _row(backend: str, members: Mapping[GraphLevels, Iterable[str]], notes: tuple[str, ...]) -> LevelRow:
+    """Return the row of cases that are alike. Each result has the probes of all: what one played counts for the row."""
+    played: dict[str, GraphProbe] = {}
+    for graph in sorted(members, key=lambda each: -len(each.probes)):
+        for probe in graph.probes:
+            played.setdefault(probe.name, probe)
+    ladder = sorted(played.values(), key=lambda probe: GRAPH_LEVELS.index(probe.level))
+    cases: dict[GraphLevels, tuple[str, ...]] = {}
+    for graph, own_cases in members.items():
+        own = {probe.name: probe for probe in graph.probes}
+        whole = graph.model_copy(update={"probes": tuple(own.get(probe.name, probe) for probe in ladder)})
+        cases[whole] = (*cases.get(whole, ()), *own_cases)
+    results = sorted(
+        (LevelResult(graph, tuple(own)) for graph, own in cases.items()), key=lambda each: -len(each.cases)
+    )
+    return LevelRow(backend, without_reasons(results[0].graph), tuple(results), notes)

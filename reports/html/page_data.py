@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.graph_levels import notes_of
 from attncheck.reports.analysis.recommendation import known_needs, need_answers, needed_cases
 from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.verdicts import RunFindings
@@ -191,7 +192,7 @@ def _graph(record: Record) -> Json | None:
         "measured": phrases.measured_level(graph.measured),
         "recorder": graph.recorder,
         "probes": [[probe.name, probe.level, phrases.probe_outcome(probe), probe.reason] for probe in graph.probes],
-        "notes": graph.notes,
+        "notes": notes_of(graph),
     }
 
 

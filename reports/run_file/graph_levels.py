@@ -33,13 +33,16 @@ class GraphProbe(RunFileValue):
 
 
 class GraphLevels(RunFileValue):
-    """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and every probe.
+    """The CUDA-graph level a backend declares and the one measured (None: cannot be said here), and its probes.
 
-    ``notes``: what a reader should know of how it was measured.
+    ``probes``: those played on the layer and cache of the case. ``played_in_full``: the case (``suite/id``) whose layer
+    and cache played every probe, where this one played a part; empty: this one played all. ``notes``: what a reader
+    should know of how it was measured.
     """
 
     declared: GraphLevel
     measured: GraphLevel | None
     recorder: GraphRecorder
     probes: tuple[GraphProbe, ...] = ()
+    played_in_full: str = ""
     notes: tuple[str, ...] = ()

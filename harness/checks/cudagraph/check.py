@@ -5,19 +5,25 @@ broken promise; above is head-room, and said. Cannot see: batches larger than th
 that is hidden from torch's dispatcher, and the branch a backend keeps for the GPU.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 
 import torch
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement, UnmeasuredProbe, measure_level
+from attncheck.harness.checks.cudagraph.backend_levels import BackendLevels, layer_and_cache
+from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement
+from attncheck.harness.checks.cudagraph.probe_play import UnmeasuredProbe
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.checks.interface import Check, CheckedCase
+from attncheck.harness.checks.interface import Check, CheckedCase, SelectedCases
 from attncheck.harness.driver.foreign_code import StageError
-from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, RequestSpec
+from attncheck.reference.spec import AttentionCGSupport, AttentionType
+from attncheck.reports.run_file.graph_levels import CUDAGRAPH
+
+_KEPT = 2
+"""Layers whose problems and truths are kept: the one that plays every probe, and the latest."""
 
 
 class GraphLevelCheck:
@@ -25,25 +31,40 @@ class GraphLevelCheck:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
+        self._levels: dict[type[AttentionBackend], BackendLevels] = {}
         self._findings: dict[tuple[type[AttentionBackend], Case], Finding] = {}
-        self._questions: tuple[Case, ProbeProblems] | None = None
+        self._questions: dict[Case, ProbeProblems] = {}
 
-    def examine(self, backend: type[AttentionBackend], case: Case) -> Finding:
-        """The finding for the layer and cache of ``case``; what the backend raised, where it could not be measured."""
+    def examine(
+        self, backend: type[AttentionBackend], case: Case, cases: Callable[[], Iterable[Case]] = tuple
+    ) -> Finding:
+        """Return the finding for the layer and cache of ``case``; what the backend raised, where it has no level.
+
+        ``cases``: returns those of the run that ask the backend for this check; none: every probe is played.
+        """
         reasons = unexamined_reasons(case)
         if reasons:
             return NotExamined(reasons, "attncheck")
-        asked = _layer_and_cache(case)
+        asked = layer_and_cache(case)
         if (backend, asked) not in self._findings:
-            if self._questions is None or self._questions[0] != asked:
-                self._questions = (asked, ProbeProblems(asked, self._seed, self._device))
+            if backend not in self._levels:
+                measured = (each for each in cases() if not unexamined_reasons(each))
+                self._levels[backend] = BackendLevels(backend, measured, self._device, self._questions_of)
             try:
-                self._findings[backend, asked] = judge_level(measure_level(backend, self._questions[1], self._device))
+                self._findings[backend, asked] = judge_level(self._levels[backend].measure(asked))
             except QuestionError as error:
                 self._findings[backend, asked] = NotExamined((str(error),), "attncheck")
             except StageError as failure:
                 self._findings[backend, asked] = failure.raised
         return self._findings[backend, asked]
+
+    def _questions_of(self, asked: Case) -> ProbeProblems:
+        """The probes of a layer and cache; those of the latest two are kept, for the backends that follow."""
+        found = self._questions.pop(asked, None) or ProbeProblems(asked, self._seed, self._device)
+        self._questions[asked] = found
+        if len(self._questions) > _KEPT:
+            del self._questions[next(iter(self._questions))]
+        return found
 
 
 def unexamined_reasons(case: Case) -> tuple[str, ...]:
@@ -83,22 +104,10 @@ def judge_level(measurement: LevelMeasurement) -> Finding:
     )
 
 
-def _layer_and_cache(case: Case) -> Case:
-    """The case without what its level does not depend on."""
-    return Case(
-        suite="cudagraph",
-        id="layer",
-        layer=case.layer,
-        cache=replace(case.cache, num_blocks=None, first_block=None),
-        batch=BatchSpec(requests=(RequestSpec(query_len=1),)),
-        tolerance=case.tolerance,
-        inputs=case.inputs,
-    )
-
-
 def _check(case: CheckedCase) -> Finding:
     levels = case.shared.get(GraphLevelCheck, lambda: GraphLevelCheck(case.problem.seed, case.device))
-    return levels.examine(case.backend, case.problem.case)
+    selected = case.shared.get(SelectedCases, SelectedCases)
+    return levels.examine(case.backend, case.problem.case, lambda: selected.asking(case.loaded.ref, CUDAGRAPH))
 
 
 def _not_applicable(case: Case, _features: frozenset[str]) -> NotExamined | None:

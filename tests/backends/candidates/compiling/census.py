@@ -20,7 +20,7 @@ from launches import Kernel, recorded
 from attncheck.backends import interpreter, registry
 from attncheck.cases.loader import load_suite, select
 from attncheck.harness.checks import block_moves, cache_write, numerics
-from attncheck.harness.checks.cudagraph import measurement
+from attncheck.harness.checks.cudagraph import measurement, probe_play
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.findings import Holds
 from attncheck.harness.run.evaluation import Examiner, RunPlan
@@ -69,7 +69,7 @@ def judging_nothing() -> Iterator[None]:
         for where, name, value in (
             (interpreter, "unavailable_reasons", lambda device: []),
             (measurement, "recorder_for", Recorder),
-            (measurement, "step_fault", lambda *seen: None),
+            (probe_play, "step_fault", lambda *seen: None),
             (ProbeProblems, "truth", lambda *asked: None),
             (numerics, "check_numerics", lambda *seen: Holds({})),
             (cache_write, "judge_pool", lambda *seen: Holds({})),

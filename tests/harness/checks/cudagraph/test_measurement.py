@@ -9,8 +9,8 @@ import torch
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
 from attncheck.cases.model import Case
+from attncheck.harness.checks.cudagraph import backend_levels, probe_play
 from attncheck.harness.checks.cudagraph import check as cudagraph
-from attncheck.harness.checks.cudagraph import measurement as examination
 from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
 from attncheck.harness.checks.cudagraph.measurement import declared_level, measure_level
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
@@ -98,7 +98,7 @@ def test_a_declaration_that_is_no_level_is_errored(questions, nonsense):
 
 def test_one_layer_and_cache_is_measured_once_a_backend(monkeypatch):
     asked = []
-    monkeypatch.setattr(cudagraph, "measure_level", lambda *args: asked.append(args[0]) or measure_level(*args))
+    monkeypatch.setattr(backend_levels, "measure_level", lambda *args: asked.append(args[0]) or measure_level(*args))
     check = GraphLevelCheck(0, CPU)
     other_batch = replace(CASE, id="d", batch=BatchSpec(requests=(RequestSpec(query_len=1, seq_len=30),)))
     same_cache = replace(CASE, id="e", cache=replace(CASE.cache, num_blocks=77))
@@ -114,12 +114,12 @@ def test_one_layer_and_cache_is_measured_once_a_backend(monkeypatch):
 def test_who_is_right_over_nan_is_never_asked_over_anything_else(questions, monkeypatch, backend):
     made = []
 
-    class Counted(examination.GraphSession):
+    class Counted(probe_play.GraphSession):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             made.append(self.is_pool_finite)
 
-    monkeypatch.setattr(examination, "GraphSession", Counted)
+    monkeypatch.setattr(probe_play, "GraphSession", Counted)
     levels = measure_level(backend, questions, CPU).levels
     examined = [probe for probe in levels.probes if probe.outcome != "not run"]
     assert set(made) == {False}

@@ -1,0 +1,127 @@
+"""The CUDA-graph levels of one backend over a run: a layer that plays every probe, and others that play a share."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.cases.model import Case
+from attncheck.errors import QuestionError
+from attncheck.harness.checks.cudagraph.coverage import Trait, assign_probes, plainest, traits_of
+from attncheck.harness.checks.cudagraph.measurement import (
+    LevelMeasurement,
+    declared_level,
+    measure_by_share,
+    measure_level,
+)
+from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
+from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+from attncheck.reference.spec import AttentionCGSupport, BatchSpec, RequestSpec
+
+
+def layer_and_cache(case: Case) -> Case:
+    """Return the case without what its level does not depend on."""
+    return Case(
+        suite="cudagraph",
+        id="layer",
+        layer=case.layer,
+        cache=replace(case.cache, num_blocks=None, first_block=None),
+        batch=BatchSpec(requests=(RequestSpec(query_len=1),)),
+        tolerance=case.tolerance,
+        inputs=case.inputs,
+    )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Layers and caches of one declared level, in order. ``first_case``: of the plainest, as ``suite/id``."""
+
+    layers: tuple[Case, ...]
+    plain: Case
+    first_case: str
+
+    def shares(self, probes: Sequence[str]) -> Mapping[Case, frozenset[str]]:
+        """Return which of ``probes`` each layer plays."""
+        return dict(zip(self.layers, assign_probes(_traits(self.layers), probes), strict=True))
+
+
+class BackendLevels:
+    """Measures the layers and caches of ``cases``: those that ask ``backend`` for its level in this run.
+
+    Layers of one declared level share their probes. ``questions``: returns the probes of a layer and cache.
+    """
+
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        cases: Iterable[Case],
+        device: torch.device,
+        questions: Callable[[Case], ProbeProblems],
+    ) -> None:
+        self._backend, self._device, self._questions = backend, device, questions
+        self._groups = self._grouped(cases)
+        self._full: dict[Case, LevelMeasurement] = {}
+        self._shares: dict[Case, Mapping[Case, frozenset[str]]] = {}
+
+    def measure(self, asked: Case) -> LevelMeasurement:
+        """Measure one layer and cache. Raises QuestionError, and StageError where the backend breaks."""
+        group = self._groups.get(asked)
+        if group is None or asked == group.plain:
+            return self._measured_in_full(asked)
+        if group.plain not in self._shares:
+            self._share_out(group)
+        shares = self._shares[group.plain]
+        if not shares:
+            return self._measured_in_full(asked)
+        full = self._full[group.plain]
+        return measure_by_share(
+            self._backend, self._questions(asked), self._device, shares[asked], full, group.first_case
+        )
+
+    def _measured_in_full(self, asked: Case) -> LevelMeasurement:
+        if asked not in self._full:
+            self._full[asked] = measure_level(self._backend, self._questions(asked), self._device)
+        return self._full[asked]
+
+    def _share_out(self, group: _Group) -> None:
+        """Share the probes that come out right on the plainest layer; nothing is shared where it has no level."""
+        self._shares[group.plain] = {}
+        with suppress(Exception):  # which is a finding of the plainest layer's own cases
+            full = self._measured_in_full(group.plain)
+            passed = [probe.name for probe in full.levels.probes if probe.outcome == "passed"]
+            self._shares[group.plain] = group.shares(passed)
+
+    def _grouped(self, cases: Iterable[Case]) -> dict[Case, _Group]:
+        """The group of each layer and cache. Those whose level cannot be asked for are in none."""
+        first_cases: dict[Case, str] = {}
+        for case in cases:
+            if self._is_served(case):
+                first_cases.setdefault(layer_and_cache(case), case.key)
+        members: dict[AttentionCGSupport, list[Case]] = {}
+        for asked in first_cases:
+            try:
+                members.setdefault(declared_level(self._backend, self._questions(asked)), []).append(asked)
+            except (StageError, QuestionError):
+                continue
+        groups = {}
+        for layers in members.values():
+            plain = layers[plainest(_traits(layers))]
+            groups |= dict.fromkeys(layers, _Group(tuple(layers), plain, first_cases[plain]))
+        return groups
+
+    def _is_served(self, case: Case) -> bool:
+        asked, on = (case.layer, case.cache, case.batch), str(self._device)
+        try:
+            return not (
+                declared_reasons(partial(self._backend.unsupported_reasons, *asked))
+                or declared_reasons(partial(self._backend.unavailable_case_reasons, on, *asked))
+            )
+        except StageError:
+            return False
+
+
+def _traits(layers: Iterable[Case]) -> list[frozenset[Trait]]:
+    return [traits_of(each.layer, each.cache) for each in layers]
