@@ -35,7 +35,7 @@ class Assignment(_Message):
 
     ``digests``: of each suite as the run has read it; a file that reads otherwise by now is refused. ``environment``:
     the run's circumstances, whose digest the records carry. ``timing``: how the check of that name takes its times.
-    ``dump``: an absolute path.
+    ``dump``, ``truths``: absolute paths.
     """
 
     kind: Literal["assignment"] = "assignment"
@@ -44,6 +44,7 @@ class Assignment(_Message):
     device: str
     seed: int
     dump: str | None
+    truths: str | None = None
     environment: Environment
     timing: TimingSettings
 

@@ -120,6 +120,7 @@ def main(words: list[str]) -> None:
 
 
 def _serve(pipes: WorkerPipes, ref: str) -> None:
+    from attncheck.backends.registry import BUILTIN
     from attncheck.harness.run.backend_loading import describe_backend, load_backend
 
     backend: LoadedBackend | UnavailableBackend | QuestionError
@@ -134,7 +135,7 @@ def _serve(pipes: WorkerPipes, ref: str) -> None:
         if isinstance(backend, QuestionError):
             raise backend
         description = describe_backend(backend, assignment.device)
-        examiner = _examiner(assignment)
+        examiner = _examiner(assignment, stores_truths=ref in BUILTIN)
     except QuestionError as error:
         pipes.send(Refused(reason=str(error)))
         return
@@ -144,7 +145,7 @@ def _serve(pipes: WorkerPipes, ref: str) -> None:
         _examine(pipes, examiner, backend, cases[request.case], request)
 
 
-def _examiner(assignment: Assignment) -> "Examiner":
+def _examiner(assignment: Assignment, *, stores_truths: bool) -> "Examiner":
     """Raises QuestionError where the assignment means something else here than where it comes from."""
     from pathlib import Path
 
@@ -162,11 +163,12 @@ def _examiner(assignment: Assignment) -> "Examiner":
         device=assignment.device,
         seed=assignment.seed,
         dump=None if assignment.dump is None else Path(assignment.dump),
+        truths=None if assignment.truths is None else Path(assignment.truths),
         timing=assignment.timing,
     )
     selection = Selection(suites, assignment.suites, cases, checks=None)  # the run has chosen, and names each case
     prepared = prepare_run(selection, None, settings, environment=assignment.environment)
-    return Examiner(prepared.plan, prepared.environment)
+    return Examiner(prepared.plan, prepared.environment, stores_truths=stores_truths)
 
 
 def _examine(

@@ -17,14 +17,15 @@ from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.driver.foreign_code import StageError
+from attncheck.harness.truth.truth_cache import TruthCache
 from attncheck.reference.spec import AttentionCGSupport, AttentionType, BatchSpec, RequestSpec
 
 
 class GraphLevelCheck:
     """Findings by layer and cache: the measurements of one run, each made once a backend."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
+    def __init__(self, seed: int, device: torch.device, cache: TruthCache) -> None:
+        self._seed, self._device, self._cache = seed, device, cache
         self._findings: dict[tuple[type[AttentionBackend], Case], Finding] = {}
         self._questions: tuple[Case, ProbeProblems] | None = None
 
@@ -36,7 +37,7 @@ class GraphLevelCheck:
         asked = _layer_and_cache(case)
         if (backend, asked) not in self._findings:
             if self._questions is None or self._questions[0] != asked:
-                self._questions = (asked, ProbeProblems(asked, self._seed, self._device))
+                self._questions = (asked, ProbeProblems(asked, self._seed, self._device, self._cache))
             try:
                 self._findings[backend, asked] = judge_level(measure_level(backend, self._questions[1], self._device))
             except QuestionError as error:
@@ -97,7 +98,8 @@ def _layer_and_cache(case: Case) -> Case:
 
 
 def _check(case: CheckedCase) -> Finding:
-    levels = case.shared.get(GraphLevelCheck, lambda: GraphLevelCheck(case.problem.seed, case.device))
+    cache = case.shared.get(TruthCache, lambda: TruthCache(case.device))
+    levels = case.shared.get(GraphLevelCheck, lambda: GraphLevelCheck(case.problem.seed, case.device, cache))
     return levels.examine(case.backend, case.problem.case)
 
 
