@@ -28,6 +28,7 @@ from attncheck.harness.run.backend_loading import load_backend
 from attncheck.harness.run.evaluation import Examiner, UnavailableBackend
 from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import check_timed, select_cases
+from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import RunSummary, RunVerdict, summarise
@@ -182,7 +183,7 @@ def examine(
     selection = select_cases(_listed(suite), _listed(cases), _listed(checks))
     if timing is not None:
         check_timed(selection, "timing=")
-    settings = RunSettings(device=device, seed=seed, timing=timing or TimingSettings())
+    settings = RunSettings(device=device, seed=seed, timing=timing or TimingSettings(), truths=truths_folder())
     backend = _load(candidate, kernel_options)
     prepared = prepare_run(selection, (backend.ref,), settings, loaded=(backend,))
     examiner = Examiner(prepared.plan, prepared.environment)

@@ -27,6 +27,9 @@ if not torch.cuda.is_available():
 # The documents show what a terminal of 100 columns shows, and pytest-xdist sets the width of its workers.
 os.environ["COLUMNS"] = "100"
 
+# Tests compute every truth, and leave the user's cache as it is.
+os.environ["ATTNCHECK_NO_CACHE"] = "1"
+
 settings.register_profile("attncheck", derandomize=True, deadline=None, database=None)
 settings.load_profile("attncheck")
 

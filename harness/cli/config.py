@@ -34,7 +34,7 @@ class Config(BaseModel):
     """The keys of the table, each as the option of that name; ``suites``: of ``--suite``, and so on.
 
     ``settings``: as ``--set``, a list of ``KEY=VALUE``. ``output``: the folder of run files. ``keep``: how many runs
-    are kept there. ``path``: the file they are from, or None.
+    are kept there. ``cache``: false as ``--no-cache``. ``path``: the file they are from, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,6 +50,7 @@ class Config(BaseModel):
     case_timeout: Annotated[float, Field(ge=0)] | None = None
     output: Path | None = None
     keep: Annotated[int, Field(ge=1, strict=True)] = KEEP
+    cache: Annotated[bool, Field(strict=True)] = True
 
     _path: Path | None = None
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -67,6 +68,7 @@ def doctor() -> int:
 
     for cache in kernel_caches():
         _line(f"{cache.library} cache", _cache(cache))
+    _line("truths", _truths())
     from attncheck.backends import registry
 
     typer.echo()
@@ -135,6 +137,25 @@ def _cache(cache: "KernelCache") -> str:
     found = cache.contents()
     size = f"{found.size / 2**20:.1f} MiB, {plural(found.files, 'file')}, {plural(found.kernels, 'kernel')}"
     return f"{cache.folder}: {size if found.files else 'empty'}"
+
+
+def _truths() -> str:
+    """Return where truths are stored and what they take, or why none are."""
+    from attncheck.harness.truth.shared_folder import MOST_BYTES, SharedFolder, truths_folder
+    from attncheck.reports.analysis.phrases import plural
+
+    path = truths_folder()
+    if path is None:
+        return "none are stored: ATTNCHECK_NO_CACHE is set"
+    folder = SharedFolder(path)
+    fault = folder.fault()
+    if fault is not None:
+        return f"{path}: not used: {fault}"
+    sizes = folder.sizes().values()
+    filled = f"{sum(sizes) / 2**20:.1f} of at most {MOST_BYTES / 2**20:.0f} MiB, {plural(len(sizes), 'file')}"
+    hint = f"; `rm -r {shlex.quote(str(path))}` clears it" if sizes else ""
+    lacking = folder.lacks_room()
+    return f"{path}: {filled if sizes else 'empty'}{hint}{f'; nothing can be stored: {lacking}' if lacking else ''}"
 
 
 def _why_no_cuda() -> str:

@@ -169,6 +169,13 @@ ShowOutput = Annotated[
     ),
 ]
 
+NoCache = Annotated[
+    bool,
+    typer.Option(
+        "--no-cache",
+        help="Compute every truth here: read and store none in the user's cache (see `attncheck doctor`).",
+    ),
+]
 NoWarm = Annotated[
     bool,
     typer.Option(

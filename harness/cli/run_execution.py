@@ -22,6 +22,7 @@ from attncheck.harness.cli.run_files import open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing, select_cases
+from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
@@ -91,7 +92,12 @@ def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> Fini
         from attncheck.harness.run.preparation import RunSettings
 
         settings = RunSettings(
-            device=options.device, seed=options.seed, dump=options.dump, timing=timing, rounds=rounds
+            device=options.device,
+            seed=options.seed,
+            dump=options.dump,
+            timing=timing,
+            rounds=rounds,
+            truths=truths_folder() if options.cache else None,
         )
         finished = _execute(options, selection, settings, None if options.in_process else pool, begin)
         if finished.ended_by is not None:

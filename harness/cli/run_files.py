@@ -17,6 +17,7 @@ from typing import Protocol
 import typer
 
 from attncheck.errors import RunFileError
+from attncheck.harness.truth.shared_folder import user_cache
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import RunWriter
@@ -58,16 +59,7 @@ def kept_folder() -> Path:
         return RESULTS
     here = Path.cwd()
     digest = hashlib.sha256(os.fsencode(here)).hexdigest()[:8]
-    return _cache() / "attncheck" / "runs" / f"{here.name or 'root'}-{digest}"
-
-
-def _cache() -> Path:
-    """Return the user's cache folder, by the XDG base directory specification."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        return named if named.is_absolute() else Path.home() / ".cache"
-    except RuntimeError:  # the user has no home
-        return Path(tempfile.gettempdir())
+    return user_cache() / "runs" / f"{here.name or 'root'}-{digest}"
 
 
 def kept_runs(folder: Path) -> list[Path]:
@@ -81,7 +73,7 @@ def drop_old_runs(folder: Path, keep: int) -> None:
 
     In the user's cache the runs of all folders count together, and a folder that is left empty is deleted.
     """
-    is_cache = folder.is_relative_to(_cache())
+    is_cache = folder.is_relative_to(user_cache())
     with contextlib.suppress(OSError):
         folders = folder.parent.iterdir() if is_cache else [folder]
         runs = sorted((path for each in folders for path in kept_runs(each)), key=lambda path: path.name)

@@ -54,6 +54,7 @@ class RunOptions:
     in_process: bool = False
     show_output: bool = False
     warm: bool = True
+    cache: bool = True
     verbose: bool = False
     color: bool = True
     notes: tuple[str, ...] = ()

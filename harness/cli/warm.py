@@ -26,6 +26,7 @@ def warm(
     case: arguments.Cases = None,
     check: arguments.Checks = None,
     device: arguments.Device = None,
+    no_cache: arguments.NoCache = False,
 ) -> int:
     """Compile kernels ahead of a run: examine its cases in several processes at once, and drop the records.
 
@@ -35,6 +36,7 @@ def warm(
     """
     from attncheck.harness.run.backend_choice import first_refs
     from attncheck.harness.run.selection import select_cases
+    from attncheck.harness.truth.shared_folder import truths_folder
     from attncheck.harness.workers.worker_pool import WorkerPool
 
     selection = select_cases(suite or (), case or (), check or (), settings or ())
@@ -43,7 +45,8 @@ def warm(
 
         from attncheck.harness.run.preparation import RunSettings, prepare_run
 
-        prepared = prepare_run(selection, backend or (), RunSettings(device=device), pool=pool)
+        truths = None if no_cache else truths_folder()
+        prepared = prepare_run(selection, backend or (), RunSettings(device=device, truths=truths), pool=pool)
         pool.keep_only(())  # what they were started for is known, and each holds memory
         for each in prepared.backends:
             if each.is_loaded and not each.unavailable_reasons:

@@ -72,6 +72,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="examine backends in the process of pytest, not each in one of its own: for debuggers and profilers",
     )
+    group.addoption(
+        "--attncheck-no-cache",
+        action="store_true",
+        help="compute every truth here: read and store none in the user's cache",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,6 +25,7 @@ from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.harness.run.lost_device import DeviceLostError
 from attncheck.harness.run.preparation import PreparedRun, RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import Selection, select_cases
+from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reference.spec import BACKEND_CHECKS
@@ -149,7 +150,8 @@ class Question:
             reason = f"the check {TIMING} is made through pytest-benchmark, which is switched off (-p no:benchmark)"
             raise SelectionError(reason)
         make_dump_folder(options.dump)
-        settings = RunSettings(device=self.device, seed=options.seed, dump=options.dump)
+        truths = truths_folder() if options.cache else None
+        settings = RunSettings(device=self.device, seed=options.seed, dump=options.dump, truths=truths)
         pool = None
         if not self.is_in_process:
             pool = self._stack.enter_context(WorkerPool())

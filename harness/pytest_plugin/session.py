@@ -53,6 +53,7 @@ class PytestSession:
                 seed=option("attncheck_seed"),
                 dump=None if option("attncheck_dump") is None else Path(option("attncheck_dump")).absolute(),
                 in_process=option("attncheck_in_process"),
+                cache=not option("attncheck_no_cache"),
             )
             if option("attncheck_expect") is not None and not option("runxfail"):
                 self._entries = load_expectations(Path(option("attncheck_expect")))

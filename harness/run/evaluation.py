@@ -32,7 +32,8 @@ from attncheck.harness.run.lost_device import is_device_error, until_device_is_l
 from attncheck.harness.run.outcomes import OURSELVES, Circumstances, record_of, unavailable
 from attncheck.harness.run.process_settings import checking_threads, current_device, exact_float32, num_threads
 from attncheck.harness.run.selection import checks_of, unanswered_reasons
-from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.harness.truth.truth import Truth
+from attncheck.harness.truth.truth_cache import TruthCache
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.timings import TIMING
@@ -60,7 +61,8 @@ class RunPlan:
     ``backends``: those that are examined in this process. ``suites``: by reference, the one suite a backend is asked;
     one that does not stand there is asked all. ``timing``, ``rounds``: how the check of that name is made, and in how
     many processes of each backend, one after another. ``shares_probes``: the layers and caches of a backend's cases
-    share the probes of CUDA graphs out; else each plays all of them.
+    share the probes of CUDA graphs out; else each plays all of them. ``truths``: the folder of stored truths; None: all
+    are computed.
     """
 
     cases: tuple[Case, ...]
@@ -73,6 +75,7 @@ class RunPlan:
     timing: TimingSettings = field(default_factory=TimingSettings)
     rounds: int = 1
     shares_probes: bool = True
+    truths: Path | None = None
 
     def cases_of(self, ref: str) -> tuple[Case, ...]:
         """The cases that the backend of this reference is asked."""
@@ -111,11 +114,17 @@ class Examiner:
     """Examines a plan, pair by pair. Problem and truth of the latest case are kept for the backends that follow.
 
     blind: cases that could not be put at all; the command line ends with exit code 2 if there are any. environment:
-    whose digest the records carry; None: this process's. clocks: what times; None: as the plan has it.
+    whose digest the records carry; None: this process's. clocks: what times; None: as the plan has it. stores_truths:
+    whether truths computed here are stored for other processes, which takes a process that runs attncheck's code alone.
     """
 
     def __init__(
-        self, plan: RunPlan, environment: Environment | None = None, clocks: TimingCheck | None = None
+        self,
+        plan: RunPlan,
+        environment: Environment | None = None,
+        clocks: TimingCheck | None = None,
+        *,
+        stores_truths: bool = False,
     ) -> None:
         self.plan = plan
         self.blind: list[QuestionError] = []
@@ -126,9 +135,13 @@ class Examiner:
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
         # Given, not made at its first use: it needs the plan's settings, and clocks from before any backend ran.
+        self._truths = TruthCache(
+            self.device, plan.truths, machine=_arithmetic_of(self.environment), stores=stores_truths
+        )
         self._shared = SharedByChecks(
             clocks or TimingCheck(self.device, plan.timing),
             SelectedCases(plan.cases_asking) if plan.shares_probes else SelectedCases(),
+            self._truths,
         )
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
@@ -261,5 +274,10 @@ class Examiner:
     def _problem_and_truth(self, case: Case) -> tuple[Problem, Truth]:
         if self._latest is None or self._latest[0] != case:
             problem = build_problem(case, self.plan.seed)
-            self._latest = (case, problem, truth_of(problem, self.device))
+            self._latest = (case, problem, self._truths.truth_of(problem))
         return self._latest[1:]
+
+
+def _arithmetic_of(environment: Environment) -> str:
+    """Return what the last bits of a float64 sum depend on, but for torch and its threads."""
+    return f"{environment.attncheck}, {environment.platform}, {environment.cpu}, {environment.device_name}"

@@ -28,7 +28,7 @@ class RunSettings:
     """How the cases of a run are examined.
 
     ``device``: None for the best there is. ``dump``: the folder for tensors of failing cases. ``rounds``: in how many
-    processes each backend is timed, one after another.
+    processes each backend is timed, one after another. ``truths``: the folder of stored truths; None: all are computed.
     """
 
     device: str | None = None
@@ -36,6 +36,7 @@ class RunSettings:
     dump: Path | None = None
     timing: TimingSettings = field(default_factory=TimingSettings)
     rounds: int = 1
+    truths: Path | None = None
 
 
 class ProcessPool(Protocol):
@@ -94,6 +95,7 @@ def prepare_run(
         dump=settings.dump,
         timing=settings.timing,
         rounds=settings.rounds,
+        truths=settings.truths,
     )
     environment = environment or environment_of(device)
     if refs is None:

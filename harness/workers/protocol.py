@@ -36,7 +36,8 @@ class Assignment(_Message):
     ``cases``: the keys of all that are selected; None: every case. ``by_default``: each backend is asked the suite that
     suits it. ``shares_probes``: as in :class:`~attncheck.harness.run.evaluation.RunPlan`. ``digests``: of each suite as
     the run has read it; a file that reads otherwise by now is refused. ``environment``: the run's circumstances, whose
-    digest the records carry. ``timing``: how the check of that name takes its times. ``dump``: an absolute path.
+    digest the records carry. ``timing``: how the check of that name takes its times. ``dump``, ``truths``: absolute
+    paths.
     """
 
     kind: Literal["assignment"] = "assignment"
@@ -48,6 +49,7 @@ class Assignment(_Message):
     device: str
     seed: int
     dump: str | None
+    truths: str | None = None
     environment: Environment
     timing: TimingSettings
 

@@ -121,6 +121,7 @@ def main(words: list[str]) -> None:
 
 
 def _serve(pipes: WorkerPipes, ref: str) -> None:
+    from attncheck.backends.registry import BUILTIN
     from attncheck.harness.run.backend_loading import describe_backend, load_backend
 
     backend: LoadedBackend | UnavailableBackend | QuestionError
@@ -135,7 +136,7 @@ def _serve(pipes: WorkerPipes, ref: str) -> None:
         if isinstance(backend, QuestionError):
             raise backend
         description = describe_backend(backend, assignment.device)
-        examiner = _examiner(assignment, description)
+        examiner = _examiner(assignment, description, stores_truths=ref in BUILTIN)
     except QuestionError as error:
         pipes.send(Refused(reason=str(error)))
         return
@@ -145,7 +146,7 @@ def _serve(pipes: WorkerPipes, ref: str) -> None:
         _examine(pipes, examiner, backend, cases[request.case], request)
 
 
-def _examiner(assignment: Assignment, description: "BackendDescription") -> "Examiner":
+def _examiner(assignment: Assignment, description: "BackendDescription", *, stores_truths: bool) -> "Examiner":
     """Raises QuestionError where the assignment means something else here than where it comes from."""
     from dataclasses import replace
     from pathlib import Path
@@ -165,6 +166,7 @@ def _examiner(assignment: Assignment, description: "BackendDescription") -> "Exa
         device=assignment.device,
         seed=assignment.seed,
         dump=None if assignment.dump is None else Path(assignment.dump),
+        truths=None if assignment.truths is None else Path(assignment.truths),
         timing=assignment.timing,
     )
     # The run has chosen the checks, and names them with each case.
@@ -172,7 +174,7 @@ def _examiner(assignment: Assignment, description: "BackendDescription") -> "Exa
     prepared = prepare_run(selection, None, settings, environment=assignment.environment)
     asked = default_suites(selection, [description]) if assignment.by_default else {}
     plan = replace(prepared.plan, suites=asked, shares_probes=assignment.shares_probes)
-    return Examiner(plan, prepared.environment)
+    return Examiner(plan, prepared.environment, stores_truths=stores_truths)
 
 
 def _examine(

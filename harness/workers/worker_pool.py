@@ -97,6 +97,7 @@ class WorkerPool:
                 device=plan.device,
                 seed=plan.seed,
                 dump=None if plan.dump is None else str(plan.dump.absolute()),
+                truths=None if plan.truths is None else str(plan.truths.absolute()),
                 environment=environment,
                 timing=plan.timing,
             )

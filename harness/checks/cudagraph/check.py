@@ -19,6 +19,7 @@ from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase, SelectedCases
 from attncheck.harness.driver.foreign_code import StageError
+from attncheck.harness.truth.truth_cache import TruthCache
 from attncheck.reference.spec import AttentionCGSupport, AttentionType
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 
@@ -29,8 +30,8 @@ _KEPT = 2
 class GraphLevelCheck:
     """Findings by layer and cache: the measurements of one run, each made once a backend."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
+    def __init__(self, seed: int, device: torch.device, cache: TruthCache) -> None:
+        self._seed, self._device, self._cache = seed, device, cache
         self._levels: dict[type[AttentionBackend], BackendLevels] = {}
         self._findings: dict[tuple[type[AttentionBackend], Case], Finding] = {}
         self._questions: dict[Case, ProbeProblems] = {}
@@ -60,7 +61,7 @@ class GraphLevelCheck:
 
     def _questions_of(self, asked: Case) -> ProbeProblems:
         """The probes of a layer and cache; those of the latest two are kept, for the backends that follow."""
-        found = self._questions.pop(asked, None) or ProbeProblems(asked, self._seed, self._device)
+        found = self._questions.pop(asked, None) or ProbeProblems(asked, self._seed, self._device, self._cache)
         self._questions[asked] = found
         if len(self._questions) > _KEPT:
             del self._questions[next(iter(self._questions))]
@@ -105,7 +106,8 @@ def judge_level(measurement: LevelMeasurement) -> Finding:
 
 
 def _check(case: CheckedCase) -> Finding:
-    levels = case.shared.get(GraphLevelCheck, lambda: GraphLevelCheck(case.problem.seed, case.device))
+    cache = case.shared.get(TruthCache, lambda: TruthCache(case.device))
+    levels = case.shared.get(GraphLevelCheck, lambda: GraphLevelCheck(case.problem.seed, case.device, cache))
     selected = case.shared.get(SelectedCases, SelectedCases)
     return levels.examine(case.backend, case.problem.case, lambda: selected.asking(case.loaded.ref, CUDAGRAPH))
 

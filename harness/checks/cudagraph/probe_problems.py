@@ -8,15 +8,20 @@ from attncheck.cases.model import Case
 from attncheck.cases.paths import implied_path
 from attncheck.harness.checks.cudagraph.probes import Probe, ProbeStep, probes_of
 from attncheck.harness.problem.problem import Problem, build_problem
-from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.harness.truth.truth import Truth
+from attncheck.harness.truth.truth_cache import TruthCache
 from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SpecDecodeOptions
 
 
 class ProbeProblems:
-    """The probes of one layer and cache, which are ``case``'s; the batch is the probes' own."""
+    """The probes of one layer and cache, which are ``case``'s; the batch is the probes' own.
 
-    def __init__(self, case: Case, seed: int, device: torch.device) -> None:
-        self._case, self._seed, self._device = case, seed, device
+    ``cache``: gives the truths; None: each is computed.
+    """
+
+    def __init__(self, case: Case, seed: int, device: torch.device, cache: TruthCache | None = None) -> None:
+        self._case, self._seed = case, seed
+        self._cache = cache or TruthCache(device)
         self.probes = probes_of(case.layer, case.cache)
         self._problems: dict[Case, Problem] = {}
         self._truths: dict[Case, Truth] = {}
@@ -48,7 +53,7 @@ class ProbeProblems:
     def truth(self, case: Case) -> Truth:
         """Its answer. A case too small to show a modifier is asked all the same: what counts here is the graph."""
         if case not in self._truths:
-            self._truths[case] = truth_of(self.problem(case), self._device, refuse_blindness=False)
+            self._truths[case] = self._cache.truth_of(self.problem(case), refuse_blindness=False)
         return self._truths[case]
 
 

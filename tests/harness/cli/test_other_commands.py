@@ -17,6 +17,7 @@ from attncheck.harness.cli import doctor
 from attncheck.harness.cli.output import terminal_width
 from attncheck.harness.run import environment
 from attncheck.harness.run.environment import GpuModes
+from attncheck.harness.truth.shared_folder import SharedFolder
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
@@ -133,6 +134,31 @@ def test_doctor_names_the_kernel_caches(
     printed = capsys.readouterr().out
     assert re.search(rf"^triton cache +{tmp_path}: 1.5 MiB, 2 files, 1 kernel$", printed, re.MULTILINE)
     assert re.search(rf"^flashinfer cache +{tmp_path}/none/.cache/flashinfer: empty$", printed, re.MULTILINE)
+
+
+def test_doctor_says_where_truths_are_stored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "attncheck" / "truths"
+    monkeypatch.setattr(doctor, "_backend", lambda name, devices: None)
+    monkeypatch.setattr(doctor, "WIDTH", 1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def line() -> str:
+        assert cli.main(["doctor"]) == 0
+        (found,) = re.findall(r"^truths +(.*)$", capsys.readouterr().out, re.MULTILINE)
+        return str(found)
+
+    assert line() == "none are stored: ATTNCHECK_NO_CACHE is set"
+    monkeypatch.delenv("ATTNCHECK_NO_CACHE")
+    assert line() == f"{folder}: empty"
+    assert SharedFolder(folder).write("key", bytes(3 * 2**19 - 32))
+    filled = f"{folder}: 1.5 of at most 512 MiB, 1 file; `rm -r {folder}` clears it"
+    assert line() == filled
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert line() == f"{filled}; nothing can be stored: {folder} is read-only"
+    folder.chmod(0o777)
+    assert line() == f"{folder}: not used: other users may write in it; chmod go-w makes it usable"
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,17 @@ from attncheck.reports.run_file.header import BackendInfo, RunHeader
 from attncheck.reports.run_file.store import read_run
 
 
-@pytest.mark.parametrize("in_process", [True, False])
-def test_a_run_is_a_call(in_process: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("in_process", "cache", "truths"), [(True, True, 0), (False, True, 1), (False, False, 0)])
+def test_a_run_is_a_call(
+    in_process: bool,
+    cache: bool,
+    truths: int,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ATTNCHECK_NO_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     begun: list[RunHeader] = []
     options = RunOptions(
         backends=("reference",),
@@ -29,6 +38,7 @@ def test_a_run_is_a_call(in_process: bool, tmp_path: Path, capfd: pytest.Capture
         device="cpu",
         output=tmp_path / "run.jsonl",
         in_process=in_process,
+        cache=cache,
     )
     finished = execute_run(options, begun.append)
     assert [(record.case, record.outcome) for record in finished.records] == [("smoke/decode.float32", "passed")]
@@ -37,6 +47,7 @@ def test_a_run_is_a_call(in_process: bool, tmp_path: Path, capfd: pytest.Capture
     stored = read_run(finished.path)
     assert (stored.header, tuple(stored.records)) == (finished.header, finished.records)
     assert capfd.readouterr().out == ""
+    assert len(list(tmp_path.glob("attncheck/truths/*"))) == truths
 
 
 def test_options_that_contradict_each_other_are_no_options() -> None:

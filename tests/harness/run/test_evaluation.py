@@ -13,6 +13,7 @@ from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceI
 from attncheck.harness.problem.memory_estimate import needed_bytes, shortage
 from attncheck.harness.run import evaluation
 from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import PathSpec, SplitKVOptions
 from attncheck.reports.run_file.records import Record
 
@@ -186,10 +187,38 @@ def test_a_codec_that_cannot_read_back_errs_under_the_check_that_reads(
 def test_a_truth_that_runs_out_of_memory_is_unavailable(
     make_case: Any, monkeypatch: pytest.MonkeyPatch, examine: Any
 ) -> None:
-    def full(*_args: Any) -> None:
+    def full(*_args: Any, **_options: Any) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr("attncheck.harness.run.evaluation.truth_of", full)
+    monkeypatch.setattr("attncheck.harness.truth.truth_cache.truth_of", full)
     record = examine(ReferenceBackend, make_case())["numerics"]
     assert record.outcome == "unavailable"
     assert record.reasons == ("out of memory while the truth was computed: no more",)
+
+
+def test_truths_are_computed_once_for_all_examiners(
+    make_case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: Any
+) -> None:
+    computed: list[str] = []
+
+    def count(problem: Any, *args: Any, **options: Any) -> Any:
+        computed.append(problem.case.id)
+        return truth_of(problem, *args, **options)
+
+    def records(*, stores_truths: bool = False) -> list[Record]:
+        plan = RunPlan(
+            cases=(make_case(),),
+            backends=(loaded(ReferenceBackend),),
+            checks=("numerics",),
+            truths=tmp_path / "truths",
+        )
+        found = Examiner(plan, stores_truths=stores_truths).run()
+        return [record.model_copy(update={"duration_s": 0.0}) for record in found]
+
+    monkeypatch.setattr("attncheck.harness.truth.truth_cache.truth_of", count)
+    first = records()
+    assert not (tmp_path / "truths").exists()
+    assert records(stores_truths=True) == first
+    assert computed == ["case", "case"]
+    assert records() == first
+    assert computed == ["case", "case"]

@@ -104,6 +104,20 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
             process.receive()
 
 
+@pytest.mark.parametrize(("ref", "stored"), [("reference", 1), ("mine.py:Mine", 0)])
+def test_only_the_process_of_a_built_in_backend_stores_truths(ref: str, stored: int, folder: Path) -> None:
+    (folder / "mine.py").write_text(
+        "from attncheck.backends.candidates.reference import ReferenceBackend\nclass Mine(ReferenceBackend): pass\n"
+    )
+    truths = folder / "truths"
+    with WorkerProcess(ref, {}) as process:
+        process.send(assignment().model_copy(update={"truths": str(truths)}))
+        assert isinstance(process.receive(), Described)
+        process.send(Examine(case="small/decode", checks=("numerics",)))
+        assert [each.outcome for each in answers(process) if each.kind == "record"] == ["passed"]
+    assert len(list(truths.glob("*"))) == stored
+
+
 def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:
     (folder / "late.py").write_text(
         "import sys\n"

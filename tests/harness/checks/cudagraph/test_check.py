@@ -3,14 +3,23 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from attncheck.backends.registry import load
+from attncheck.harness.checks.cudagraph import check
 from attncheck.harness.checks.cudagraph.check import judge_level
 from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement, ProbeFault, UnmeasuredProbe
 from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
+from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.run.selection import select_cases
+from attncheck.harness.truth.truth import truth_of
+from attncheck.harness.truth.truth_cache import TruthCache
 from attncheck.reference.spec import AttentionCGSupport
 from attncheck.reports.run_file.graph_levels import GRAPH_LEVELS, GraphLevels
 
+CPU = torch.device("cpu")
 NEVER, SINGLE, UNIFORM, ALWAYS = (AttentionCGSupport[name] for name in GRAPH_LEVELS)
 
 
@@ -31,6 +40,30 @@ def test_a_level_that_is_measured_as_declared_holds(level):
     assert isinstance(finding, Holds)
     assert finding.notes == ()
     assert finding.figures["declared_level"] == finding.figures["measured_level"] == level.value
+
+
+def test_truths_of_probes_come_from_the_cache_of_the_run(monkeypatch):
+    given = []
+
+    class Cache(TruthCache):
+        def truth_of(self, problem, *, refuse_blindness=True):
+            given.append((problem.case.suite, refuse_blindness))
+            return super().truth_of(problem, refuse_blindness=refuse_blindness)
+
+    def measure(backend, questions, device):
+        probe = questions.probes[0]
+        for _ in range(2):
+            questions.truth(questions.case(probe, probe.turns[0]))
+        return measurement(NEVER, NEVER, ProbeFault("wrong"))
+
+    monkeypatch.setattr(check, "measure_level", measure)
+    (case,) = select_cases(["smoke"], ["decode.float32"]).cases
+    problem = build_problem(case, 0)
+    shared = SharedByChecks()
+    shared.get(TruthCache, lambda: Cache(CPU))
+    asked = CheckedCase(load("reference"), problem, truth_of(problem, CPU), CPU, (), shared)
+    assert isinstance(check.CHECK.run(asked), Holds)
+    assert given == [("cudagraph", False)]
 
 
 def test_every_probe_right_is_always():

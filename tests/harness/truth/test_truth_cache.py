@@ -1,0 +1,224 @@
+"""Truths on disk: the same numbers as computed ones, for the same question alone, whatever is in the files."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attncheck.cases.model import Case, Tolerance
+from attncheck.errors import BlindCaseError
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth import truth_cache
+from attncheck.harness.truth.shared_folder import SharedFolder
+from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.harness.truth.truth_cache import SOURCES, TruthCache
+from attncheck.reference.spec import FastPrefillOptions, MLASpec, OutputQuantSpec, TreeOptions
+
+CPU = torch.device("cpu")
+SMALL = ((1, 9), (3, 20))
+MLA = MLASpec(kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+
+
+class Truths:
+    """A folder, and caches over it that count what they compute."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.computed = folder, 0
+
+        def count(*args: Any, **options: Any) -> Truth:
+            self.computed += 1
+            return truth_of(*args, **options)
+
+        monkeypatch.setattr(truth_cache, "truth_of", count)
+
+    def of(self, case: Case, seed: int = 0, *, machine: str = "m", stores: bool = True, **options: bool) -> Truth:
+        """The truth, by a cache of a process's own."""
+        cache = TruthCache(CPU, self.folder, machine=machine, stores=stores)
+        return cache.truth_of(build_problem(case, seed), **options)
+
+    def files(self) -> list[Path]:
+        """The entries."""
+        return list(SharedFolder(self.folder).sizes())
+
+
+@pytest.fixture
+def truths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Truths:
+    return Truths(tmp_path / "truths", monkeypatch)
+
+
+def numbers(truth: Truth) -> list[Tensor]:
+    return [truth.out, truth.lse, truth.budget.norm, truth.budget.peak, truth.budget.lse]
+
+
+def assert_same(truth: Truth, other: Truth) -> None:
+    for one, two in zip(numbers(truth), numbers(other), strict=True):
+        assert one.dtype == two.dtype == torch.float64
+        assert one.shape == two.shape
+        assert torch.equal(one, two)
+    assert (truth.params, truth.codes) == (other.params, other.codes)
+    assert torch.equal(truth.rows.query, other.rows.query)
+    assert torch.equal(truth.rows.values, other.rows.values)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "value-head-size": {"head_size_v": 24, "dtype": "float32"},
+    "no-visible-key": {"requests": ((5, 3), (1, 40))},
+    "latent": {"num_kv_heads": 1, "head_size": 32, "mla": MLA},
+    "codes": {"output_quant": OutputQuantSpec(dtype="fp8_e4m3", scale=0.01)},
+    "tree": {"requests": ((4, 40),), "path": "tree", "options": TreeOptions(parents=(-1, 0, 0, 1))},
+    "few-rows": {"requests": ((30, 30),), "path": "fast_prefill", "options": FastPrefillOptions(rows=3)},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_stored_truth_is_the_computed_one(name: str, make_case: Any, truths: Truths) -> None:
+    layer = dict(LAYERS[name])
+    case = make_case(*layer.pop("requests", SMALL), **layer)
+    expected = truth_of(build_problem(case, 0), CPU, refuse_blindness=False)
+    assert_same(truths.of(case, refuse_blindness=False), expected)
+    assert truths.computed == 1
+    assert_same(truths.of(case, refuse_blindness=False), expected)
+    assert truths.computed == 1
+
+
+def test_another_question_has_another_truth(make_case: Any, truths: Truths, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(*SMALL)
+    plain = truths.of(case)
+    wide = truths.of(replace(case, tolerance=Tolerance(factor=2.0, reason="a test")))
+    assert torch.equal(wide.budget.norm, 2 * plain.budget.norm)
+    assert_same(truths.of(case, seed=1), truth_of(build_problem(case, 1), CPU))
+    truths.of(make_case(*SMALL, scale=0.3))
+    truths.of(case, refuse_blindness=False)
+    truths.of(case, machine="another")
+    assert truths.computed == len(truths.files()) == 6
+    truths.of(replace(case, id="renamed"))  # the same question
+    assert truths.computed == 6
+    monkeypatch.setattr(truth_cache, "digest_of_sources", lambda: "edited")
+    truths.of(case)
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    truths.of(case)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    truths.of(case)
+    assert truths.computed == len(truths.files()) == 9
+
+
+def test_other_inputs_have_another_truth(make_case: Any, tmp_path: Path) -> None:
+    cache = TruthCache(CPU, tmp_path / "truths", stores=True)
+    problem = build_problem(make_case(*SMALL), 0)
+    cache.truth_of(problem)
+    for name in ("query", "keys", "values"):
+        other = replace(problem, **{name: -getattr(problem, name)})
+        assert_same(cache.truth_of(other, refuse_blindness=False), truth_of(other, CPU, refuse_blindness=False))
+
+
+@pytest.mark.parametrize("damage", ["garbage", "truncated", "empty"])
+def test_a_damaged_entry_is_computed_and_stored_again(damage: str, make_case: Any, truths: Truths) -> None:
+    case = make_case(*SMALL)
+    expected = truths.of(case)
+    (file,) = truths.files()
+    whole = file.read_bytes()
+    file.write_bytes({"garbage": b"\x00\xff" * (len(whole) // 2), "truncated": whole[:-8], "empty": b""}[damage])
+    assert_same(truths.of(case), expected)
+    assert truths.computed == 2
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("wrong", ["zero budget", "negative budget", "nan output", "inf output", "nan lse", "inf lse"])
+def test_numbers_that_no_truth_has_are_computed_again(wrong: str, make_case: Any, truths: Truths) -> None:
+    case = make_case(*SMALL)
+    expected = truths.of(case)
+    (file,) = truths.files()
+    kind, _, part = wrong.partition(" ")
+    value = {"zero": 0.0, "negative": -1.0, "nan": float("nan"), "inf": float("inf")}[kind]
+    held = torch.cat([each.flatten() for each in numbers(expected)])
+    held[{"output": 0, "lse": expected.out.numel(), "budget": len(held) - 1}[part]] = value
+    assert SharedFolder(truths.folder).write(file.name, held.numpy().tobytes())
+    assert_same(truths.of(case), expected)
+    assert truths.computed == 2
+
+
+def test_a_process_that_may_not_store_reads(make_case: Any, truths: Truths) -> None:
+    case = make_case(*SMALL)
+    truths.of(case, stores=False)
+    assert not truths.folder.exists()
+    truths.of(case)
+    truths.of(case, stores=False)
+    assert truths.computed == 2
+
+
+def test_a_blind_case_is_refused_every_time(make_case: Any, truths: Truths) -> None:
+    case = make_case((1, 9), sliding_window=64)
+    truths.of(case, refuse_blindness=False)
+    for _ in range(2):
+        with pytest.raises(BlindCaseError, match="no row of the batch has a key it could act on"):
+            truths.of(case)
+    assert len(truths.files()) == 1
+
+
+def test_a_folder_that_cannot_be_used_changes_nothing(
+    make_case: Any, truths: Truths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(*SMALL)
+    expected = truths.of(case)
+    (file,) = truths.files()
+    truths.folder.chmod(0o777)
+    assert_same(truths.of(case), expected)
+    truths.folder.chmod(0o700)
+    monkeypatch.setattr(truth_cache, "digest_of_sources", lambda: (_ for _ in ()).throw(OSError("no sources")))
+    assert_same(truths.of(case), expected)
+    monkeypatch.undo()
+    cache = TruthCache(CPU, file / "below", stores=True)
+    for _ in range(2):
+        assert_same(cache.truth_of(build_problem(case, 0)), expected)
+
+
+def test_a_full_disk_is_tried_once(make_case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(SharedFolder, "write", lambda self, key, content: bool(tried.append(key)))
+    cache = TruthCache(CPU, tmp_path / "truths", stores=True)
+    for seed in (0, 1):
+        problem = build_problem(make_case(*SMALL), seed)
+        assert_same(cache.truth_of(problem), truth_of(problem, CPU))
+    assert len(tried) == 1
+
+
+def test_the_folder_is_trimmed_as_it_fills(make_case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[SharedFolder] = []
+    monkeypatch.setattr(SharedFolder, "trim", lambda self: trims.append(self))  # noqa: PLW0108 (a bound method)
+    for seed, most_bytes, expected in ((0, 2**30, 1), (3, 16, 4)):
+        monkeypatch.setattr(truth_cache, "MOST_BYTES", most_bytes)
+        cache = TruthCache(CPU, tmp_path / "truths", stores=True)
+        for each in range(3):
+            cache.truth_of(build_problem(make_case(*SMALL), seed + each))
+        assert len(trims) == expected
+
+
+def test_the_sources_are_all_that_truths_are_computed_by() -> None:
+    """Every module of attncheck's that problem and truth import, and those import, is in the digest."""
+    package = Path(truth_cache.__file__).parents[2]
+    due, seen = [path for room in ("problem", "truth") for path in (package / "harness" / room).glob("*.py")], set()
+    while due:
+        path = due.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            for name in _imported(node):
+                place = package.joinpath(*name.split(".")[1:])
+                due += [file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()]
+    # The names of causes, and of errors, are no part of a truth.
+    others = ("errors.py", "reports/run_file/")
+    names = {str(path.relative_to(package)) for path in seen}
+    assert {"cases/model.py", "backends/dtypes.py"} < names  # and `reference`, which imports its parts lazily
+    assert {name for name in names if not name.startswith((*SOURCES, *others))} == set()
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom) and str(node.module).startswith("attncheck."):
+        return [str(node.module), *(f"{node.module}.{each.name}" for each in node.names)]
+    return []
