@@ -41,9 +41,6 @@ def check_containment(problem: Problem, truth: Truth, session: Session, seen: Ob
     if outside is not None:
         return outside
     repeats = _Repeats(problem, truth, session, seen)
-    disturbed = repeats.run_clean()
-    if disturbed is not None:
-        return disturbed
     for name, fill in fills:
         leak = repeats.leak(fill)
         if isinstance(leak, str):
@@ -69,6 +66,7 @@ class _Repeats:
     def __init__(self, problem: Problem, truth: Truth, session: Session, clean: Observation) -> None:
         self._problem, self._truth, self._session, self._clean = problem, truth, session, clean
         self._worst = _worst(truth, clean)
+        self._is_second, self._is_settled = True, False
         self.bitwise = True
 
     @property
@@ -87,14 +85,21 @@ class _Repeats:
         again = self._session.run(images=False)
         if isinstance(again, Raised):
             return again
+        contradiction = self._contradiction(again)
+        if contradiction is not None:
+            return contradiction
+        if len(_differing_rows(self._problem, self._clean, again)):
+            self.bitwise = False
+            self._worst = max(self._worst, _worst(self._truth, again))
+        return None
+
+    def _contradiction(self, again: Observation) -> Broken | None:
+        """What is wrong where one of the first step and ``again`` is right, and the other is not."""
         shares = output_shares(self._truth, again)
         if bool((shares > 1).any()) and self._worst <= 1:
             return Broken(f"a second, identical call is wrong: {summarize(self._problem, shares)}", meaning=_STATE)
         if not bool((shares > 1).any()) and self._worst > 1:
             return Broken("the first call is wrong, a second, identical one is right", meaning=_STATE)
-        if len(_differing_rows(self._problem, self._clean, again)):
-            self.bitwise = False
-            self._worst = max(self._worst, _worst(self._truth, again))
         return None
 
     def leak(self, fill: Fill) -> str | Broken | Raised | None:
@@ -102,20 +107,24 @@ class _Repeats:
         poisoned = self._session.run(fill, images=False)
         if isinstance(poisoned, Raised):
             return poisoned
-        before = self._moved_rows(poisoned)
+        before, is_second = self._moved_rows(poisoned), self._is_second
+        self._is_second = False
         if not len(before):
             return None
-        disturbed = self.run_clean()
-        if disturbed is not None:
-            return disturbed
-        poisoned = self._session.run(fill, images=False)
-        if isinstance(poisoned, Raised):
-            return poisoned
-        rows = self._moved_rows(poisoned)
+        # The first two clean steps follow each other: what alternates would else look like a leak.
+        for _ in range(1 if self._is_settled else 2):
+            disturbed = self.run_clean()
+            if disturbed is not None:
+                return disturbed
+        self._is_settled = True
+        again = self._session.run(fill, images=False)
+        if isinstance(again, Raised):
+            return again
+        rows = self._moved_rows(again)
         rows = rows[torch.isin(rows, before)]
         if not len(rows):  # it was not the poison
             self.bitwise = False
-            return None
+            return self._contradiction(poisoned) if is_second else None
         first = int(rows[0])
         count = f"{len(rows)} of {len(self._truth.out)} rows"
         return f"{count}, first: row {first} ({self._problem.row_name(first)})"

@@ -101,7 +101,7 @@ class KVPool:
 
     def _poison(self, slots: Tensor, poison: float) -> None:
         def spread(number: float) -> None:
-            self.write(slots, *(rows.fill_(number) for rows in self._empty_rows(len(slots))))
+            self.write(slots, *self._equal_rows(len(slots), number))
 
         held = key_storage(self.problem.layer, self.problem.cache).held
         if held != torch.float8_e5m2 or not math.isinf(poison):
@@ -152,13 +152,16 @@ class KVPool:
         index = torch.cat([torch.arange(len(slots)) for slots in stale]) % STALE_ROWS
         self.write(torch.cat(stale), stale_keys[index], stale_values[index])
         old = problem.old_keys
-        slots, first = _first_occurrences(problem.key_slots[old])
-        self.write(slots, problem.keys[old][first], problem.values[old][first])
+        if len(problem.owned_slots) < len(problem.keys):
+            old = old[_first_occurrences(problem.key_slots[old])]
+        self.write(problem.key_slots[old], problem.keys[old], problem.values[old])
 
-    def _empty_rows(self, count: int) -> tuple[Tensor, Tensor]:
-        layer = self.problem.layer
-        sizes = stored_sizes(layer)
-        key, value = (torch.zeros(count, layer.num_kv_heads, size, dtype=self.problem.dtype) for size in sizes)
+    def _equal_rows(self, count: int, number: float) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[count, Hkv, D]`` on the CPU in the layer's dtype, of which every element is ``number``."""
+        heads, dtype = self.problem.layer.num_kv_heads, self.problem.dtype
+        key, value = (
+            torch.full((count, heads, size), number, dtype=dtype) for size in stored_sizes(self.problem.layer)
+        )
         return key, value
 
 
@@ -167,10 +170,10 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _first_occurrences(slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct slots, and where each stands first: requests that share pages would write them twice."""
+def _first_occurrences(slots: Tensor) -> Tensor:
+    """Return where each distinct slot stands first: requests that share pages would write them twice."""
     distinct, inverse = slots.unique(return_inverse=True)
-    first = torch.full((len(distinct),), len(slots)).scatter_reduce(
+    first: Tensor = torch.full((len(distinct),), len(slots)).scatter_reduce(
         0, inverse, torch.arange(len(slots)), "amin", include_self=True
     )
-    return distinct, first
+    return first

@@ -3,6 +3,8 @@
 The driver fills a pool with these rows; an explanation of a wrong output reads them at wrong slots.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,13 @@ STALE_ROWS = 64
 
 def stale_rows(problem: Problem) -> tuple[Tensor, Tensor]:
     """Return keys ``[STALE_ROWS, Hkv, D]`` and values in the layer's dtype, as a step before may have left them."""
-    heads = problem.layer.num_kv_heads
-    shapes = [(STALE_ROWS, heads, size) for size in stored_sizes(problem.layer)]
-    key, value = ((RandomStream("stale rows").int8(*shape).to(problem.dtype) / 64) for shape in shapes)
+    key, value = (_stale_rows(problem.layer.num_kv_heads, size, problem.dtype) for size in stored_sizes(problem.layer))
     return key, value
+
+
+@lru_cache(maxsize=16)
+def _stale_rows(heads: int, size: int, dtype: torch.dtype) -> Tensor:
+    return RandomStream("stale rows").int8(STALE_ROWS, heads, size).to(dtype) / 64
 
 
 def rows_in_pool(problem: Problem, slots: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -55,7 +60,7 @@ def foreign_slots(problem: Problem) -> dict[str, Tensor]:
     regions = {
         "the null page": _slots(torch.tensor([0]), size),
         "the unused tail of a last page": _difference(_slots(owned_pages, size), owned),
-        "pages of no request": _slots(_difference(pages, torch.cat([owned_pages, torch.tensor([0])])), size),
+        "pages of no request": _slots(_difference(pages[pages > 0], owned_pages), size),
         "pages the window has left behind": _freed_slots(problem),
     }
     return {name: slots for name, slots in regions.items() if len(slots)}
@@ -74,14 +79,17 @@ def _pages_of_interest(problem: Problem, owned_pages: Tensor) -> Tensor:
 
 def _freed_slots(problem: Problem) -> Tensor:
     """Slots in whole pages that lie before every row's window or chunk: a cache manager may reuse them meanwhile."""
-    needed, owned = [], []
     params, size = layer_params(naive_layer(problem.layer)), problem.cache.block_size
-    for request in problem.requests:
-        slots = problem.key_slots[request.base : request.base + request.num_keys]
-        first, _ = visible_span(params, torch.tensor([request.first_position]), request.num_keys)
-        owned.append(slots)
-        needed.append(slots[int(first) // size * size :])
-    return _difference(torch.cat(owned), torch.cat(needed))
+    positions = torch.tensor([request.first_position for request in problem.requests])
+    lens = torch.tensor([request.num_keys for request in problem.requests])
+    first, _ = visible_span(params, positions, lens)
+    if not bool((first >= size).any()):
+        return lens[:0]
+    needed = [
+        problem.key_slots[request.base + start : request.base + request.num_keys]
+        for request, start in zip(problem.requests, (first // size * size).tolist(), strict=True)
+    ]
+    return _difference(problem.owned_slots, torch.cat(needed))
 
 
 def _slots(pages: Tensor, size: int) -> Tensor:
@@ -89,6 +97,5 @@ def _slots(pages: Tensor, size: int) -> Tensor:
 
 
 def _difference(a: Tensor, b: Tensor) -> Tensor:
-    """The elements of ``a`` that are not in ``b``, sorted."""
-    kept: Tensor = a[~torch.isin(a, b)].unique()
-    return kept
+    """The elements of ``a``, sorted and distinct, that are not in ``b``."""
+    return a[~torch.isin(a, b)]

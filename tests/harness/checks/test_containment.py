@@ -54,6 +54,13 @@ def noisy(amount: float) -> Any:
     return change
 
 
+def test_an_honest_backend_runs_once_a_poisoning(make_case: Any) -> None:
+    calls = []
+    finding = examine(backend_with(lambda call, *_: calls.append(call)), make_case())
+    assert isinstance(finding, Holds)
+    assert len(calls) == 1 + finding.figures["poisonings"]
+
+
 def test_an_honest_backend_is_compared_bit_for_bit(make_case: Any) -> None:
     finding = examine(ReferenceBackend, make_case())
     assert isinstance(finding, Holds)
@@ -85,6 +92,24 @@ def test_a_fault_that_sets_in_later_is_no_matter_of_memory(make_case: Any) -> No
 
     finding = broken(backend_with(change), make_case())
     assert finding.summary.startswith("a second, identical call is wrong")
+    assert finding.meaning == STATE
+
+
+def test_a_fault_of_every_second_call_is_no_matter_of_memory(make_case: Any) -> None:
+    def change(call: int, output: torch.Tensor, *_: Any) -> None:
+        output *= 0.9 if call % 2 == 0 else 1.0
+
+    finding = broken(backend_with(change), make_case())
+    assert finding.summary.startswith("a second, identical call is wrong")
+    assert finding.meaning == STATE
+
+
+def test_a_second_call_that_alone_is_wrong_is_state(make_case: Any) -> None:
+    def change(call: int, output: torch.Tensor, *_: Any) -> None:
+        output[3] *= 0.9 if call == 2 else 1.0
+
+    finding = broken(backend_with(change), make_case())
+    assert finding.summary.startswith("a second, identical call is wrong: 1 of 40 rows, first: row 3 ")
     assert finding.meaning == STATE
 
 

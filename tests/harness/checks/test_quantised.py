@@ -127,6 +127,23 @@ def test_a_codec_that_uses_one_scale_for_both_is_not_trusted(make_case: Any) -> 
         prove_codec(Mixed(), ReferenceBackend, problem)
 
 
+def test_a_right_codec_vouches_for_no_other_cache(make_case: Any) -> None:
+    problem = build_problem(make_case(), 0)
+    codec = ReferenceBackend.kv_cache_codec(problem.layer, problem.cache)
+    assert codec is not None
+    prove_codec(codec, ReferenceBackend, problem)
+
+    class Flat(ReferenceBackend):
+        """Keys and values share the memory of one page."""
+
+        @classmethod
+        def get_kv_cache_shape(cls, *sizes: int, **_: int) -> tuple[int, ...]:
+            return (2, 1, *ReferenceBackend.get_kv_cache_shape(*sizes)[2:])
+
+    with pytest.raises(IndexError):
+        prove_codec(codec, Flat, problem)
+
+
 def test_an_infinity_stands_in_foreign_slots_where_the_format_has_one(make_case: Any) -> None:
     for kind, infinite in (("fp8_e5m2", True), ("fp8_e4m3", False)):
         session = Session(ReferenceBackend, build_problem(make_case(cache={"kv_cache_dtype": kind}), 0), CPU)

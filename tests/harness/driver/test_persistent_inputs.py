@@ -3,9 +3,10 @@
 import torch
 
 from attncheck.harness.driver.forward_calls import changed_inputs, forward_calls_of
-from attncheck.harness.driver.persistent_inputs import PersistentInputs, span
+from attncheck.harness.driver.persistent_inputs import PersistentInputs, copied_calls, span
 from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem
+from attncheck.reference.spec import AttentionType, RequestSpec, SplitKVOptions
 
 CPU = torch.device("cpu")
 
@@ -55,6 +56,29 @@ def test_a_larger_step_keeps_its_own_memory(make_case):
     lent.load_rows(large)
     assert list(changed_inputs(large, call)) == []
     assert torch.equal(small.query, call_of(make_case((3, 40), (1, 20))).query)
+
+
+def test_copies_share_memory_among_themselves_as_the_originals_do(make_case):
+    case = make_case((1, 40), (5, 60), path="split_kv", options=SplitKVOptions(parts=2))
+    originals = forward_calls_of(make_step(build_problem(case, 0), CPU), frozenset({"lse"}))
+    copies = copied_calls(originals)
+    for original, copy in zip(originals, copies, strict=True):
+        assert list(changed_inputs(original, copy)) == []
+        assert copy.query.stride() == original.query.stride()
+        assert not set(addresses(copy)) & set(addresses(original))
+    first, second = copies
+    assert first.query.data_ptr() == second.query.data_ptr()
+    assert first.query.untyped_storage().data_ptr() == first.value.untyped_storage().data_ptr()
+    assert first.common.seq_lens.data_ptr() != second.common.seq_lens.data_ptr()
+
+
+def test_the_lengths_of_an_encoder_are_copied(make_case):
+    original = call_of(
+        make_case(RequestSpec(query_len=1, seq_len=5, encoder_len=7), attn_type=AttentionType.ENCODER_DECODER)
+    )
+    (copy,) = copied_calls([original])
+    copy.common.encoder_seq_lens[0] = 3
+    assert original.common.encoder_seq_lens.tolist() == [7]
 
 
 def test_spans_cover_what_is_lent(make_case):

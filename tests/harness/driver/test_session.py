@@ -277,6 +277,42 @@ def test_metadata_moved_to_another_device_counts_as_changed(make_case: Any) -> N
     assert run(impl(attend=attend), make_case()).changed == ("metadata.seq_lens",)
 
 
+def test_a_step_is_what_it_was_after_its_inputs_were_spoiled(make_case: Any) -> None:
+    def attend(self: Any, *args: Any) -> None:
+        ReferenceImpl.attend(self, *args)
+        common = args[5].common
+        for tensor in (*args[1:4], common.seq_lens, common.seq_lens_cpu, common.block_table_tensor):
+            tensor.zero_()
+
+    problem = build_problem(make_case(padding=(0, 2)), 0)
+    session, right = Session(impl(attend=attend), problem, CPU), Session(ReferenceBackend, problem, CPU).run()
+    for _ in range(2):
+        assert torch.equal(session.run().output, right.output)
+
+
+def test_a_session_beside_has_the_codec_of_the_first_and_memory_of_its_own(make_case: Any) -> None:
+    asked = []
+
+    def kv_cache_codec(cls: Any, layer: Any, cache: Any) -> Any:
+        asked.append(layer)
+        return ReferenceBackend.kv_cache_codec(layer, cache)
+
+    backend = variant(kv_cache_codec=classmethod(kv_cache_codec))
+    problem, other = (build_problem(make_case(*lens), 0) for lens in (((1, 37),), ((1, 90), (3, 3))))
+    first = Session(backend, problem, CPU)
+    second = Session(backend, other, CPU, later=(problem,), pool=first.pool)
+    assert first.pool is not None
+    assert second.pool is not None
+    assert second.pool.kv_cache.data_ptr() != first.pool.kv_cache.data_ptr()
+    assert torch.equal(second.run().output, run(ReferenceBackend, other.case).output)
+    assert torch.equal(second.beside(problem).run().output, run(ReferenceBackend, problem.case).output)
+    assert second.beside(problem).pool is first.pool
+    assert len(asked) == 1
+    scaled = build_problem(make_case((1, 37), cache={"layout": "HND"}), 0)
+    Session(backend, scaled, CPU, pool=first.pool)
+    assert len(asked) == 2
+
+
 def test_a_codec_that_breaks_later_is_what_the_step_raised(make_case: Any) -> None:
     class Codec:
         def __init__(self, inner: Any) -> None:
