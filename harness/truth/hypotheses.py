@@ -244,16 +244,12 @@ def _zeros(rows: UnpagedAttention) -> tuple[Tensor, Tensor]:
 
 def keys_seen(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
     """int64 ``[T]``: how many keys each row sees."""
-    counts = []
-    device = rows.query.device
-    for num_rows, num_keys in zip(rows.num_rows.tolist(), rows.num_keys.tolist(), strict=True):
-        context = num_keys - num_rows
-        position = torch.arange(num_rows, device=device) + context
-        first, last = visible_span(params, position, num_keys)
-        count = (last - first + 1).clamp(min=0)
-        if rows.tree is not None:
-            node = position[None, :]
-            lost = ~rows.tree[:num_rows, :num_rows] & (node >= first[:, None]) & (node <= last[:, None])
-            count = count - lost.sum(dim=1)
-        counts.append(count)
-    return torch.cat(counts)
+    num_keys, _, node, context_len = rows.places
+    first, last = visible_span(params, context_len + node, num_keys)
+    count = (last - first + 1).clamp(min=0)
+    if rows.tree is None:
+        return count
+    other = torch.arange(len(rows.tree), device=node.device)
+    position = context_len[:, None] + other
+    in_span = (position >= first[:, None]) & (position <= last[:, None])
+    return count - (~rows.tree[node] & in_span).sum(dim=1)

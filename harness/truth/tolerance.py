@@ -18,7 +18,7 @@ reason.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,12 @@ _FLOAT32 = 2.0**-24
 
 _NARROW = 8
 """Columns of an output from which on what one run loses tells what another may lose."""
+
+_AREA_TOGETHER = 2**14
+"""Rows times keys up to which several requests are looked at together: most of this is rows beside others' keys."""
+
+_SCORES_AT_ONCE = 2**22
+"""Rows times keys times KV heads of what is looked at together, beyond one row."""
 
 _VANISHING = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-120, torch.float32: 2.0**-120}
 """What may be lost of a number that is almost none: the step between float16's smallest numbers; for the others what
@@ -100,7 +106,7 @@ def allowed_errors(
     ``losses`` of honest runs, ``truth`` and ``weighted`` (what would come of absolute values), ``[T, H, Dv]`` each.
     """
     u = torch.finfo(dtype).eps / 2
-    vanishing = torch.full_like(truth[:, :, :1], _VANISHING[dtype]).expand_as(truth)
+    vanishing = truth.new_full((1, 1, truth.shape[-1]), _VANISHING[dtype])
     norm, peak = (
         torch.maximum(K * torch.stack([size(loss) for loss in losses]).amax(0), roundings * u * size(truth))
         + bracket * size(weighted)
@@ -123,33 +129,46 @@ def share_of_budget(error: Tensor, budget: Budget) -> Tensor:
 
 def score_bound(rows: UnpagedAttention, params: AttentionParams) -> Tensor:
     """``S`` of the module's formula, float64 ``[T, H]``: how large a score each row and head can meet."""
-    scale, heads = params.softmax_scale, params.num_kv_heads
     key_norm = _norm(rows.keys.double()).t().contiguous()
-    bound = torch.zeros(rows.query.shape[:2], dtype=torch.float64, device=rows.query.device)
-    starts_q, starts_k = rows.cu_seqlens_q.tolist(), rows.cu_seqlens_k.tolist()
-    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
-        if k0 == k1:
-            continue
-        position = torch.arange(k1 - k0, device=bound.device)
-        chunk = max(1, 2**22 // (heads * (k1 - k0)))
-        for first in range(q0, q1, chunk):
-            last = min(first + chunk, q1)
-            row_position = torch.arange(first, last, device=bound.device) + (k1 - k0) - q1
-            seen = rows.sees(params, row_position[:, None], position[None, :], (k1 - k0) - (q1 - q0))
-            longest = torch.where(seen, key_norm[:, None, k0:k1], 0.0).amax(dim=2)
-            bound[first:last] = longest.t().repeat_interleave(params.group_size, dim=1)
-    bound = abs(scale) * _norm(rows.query.double()) * bound
+    longest = torch.zeros(rows.query.shape[:2], dtype=torch.float64, device=rows.query.device)
+    for some, keys in _pieces(rows):
+        seen = rows.sees_packed(params, some, keys)
+        most = torch.where(seen, key_norm[:, None, keys], 0.0).amax(dim=2)
+        longest[some] = most.t().repeat_interleave(params.group_size, dim=1)
+    bound = abs(params.softmax_scale) * _norm(rows.query.double()) * longest
     if params.logits_soft_cap:
         bound = bound.clamp(max=params.logits_soft_cap)
     if params.alibi_slopes is not None:
         slopes = torch.tensor(params.alibi_slopes, dtype=torch.float64, device=bound.device).abs()
-        bound = bound + slopes * rows.lengths().double()[:, None]
+        bound = bound + slopes * rows.places.num_keys.double()[:, None]
     return bound
+
+
+def _pieces(rows: UnpagedAttention) -> Iterator[tuple[slice, slice]]:
+    """Yield rows, and the keys of their requests: short requests together, a long one in pieces.
+
+    Rows of requests without keys are left out, or stand beside keys that they do not see.
+    """
+
+    def area(first: int, end: int) -> int:
+        return (starts_q[end] - starts_q[first]) * (starts_k[end] - starts_k[first])
+
+    starts_q, starts_k = rows.cu_seqlens_q.tolist(), rows.cu_seqlens_k.tolist()
+    first = 0
+    for end in range(1, len(starts_q)):
+        if end + 1 < len(starts_q) and area(first, end + 1) <= _AREA_TOGETHER:
+            continue
+        keys = slice(starts_k[first], starts_k[end])
+        if keys.start < keys.stop:
+            step = max(1, _SCORES_AT_ONCE // (rows.keys.shape[1] * (keys.stop - keys.start)))
+            for row in range(starts_q[first], starts_q[end], step):
+                yield slice(row, min(row + step, starts_q[end])), keys
+        first = end
 
 
 def _sum_rounding(rows: UnpagedAttention, lse: Tensor) -> Tensor:
     """What summing n exponentials in float32, in any sensible order, and rounding the logarithm may cost."""
-    growth = torch.sqrt(torch.ceil(rows.lengths().double() / 16)).clamp(min=1)[:, None]
+    growth = torch.sqrt(torch.ceil(rows.places.num_keys.double() / 16)).clamp(min=1)[:, None]
     return 2 * K * _FLOAT32 * growth * lse.abs().nan_to_num(posinf=1.0).clamp(min=1)
 
 

@@ -6,6 +6,8 @@ through.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +16,19 @@ from attncheck.reference import AttentionParams, Precision, paged_attention, var
 
 HiddenKeys = Callable[[int, Tensor, Tensor], Tensor]
 """(request, row positions ``[a, 1]``, key positions ``[1, b]``) -> bool, broadcastable to ``[a, b]``: lost keys."""
+
+
+class RowPlaces(NamedTuple):
+    """Of each row, int64 ``[T]``.
+
+    num_keys: of its request. first_key: where these begin among all keys. node: which row of its request it is.
+    context_len: position of the first row of its request.
+    """
+
+    num_keys: Tensor
+    first_key: Tensor
+    node: Tensor
+    context_len: Tensor
 
 
 @dataclass(frozen=True)
@@ -71,24 +86,38 @@ class UnpagedAttention:
         out, lse = both.attend(replace(params, head_size_v=2 * size))
         return out[..., :size].contiguous(), lse, out[..., size:].contiguous()
 
-    @property
+    @cached_property
     def num_keys(self) -> Tensor:
         """int64 ``[R]``: keys of each request."""
         return self.cu_seqlens_k[1:] - self.cu_seqlens_k[:-1]
 
-    @property
+    @cached_property
     def num_rows(self) -> Tensor:
         """int64 ``[R]``: rows of each request."""
         return self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]
 
-    def lengths(self) -> Tensor:
-        """int64 ``[T]``: the number of keys of each row's request."""
-        return self.num_keys.repeat_interleave(self.num_rows)
+    @cached_property
+    def places(self) -> RowPlaces:
+        """Where each row stands."""
+        fields = torch.stack([self.num_keys, self.cu_seqlens_k[:-1], self.cu_seqlens_q[:-1], self.num_rows])
+        num_keys, first_key, first_row, num_rows = fields.repeat_interleave(self.num_rows, dim=1)
+        node = torch.arange(len(num_keys), device=num_keys.device) - first_row
+        return RowPlaces(num_keys, first_key, node, num_keys - num_rows)
 
-    def sees(self, params: AttentionParams, q_pos: Tensor, k_pos: Tensor, context_len: int) -> Tensor:
-        """Bool of the positions' broadcast shape: :func:`~attncheck.reference.visible`, and the tree."""
+    def sees(self, params: AttentionParams, q_pos: Tensor, k_pos: Tensor, context_len: Tensor | int) -> Tensor:
+        """Bool of the positions' broadcast shape: :func:`~attncheck.reference.visible`, and the tree.
+
+        ``context_len``: position of the first row, of the request or of each row's.
+        """
         seen = visible(params, q_pos, k_pos)
         if self.tree is None:
             return seen
         row, node = q_pos - context_len, k_pos - context_len
-        return seen & (self.tree[row, node.clamp(min=0)] | (node < 0))
+        return seen & (self.tree[row, node.clamp(0, len(self.tree) - 1)] | (node < 0))
+
+    def sees_packed(self, params: AttentionParams, rows: slice, keys: slice) -> Tensor:
+        """Bool ``[rows, keys]``: which of these keys each of these rows sees; none of another request."""
+        num_keys, first_key, node, context_len = (field[rows, None] for field in self.places)
+        k_pos = torch.arange(keys.start, keys.stop, device=first_key.device) - first_key
+        own = (k_pos >= 0) & (k_pos < num_keys)
+        return own & self.sees(params, context_len + node, k_pos, context_len)

@@ -62,6 +62,26 @@ class ScoreRule:
         distance_qk = (k_pos_1k - q_pos_q1).to(self.precision.compute)
         return distance_qk.clamp_(max=0).neg_().sqrt_().neg_() if self.params.alibi_sqrt else distance_qk
 
+    def modify(self, s_NGqk: Tensor, q_pos_q1: Tensor, lo: int, sight: Visibility) -> None:
+        """Cap scaled scores and add the ALiBi bias, in place; ``lo``: the first key."""
+        if self.cap is not None:
+            s_NGqk.div_(self.cap).tanh_().mul_(self.cap)
+        if self.slopes_NG11 is not None:
+            k_pos_1k = sight.key_positions(lo, lo + s_NGqk.shape[-1], self.device)
+            s_NGqk.add_(self.slopes_NG11 * self.bias_qk(q_pos_q1, k_pos_1k))
+
+    def finish(self, max_r1: Tensor, sum_r1: Tensor, acc_rV: Tensor, sinks_r1: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``(out [..., V], lse [..., 1])`` from the maxima and sums of rows; ``sinks_r1``: those of the rows' heads."""
+        if sinks_r1 is not None:
+            top_r1 = torch.maximum(max_r1, sinks_r1)
+            pivot_r1 = pivot(top_r1)
+            rescale_r1 = torch.exp(max_r1 - pivot_r1)
+            sum_r1 = sum_r1 * rescale_r1 + torch.exp(sinks_r1 - pivot_r1)
+            max_r1, acc_rV = top_r1, acc_rV * rescale_r1
+        # Without keys the sum is 0 and the accumulator too: dividing by 1 keeps the output 0; ln 0 is the -inf wanted.
+        out_rV = acc_rV / sum_r1.masked_fill(sum_r1 == 0, 1.0)
+        return self.precision.round_out(out_rV), max_r1 + sum_r1.log()
+
 
 class RowTile:
     """Some consecutive rows of a request, all heads, and what they have summed so far."""
@@ -99,14 +119,9 @@ class RowTile:
 
     def _masks(self, lo: int, hi: int, sight: Visibility) -> list[tuple[int, Tensor]]:
         """The parts of ``lo .. hi`` that need a mask, as (first key, bool [q, k]); most tiles have none."""
-        common_lo, common_hi = sight.common(self.first, self.last)
-        left_end = min(max(common_lo, lo), hi)
-        right_begin = min(max(common_hi, left_end), hi)
-        edges = [(lo, left_end), (right_begin, hi)] if left_end < right_begin else [(lo, hi)]
         return [
             (begin, sight.mask(self.q_pos_q1, sight.key_positions(begin, end, self.rule.device)))
-            for begin, end in edges
-            if begin < end
+            for begin, end in sight.mixed(self.first, self.last, (lo, hi))
         ]
 
     def _scores(self, k_NkD: Tensor, lo: int, sight: Visibility, room: Tensor) -> Tensor:
@@ -115,19 +130,13 @@ class RowTile:
         heads, rows, _ = self.q_NmD.shape
         s_Nmk = room[: heads * rows * keys].view(heads, rows, keys)
         s_Nmk.baddbmm_(self.q_NmD, k_NkD.transpose(1, 2), beta=0, alpha=rule.scale)  # beta = 0: old values are not read
-        if rule.cap is not None:
-            s_Nmk.div_(rule.cap).tanh_().mul_(rule.cap)
-        if rule.slopes_NG11 is not None:
-            k_pos_1k = sight.key_positions(lo, lo + keys, rule.device)
-            s_NGqk = s_Nmk.view(*self.shape_NGq, keys)
-            s_NGqk.add_(rule.slopes_NG11 * rule.bias_qk(self.q_pos_q1, k_pos_1k))
+        rule.modify(s_Nmk.view(*self.shape_NGq, keys), self.q_pos_q1, lo, sight)
         return s_Nmk
 
     def _add(self, s_Nmk: Tensor, v_NkV: Tensor) -> None:
         """One step of the online softmax; ``s_Nmk`` is consumed."""
         max_Nm1 = torch.maximum(self.max_Nm1, s_Nmk.amax(-1, keepdim=True))
-        # A row that has seen nothing yet would give -inf - -inf: any finite pivot makes all its weights exp(-inf) = 0.
-        pivot_Nm1 = max_Nm1.masked_fill(max_Nm1 == -torch.inf, 0.0)
+        pivot_Nm1 = pivot(max_Nm1)
         rescale_Nm1 = torch.exp(self.max_Nm1 - pivot_Nm1)
         p_Nmk = s_Nmk.sub_(pivot_Nm1).exp_()
         self.max_Nm1 = max_Nm1
@@ -137,20 +146,10 @@ class RowTile:
     def result(self) -> tuple[Tensor, Tensor]:
         """``(out [q, H, V], lse [q, H])`` of everything absorbed, sinks included."""
         heads, groups, rows = self.shape_NGq
-        max_Nm1, sum_Nm1, acc_NmV = self.max_Nm1, self.sum_Nm1, self.acc_NmV
-        if self.rule.sinks_NG11 is not None:
-            sinks_Nm1 = self.rule.sinks_NG11.expand(heads, groups, rows, 1).reshape(heads, groups * rows, 1)
-            top_Nm1 = torch.maximum(max_Nm1, sinks_Nm1)
-            pivot_Nm1 = top_Nm1.masked_fill(top_Nm1 == -torch.inf, 0.0)
-            rescale_Nm1 = torch.exp(max_Nm1 - pivot_Nm1)
-            sum_Nm1 = sum_Nm1 * rescale_Nm1 + torch.exp(sinks_Nm1 - pivot_Nm1)
-            max_Nm1, acc_NmV = top_Nm1, acc_NmV * rescale_Nm1
-        # Without keys the sum is 0 and the accumulator too: dividing by 1 keeps the output 0; ln 0 is the -inf wanted.
-        out_NmV = acc_NmV / sum_Nm1.masked_fill(sum_Nm1 == 0, 1.0)
-        lse_Nm1 = max_Nm1 + sum_Nm1.log()
-        out_qHV = out_NmV.view(heads, groups, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads * groups, -1)
-        lse_qH = lse_Nm1.view(heads, groups, rows).permute(2, 0, 1).reshape(rows, heads * groups)
-        return self.rule.precision.round_out(out_qHV), lse_qH
+        sums = (each.view(heads, groups, rows, -1) for each in (self.max_Nm1, self.sum_Nm1, self.acc_NmV))
+        out_NGqV, lse_NGq1 = self.rule.finish(*sums, self.rule.sinks_NG11)
+        out_qHV = out_NGqV.permute(2, 0, 1, 3).reshape(rows, heads * groups, -1)
+        return out_qHV, lse_NGq1.permute(2, 0, 1, 3).reshape(rows, heads * groups)
 
 
 def attend(
@@ -191,6 +190,14 @@ def _attend_band(tiles: Sequence[RowTile], fetch: FetchKeys, sight: Visibility, 
             if lo < hi:
                 keys = slice(lo - tile_lo, hi - tile_lo)
                 tile.absorb(k_NkD[:, keys], v_NkV[:, keys], lo, sight, room)
+
+
+def pivot(max_r1: Tensor) -> Tensor:
+    """What scores are lowered by before ``exp``: their maximum, or 0 where a row has seen nothing.
+
+    There the maximum would give ``-inf - -inf``; any finite pivot makes all weights ``exp(-inf) = 0``.
+    """
+    return max_r1.masked_fill(max_r1 == -torch.inf, 0.0)
 
 
 def heads_first(x_kNC: Tensor, compute: torch.dtype) -> Tensor:

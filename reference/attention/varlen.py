@@ -15,7 +15,7 @@ from attncheck.reference.arguments import (
 )
 from attncheck.reference.attention.online_softmax import FetchKeys, ScoreRule, attend, heads_first
 from attncheck.reference.attention.params import AttentionParams, Precision, require_params
-from attncheck.reference.attention.visibility import Visibility
+from attncheck.reference.attention.short_sequences import PackedSequence, attend_run, runs_of
 
 
 @torch.no_grad()
@@ -72,14 +72,16 @@ def varlen_attention(
     out_THV = torch.zeros(len(query), params.num_heads, params.value_head_size, dtype=compute, device=query.device)
     lse_TH = torch.full((len(query), params.num_heads), -torch.inf, dtype=compute, device=query.device)
     rule = ScoreRule(params, precision, query.device, include_sinks)
-    for request, (start, end) in enumerate(pairwise(q_starts)):
-        if start == end:
+    sequences = [
+        PackedSequence(*rows, *keys) for rows, keys in zip(pairwise(q_starts), pairwise(k_starts), strict=True)
+    ]
+    for run in runs_of(sequences, params, (q_tile, kv_tile)):
+        if len(run) > 1:
+            attend_run(query, key, value, run, rule, out_THV, lse_TH)
             continue
-        k_start, k_end = k_starts[request : request + 2]
-        sight = Visibility(params, (0, k_end - k_start), (k_end - k_start) - (end - start), request)
-        fetch = _row_reader(key[k_start:k_end], value[k_start:k_end], compute)
-        rows = slice(start, end)
-        attend(query[rows], fetch, sight, rule, (q_tile, kv_tile), out_THV[rows], lse_TH[rows])
+        (one,) = run
+        fetch = _row_reader(key[one.keys], value[one.keys], compute)
+        attend(query[one.rows], fetch, one.sight(params), rule, (q_tile, kv_tile), out_THV[one.rows], lse_TH[one.rows])
     return out_THV, lse_TH
 
 

@@ -78,6 +78,15 @@ class Visibility:
         lo, hi = row_span(self.params, last, self.span)[0], row_span(self.params, first, self.span)[1]
         return lo, hi if self.tree_mask is None else min(hi, self.context_len)
 
+    def mixed(self, first: int, last: int, keys: Span) -> list[Span]:
+        """The parts of ``keys`` that some rows of ``first .. last`` may see and others not; most tiles have none."""
+        lo, hi = keys
+        common_lo, common_hi = self.common(first, last)
+        left_end = min(max(common_lo, lo), hi)
+        right_begin = min(max(common_hi, left_end), hi)
+        parts = [(lo, left_end), (right_begin, hi)] if left_end < right_begin else [(lo, hi)]
+        return [(begin, end) for begin, end in parts if begin < end]
+
     def key_positions(self, lo: int, hi: int, device: torch.device) -> Tensor:
         """The positions ``[1, b]`` of the keys ``lo .. hi - 1``, counted as ``reach`` and ``common`` count them."""
         return torch.arange(lo, hi, device=device).unsqueeze(0)
