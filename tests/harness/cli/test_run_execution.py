@@ -17,6 +17,8 @@ from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.header import BackendInfo, RunHeader
 from attncheck.reports.run_file.store import read_run
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 
 @pytest.mark.parametrize("in_process", [True, False])
 def test_a_run_is_a_call(in_process: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
