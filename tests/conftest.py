@@ -8,13 +8,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from preloaded_python import Preloaded
+from shell_commands import ShellCommands
 
 from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.run_file.records import Record, RunFooter, parse_line
@@ -35,16 +37,47 @@ settings.load_profile("attncheck")
 
 
 @pytest.fixture(scope="session")
-def shell() -> Callable[[str, Path], tuple[int, str]]:
-    """``shell(command, folder)``: run it there, without a GPU, with this interpreter first; exit code and output."""
+def _preloaded() -> Iterator[Preloaded | None]:
+    """None where processes are started afresh: on other systems, and under coverage, which would not see them."""
+    if sys.platform != "linux" or "coverage" in sys.modules:
+        yield None
+        return
+    started = Preloaded.start()
+    yield started
+    started.close()
 
-    def run(command: str, folder: Path) -> tuple[int, str]:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+@pytest.fixture
+def preloaded(_preloaded: Preloaded | None) -> Iterator[None]:
+    """Processes of Python that a test starts have torch imported; for tests in which no import is examined."""
+    if _preloaded is not None:
+        _preloaded.install()
+    yield
+    Preloaded.uninstall()
+
+
+@pytest.fixture(scope="session")
+def shell(
+    _preloaded: Preloaded | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., tuple[int, str]]]:
+    """``shell(command, folder, NAME=value)``: run it there, without a GPU, with this interpreter first.
+
+    Returns the exit code, and output and errors as one text.
+    """
+    first = [str(Path(sys.executable).parent)]
+    commands = None if _preloaded is None else ShellCommands(tmp_path_factory.mktemp("commands"), _preloaded)
+    if commands is not None:
+        first.insert(0, str(commands.folder))
+
+    def run(command: str, folder: Path, **environment: str) -> tuple[int, str]:
+        path = os.pathsep.join([*first, os.environ["PATH"]])
+        env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", **environment}
         done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
 
-    return run
+    yield run
+    if commands is not None:
+        commands.close()
 
 
 @pytest.fixture(scope="session")

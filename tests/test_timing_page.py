@@ -3,11 +3,8 @@
 Commands that time are run in one round and for a moment: how long they take says nothing about the page.
 """
 
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,7 +34,12 @@ def in_brief(command):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def run(shell):
+    return lambda command, folder: shell(command, folder, PYTEST_ADDOPTS=PYTEST_OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, run):
     """Two kernels of one's own, and two runs of the suite that is compared."""
     made = tmp_path_factory.mktemp("timing")
     for name in ("old", "new"):
@@ -73,21 +75,14 @@ def timed(record, case, number, *medians):
     return record.model_copy(update={"case_id": case, "case_hash": case, "round": number, "timing": timing})
 
 
-def run(command, folder):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": PYTEST_OPTIONS}
-    done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_a_comparison_prints_what_is_said(folder, assert_printed):
+def test_a_comparison_prints_what_is_said(run, folder, assert_printed):
     code, printed = run(COMPARISON, folder)
     assert code == 1, printed
     assert_printed(COMPARED, printed)
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != COMPARISON])
-def test_a_command_works(folder, command):
+def test_a_command_works(run, folder, command):
     code, printed = run(in_brief(command), folder)
     assert code == 0, printed
 

@@ -17,7 +17,7 @@ RunCommand = Callable[..., tuple[RunHeader, list]]
 
 
 @pytest.fixture
-def run_attncheck(tmp_path: Path) -> RunCommand:
+def run_attncheck(tmp_path: Path, preloaded: None) -> RunCommand:
     """``run_attncheck(words, settings)``: header and records of ``attncheck run``; settings of None: on the CPU."""
 
     def run(words: Sequence[str], settings: Settings | None = None) -> tuple[RunHeader, list]:

@@ -42,7 +42,7 @@ class Waiting(SDPABackend):
 
 
 @pytest.fixture
-def time_backend(tmp_path):
+def time_backend(tmp_path, preloaded):
     (tmp_path / "small.yaml").write_text(SUITE)
     (tmp_path / "waiting.py").write_text(WAITING)
 

@@ -1,8 +1,7 @@
 """scripts/gpu-evidence: its commands are understood, and a trial without a GPU leaves what each of them wrote."""
 
-import os
 import re
-import subprocess
+import shlex
 import sys
 from argparse import Namespace
 from importlib import import_module
@@ -26,23 +25,22 @@ def script(monkeypatch):
     return import_module("gpu_evidence")
 
 
-def call(*words):
-    """The script as a person starts it, on a machine without a GPU; its exit code and output."""
-    env = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [str(ROOT / "scripts" / "gpu-evidence"), *map(str, words)], env=env, capture_output=True, text=True, check=False
+@pytest.fixture
+def call(shell):
+    """``call(*words)``: the script as a person starts it, on a machine without a GPU; its exit code and output."""
+    return lambda *words: shell(
+        shlex.join([str(ROOT / "scripts" / "gpu-evidence"), *map(str, words)]), ROOT, PYTHON="python"
     )
-    return done.returncode, done.stdout + done.stderr
 
 
-def test_without_a_gpu_it_refuses_in_words(tmp_path):
+def test_without_a_gpu_it_refuses_in_words(call, tmp_path):
     code, printed = call(tmp_path / "out")
     assert code == 2
     assert "finds no GPU. --device cpu tries" in printed
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_holds_something_is_refused(tmp_path):
+def test_a_folder_that_holds_something_is_refused(call, tmp_path):
     (tmp_path / "mine").write_text("kept")
     code, printed = call("--device", "cpu", tmp_path)
     assert code == 2
@@ -50,7 +48,7 @@ def test_a_folder_that_holds_something_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_trial_compares_emulated_with_emulated_and_leaves_run_files_and_reports(tmp_path):
+def test_a_trial_compares_emulated_with_emulated_and_leaves_run_files_and_reports(call, tmp_path):
     folder = tmp_path / "evidence" / "here"
     code, printed = call("--device", "cpu", "--part", "machine", "--part", "miniatures", folder)
     assert code == 0, printed

@@ -63,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path) -> Attncheck:
+def run(folder: Path, preloaded: None) -> Attncheck:
     """``run("--backend", "reference")``: the exit code of that run of the small suite."""
 
     def run(*words: str) -> int:

@@ -55,7 +55,7 @@ Attncheck = Callable[..., int]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attncheck:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preloaded: None) -> Attncheck:
     (tmp_path / "small.yaml").write_text(SUITE)
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)

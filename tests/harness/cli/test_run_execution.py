@@ -17,6 +17,8 @@ from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.header import BackendInfo, RunHeader
 from attncheck.reports.run_file.store import read_run
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 
 @pytest.mark.parametrize(("in_process", "cache", "truths"), [(True, True, 0), (False, True, 1), (False, False, 0)])
 def test_a_run_is_a_call(

@@ -10,6 +10,8 @@ from attncheck.harness.cli import app as cli
 from attncheck.reports.run_file.records import Crashed
 from attncheck.reports.run_file.store import read_run
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 SUITE = """\
 suite: small
 defaults:

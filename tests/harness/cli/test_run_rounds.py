@@ -20,6 +20,8 @@ from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.records import Crashed, Record, timing_of
 from attncheck.reports.run_file.store import read_run
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 SUITE = """\
 suite: small
 defaults:

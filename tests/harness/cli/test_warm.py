@@ -15,7 +15,7 @@ from attncheck.harness.workers import supervisor, warming
 from attncheck.harness.workers.warming import WarmingAhead
 from attncheck.reports.run_file.store import read_run
 
-pytestmark = pytest.mark.xdist_group("warm")
+pytestmark = [pytest.mark.xdist_group("warm"), pytest.mark.usefixtures("preloaded")]
 
 COMPILING = """\
 import os, pathlib, time

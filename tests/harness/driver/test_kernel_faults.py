@@ -64,7 +64,7 @@ except Exception as error:
         ("calling", "line 9, in helper", "'constexpr' object has no attribute 'shape'"),
     ],
 )
-def test_a_kernel_that_cannot_be_compiled(tmp_path: Path, name: str, place: str, message: str) -> None:
+def test_a_kernel_that_cannot_be_compiled(tmp_path: Path, preloaded: None, name: str, place: str, message: str) -> None:
     """In a process of its own: an interpreted kernel changes ``triton.language`` for the rest of a process."""
     kernels, script = tmp_path / "kernels_at_fault.py", tmp_path / "compiling.py"
     kernels.write_text(KERNELS)

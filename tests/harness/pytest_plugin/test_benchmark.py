@@ -52,7 +52,7 @@ TIMING = ("--attncheck-check", "timing")
 
 
 @pytest.fixture
-def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, preloaded: None) -> pytest.Pytester:
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):  # of the run around it
         monkeypatch.delenv(name, raising=False)
     (pytester.path / "small.yaml").write_text(SUITE)

@@ -54,7 +54,7 @@ OURS = ("--attncheck-suite", "small.yaml", "--attncheck-device", "cpu")
 
 
 @pytest.fixture
-def folder(pytester: pytest.Pytester) -> pytest.Pytester:
+def folder(pytester: pytest.Pytester, preloaded: None) -> pytest.Pytester:
     (pytester.path / "small.yaml").write_text(SUITE)
     (pytester.path / "wrong.py").write_text(WRONG)
     return pytester
@@ -171,8 +171,8 @@ def test_a_wrong_question_is_a_usage_error(folder: pytest.Pytester) -> None:
     assert not any("INTERNALERROR" in line for line in (*result.outlines, *result.errlines))
 
 
-def test_without_its_options_the_plugin_costs_nothing(folder: pytest.Pytester) -> None:
-    folder.makepyfile(
+def test_without_its_options_the_plugin_costs_nothing(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
         """
         import sys
 
@@ -186,7 +186,7 @@ def test_without_its_options_the_plugin_costs_nothing(folder: pytest.Pytester) -
         """
     )
     # Other plugins of this environment may load what they like.
-    run(folder, "-p", "no:hypothesispytest", "-p", "no:benchmark", "-p", "no:cov").assert_outcomes(passed=1)
+    run(pytester, "-p", "no:hypothesispytest", "-p", "no:benchmark", "-p", "no:cov").assert_outcomes(passed=1)
 
 
 LOSING = """\

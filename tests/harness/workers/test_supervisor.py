@@ -21,6 +21,8 @@ from attncheck.harness.workers.worker_process import ProcessEndedError
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Errored, Passed, Record
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 ENVIRONMENT = environment_of("cpu")
 CHECKS = ("numerics", "lse")
 Script = list[list[Answer | Exception]]

@@ -23,6 +23,8 @@ from attncheck.harness.workers.protocol import (
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.records import timing_of
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 SUITE = """\
 suite: small
 defaults:

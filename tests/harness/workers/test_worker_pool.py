@@ -16,6 +16,8 @@ from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import BackendInfo
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 ASSIGNMENT = Assignment(
     suites=("smoke",),
     digests=(),

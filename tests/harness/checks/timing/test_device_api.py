@@ -63,7 +63,7 @@ def test_vllms_own_set_stream_is_nothing_to_name(monkeypatch):
     assert replaced_clocks() == ()
 
 
-def test_references_are_taken_before_a_backend_is_imported(tmp_path):
+def test_references_are_taken_before_a_backend_is_imported(tmp_path, preloaded):
     backend = tmp_path / "patches.py"
     backend.write_text(FILE)
     words = [sys.executable, "-c", PROGRAM, f"{backend}:Kernel"]
