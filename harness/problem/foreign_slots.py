@@ -6,7 +6,7 @@ The driver fills a pool with these rows; an explanation of a wrong output reads 
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.latent import naive_layer, stored_sizes
+from attncheck.harness.problem.layer_sizes import naive_layer, stored_sizes
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.visible_span import visible_span
