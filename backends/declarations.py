@@ -24,7 +24,7 @@ from attncheck.reference.spec import (
 if TYPE_CHECKING:
     import torch
 
-_FUNCTIONS = ("merge", "causal_conv1d")
+FUNCTION_PATHS = ("merge", "causal_conv1d")
 """Paths that ask a function of the backend, and not its attention."""
 
 _NO_LATENT_CACHE = "the layer has no latent cache"
@@ -105,7 +105,7 @@ def undeclared(backend: Declarations, layer: LayerSpec, cache: CacheSpec, batch:
     dtype = _not_among("dtype", layer.dtype, [str(d).removeprefix("torch.") for d in backend.get_supported_dtypes()])
     if backend.is_mla() and layer.mla is None:
         # Nothing else said of such a layer would be about this backend; a function that it offers has no cache at all.
-        return [reason for reason in [dtype] if reason] if batch.path.name in _FUNCTIONS else [_NO_LATENT_CACHE]
+        return [reason for reason in [dtype] if reason] if batch.path.name in FUNCTION_PATHS else [_NO_LATENT_CACHE]
     reasons = [
         dtype,
         _not_among("attn_type", str(layer.attn_type), [str(t) for t in backend.supported_attn_types]),

@@ -12,6 +12,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.kernel import kernel_backend
 from attncheck.backends.registry import LoadedBackend, load_object
@@ -23,9 +25,11 @@ from attncheck.errors import (
     SelectionError,
     UnknownNameError,
 )
+from attncheck.harness.checks.timing.check import TimingCheck
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_loading import load_backend
-from attncheck.harness.run.evaluation import Examiner, UnavailableBackend
+from attncheck.harness.run.evaluation import Examiner
+from attncheck.harness.run.plan import UnavailableBackend
 from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import check_timed, select_cases
 from attncheck.harness.truth.shared_folder import truths_folder
@@ -186,7 +190,8 @@ def examine(
     settings = RunSettings(device=device, seed=seed, timing=timing or TimingSettings(), truths=truths_folder())
     backend = _load(candidate, kernel_options)
     prepared = prepare_run(selection, (backend.ref,), settings, loaded=(backend,))
-    examiner = Examiner(prepared.plan, prepared.environment)
+    clocks = TimingCheck(torch.device(prepared.plan.device), prepared.plan.timing)
+    examiner = Examiner(prepared.plan, prepared.environment, clocks)
     infos = [each.info for each in prepared.backends]
     header = make_header(prepared.selection, prepared.plan, infos, prepared.environment, notes=prepared.notes)
     records: list[Record] = []

@@ -16,7 +16,8 @@ LIGHT = {
     "schema.json_schema()": {*ARRAYS, "attncheck.backends", "attncheck.harness"},
     "import attncheck.backends.registry as r; r.known_names()": {"torch"},
     "import attncheck.harness.run.backend_choice as c; c.first_refs([], [])": {"torch"},
-    "import attncheck.harness.workers.worker_pool": {"torch"},
+    "import attncheck.harness.workers.worker_process": {*ARRAYS, "pydantic"},
+    "import attncheck.harness.workers.supervisor, attncheck.harness.run.preparation": ARRAYS,
     "import attncheck.harness.cli.app": {*ARRAYS, "pydantic", "yaml", "rich"},
     "import attncheck.reports.terminal.run, attncheck.reports.markdown.run": ARRAYS,
     "import attncheck.reports.terminal.recommendation": ARRAYS,
@@ -49,6 +50,15 @@ def test_nothing_heavy_is_loaded(statement, tmp_path):
     code = f"import sys; {statement}\nsys.exit(' '.join({LIGHT[statement]} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+def test_a_run_of_a_backend_in_a_process_of_its_own_loads_no_torch(tmp_path):
+    words = ["run", "reference", "--suite=smoke", "--case=decode.float32", "--check=numerics", "--no-output"]
+    code = f"import sys; from attncheck.__main__ import main; sys.argv[1:] = {words}; assert main() == 0; "
+    code += f"sys.exit(' '.join({ARRAYS} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "reference: PASSED: 1 case" in done.stdout
 
 
 def test_what_is_loaded_is_seen(monkeypatch, tmp_path):

@@ -1,12 +1,16 @@
-"""Makes the checks of one case of one backend, each by its name."""
+"""Makes the checks of one case of one backend, each by its name.
 
+The module of a check is imported at its first use, or by :func:`import_checks`.
+"""
+
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
+from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.cases.model import Case
 from attncheck.harness.checks.dump import dump_case
 from attncheck.harness.checks.findings import Finding, NotExamined
-from attncheck.harness.checks.functions.check import FUNCTION_PATHS
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.reference.spec import BACKEND_CHECKS
 
@@ -20,6 +24,17 @@ def find_check(name: str) -> Check:
         module = import_module(f"attncheck.harness.checks.{name}.check")
     check: Check = module.CHECK
     return check
+
+
+def import_checks(checks: Iterable[str] = BACKEND_CHECKS, *, functions: bool = True) -> None:
+    """Import the modules of these checks, and those of ``functions``, which examine functions of a backend.
+
+    Comes before a backend is loaded, which may replace what a module imports from torch and Python.
+    """
+    for check in checks:
+        find_check(check)
+    if functions:
+        import_module("attncheck.harness.checks.functions.check")
 
 
 def not_applicable(check: str, case: Case, features: frozenset[str]) -> NotExamined | None:

@@ -18,7 +18,8 @@ from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares, summarize
-from attncheck.harness.driver.observation import CANARY, Observation, Raised
+from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.output_buffers import CANARY
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage

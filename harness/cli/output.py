@@ -1,5 +1,6 @@
 """Where what a command prints goes (stdout, a file, the summary of a GitHub step), and its colours and width."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -77,3 +78,9 @@ def _write(path: Path, text: str, *, mode: str, name: str) -> None:
             file.write(text)
     except OSError as error:
         raise QuestionError(f"{name} cannot be written: {error.strerror}") from error
+
+
+def show_printed(backend: str, lines: str) -> None:
+    """Print what the process of a backend printed, on stderr: stdout holds the report alone."""
+    with contextlib.suppress(OSError, ValueError):  # a reader that left ends no run
+        typer.echo("\n".join(f"{backend} | {line}" for line in lines.split("\n")), err=True)

@@ -9,7 +9,7 @@ import typer
 
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import run_arguments as arguments
-from attncheck.harness.cli.output import Color, ColorChoice, terminal_width, use_color
+from attncheck.harness.cli.output import Color, ColorChoice, show_printed, terminal_width, use_color
 
 if TYPE_CHECKING:
     from attncheck.harness.cli.run_execution import FinishedRun
@@ -59,6 +59,15 @@ def run(
     one that kills its process loses a case, and the others nothing. Times (--check timing) are taken in rounds, each in
     a fresh process that is alone. Every record goes into a run file, which `attncheck report` reads.
     """
+    began = time.monotonic()
+    refs = (*(backends or ()), *(backend or ()))
+    spare = None
+    if not in_process and (refs or not provider):
+        from attncheck.harness.workers.worker_process import WorkerProcess
+
+        # Before anything else is imported: it loads torch meanwhile, which takes longest.
+        spare = context.with_resource(WorkerProcess(show=show_printed if show_output else None))
+
     from attncheck.harness.cli.config import read_config
     from attncheck.harness.cli.last_failed import only_failed
     from attncheck.harness.cli.run_execution import execute_run
@@ -66,11 +75,9 @@ def run(
     from attncheck.harness.cli.run_options import RunOptions
     from attncheck.harness.run.patterns import choose_checks, split_commas
 
-    began = time.monotonic()
     if no_output and output is not None:
         raise SelectionError(f"--no-output writes no run file, and --output {output} names one; leave out one of them")
     config = read_config(Path.cwd())
-    refs = (*(backends or ()), *(backend or ()))
     is_by_name = bool(refs or provider)
     default_checks, default_skip = (config.checks, config.skip) if refs or not provider else ((), ())
     folder = config.output or kept_folder()
@@ -108,12 +115,15 @@ def run(
     )
     if last_failed:
         options = only_failed(options, newest_run(folder))
-    finished = execute_run(options, _print_opening if not quiet else _print_nothing)
-    _print_report(finished, quiet=quiet, color=use_color(color))
-    if durations is not None:
-        _print_durations(finished.records, durations or None)
-    where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
-    typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
+
+    def print_result(finished: "FinishedRun") -> None:
+        _print_report(finished, quiet=quiet, color=use_color(color))
+        if durations is not None:
+            _print_durations(finished.records, durations or None)
+        where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
+        typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
+
+    finished = execute_run(options, _print_opening if not quiet else _print_nothing, print_result, spare)
     if finished.ended_by is not None:
         raise finished.ended_by
     return _exit_code(finished, by_name=is_by_name)

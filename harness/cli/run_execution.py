@@ -1,7 +1,7 @@
 """Execute one run: choose, prepare, examine, and write the run file as records come.
 
-Writes its progress to stderr and nothing to stdout. Loads torch only after the processes of the backends have started,
-which load it at the same time.
+Writes its progress to stderr and nothing to stdout. Loads torch only for what it examines itself: a provider, or
+backends ``--in-process``.
 """
 
 import contextlib
@@ -14,22 +14,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import typer
-
+from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.errors import QuestionError, RunFileError
 from attncheck.harness.cli.interruption import interruptible, signal_of
+from attncheck.harness.cli.output import show_printed
 from attncheck.harness.cli.run_files import open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing, select_cases
 from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.harness.workers.worker_process import WorkerProcess
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 
 if TYPE_CHECKING:
     from attncheck.harness.providers.plan import ProviderPlan
-    from attncheck.harness.run.expectations import Expectations
+    from attncheck.harness.run.expectations import Expectations, HasNames
+    from attncheck.harness.run.plan import RunPlan
     from attncheck.harness.run.preparation import PreparedRun, RunSettings
 
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
@@ -66,8 +68,16 @@ class FinishedRun:
     ended_by: KeyboardInterrupt | RunFileError | None = None
 
 
-def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> FinishedRun:
+def execute_run(
+    options: RunOptions,
+    begin: Callable[[RunHeader], None],
+    end: Callable[[FinishedRun], None] | None = None,
+    spare: WorkerProcess | None = None,
+) -> FinishedRun:
     """Execute the run of ``options``; ``begin`` is called with its header before the first case is examined.
+
+    ``end`` is called with what is returned, while the processes of the backends end. ``spare``: a process that was
+    started ahead; it is used for the first backend, and closed.
 
     Raises:
         QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
@@ -85,7 +95,9 @@ def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> Fini
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
     make_dump_folder(options.dump)
-    with WorkerPool(_show if options.show_output else None) as pool:
+    show = show_printed if options.show_output else None
+    functions = any(case.batch.path.name in FUNCTION_PATHS for case in selection.cases)
+    with WorkerPool(show, spare, selection.asked_checks, functions=functions) as pool:
         if options.backend_refs is not None and not options.in_process:
             pool.start(first_refs(options.backend_refs, selection.suites))
 
@@ -102,13 +114,9 @@ def execute_run(options: RunOptions, begin: Callable[[RunHeader], None]) -> Fini
         finished = _execute(options, selection, settings, None if options.in_process else pool, begin)
         if finished.ended_by is not None:
             pool.close(at_once=True)
+        if end is not None:
+            end(finished)
         return finished
-
-
-def _show(backend: str, lines: str) -> None:
-    """Print what a backend printed, on stderr: stdout holds the report alone."""
-    with contextlib.suppress(OSError, ValueError):  # a reader that left ends no run
-        typer.echo("\n".join(f"{backend} | {line}" for line in lines.split("\n")), err=True)
 
 
 def _execute(
@@ -119,8 +127,6 @@ def _execute(
     begin: Callable[[RunHeader], None],
 ) -> FinishedRun:
     from attncheck.harness.cli.progress import Tally, progress_for
-    from attncheck.harness.providers.plan import plan_providers
-    from attncheck.harness.providers.records import examine_providers, header_with_providers
     from attncheck.harness.run.outcomes import Circumstances
     from attncheck.harness.run.preparation import make_header, prepare_run
     from attncheck.harness.run.timing_rounds import count_questions
@@ -128,18 +134,21 @@ def _execute(
     prepared = prepare_run(selection, options.backend_refs, settings, pool=pool)
     plan, environment = prepared.plan, prepared.environment
     examiner = case_examiner(prepared, pool, options.case_limit_s, warms=options.warm)
-    functions = plan_providers(options.providers, options.functions, plan.cases, plan.device, options.seed)
+    functions = _plan_providers(options, plan)
     infos = [each.info for each in prepared.backends]
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
     one_process = (_ONE_PROCESS,) if is_timed and pool is None else ()
     notes = (*prepared.notes, *one_process, *prepared.choice_notes, *options.notes)
     header = make_header(prepared.selection, plan, infos, environment, command=options.command, notes=notes)
-    header = header_with_providers(header, functions)
+    if functions is not None:
+        from attncheck.harness.providers.records import examine_providers, header_with_providers
+
+        header = header_with_providers(header, functions)
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
     expectations = _expectations(options.expect, prepared.selection, functions, header)
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
         faulthandler.enable()  # a kernel that kills the process says at least where
-    count = count_questions(plan, [info.ref for info in infos]) + functions.count
+    count = count_questions(plan, [info.ref for info in infos]) + (functions.count if functions else 0)
     records: list[Record] = []
     tally = Tally(count, plan.rounds)
     path: Path | None = None
@@ -159,7 +168,7 @@ def _execute(
                     color=options.color,
                 ) as progress,
             ):
-                found = itertools.chain(examined, examine_providers(functions, circumstances))
+                found = itertools.chain(examined, examine_providers(functions, circumstances) if functions else ())
                 judged = found if expectations is None else map(expectations.apply, found)
                 stopped = _examine(judged, records, (tally.see, writer.add, progress.see), maxfail=options.maxfail)
             blind = tuple(map(str, examiner.blind))
@@ -186,11 +195,12 @@ def case_examiner(
     ``warms``: on a GPU, other processes compile kernels ahead of the run.
     """
     from attncheck.harness.run.environment import usable_cores
-    from attncheck.harness.run.evaluation import Examiner
     from attncheck.harness.workers.supervisor import Supervisor
 
     plan, environment = prepared.plan, prepared.environment
     if pool is None or not prepared.backends:
+        from attncheck.harness.run.evaluation import Examiner
+
         return Examiner(plan, environment)
     # On a GPU two processes would share its memory, and one core is busy with one.
     asks_ahead = plan.device == "cpu" and usable_cores() > 1
@@ -198,19 +208,33 @@ def case_examiner(
     return Supervisor(plan, prepared.backends, pool, environment, asks_ahead=asks_ahead, warms=warms, limit_s=limit_s)
 
 
+def _plan_providers(options: RunOptions, plan: "RunPlan") -> "ProviderPlan | None":
+    """Return what is asked of the providers; None where the run has none."""
+    if not options.providers:
+        return None
+    from attncheck.harness.providers.plan import plan_providers
+
+    return plan_providers(options.providers, options.functions, plan.cases, plan.device, options.seed)
+
+
 def _expectations(
-    file: Path | None, selection: Selection, functions: "ProviderPlan", header: RunHeader
+    file: Path | None, selection: Selection, functions: "ProviderPlan | None", header: RunHeader
 ) -> "Expectations | None":
     if file is None:
         return None
-    from attncheck.harness.providers.records import known_subjects, selected_subjects
     from attncheck.harness.run.expectation_file import load_expectations
     from attncheck.harness.run.expectations import Expectations
 
+    known: tuple[HasNames, ...] = ()
+    selected: tuple[HasNames, ...] = ()
+    if functions is not None:
+        from attncheck.harness.providers.records import known_subjects, selected_subjects
+
+        known, selected = known_subjects(functions), selected_subjects(functions)
     return Expectations(
         load_expectations(file),
-        cases=(*selection.all_cases, *known_subjects(functions)),
-        selected=(*selection.cases, *selected_subjects(functions)),
+        cases=(*selection.all_cases, *known),
+        selected=(*selection.cases, *selected),
         backends=[backend.name for backend in header.backends],
         checks=header.checks,
         today=datetime.now(UTC).date(),

@@ -10,7 +10,7 @@ from attncheck.harness.cli import run_arguments as arguments
 
 if TYPE_CHECKING:
     from attncheck.harness.run.backend_description import BackendDescription
-    from attncheck.harness.run.evaluation import RunPlan
+    from attncheck.harness.run.plan import RunPlan
     from attncheck.harness.workers.worker_pool import WorkerPool
 
 

@@ -16,7 +16,7 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.errors import InternalError
 from attncheck.harness.driver.latent_views import LatentCodecView
 from attncheck.harness.problem.float8 import alike
-from attncheck.harness.problem.latent import stored_sizes
+from attncheck.harness.problem.layer_sizes import stored_sizes
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.storage import Storage, key_storage, value_storage

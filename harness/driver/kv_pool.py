@@ -20,7 +20,7 @@ from attncheck.harness.driver.codec_proof import prove_codec
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.latent_views import LatentCodecView
 from attncheck.harness.problem.foreign_slots import STALE_ROWS, foreign_slots, stale_rows
-from attncheck.harness.problem.latent import stored_sizes
+from attncheck.harness.problem.layer_sizes import stored_sizes
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage
 

@@ -1,14 +1,18 @@
-"""What was seen when a backend was driven once: tensors, traces of misbehaviour, or the exception it raised."""
+"""What was seen when a backend was driven once: tensors, traces of misbehaviour, or the exception it raised.
+
+Importing this module loads no torch.
+"""
 
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from attncheck.harness.driver.kernel_faults import kernel_fault
 from attncheck.reports.run_file.causes import raised_at
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DOCUMENTED_ERRORS = (ValueError, NotImplementedError, TypeError)
 """What the contract lets a backend refuse with. RuntimeError is for calls in the wrong order, which the harness never
@@ -23,21 +27,21 @@ _LONGEST_MESSAGE, _LONGEST_TRACE = 2_000, 20_000
 class Observation:
     """One call that returned. Rows stand in the problem's order, padding rows behind them."""
 
-    output: Tensor
+    output: "Tensor"
     """``[T + padding, H, Dv]``"""
-    lse: Tensor | None
+    lse: "Tensor | None"
     """``[T + padding, H]``, for backends that declare it."""
-    unwritten: Tensor
+    unwritten: "Tensor"
     """bool ``[T]``: rows of which some element still holds the pattern put there before the call."""
-    lse_unwritten: Tensor | None
+    lse_unwritten: "Tensor | None"
     """The same of the LSE."""
-    nth: Tensor
+    nth: "Tensor"
     """int64 ``[T]``, on the host: how many rows of its request stood before a row in the call that answered it."""
-    position: Tensor
+    position: "Tensor"
     """Likewise its position in that call: an engine that cuts requests counts from the cut."""
-    pool_before: Tensor | None
+    pool_before: "Tensor | None"
     """The cache's bytes before the call (uint8, flat), None without a pool."""
-    pool_after: Tensor | None
+    pool_after: "Tensor | None"
     changed: tuple[str, ...] = ()
     """Inputs and metadata fields that the call changed."""
     breaches: tuple[str, ...] = ()
@@ -109,20 +113,3 @@ def printable(text: str) -> str:
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
-
-
-CANARY = 1.5
-"""What stands in the padding rows of the output before a call."""
-
-_PATTERNS = {1: 0x7F, 2: 0x7FE5, 4: 0x7FE5A5A5}
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-
-
-def mark_unwritten(tensor: Tensor) -> None:
-    """Fill with a NaN whose bits no computation produces."""
-    tensor.view(_INTEGERS[tensor.element_size()]).fill_(_PATTERNS[tensor.element_size()])
-
-
-def still_unwritten(tensor: Tensor) -> Tensor:
-    """bool, of the tensor's shape: elements that still hold the pattern."""
-    return tensor.contiguous().view(_INTEGERS[tensor.element_size()]) == _PATTERNS[tensor.element_size()]

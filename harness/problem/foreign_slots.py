@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.latent import naive_layer, stored_sizes
+from attncheck.harness.problem.layer_sizes import naive_layer, stored_sizes
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.visible_span import visible_span

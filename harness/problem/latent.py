@@ -63,25 +63,3 @@ def make_up_projections(layer: LayerSpec, dtype: torch.dtype) -> UpProjections |
         for size in sizes
     )
     return UpProjections(w_uk, w_uv)
-
-
-def naive_layer(layer: LayerSpec) -> LayerSpec:
-    """The ordinary layer that a layer with ``mla`` equals; any other is its own."""
-    if layer.mla is None:
-        return layer
-    return LayerSpec(
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_heads,
-        head_size=layer.mla.qk_nope_head_dim + layer.mla.qk_rope_head_dim,
-        head_size_v=layer.mla.v_head_dim,
-        dtype=layer.dtype,
-        scale=layer.softmax_scale,
-        causal=layer.causal,
-    )
-
-
-def stored_sizes(layer: LayerSpec) -> tuple[int, int]:
-    """Widths of what a token brings to the cache: key and value, or latent row and rotated part."""
-    if layer.mla is None:
-        return layer.head_size, layer.value_head_size
-    return layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim

@@ -1,10 +1,10 @@
-"""How much memory a case needs, estimated before anything is allocated."""
+"""How much memory a case needs, estimated before anything is allocated. Importing this module loads no torch."""
 
-import torch
+from typing import TYPE_CHECKING
 
 from attncheck.cases.model import Case
 from attncheck.harness.problem.host_memory import free_host_bytes
-from attncheck.harness.problem.latent import naive_layer, stored_sizes
+from attncheck.harness.problem.layer_sizes import naive_layer, stored_sizes
 from attncheck.reference.spec import (
     AttentionType,
     BatchSpec,
@@ -13,6 +13,9 @@ from attncheck.reference.spec import (
     LayerSpec,
     SplitKVOptions,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 _ROW_COPIES = 12
 """Float64 tensors of the output's size alive at once: truth, low-precision run, weights, errors, altered truths."""
@@ -67,7 +70,7 @@ def _num_weights(layer: LayerSpec) -> int:
     return layer.mla.kv_lora_rank * layer.num_heads * (layer.mla.qk_nope_head_dim + layer.mla.v_head_dim)
 
 
-def shortage(case: Case, device: torch.device) -> str | None:
+def shortage(case: Case, device: "torch.device") -> str | None:
     """Why ``case`` does not fit ``device`` (and the host) right now, with the GiB it needs; None: it does."""
     needed = needed_bytes(case)
     for name, free in (("the host", free_host_bytes()), (str(device), _free_device_bytes(device))):
@@ -76,9 +79,11 @@ def shortage(case: Case, device: torch.device) -> str | None:
     return None
 
 
-def _free_device_bytes(device: torch.device) -> int | None:
+def _free_device_bytes(device: "torch.device") -> int | None:
     if device.type != "cuda":
         return None
+    import torch
+
     free, _ = torch.cuda.mem_get_info(device)
     # What torch keeps for itself between allocations counts as taken to the driver, and is there to be used again.
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

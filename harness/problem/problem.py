@@ -14,7 +14,8 @@ from torch import Tensor
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
 from attncheck.harness.problem.draft_trees import ancestors
-from attncheck.harness.problem.latent import UpProjections, make_up_projections, naive_layer, stored_sizes
+from attncheck.harness.problem.latent import UpProjections, make_up_projections
+from attncheck.harness.problem.layer_sizes import naive_layer, stored_sizes
 from attncheck.harness.problem.page_layout import KeyPart, PageLayout, lay_out, no_pool
 from attncheck.harness.problem.queries import RequestGeometry, needle_queries
 from attncheck.harness.problem.random_stream import RandomStream

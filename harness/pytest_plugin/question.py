@@ -21,8 +21,9 @@ from attncheck.harness.cli.run_execution import make_dump_folder
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import suite_device
 from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.harness.run.evaluation import Examiner
 from attncheck.harness.run.lost_device import DeviceLostError
+from attncheck.harness.run.plan import RunPlan
 from attncheck.harness.run.preparation import PreparedRun, RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import Selection, select_cases
 from attncheck.harness.truth.shared_folder import truths_folder
@@ -80,7 +81,7 @@ class Question:
     @cached_property
     def device(self) -> str:
         """Where everything is examined; raises DeviceError where the device is not there."""
-        return suite_device(self.selection.suites, self.options.device)[0]
+        return suite_device(self.selection.device_wishes, self.options.device)[0]
 
     @property
     def benchmark_session(self) -> Any:
@@ -207,6 +208,10 @@ class _FewProcesses:
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
+
+    def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
+        """Return the device of the run, notes on the choice, and the environment there."""
+        return self._pool.choose_device(wishes, wanted)
 
     def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
         """Hand the processes what the run examines."""

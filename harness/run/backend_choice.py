@@ -40,13 +40,12 @@ def choose_device(wanted: str | None) -> str:
     return str(device)
 
 
-def suite_device(suites: Sequence[Suite], wanted: str | None) -> tuple[str, tuple[str, ...]]:
-    """The run's device, and what to tell about it: a wish of a suite counts where the user has none.
+def suite_device(wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...]]:
+    """The run's device, and what to tell about it: the first of the suites' ``wishes`` counts where the user has none.
 
     Raises:
         DeviceError: the device the user asked for is not there. A suite's wish that cannot be met is only told.
     """
-    wishes = [suite.default_device for suite in suites if suite.default_device]
     if wanted is not None or not wishes:
         return choose_device(wanted), ()
     try:

@@ -2,28 +2,34 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 from attncheck.backends import registry
 from attncheck.backends.registry import LoadedBackend
 from attncheck.errors import BackendLoadError, BackendUnavailableError, QuestionError
+from attncheck.harness.checks.case_checks import import_checks
 from attncheck.harness.driver.foreign_code import StageError, call_backend, declared_reasons, settings_kept
 from attncheck.harness.driver.observation import printable
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables, unloadable
-from attncheck.harness.run.evaluation import UnavailableBackend
+from attncheck.harness.run.plan import UnavailableBackend
 from attncheck.harness.run.selection import DEFAULT_SUITES
+from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.header import BackendInfo
 
 
-def load_backend(ref: str) -> LoadedBackend | UnavailableBackend:
+def load_backend(
+    ref: str, checks: Collection[str] = BACKEND_CHECKS, *, functions: bool = True
+) -> LoadedBackend | UnavailableBackend:
     """The backend ``ref`` names; one that cannot be loaded here is :class:`UnavailableBackend`, with its reasons.
 
-    What its module does to process-wide settings is undone.
+    What its module does to process-wide settings is undone. ``checks``, ``functions``: of what is made of it later, the
+    modules are imported first (:func:`import_checks`).
 
     Raises:
         QuestionError: a name nobody knows, a file that does not import, a contract broken.
     """
+    import_checks(checks, functions=functions)
     try:
         with settings_kept():
             return registry.load(ref)

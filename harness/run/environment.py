@@ -1,4 +1,4 @@
-"""What a run was made with: versions, machine, and the numerical policy in force."""
+"""What a run was made with: versions, machine, and the numerical policy in force. Importing it loads no torch."""
 
 import os
 import platform
@@ -6,9 +6,6 @@ import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import numpy as np
-import torch
 
 import attncheck
 from attncheck.reports.run_file.header import Environment
@@ -19,8 +16,11 @@ def collect_environment(device: str) -> Environment:
 
     The TF32 and determinism policies are read, not set: collect after they stand.
     """
+    import numpy as np
+    import torch
+
     cpu = _cpu_name()
-    on_cuda = torch.device(device).type == "cuda"
+    on_cuda = _is_cuda(device)
     capability = ".".join(map(str, torch.cuda.get_device_capability(device))) if on_cuda else None
     return Environment(
         attncheck=attncheck.__version__,
@@ -55,8 +55,10 @@ class GpuModes:
 
 def gpu_modes(device: str) -> GpuModes | None:
     """Return the modes of a GPU; None for a CPU, and where nvidia-smi does not know the GPU."""
-    if torch.device(device).type != "cuda":
+    if not _is_cuda(device):
         return None
+    import torch
+
     uuid = torch.cuda.get_device_properties(device).uuid
     query = "--query-gpu=compute_mode,mig.mode.current"
     line = _first_line("nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader")
@@ -66,8 +68,10 @@ def gpu_modes(device: str) -> GpuModes | None:
 
 def device_memory(device: str) -> int | None:
     """Return the bytes of a GPU's memory, without creating a context on it; None for a CPU."""
-    if torch.device(device).type != "cuda":
+    if not _is_cuda(device):
         return None
+    import torch
+
     return torch.cuda.get_device_properties(device).total_memory
 
 
@@ -76,6 +80,10 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _is_cuda(device: str) -> bool:
+    return device.partition(":")[0] == "cuda"
 
 
 def _cpu_name() -> str:

@@ -4,25 +4,24 @@ An exception or a refusal of a backend is a record, never the end of a run; a ca
 kept aside as a fault of the question.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 
 import attncheck
 from attncheck.backends.contract import AttentionBackend
+from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.backends.registry import LoadedBackend
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.case_checks import CaseChecks
 from attncheck.harness.checks.findings import Broken, Finding, NotExamined
-from attncheck.harness.checks.functions.check import FUNCTION_PATHS, FunctionChecks
 from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
-from attncheck.harness.checks.timing.check import TimingCheck
-from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.observation import capture_exception
 from attncheck.harness.problem.memory_estimate import shortage
@@ -30,74 +29,18 @@ from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.run.environment import collect_environment
 from attncheck.harness.run.lost_device import is_device_error, until_device_is_lost
 from attncheck.harness.run.outcomes import OURSELVES, Circumstances, record_of, unavailable
+from attncheck.harness.run.plan import RunPlan, UnavailableBackend
 from attncheck.harness.run.process_settings import checking_threads, current_device, exact_float32, num_threads
-from attncheck.harness.run.selection import checks_of, unanswered_reasons
+from attncheck.harness.run.selection import unanswered_reasons
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.truth_cache import TruthCache
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.timings import TIMING
 
-
-@dataclass(frozen=True)
-class UnavailableBackend:
-    """A backend that cannot be loaded on this machine, and why: each of its cases is ``unavailable``."""
-
-    name: str
-    ref: str
-    reasons: tuple[str, ...]
-    version: str = ""
-
-    @property
-    def features(self) -> frozenset[str]:
-        """Unknown, since it cannot be loaded."""
-        return frozenset()
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """What is to be examined. ``checks`` of None: those each case asks for, or all.
-
-    ``backends``: those that are examined in this process. ``suites``: by reference, the one suite a backend is asked;
-    one that does not stand there is asked all. ``timing``, ``rounds``: how the check of that name is made, and in how
-    many processes of each backend, one after another. ``shares_probes``: the layers and caches of a backend's cases
-    share the probes of CUDA graphs out; else each plays all of them. ``truths``: the folder of stored truths; None: all
-    are computed.
-    """
-
-    cases: tuple[Case, ...]
-    backends: tuple[LoadedBackend | UnavailableBackend, ...] = ()
-    checks: tuple[str, ...] | None = None
-    device: str = "cpu"
-    seed: int = 0
-    dump: Path | None = None
-    suites: Mapping[str, str] = field(default_factory=dict)
-    timing: TimingSettings = field(default_factory=TimingSettings)
-    rounds: int = 1
-    shares_probes: bool = True
-    truths: Path | None = None
-
-    def cases_of(self, ref: str) -> tuple[Case, ...]:
-        """The cases that the backend of this reference is asked."""
-        return tuple(case for case in self.cases if self.includes(ref, case))
-
-    def includes(self, ref: str, case: Case) -> bool:
-        """Whether the backend of this reference is examined with ``case``."""
-        return self.suites.get(ref, case.suite) == case.suite
-
-    def checks_of(self, case: Case) -> tuple[str, ...]:
-        """The checks to make of ``case``, in the order they are reported."""
-        return checks_of(case, self.checks)
-
-    def cases_asking(self, ref: str, check: str) -> tuple[Case, ...]:
-        """Return the cases that ask the backend of this reference for ``check``, but for those of functions."""
-        return tuple(
-            case
-            for case in self.cases_of(ref)
-            if check in self.checks_of(case)
-            and case.batch.path.name not in FUNCTION_PATHS
-            and not unanswered_reasons(case)
-        )
+if TYPE_CHECKING:
+    from attncheck.harness.checks.functions.check import FunctionChecks
+    from attncheck.harness.checks.timing.check import TimingCheck
 
 
 def environment_of(device: str) -> Environment:
@@ -122,7 +65,7 @@ class Examiner:
         self,
         plan: RunPlan,
         environment: Environment | None = None,
-        clocks: TimingCheck | None = None,
+        clocks: "TimingCheck | None" = None,
         *,
         stores_truths: bool = False,
     ) -> None:
@@ -134,14 +77,14 @@ class Examiner:
         self._num_threads = checking_threads(self._timing_threads)
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
-        # Given, not made at its first use: it needs the plan's settings, and clocks from before any backend ran.
         self._truths = TruthCache(
             self.device, plan.truths, machine=_arithmetic_of(self.environment), stores=stores_truths
         )
         self._shared = SharedByChecks(
-            clocks or TimingCheck(self.device, plan.timing),
+            plan.timing,
             SelectedCases(plan.cases_asking) if plan.shares_probes else SelectedCases(),
             self._truths,
+            *(() if clocks is None else (clocks,)),
         )
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
@@ -252,7 +195,7 @@ class Examiner:
                 finding = replace(finding, details=(*finding.details, *note))
             yield record_of(self._circumstances, case, backend, check, finding, took)
 
-    def _dump(self, case_checks: CaseChecks | FunctionChecks, folder: Path, backend: str) -> tuple[str, ...]:
+    def _dump(self, case_checks: "CaseChecks | FunctionChecks", folder: Path, backend: str) -> tuple[str, ...]:
         """Write the case; return a note where it cannot be written. The verdict stays."""
         try:
             with suppress(torch.AcceleratorError):  # a lost device gives no tensors
@@ -266,8 +209,12 @@ class Examiner:
         everywhere = declared_reasons(lambda: backend.unavailable_reasons(device))
         return (*everywhere, *declared_reasons(lambda: backend.unavailable_case_reasons(device, *asked)))
 
-    def _case_checks(self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]) -> CaseChecks | FunctionChecks:
+    def _case_checks(
+        self, case: Case, backend: LoadedBackend, reasons: tuple[str, ...]
+    ) -> "CaseChecks | FunctionChecks":
         if case.batch.path.name in FUNCTION_PATHS:
+            from attncheck.harness.checks.functions.check import FunctionChecks
+
             return FunctionChecks(backend.backend, case, self.plan.seed, self.device, reasons)
         return CaseChecks(CheckedCase(backend, *self._problem_and_truth(case), self.device, reasons, self._shared))
 

@@ -1,16 +1,19 @@
 """Notices that a backend lost the device: after an illegal access every CUDA call of the process raises.
 
 The call that raises first may be one of the harness. The backend is to blame all the same: its check has ``crashed``.
+Importing this module loads no torch.
 """
 
 from collections.abc import Iterable, Iterator
-
-import torch
+from typing import TYPE_CHECKING
 
 from attncheck.errors import AttncheckError
 from attncheck.harness.run.outcomes import OURSELVES
 from attncheck.reports.run_file.causes import raised_at
 from attncheck.reports.run_file.records import Crashed, Errored, Record, without_outcome
+
+if TYPE_CHECKING:
+    import torch
 
 _REMEDY = "repeat with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer"
 
@@ -26,7 +29,7 @@ class DeviceLostError(AttncheckError):
         )
 
 
-def until_device_is_lost(records: Iterable[Record], device: torch.device) -> Iterator[Record]:
+def until_device_is_lost(records: Iterable[Record], device: "torch.device") -> Iterator[Record]:
     """Yield ``records`` of one case and backend, each after a look at the device.
 
     Raises:
@@ -38,13 +41,15 @@ def until_device_is_lost(records: Iterable[Record], device: torch.device) -> Ite
         yield record
 
 
-def is_device_error(error: RuntimeError, device: torch.device) -> bool:
+def is_device_error(error: RuntimeError, device: "torch.device") -> bool:
     """Whether CUDA raised ``error``, or the device is lost; running out of memory is neither."""
     return _is_lasting(type(error).__name__, str(error)) or _loss(device) is not None
 
 
-def _loss(device: torch.device) -> str | None:
+def _loss(device: "torch.device") -> str | None:
     """Return how the device was lost, in CUDA's words, or None if it still answers."""
+    import torch
+
     if not torch.cuda.is_initialized():
         return None
     try:
@@ -68,7 +73,7 @@ def _error_met(record: Record) -> str | None:
 
 
 def _is_lasting(error_type: str, message: str) -> bool:
-    return error_type == torch.AcceleratorError.__name__ and not _lacks_memory(message)
+    return error_type == "AcceleratorError" and not _lacks_memory(message)
 
 
 def _lacks_memory(message: str) -> bool:

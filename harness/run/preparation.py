@@ -1,7 +1,8 @@
 """Prepare a run: from a selection of cases to the plan, the backends and the environment.
 
 The command line, the process of a backend, ``attncheck.examine`` and the pytest plugin all prepare here, so that they
-refuse the same things with the same words. What examines the plan is the caller's choice.
+refuse the same things with the same words. What examines the plan is the caller's choice. Loads no torch where the
+backends have processes of their own.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,9 +15,8 @@ from attncheck.cases.outline import keys_of, shape_of
 from attncheck.errors import QuestionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_choice import choose_backends, refuse_unavailable, suite_device
-from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.backend_loading import Loader
-from attncheck.harness.run.evaluation import RunPlan, UnavailableBackend, environment_of
+from attncheck.harness.run.backend_description import BackendDescription, DescribeBackends
+from attncheck.harness.run.plan import RunPlan, UnavailableBackend
 from attncheck.harness.run.selection import Selection, check_seed, default_suites
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
@@ -41,6 +41,9 @@ class RunSettings:
 
 class ProcessPool(Protocol):
     """Processes that load and describe the backends of a run."""
+
+    def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
+        """Return the device of the run, notes on the choice, and the environment there."""
 
     def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
         """Hand the processes what the run examines; comes before :meth:`describe`."""
@@ -86,7 +89,14 @@ def prepare_run(
             cannot run here.
         WorkerError: attncheck itself failed in one of the processes.
     """
-    device, notes = suite_device(selection.suites, settings.device)
+    if pool is None or refs is None:
+        from attncheck.harness.run.evaluation import environment_of
+
+        pool = None
+        device, notes = suite_device(selection.device_wishes, settings.device)
+        environment = environment or environment_of(device)
+    else:
+        device, notes, environment = pool.choose_device(selection.device_wishes, settings.device)
     plan = RunPlan(
         cases=selection.cases,
         checks=selection.checks,
@@ -97,13 +107,16 @@ def prepare_run(
         rounds=settings.rounds,
         truths=settings.truths,
     )
-    environment = environment or environment_of(device)
     if refs is None:
         return PreparedRun(selection, plan, environment, (), notes)
-    loader = Loader(device, loaded)
-    if pool is not None:
+    if pool is None:
+        from attncheck.harness.run.backend_loading import Loader
+
+        loader = Loader(device, loaded)
+        describe: DescribeBackends = loader.describe
+    else:
         pool.begin(selection, plan, environment)
-    describe = loader.describe if pool is None else pool.describe
+        describe = pool.describe
     backends, choice_notes = choose_backends(refs, selection.suites, selection.cases, describe)
     if refs and not keeps_unavailable:
         refuse_unavailable(backends)

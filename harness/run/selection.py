@@ -50,6 +50,17 @@ class Selection:
         return tuple(case for suite in self.suites for case in suite.cases)
 
     @property
+    def device_wishes(self) -> tuple[str, ...]:
+        """The devices that suites ask for, in order."""
+        return tuple(suite.default_device for suite in self.suites if suite.default_device)
+
+    @property
+    def asked_checks(self) -> tuple[str, ...]:
+        """The checks that are made of any case, in the order they are reported."""
+        asked = {check for case in self.cases for check in checks_of(case, self.checks)}
+        return tuple(check for check in BACKEND_CHECKS if check in asked)
+
+    @property
     def is_timed(self) -> bool:
         """Whether the check ``timing`` is made of any case."""
         return any(TIMING in checks_of(case, self.checks) for case in self.cases)

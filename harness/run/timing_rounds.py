@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from attncheck.cases.model import Case
-from attncheck.harness.run.evaluation import RunPlan
+from attncheck.harness.run.plan import RunPlan
 from attncheck.reports.run_file.timings import TIMING
 
 Question = tuple[Case, tuple[str, ...]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attncheck.errors import BlindCaseError
-from attncheck.harness.problem.latent import naive_layer
+from attncheck.harness.problem.layer_sizes import naive_layer
 from attncheck.harness.problem.output_quantisation import OutputCodes, output_codes, output_error
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage, value_storage

@@ -3,7 +3,10 @@
 ::
 
     the run                        the process
-      (starts it) ---------------->  loads the backend
+      (starts it) ---------------->  loads torch
+      Prepare, Load -------------->  loads the checks, then the backend
+      ChooseDevice --------------->
+                  <---------------- DeviceChosen, or Refused; one process of a run is asked
       Assignment ----------------->
                   <---------------- Described, or Refused
       Examine(case)  ------------->
@@ -28,6 +31,29 @@ class _Message(BaseModel):
     """Immutable, without unknown keys."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
+
+
+class Prepare(_Message):
+    """Imports what will be needed, before any backend. ``functions``: a case examines a function of the backend."""
+
+    kind: Literal["prepare"] = "prepare"
+    checks: tuple[str, ...]
+    functions: bool
+
+
+class Load(_Message):
+    """Loads the backend of this reference."""
+
+    kind: Literal["load"] = "load"
+    ref: str
+
+
+class ChooseDevice(_Message):
+    """Asks for the device of a run. ``wanted``: by the user; ``wishes``: by the suites."""
+
+    kind: Literal["choose_device"] = "choose_device"
+    wanted: str | None
+    wishes: tuple[str, ...]
 
 
 class Assignment(_Message):
@@ -63,6 +89,15 @@ class Examine(_Message):
     round: int = 0
 
 
+class DeviceChosen(_Message):
+    """The device of a run, notes on the choice, and the environment of an examination on it."""
+
+    kind: Literal["device_chosen"] = "device_chosen"
+    device: str
+    notes: tuple[str, ...]
+    environment: Environment
+
+
 class Described(_Message):
     """The backend was loaded, or is unavailable."""
 
@@ -71,7 +106,7 @@ class Described(_Message):
 
 
 class Refused(_Message):
-    """The question was wrong: the reference names no backend that could be examined, or a suite has changed."""
+    """The question was wrong: no such device or backend, or a suite has changed."""
 
     kind: Literal["refused"] = "refused"
     reason: str
@@ -106,8 +141,8 @@ class HarnessFailure(_Message):
     traceback: str
 
 
-Request = Assignment | Examine
-Answer = Described | Refused | Begun | Record | Done | DeviceLost | HarnessFailure
+Request = Prepare | Load | ChooseDevice | Assignment | Examine
+Answer = DeviceChosen | Described | Refused | Begun | Record | Done | DeviceLost | HarnessFailure
 
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="kind")])

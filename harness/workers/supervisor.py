@@ -15,16 +15,16 @@ from dataclasses import replace
 import attncheck
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
-from attncheck.harness.checks.case_checks import not_applicable
 from attncheck.harness.driver.observation import Raised
 from attncheck.harness.problem.memory_estimate import needed_bytes
 from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.evaluation import RunPlan
 from attncheck.harness.run.outcomes import OURSELVES, Circumstances, crashed, record_of, unavailable
+from attncheck.harness.run.plan import RunPlan
 from attncheck.harness.run.timing_rounds import RoundQuestions, rotated, timed_questions, untimed_questions
 from attncheck.harness.workers.protocol import (
     Begun,
     Described,
+    DeviceChosen,
     DeviceLost,
     Done,
     Examine,
@@ -232,7 +232,7 @@ class Supervisor:
                         due.remove(record.check)
                         yield record.model_copy(update={"output": output})
                         return answer
-                    case Described() | Refused():
+                    case DeviceChosen() | Described() | Refused():
                         raise RuntimeError(f"the process of {backend.ref} answered a case by {answer.kind!r}")
                     case record:
                         if record.check in due:  # and was not made before a fault
@@ -252,6 +252,8 @@ class Supervisor:
     def _crashed(
         self, backend: BackendDescription, case: Case, checks: Sequence[str], stage: str, cause: str, output: str = ""
     ) -> Iterator[Record]:
+        from attncheck.harness.checks.case_checks import not_applicable  # loads torch, for what is rare
+
         for check in checks:
             if (skipped := not_applicable(check, case, backend.features)) is not None:
                 yield record_of(self._circumstances, case, backend, check, skipped, 0.0)

@@ -13,8 +13,8 @@ from attncheck.cases.model import Case
 from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.problem.memory_estimate import needed_bytes
 from attncheck.harness.run.environment import device_memory, gpu_modes, usable_cores
-from attncheck.harness.run.evaluation import RunPlan
 from attncheck.harness.run.kernel_caches import kernel_count
+from attncheck.harness.run.plan import RunPlan
 from attncheck.harness.run.timing_rounds import Question, timed_questions, untimed_questions
 from attncheck.harness.workers.protocol import Described, Done, Examine
 from attncheck.harness.workers.worker_pool import WorkerPool

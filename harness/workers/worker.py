@@ -1,16 +1,19 @@
-"""The process of one backend: loads it, describes it, and examines the cases it is asked for, one after another.
+"""The process of one backend: loads torch, then the backend, and examines the cases it is asked for, one by one.
 
 Whatever the backend prints goes elsewhere: answers have a pipe of their own. A copy of the process that the backend
 made (``os.fork``) and that returns from its call must not answer as well: it ends at its first answer.
 """
 
+import atexit
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from attncheck.errors import InternalError, QuestionError
@@ -19,11 +22,15 @@ from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
     Begun,
+    ChooseDevice,
     Described,
+    DeviceChosen,
     DeviceLost,
     Done,
     Examine,
     HarnessFailure,
+    Load,
+    Prepare,
     Refused,
     Request,
     format_message,
@@ -35,7 +42,8 @@ if TYPE_CHECKING:
     from attncheck.backends.registry import LoadedBackend
     from attncheck.cases.model import Case
     from attncheck.harness.run.backend_description import BackendDescription
-    from attncheck.harness.run.evaluation import Examiner, UnavailableBackend
+    from attncheck.harness.run.evaluation import Examiner
+    from attncheck.harness.run.plan import UnavailableBackend
 
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -101,9 +109,9 @@ def flush_c_streams() -> None:
 def main(words: list[str]) -> None:
     """What :mod:`attncheck.harness.workers.worker_process` starts: serve the run, as the process of a backend.
 
-    ``words``: the descriptors of the pipe to read and the pipe to write, and the backend's reference.
+    ``words``: the descriptors of the pipe to read and the pipe to write.
     """
-    reading, writing, ref = words
+    reading, writing = words
     sys.argv[:] = ["attncheck"]
     if sys.platform == "linux":  # a run that is killed tells nobody, and this process may be busy for hours
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -112,31 +120,72 @@ def main(words: list[str]) -> None:
     faulthandler.enable(printing)
     pipes = WorkerPipes(int(reading), int(writing), printing)
     try:
-        _serve(pipes, ref)
+        _serve(pipes)
     except PipeClosedError:
         sys.exit("a pipe between attncheck and this process is closed")
     except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's where nothing of it is expected)
         line = traceback.format_exception_only(error)[-1].strip()
         pipes.send(HarnessFailure(error=line, traceback="".join(traceback.format_exception(error))))
+    _leave()
 
 
-def _serve(pipes: WorkerPipes, ref: str) -> None:
-    from attncheck.backends.registry import BUILTIN
-    from attncheck.harness.run.backend_loading import describe_backend, load_backend
+def _leave() -> None:
+    """End the process after what was registered for its end, unless it used a GPU; that ends as Python does.
 
+    Without this Python takes a tenth of a second or more to free what torch has brought.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or torch.cuda.is_initialized():
+        return
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    flush_c_streams()
+    os._exit(0)
+
+
+@contextmanager
+def _imports_kept() -> Iterator[None]:
+    """Leave garbage uncollected meanwhile, and keep from later collections what is there at the end.
+
+    torch alone brings so many objects that looking through them takes a tenth of its import, each time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _serve(pipes: WorkerPipes) -> None:
+    with _imports_kept():
+        from attncheck.backends.registry import BUILTIN
+        from attncheck.harness.checks.case_checks import import_checks
+        from attncheck.harness.run.backend_loading import describe_backend, load_backend
+        from attncheck.harness.run.evaluation import Examiner  # noqa: F401 (before the backend)
+
+        prepare = pipes.receive()
+        if not isinstance(prepare, Prepare):
+            return
+        import_checks(prepare.checks, functions=prepare.functions)
+    load = _next_request(pipes)
+    if not isinstance(load, Load):
+        return
     backend: LoadedBackend | UnavailableBackend | QuestionError
     try:
-        backend = load_backend(ref)
+        backend = load_backend(load.ref, prepare.checks, functions=prepare.functions)
     except QuestionError as error:
         backend = error
-    assignment = pipes.receive()
+    assignment = _next_request(pipes)
     if not isinstance(assignment, Assignment):
         return
     try:
         if isinstance(backend, QuestionError):
             raise backend
         description = describe_backend(backend, assignment.device)
-        examiner = _examiner(assignment, description, stores_truths=ref in BUILTIN)
+        examiner = _examiner(assignment, description, stores_truths=load.ref in BUILTIN)
     except QuestionError as error:
         pipes.send(Refused(reason=str(error)))
         return
@@ -144,6 +193,24 @@ def _serve(pipes: WorkerPipes, ref: str) -> None:
     cases = {case.key: case for case in examiner.plan.cases}
     while isinstance(request := pipes.receive(), Examine):
         _examine(pipes, examiner, backend, cases[request.case], request)
+
+
+def _next_request(pipes: WorkerPipes) -> Request | None:
+    """Return the next request after having answered those for a device."""
+    while isinstance(request := pipes.receive(), ChooseDevice):
+        pipes.send(_choose_device(request))
+    return request
+
+
+def _choose_device(request: ChooseDevice) -> DeviceChosen | Refused:
+    from attncheck.harness.run.backend_choice import suite_device
+    from attncheck.harness.run.evaluation import environment_of
+
+    try:
+        device, notes = suite_device(request.wishes, request.wanted)
+    except QuestionError as error:
+        return Refused(reason=str(error))
+    return DeviceChosen(device=device, notes=notes, environment=environment_of(device))
 
 
 def _examiner(assignment: Assignment, description: "BackendDescription", *, stores_truths: bool) -> "Examiner":

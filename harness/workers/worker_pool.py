@@ -6,7 +6,7 @@ there at a time: a process ends once its backend has described itself, and start
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -15,13 +15,23 @@ from attncheck.errors import BackendLoadError, InternalError, QuestionError
 from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
 from attncheck.harness.workers.printed_output import Show
-from attncheck.harness.workers.protocol import Assignment, Described, HarnessFailure, Refused
+from attncheck.harness.workers.protocol import (
+    Answer,
+    Assignment,
+    ChooseDevice,
+    Described,
+    DeviceChosen,
+    HarnessFailure,
+    Prepare,
+    Refused,
+)
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
+from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.causes import last_words
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 if TYPE_CHECKING:
-    from attncheck.harness.run.evaluation import RunPlan  # loads torch, as the processes do meanwhile
+    from attncheck.harness.run.plan import RunPlan
     from attncheck.harness.run.selection import Selection
 
 
@@ -43,9 +53,23 @@ class WorkerError(InternalError):
 class WorkerPool:
     """The processes by their backends' references; a context manager, on leaving which all have ended."""
 
-    def __init__(self, show: Show | None = None) -> None:
-        """``show``: is given what the processes print, line by line, with the name of the backend."""
-        self._show = show
+    def __init__(
+        self,
+        show: Show | None = None,
+        spare: WorkerProcess | None = None,
+        checks: Sequence[str] = BACKEND_CHECKS,
+        *,
+        functions: bool = True,
+    ) -> None:
+        """``show``: is given what the processes print, line by line, with the name of the backend.
+
+        ``spare``: a process that was started ahead, without a backend; the pool closes it. ``checks``, ``functions``:
+        what the processes import before their backend; see :class:`Prepare`.
+        """
+        self._show, self._spare = show, spare
+        self._prepare = Prepare(checks=tuple(checks), functions=functions)
+        if spare is not None:
+            spare.send(self._prepare)
         free = free_host_bytes()
         self._room = sys.maxsize if free is None else max(free // (2 * _PROCESS_BYTES), _LEAST_ROOM)
         self._prepared: set[str] = set()
@@ -66,7 +90,8 @@ class WorkerPool:
 
     def close(self, *, at_once: bool = False) -> None:
         """End all processes; those that are finishing get a moment for it, unless ``at_once``. May be repeated."""
-        for process in (*self._processes.values(), *self._finishing):
+        spare = () if self._spare is None else (self._spare,)
+        for process in (*spare, *self._processes.values(), *self._finishing):
             process.close(at_once=at_once)
 
     def start(self, refs: Iterable[str]) -> None:
@@ -85,6 +110,24 @@ class WorkerPool:
                 self._start(ref)
                 self._processes[ref].send(self._assignment_of(ref))
                 self._prepared.add(ref)
+
+    def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
+        """Return the device of the run, notes on the choice, and the environment there, as one of the processes has it.
+
+        ``wanted``: by the user; ``wishes``: by the suites. A process whose backend ended it is passed over.
+
+        Raises:
+            QuestionError: the device that the user wants is not there.
+            WorkerError: attncheck itself failed in the process.
+        """
+        request = ChooseDevice(wanted=wanted, wishes=tuple(wishes))
+        for process in self._processes.values():
+            process.send(request)
+            with suppress(ProcessEndedError):
+                return _chosen_device(process, process.receive())
+        self._spare = self._spare or self._new()
+        self._spare.send(request)
+        return _chosen_device(self._spare, self._spare.receive())
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
         """Assign the run of ``plan`` to the processes."""
@@ -164,7 +207,8 @@ class WorkerPool:
 
     def start_extra(self, ref: str) -> WorkerProcess:
         """Start one more process of ``ref`` and assign the run to it; the caller closes it. It writes no dump."""
-        process = WorkerProcess(ref, self._environments.get(ref, {}))
+        process = self._new(self._environments.get(ref), is_shown=False)
+        process.load(ref)
         process.send(self._assignment_of(ref).model_copy(update={"dump": None}))
         return process
 
@@ -222,8 +266,22 @@ class WorkerPool:
         return self._assignment.model_copy(update={"shares_probes": ref not in self._unshared})
 
     def _start(self, ref: str) -> None:
-        if ref not in self._processes:
-            self._processes[ref] = WorkerProcess(ref, self._environments.get(ref, {}), self._show)
+        if ref in self._processes:
+            return
+        environment = self._environments.get(ref)
+        process = self._spare if environment is None else None
+        if process is None:
+            process = self._new(environment)
+        else:
+            self._spare = None
+        self._processes[ref] = process
+        process.load(ref)
+
+    def _new(self, environment: Mapping[str, str] | None = None, *, is_shown: bool = True) -> WorkerProcess:
+        """Start a process that has no backend yet."""
+        process = WorkerProcess(environment, self._show if is_shown else None)
+        process.send(self._prepare)
+        return process
 
     def _description(self, process: WorkerProcess) -> BackendDescription | QuestionError:
         try:
@@ -248,3 +306,15 @@ class WorkerPool:
         if isinstance(found, QuestionError):
             return {}
         return missing_variables(found.info.required_environment, {**os.environ, **self._environments.get(ref, {})})
+
+
+def _chosen_device(process: WorkerProcess, answer: Answer) -> tuple[str, tuple[str, ...], Environment]:
+    match answer:
+        case DeviceChosen():
+            return answer.device, answer.notes, answer.environment
+        case Refused():
+            raise QuestionError(answer.reason)
+        case HarnessFailure():
+            raise WorkerError(process.ref, answer)
+        case _:
+            raise RuntimeError(f"the process of {process.ref} chose a device by {answer.kind!r}")

@@ -1,5 +1,7 @@
 """A run's handle on the process of one backend: starts it, talks with it, and tells how it ended.
 
+Importing this module loads neither torch nor pydantic, so that a process can be started first of all.
+
 The process is a session of its own: no Ctrl-C reaches it, and what it starts can be ended with it. That it ended is
 told by the process itself, and not only by its pipe, which a copy it made may still hold.
 """
@@ -15,14 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Self
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Self
 
 from attncheck.errors import InternalError
 from attncheck.harness.problem.host_memory import free_host_bytes, oom_kills
 from attncheck.harness.workers.printed_output import KEPT, PrintedOutput, Show
-from attncheck.harness.workers.protocol import Answer, Request, format_message, parse_answer
+
+if TYPE_CHECKING:
+    from attncheck.harness.workers.protocol import Answer, Request
 
 _START = """\
 import sys
@@ -51,13 +53,14 @@ class ProcessEndedError(InternalError):
 
 
 class WorkerProcess:
-    """The process of the backend ``ref``, started with ``environment`` on top of this process's.
+    """A process that loads torch, and then waits for the backend to load; see ``protocol.py``.
 
-    To be closed, whatever happens; a context manager closes it by itself. ``show`` is given what the process prints.
+    ``environment``: on top of this process's. ``show`` is given what the process prints. ``ref``: of its backend, empty
+    before :meth:`load`. To be closed, whatever happens; a context manager closes it by itself.
     """
 
-    def __init__(self, ref: str, environment: Mapping[str, str], show: Show | None = None) -> None:
-        self.ref = ref
+    def __init__(self, environment: Mapping[str, str] | None = None, show: Show | None = None) -> None:
+        self.ref = ""
         self._finishing_since: float | None = None
         self._received = bytearray()
         self._is_closed = False
@@ -74,8 +77,8 @@ class WorkerProcess:
                         fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _ROOM)
             path = "\n".join(map(str, sys.path))
             self._process = subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
-                [sys.executable, "-P", "-u", "-c", _START, str(theirs_to_read), str(theirs_to_write), ref, path],
-                env={**os.environ, **environment},
+                [sys.executable, "-P", "-u", "-c", _START, str(theirs_to_read), str(theirs_to_write), path],
+                env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=theirs_to_print,
                 stderr=theirs_to_print,
@@ -85,7 +88,7 @@ class WorkerProcess:
             started.pop_all()
         for theirs in (theirs_to_read, theirs_to_write, theirs_to_print):
             os.close(theirs)
-        self.printed = PrintedOutput(printed, ref, show)
+        self.printed = PrintedOutput(printed, "", show)
         self._poll = select.poll()
         self._poll.register(self._reading, select.POLLIN)
 
@@ -106,19 +109,32 @@ class WorkerProcess:
                     self._peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
             return self._process.returncode is not None
 
-    def send(self, request: Request) -> None:
+    def load(self, ref: str) -> None:
+        """Let the process load the backend ``ref``; it answers nothing."""
+        from attncheck.harness.workers.protocol import Load
+
+        self.ref = self.printed.label = ref
+        self.send(Load(ref=ref))
+
+    def send(self, request: "Request") -> None:
         """Send one request. That nobody is there to read it any more is told by :meth:`receive`."""
+        from attncheck.harness.workers.protocol import format_message
+
         rest = memoryview(format_message(request))
         with contextlib.suppress(BrokenPipeError):
             while rest:
                 rest = rest[os.write(self._writing, rest) :]
 
-    def receive(self, limit_s: float | None = None) -> Answer:
+    def receive(self, limit_s: float | None = None) -> "Answer":
         """The next answer; a process that sends none within ``limit_s`` is killed with all it started.
 
         Raises:
             ProcessEndedError: there is none, since the process ended, or closed its pipe, or was killed.
         """
+        from pydantic import ValidationError
+
+        from attncheck.harness.workers.protocol import parse_answer
+
         began = time.monotonic()
         while True:
             line, newline, rest = self._received.partition(b"\n")

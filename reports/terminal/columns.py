@@ -5,8 +5,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 WIDTH = 100
 
 _COLOUR = re.compile(r"\033\[\d+m")
@@ -15,6 +13,8 @@ _PLAIN = "\033[0m"
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Columns lined up, two spaces apart. The headings are the first row: tabulate would pad a row of its own."""
+    from tabulate import tabulate
+
     return tabulate(rows, tablefmt="plain", disable_numparse=True)
 
 

@@ -46,7 +46,7 @@ class FunctionUnderTest(Protocol):
 Examiner = Callable[[type[AttentionBackend], Function, Case, int, torch.device], FunctionUnderTest]
 """(backend, its function, case, seed, device): the examination."""
 
-FUNCTION_PATHS: Mapping[str, tuple[str, Examiner]] = {
+EXAMINATIONS: Mapping[str, tuple[str, Examiner]] = {
     "merge": (merging.NAME, merging.Merging),
     "causal_conv1d": (convolution.NAME, convolution.Convolution),
 }
@@ -60,7 +60,7 @@ class FunctionChecks:
         self, backend: type[AttentionBackend], case: Case, seed: int, device: torch.device, reasons: tuple[str, ...]
     ) -> None:
         self._case, self._seed = case, seed
-        self._name, examination = FUNCTION_PATHS[case.batch.path.name]
+        self._name, examination = EXAMINATIONS[case.batch.path.name]
         function = call_backend("functions", lambda: backend.functions().get(self._name))
         absent = () if function is not None else (f"functions() offers no {self._name}",)
         self._reasons = (*absent, *reasons)

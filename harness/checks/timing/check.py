@@ -148,7 +148,8 @@ def _figures(timing: Timing) -> dict[str, float | int]:
 
 
 def _check(case: CheckedCase) -> Finding:
-    timing = case.shared.get(TimingCheck, lambda: TimingCheck(case.device, TimingSettings()))
+    settings = case.shared.get(TimingSettings, TimingSettings)
+    timing = case.shared.get(TimingCheck, lambda: TimingCheck(case.device, settings))
     return timing.examine(case.loaded, case.problem, case.truth)
 
 

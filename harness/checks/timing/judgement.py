@@ -19,8 +19,7 @@ from attncheck.harness.checks.lse import lse_shares
 from attncheck.harness.checks.numerics import summarize
 from attncheck.harness.checks.timing.fresh_contents import Contents, FreshContents
 from attncheck.harness.driver.kv_pool import KVPool
-from attncheck.harness.driver.observation import still_unwritten
-from attncheck.harness.driver.output_buffers import GuardedBuffer, read_result
+from attncheck.harness.driver.output_buffers import GuardedBuffer, read_result, still_unwritten
 from attncheck.harness.driver.persistent_inputs import span
 from attncheck.harness.problem.output_quantisation import output_codes, output_error
 from attncheck.harness.problem.problem import Problem

@@ -76,13 +76,13 @@ def test_with_gpus_the_first_is_best_and_counting_starts_at_0() -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_suite_may_wish_for_a_device_and_a_user_decides() -> None:
-    device, notes = suite_device([suite(device="cuda")], None)
+    device, notes = suite_device(["cuda"], None)
     assert device == "cpu"
     assert "examined on cpu instead" in notes[0]
-    assert suite_device([suite(device="cuda")], "cpu") == ("cpu", ())
-    assert suite_device([suite(device="cpu")], None) == ("cpu", ())
+    assert suite_device(["cuda"], "cpu") == ("cpu", ())
+    assert suite_device(["cpu"], None) == ("cpu", ())
     with pytest.raises(DeviceError):
-        suite_device([suite(device="cpu")], "cuda")
+        suite_device(["cpu"], "cuda")
 
 
 @pytest.mark.usefixtures("without_flex")

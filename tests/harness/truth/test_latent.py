@@ -14,7 +14,8 @@ from attncheck.harness.checks.dump import dump_case
 from attncheck.harness.driver.latent_views import KVBProj
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Fill, Session
-from attncheck.harness.problem.latent import make_up_projections, naive_layer, stored_sizes
+from attncheck.harness.problem.latent import make_up_projections
+from attncheck.harness.problem.layer_sizes import naive_layer, stored_sizes
 from attncheck.harness.problem.memory_estimate import needed_bytes
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.run.selection import unanswered_reasons

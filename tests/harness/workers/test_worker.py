@@ -14,13 +14,17 @@ from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
     Begun,
+    ChooseDevice,
     Described,
+    DeviceChosen,
     Done,
     Examine,
     HarnessFailure,
+    Prepare,
     Refused,
 )
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
+from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.records import timing_of
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -66,6 +70,14 @@ def assignment() -> Assignment:
     )
 
 
+def loading(ref: str, checks: tuple[str, ...] = BACKEND_CHECKS) -> WorkerProcess:
+    """A process that is asked to load the backend ``ref``; to be closed."""
+    process = WorkerProcess()
+    process.send(Prepare(checks=checks, functions=True))
+    process.load(ref)
+    return process
+
+
 def answers(process: WorkerProcess) -> Iterator[Answer]:
     """Everything up to the end of a case."""
     while not isinstance(answer := process.receive(), Done):
@@ -75,7 +87,7 @@ def answers(process: WorkerProcess) -> Iterator[Answer]:
 
 def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
     asked = assignment()
-    with WorkerProcess("reference", {}) as process:
+    with loading("reference") as process:
         process.send(asked)
         described = process.receive()
         assert isinstance(described, Described)
@@ -128,19 +140,34 @@ def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:
         "class Late(ReferenceBackend):\n"
         "    @classmethod\n    def version(cls): return f'clock first: {CLOCK}'\n"
     )
-    with WorkerProcess("late.py:Late", {}) as process:
-        process.send(assignment())
-        described = process.receive()
-    assert isinstance(described, Described)
-    assert described.description.version == "clock first: True"
+    for check, is_first in (("timing", True), ("numerics", False)):  # what no check needs is not imported
+        with loading("late.py:Late", (check,)) as process:
+            process.send(assignment())
+            described = process.receive()
+        assert isinstance(described, Described)
+        assert described.description.version == f"clock first: {is_first}"
     code = "from attncheck.harness.run.backend_loading import load_backend; print(load_backend('late.py:Late').version)"
     here = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert here.stdout == "clock first: True\n"
 
 
+def test_a_process_chooses_the_device_before_it_has_a_backend_and_after(folder: Path) -> None:
+    with WorkerProcess() as process:
+        process.send(Prepare(checks=(), functions=False))
+        process.send(ChooseDevice(wanted="cpu:0", wishes=()))
+        assert process.receive() == DeviceChosen(device="cpu", notes=(), environment=environment_of("cpu"))
+        process.load("reference")
+        process.send(ChooseDevice(wanted="moon", wishes=()))
+        refused = process.receive()
+        assert isinstance(refused, Refused)
+        assert "no such device; give cpu, cuda or cuda:N" in refused.reason
+        process.send(assignment())
+        assert isinstance(process.receive(), Described)
+
+
 def test_times_are_taken_as_the_run_says(folder: Path) -> None:
     three = TimingSettings(limit_s=60, min_samples=3, max_samples=3)
-    with WorkerProcess("reference", {}) as process:
+    with loading("reference") as process:
         process.send(assignment().model_copy(update={"timing": three}))
         assert isinstance(process.receive(), Described)
         process.send(Examine(case="small/decode", checks=("timing",), round=2))
@@ -159,7 +186,7 @@ def test_times_are_taken_as_the_run_says(folder: Path) -> None:
     ],
 )
 def test_what_is_no_backend_is_refused_in_the_same_words(folder: Path, ref: str, reason: str) -> None:
-    with WorkerProcess(ref, {}) as process:
+    with loading(ref) as process:
         process.send(assignment())
         refused = process.receive()
         assert isinstance(refused, Refused)
@@ -169,7 +196,7 @@ def test_what_is_no_backend_is_refused_in_the_same_words(folder: Path, ref: str,
 def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
     asked = assignment()
     (folder / "small.yaml").write_text(SUITE.replace("q1s9", "q1s8"))
-    with WorkerProcess("reference", {}) as process:
+    with loading("reference") as process:
         process.send(asked)
         refused = process.receive()
         assert isinstance(refused, Refused)
@@ -179,7 +206,7 @@ def test_a_suite_that_changed_in_the_meantime_is_refused(folder: Path) -> None:
 def test_a_module_that_exits_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "module_that_leaves.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(str(folder))
-    with WorkerProcess("module_that_leaves:Mine", {}) as process:
+    with loading("module_that_leaves:Mine") as process:
         process.send(assignment())
         refused = process.receive()
         assert isinstance(refused, Refused)
@@ -187,7 +214,7 @@ def test_a_module_that_exits_is_refused(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_it_says_what_it_must_be_started_with_and_why_it_cannot_run(folder: Path) -> None:
-    with WorkerProcess("mine.py:Needy", {}) as process:
+    with loading("mine.py:Needy") as process:
         process.send(assignment())
         described = process.receive()
         assert isinstance(described, Described)

@@ -11,7 +11,17 @@ from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription, unloadable
 from attncheck.harness.run.evaluation import environment_of
 from attncheck.harness.workers import worker_pool as workers
-from attncheck.harness.workers.protocol import Answer, Assignment, Described, HarnessFailure, Refused, Request
+from attncheck.harness.workers.protocol import (
+    Answer,
+    Assignment,
+    ChooseDevice,
+    Described,
+    DeviceChosen,
+    HarnessFailure,
+    Prepare,
+    Refused,
+    Request,
+)
 from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import BackendInfo
@@ -38,17 +48,28 @@ class Fake:
 
     script: dict[str, list[Answer | Exception]]
     started: list["Fake"]
+    device: Answer = DeviceChosen(device="cpu", notes=("as wished",), environment=environment_of("cpu"))
+    silent: tuple[str, ...] = ()
 
-    def __init__(self, ref: str, environment: dict[str, str], show: object = None) -> None:
-        self.ref, self.environment, self.state = ref, dict(environment), "alive"
-        self.printed = SimpleNamespace(label=ref)
-        self._turn = sum(other.ref == ref for other in self.started)
+    def __init__(self, environment: dict[str, str] | None = None, show: object = None) -> None:
+        self.ref, self.environment, self.state = "", dict(environment or {}), "alive"
+        self.printed = SimpleNamespace(label="")
+        self.requests: list[Request] = []
+        self._turn = 0
         self.started.append(self)
 
+    def load(self, ref: str) -> None:
+        self._turn = sum(other.ref == ref for other in self.started)
+        self.ref = ref
+
     def send(self, request: Request) -> None:
-        assert isinstance(request, Assignment)
+        self.requests.append(request)
 
     def receive(self) -> Answer:
+        if isinstance(self.requests[-1], ChooseDevice):
+            if self.ref in self.silent:
+                raise ProcessEndedError("killed by SIGABRT", "")
+            return self.device
         answer = self.script[self.ref][self._turn]
         if isinstance(answer, Exception):
             raise answer
@@ -85,6 +106,49 @@ def test_all_are_started_before_the_first_is_listened_to(started: list[Fake]) ->
         assert isinstance(found[1], QuestionError)
         assert str(found[1]) == "unknown backend"
         assert len(started) == 2
+
+
+def test_the_process_that_was_started_ahead_gets_the_first_backend(started: list[Fake]) -> None:
+    Fake.script = {ref: [described(ref)] for ref in "ab"}
+    spare = Fake()
+    with WorkerPool(None, spare, ("lse",), functions=False) as processes:  # type: ignore[arg-type]
+        processes.assign(ASSIGNMENT)
+        processes.start(["a", "b"])
+        assert [fake.ref for fake in started] == ["a", "b"]
+        assert started[0] is spare
+        assert [fake.requests for fake in started] == [[Prepare(checks=("lse",), functions=False)]] * 2
+
+
+def test_one_that_was_started_ahead_and_is_not_needed_ends(started: list[Fake]) -> None:
+    with WorkerPool(None, Fake()):  # type: ignore[arg-type]
+        pass
+    assert [fake.state for fake in started] == ["ended at once"]
+
+
+def test_the_first_process_that_lives_chooses_the_device(started: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fake, "silent", ("a",))
+    with WorkerPool() as processes:
+        processes.start(["a", "b", "c"])
+        assert processes.choose_device(("cuda",), None) == ("cpu", ("as wished",), environment_of("cpu"))
+    assert [len(fake.requests) for fake in started] == [2, 2, 1]
+    assert started[1].requests[-1] == ChooseDevice(wanted=None, wishes=("cuda",))
+
+
+def test_where_no_process_lives_one_without_a_backend_chooses_and_is_used_later(
+    started: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fake, "silent", ("a",))
+    with WorkerPool() as processes:
+        processes.start(["a"])
+        assert processes.choose_device((), "cpu")[0] == "cpu"
+        processes.start(["b"])
+    assert [fake.ref for fake in started] == ["a", "b"]
+
+
+def test_a_device_that_is_not_there_is_refused(started: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fake, "device", Refused(reason="device 'cuda': torch finds no GPU"))
+    with WorkerPool() as processes, pytest.raises(QuestionError, match="torch finds no GPU"):
+        processes.choose_device((), "cuda")
 
 
 def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works(

@@ -20,7 +20,7 @@ def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
     """A process that runs ``code`` where the worker would be; ``say(text)`` writes a line into its pipe."""
     say = "import os, sys\nsay = lambda text: os.write(int(sys.argv[2]), text.encode() + b'\\n')\n"
     monkeypatch.setattr(worker_process, "_START", say + code)
-    return WorkerProcess("ref", {"ATTNCHECK_TEST": "given"})
+    return WorkerProcess({"ATTNCHECK_TEST": "given"})
 
 
 def descriptors() -> set[str]:
@@ -165,13 +165,11 @@ def test_the_interpreter_is_this_one_with_its_path_and_the_environment(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     Path("json.py").write_text("raise RuntimeError('taken from the current directory')")
-    code = (
-        "print(sys.executable, os.environ['ATTNCHECK_TEST'], sys.argv[4].split(chr(10))[0], sys.argv[3])\nimport json"
-    )
+    code = "print(sys.executable, os.environ['ATTNCHECK_TEST'], sys.argv[3].split(chr(10))[0])\nimport json"
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)] + [str(tmp_path)])
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="exit code 0") as caught:
         process.receive()
-    assert caught.value.output.split() == [sys.executable, "given", sys.path[0], "ref"]
+    assert caught.value.output.split() == [sys.executable, "given", sys.path[0]]
 
 
 def test_hundred_processes_leave_no_descriptor_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +185,7 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pyte
     before = descriptors()
     monkeypatch.setattr(sys, "executable", "/nothing/of/that/name")
     with pytest.raises(FileNotFoundError):
-        WorkerProcess("ref", {})
+        WorkerProcess()
     assert descriptors() == before
 
 
@@ -210,8 +208,10 @@ def test_ctrl_c_at_the_terminal_does_not_reach_it(monkeypatch: pytest.MonkeyPatc
 def test_when_the_run_is_killed_its_process_ends(tmp_path: Path, *, busy: bool) -> None:
     (tmp_path / "endless.py").write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(1000)")
     code = (
-        "import pathlib, sys, time\nfrom attncheck.harness.workers.worker_process import WorkerProcess\n"
-        f"process = WorkerProcess({'endless.py:Mine' if busy else 'reference'!r}, {{}})\n"
+        "import pathlib, sys, time\nfrom attncheck.harness.workers.protocol import Prepare\n"
+        "from attncheck.harness.workers.worker_process import WorkerProcess\n"
+        "process = WorkerProcess()\nprocess.send(Prepare(checks=(), functions=False))\n"
+        f"process.load({'endless.py:Mine' if busy else 'reference'!r})\n"
         f"while {busy} and not pathlib.Path('began').exists(): time.sleep(0.02)\n"
         "print(process._process.pid, flush=True)\ntime.sleep(60)"
     )

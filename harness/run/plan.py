@@ -1,0 +1,72 @@
+"""What a run examines, as plain data: cases, checks, device and settings. Loads no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from attncheck.backends.declarations import FUNCTION_PATHS
+from attncheck.backends.registry import LoadedBackend
+from attncheck.cases.model import Case
+from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.selection import checks_of, unanswered_reasons
+
+
+@dataclass(frozen=True)
+class UnavailableBackend:
+    """A backend that cannot be loaded on this machine, and why: each of its cases is ``unavailable``."""
+
+    name: str
+    ref: str
+    reasons: tuple[str, ...]
+    version: str = ""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Unknown, since it cannot be loaded."""
+        return frozenset()
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is to be examined. ``checks`` of None: those each case asks for, or all.
+
+    ``backends``: those that are examined in this process. ``suites``: by reference, the one suite a backend is asked;
+    one that does not stand there is asked all. ``timing``, ``rounds``: how the check of that name is made, and in how
+    many processes of each backend, one after another. ``shares_probes``: the layers and caches of a backend's cases
+    share the probes of CUDA graphs out; else each plays all of them. ``truths``: the folder of stored truths; None: all
+    are computed.
+    """
+
+    cases: tuple[Case, ...]
+    backends: tuple[LoadedBackend | UnavailableBackend, ...] = ()
+    checks: tuple[str, ...] | None = None
+    device: str = "cpu"
+    seed: int = 0
+    dump: Path | None = None
+    suites: Mapping[str, str] = field(default_factory=dict)
+    timing: TimingSettings = field(default_factory=TimingSettings)
+    rounds: int = 1
+    shares_probes: bool = True
+    truths: Path | None = None
+
+    def cases_of(self, ref: str) -> tuple[Case, ...]:
+        """The cases that the backend of this reference is asked."""
+        return tuple(case for case in self.cases if self.includes(ref, case))
+
+    def includes(self, ref: str, case: Case) -> bool:
+        """Whether the backend of this reference is examined with ``case``."""
+        return self.suites.get(ref, case.suite) == case.suite
+
+    def checks_of(self, case: Case) -> tuple[str, ...]:
+        """The checks to make of ``case``, in the order they are reported."""
+        return checks_of(case, self.checks)
+
+    def cases_asking(self, ref: str, check: str) -> tuple[Case, ...]:
+        """Return the cases that ask the backend of this reference for ``check``, but for those of functions."""
+        return tuple(
+            case
+            for case in self.cases_of(ref)
+            if check in self.checks_of(case)
+            and case.batch.path.name not in FUNCTION_PATHS
+            and not unanswered_reasons(case)
+        )
