@@ -7,7 +7,10 @@ one pool.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,16 +58,31 @@ class _Drawn:
     num_blocks: int
 
 
+class KeyPlaces(NamedTuple):
+    """Of each key, int64 ``[N]``: its request, and its position there."""
+
+    request: Tensor
+    position: Tensor
+
+
+def key_places(lengths: Sequence[int]) -> KeyPlaces:
+    """Return the places of the keys of requests with ``lengths`` keys, behind one another."""
+    counts = np.asarray(lengths, dtype=np.int64)
+    request = np.repeat(np.arange(len(counts)), counts)
+    position = np.arange(len(request)) - np.repeat(counts.cumsum() - counts, counts)
+    return KeyPlaces(torch.from_numpy(request), torch.from_numpy(position))
+
+
 def no_pool(num_requests: int, num_keys: int) -> PageLayout:
     """The layout of a layer without a cache."""
     table, slots = torch.zeros(num_requests, 1).int(), torch.full((num_keys,), -1)
     return PageLayout(((),) * num_requests, table, slots, 0)
 
 
-def lay_out(case: Case, lengths: Sequence[int], stream: RandomStream) -> Callable[[], PageLayout]:
+def lay_out(case: Case, lengths: Sequence[int], places: KeyPlaces, stream: RandomStream) -> Callable[[], PageLayout]:
     """Draws the pages of requests with ``lengths`` keys; call the result for the layout, when foreign ids may be drawn.
 
-    Raises SpecError where the pool cannot hold the batch.
+    ``places``: those of the keys. Raises SpecError where the pool cannot hold the batch.
     """
     options = case.batch.path.options
     if isinstance(options, DCPOptions):
@@ -76,7 +94,7 @@ def lay_out(case: Case, lengths: Sequence[int], stream: RandomStream) -> Callabl
 
     def finish() -> PageLayout:
         table = _block_table(drawn, stream)
-        slots = torch.cat([_slots(pages, torch.arange(n), size) for pages, n in zip(drawn.pages, lengths, strict=True)])
+        slots = table[places.request, places.position // size].long() * size + places.position % size
         parts, part_of_key = _page_parts(case, specs, lengths, table)
         return PageLayout(drawn.pages, table, slots, drawn.num_blocks, parts, part_of_key)
 
@@ -110,13 +128,14 @@ def _draw_pages(case: Case, counts: Sequence[int], shared: Sequence[int], stream
 
 def _block_table(drawn: _Drawn, stream: RandomStream) -> Tensor:
     width = max(map(len, drawn.pages)) + _SLACK
-    foreign = stream.integers(len(drawn.pages) * width, drawn.num_blocks).reshape(len(drawn.pages), width)
-    for row, pages in enumerate(drawn.pages):
-        # An id of its own in the slack would make a read past the end invisible.
-        own = torch.tensor(sorted(pages), dtype=torch.int64)
-        foreign[row][torch.isin(foreign[row], own)] = 0
-        foreign[row, : len(pages)] = torch.tensor(pages, dtype=torch.int64)
-    return foreign.int()
+    table = stream.integers(len(drawn.pages) * width, drawn.num_blocks).reshape(len(drawn.pages), width)
+    request, column = key_places([len(pages) for pages in drawn.pages])
+    own = torch.tensor(list(chain.from_iterable(drawn.pages)), dtype=torch.int64)
+    # An id of its own in the slack would make a read past the end invisible.
+    first_id = torch.arange(len(table)) * drawn.num_blocks  # makes ids of different requests differ
+    is_own = torch.isin(table + first_id[:, None], own + first_id[request])
+    table.masked_fill_(is_own, 0)[request, column] = own
+    return table.int()
 
 
 def _slots(pages: Sequence[int], positions: Tensor, size: int) -> Tensor:

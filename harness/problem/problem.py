@@ -16,7 +16,7 @@ from attncheck.cases.model import Case
 from attncheck.harness.problem.draft_trees import ancestors
 from attncheck.harness.problem.latent import UpProjections, make_up_projections
 from attncheck.harness.problem.layer_sizes import naive_layer, stored_sizes
-from attncheck.harness.problem.page_layout import KeyPart, PageLayout, lay_out, no_pool
+from attncheck.harness.problem.page_layout import KeyPart, KeyPlaces, PageLayout, key_places, lay_out, no_pool
 from attncheck.harness.problem.queries import RequestGeometry, needle_queries
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.signatures import CHANNELS, sign
@@ -196,15 +196,18 @@ def build_problem(case: Case, seed: int) -> Problem:
     layer = case.layer
     specs = list(case.batch)
     lengths = [_num_keys(spec, layer) for spec in specs]
-    finish_layout = lay_out(case, lengths, stream) if layer.has_cache else lambda: no_pool(len(specs), sum(lengths))
+    places = key_places(lengths)
+    finish_layout = (
+        lay_out(case, lengths, places, stream) if layer.has_cache else lambda: no_pool(len(specs), sum(lengths))
+    )
     requests = tuple(_place(specs, case))
     dtype = DTYPES[layer.dtype]
     inputs = planted_inputs(case)
     total = sum(lengths)
     key_size, value_size = stored_sizes(layer)
     held_keys, held_values = key_storage(layer, case.cache), value_storage(layer, case.cache)
-    keys = _draw(stream, "key", requests, (total, layer.num_kv_heads, key_size), inputs, held_keys)
-    values = _draw(stream, "value", requests, (total, layer.num_kv_heads, value_size), inputs, held_values)
+    keys = _draw(stream, "key", places, (total, layer.num_kv_heads, key_size), inputs, held_keys)
+    values = _draw(stream, "value", places, (total, layer.num_kv_heads, value_size), inputs, held_values)
     _share_prefixes(specs, requests, keys, values)
     geometry = [RequestGeometry(r.rows, r.first_position, r.num_keys, r.base, r.first_row) for r in requests]
     up_projections, asked = make_up_projections(layer, dtype), naive_layer(layer)
@@ -258,7 +261,7 @@ def _num_keys(spec: RequestSpec, layer: LayerSpec) -> int:
 def _draw(
     stream: RandomStream,
     kind: str,
-    requests: tuple[Request, ...],
+    places: KeyPlaces,
     shape: tuple[int, int, int],
     inputs: frozenset[str],
     storage: Storage,
@@ -266,11 +269,7 @@ def _draw(
     """Rows in the layer's dtype that the cache can hold as they are."""
     rows = stream.uniform(*shape)
     if "coordinates" in inputs and shape[-1] >= CHANNELS:
-        request = torch.repeat_interleave(
-            torch.arange(len(requests)), torch.tensor([r.num_keys for r in requests], dtype=torch.int64)
-        )
-        position = torch.cat([torch.arange(r.num_keys) for r in requests])
-        sign(rows, kind, request, position, storage.smallest)
+        sign(rows, kind, *places, storage.smallest)
     return storage.storable(rows)
 
 
@@ -280,6 +279,8 @@ def _share_prefixes(specs: list[RequestSpec], requests: tuple[Request, ...], key
     origin = requests[source].base
     for spec, request in zip(specs, requests, strict=True):
         n = spec.shared_prefix
+        if not n or request.base == origin:
+            continue
         for rows in (keys, values):
             rows[request.base : request.base + n] = rows[origin : origin + n].clone()
 

@@ -12,6 +12,7 @@ machine.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,9 @@ _KEY_VARIANCE = 4 / 3
 """Of a number uniform over [-2, 2)."""
 
 _TILES = (16, 64, 128)
+
+_OFFSETS = (0, 1, 0, -1, 0, -1, -1, 0, 0) + (0, -1) * len(_TILES) + (0,)
+"""Added to what :func:`_targets` points near. Ends come first: rows with few heads point at what matters most."""
 
 _ROWS_AT_ONCE = 1024
 """Most requests have few rows, and are taken together; of long ones not so many that what is made of them is large."""
@@ -78,11 +82,10 @@ class _Rows(NamedTuple):
 
 def _rows_of(requests: list[RequestGeometry]) -> list[_Rows]:
     """All requests' rows behind one another, cut to pieces."""
-    counts = torch.tensor([request.rows for request in requests])
     fields = [(request.first_row, request.first, 0, request.num_keys, request.base) for request in requests]
-    of_request = torch.tensor(fields).repeat_interleave(counts, dim=0)
-    of_request[:, :3] += torch.cat([torch.arange(request.rows) for request in requests])[:, None]
-    return [_Rows(*piece.unbind(dim=1)) for piece in of_request.split(_ROWS_AT_ONCE)]
+    of_request = np.repeat(fields, [request.rows for request in requests], axis=0)
+    of_request[:, :3] += np.concatenate([np.arange(request.rows) for request in requests])[:, None]
+    return [_Rows(*piece.unbind(dim=1)) for piece in torch.from_numpy(of_request).split(_ROWS_AT_ONCE)]
 
 
 def _row_queries(
@@ -96,14 +99,14 @@ def _row_queries(
     heads = torch.arange(layer.num_heads)
     turn = rows.number[:, None]
     params = layer_params(layer)
-    lo, _ = visible_span(params, rows.position, rows.num_keys)
-    # Version 1 of the generator ignores the end of a chunk, which only shows where no causal mask hides more.
-    _, hi = visible_span(replace(params, attn_chunk_size=None), rows.position, rows.num_keys)
+    lo, hi = visible_span(params, rows.position, rows.num_keys)
+    if params.attn_chunk_size is not None:
+        # Version 1 of the generator ignores the end of a chunk, which only shows where no causal mask hides more.
+        _, hi = visible_span(replace(params, attn_chunk_size=None), rows.position, rows.num_keys)
     target, other = _targets(rows, block_size, lo, hi, turn + heads, tree)
     # The key index wraps at the end of the batch: the last request's neighbour is the first.
     kv_head = heads // (layer.num_heads // layer.num_kv_heads)
     needle = keys[(rows.base[:, None] + target) % len(keys), kv_head]
-    second = keys[(rows.base[:, None] + other) % len(keys), kv_head]
     norm = needle.norm(dim=-1).clamp(min=1e-3)
     background, bias = _background(layer, rows.position, lo, hi, target)
     score = _needle_score(norm, background - bias)
@@ -113,11 +116,12 @@ def _row_queries(
     if "large_scores" in inputs:
         far = 100 * layer.soft_cap if layer.soft_cap else _LARGE_SCORE
         large = kind % 4 == 1 if layer.soft_cap else kind == 7
-        score = torch.where(large, torch.full_like(score, far), score)
+        score = score.masked_fill(large, far)
     if "equal_scores" in inputs:
-        score = torch.where(kind == 11, torch.zeros_like(score), score)
+        score = score.masked_fill(kind == 11, 0.0)
     query = needle * _few_bits(score / (layer.softmax_scale or 1.0) / norm.square())[..., None]
     if layer.soft_cap and "needles" in inputs:
+        second = keys[(rows.base[:, None] + other) % len(keys), kv_head]
         twins = (kind % 4 == 2) & (target != other)
         query = torch.where(twins[..., None], _twin_queries(layer, needle, second), query)
     limit = 3e4 if layer.dtype == "float16" else 1e30
@@ -132,26 +136,30 @@ def _targets(
     The visible places: both ends of what the row sees, page and tile edges; in a tree the parent. The invisible: one
     beyond either end, the neighbouring request's first key; in a tree the nearest earlier row of another branch.
     """
-    page = hi // block_size * block_size
-    visible = [hi, lo, page, page - 1, hi - 1, lo + (block_size - lo % block_size) % block_size, (lo + hi) // 2]
-    visible += [edge for tile in _TILES for edge in (hi // tile * tile, hi // tile * tile - 1)]
-    beyond = [hi + 1, lo - 1, rows.num_keys]
-    inside = [(place >= lo) & (place <= hi) for place in visible]
-    known = [(hi + 1 < rows.num_keys) & (hi >= lo), (lo > 0) & (hi >= lo), torch.ones_like(hi, dtype=torch.bool)]
-    # Ends first: rows with few heads still point at what matters most.
-    order = [0, len(visible), 1, len(visible) + 1, *range(2, len(visible)), len(visible) + 2]
-    places = torch.stack([(visible + beyond)[i] for i in order], dim=-1)
-    valid = torch.stack([(inside + known)[i] for i in order], dim=-1)
-    if tree is not None:
+    edges = torch.tensor((block_size, *_TILES))
+    page, *tiles = (hi[:, None] // edges * edges).unbind(dim=1)
+    first_page = (lo + block_size - 1) // block_size * block_size
+    twice = [edge for edge in tiles for _ in range(2)]
+    near = [hi, hi, lo, lo, page, page, hi, first_page, (lo + hi) // 2, *twice, rows.num_keys]
+    places = torch.stack(near, dim=-1) + torch.tensor(_OFFSETS)
+    valid = _within(places, lo, hi)
+    exists = hi >= lo
+    valid[:, 1], valid[:, 3], valid[:, -1] = exists & (hi + 1 < rows.num_keys), exists & (lo > 0), True
+    if tree is None:
+        seen = _within(places, lo, hi)
+    else:
         branch_places, branch_valid = _tree_places(rows, lo, tree)
         places, valid = torch.cat([branch_places, places], dim=-1), torch.cat([branch_valid, valid], dim=-1)
-    target = _nth_valid(places, valid, turn)
-    seen = valid & (places >= lo[:, None]) & (places <= hi[:, None])
-    if tree is not None:
         node = places - rows.first[:, None]
-        seen &= (node < 0) | tree[rows.node].gather(1, node.clamp(0, len(tree) - 1))
+        among = (node < 0) | tree[rows.node].gather(1, node.clamp(0, len(tree) - 1))
+        seen = valid & _within(places, lo, hi) & among
+    target = _nth_valid(places, valid, turn)
     seen[:, -1] |= ~seen.any(dim=-1)
     return target, _nth_valid(places, seen, turn + 1)
+
+
+def _within(places: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
+    return (places >= lo[:, None]) & (places <= hi[:, None])
 
 
 def _tree_places(rows: _Rows, lo: Tensor, tree: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,15 +176,18 @@ def _tree_places(rows: _Rows, lo: Tensor, tree: Tensor) -> tuple[Tensor, Tensor]
 
 def _nth_valid(places: Tensor, valid: Tensor, n: Tensor) -> Tensor:
     """Per row the ``n``-th (modulo their number) of the valid places; ``places, valid [q, P]``, ``n [q, H]``."""
-    wanted = n % valid.sum(dim=-1, keepdim=True) + 1
-    reached = valid.cumsum(dim=-1)[:, None, :] >= wanted[..., None]
-    return places.gather(-1, reached.int().argmax(dim=-1))
+    count = valid.cumsum(dim=-1)
+    wanted = n % count[:, -1:]
+    return places.gather(-1, (count[:, None, :] <= wanted[..., None]).sum(dim=-1))
 
 
 def _background(layer: LayerSpec, positions: Tensor, lo: Tensor, hi: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Log of the summed weights of all visible keys at score 0 (``[q, H]``), and the ALiBi bias of the target."""
+    """Log of the summed weights of all visible keys at score 0, and the ALiBi bias of the target.
+
+    ``[q, H]`` each, or a shape that broadcasts to it.
+    """
     count = (hi - lo + 1).clamp(min=1).double()[:, None]
-    slopes = torch.tensor(layer.alibi_slopes or [0.0] * layer.num_heads, dtype=torch.float64)
+    slopes = torch.tensor(layer.alibi_slopes or [0.0], dtype=torch.float64)
     to_first, to_last = ((end - positions).double()[:, None] * slopes for end in (lo, hi))
     steep = slopes.abs().clamp(min=1e-12)
     total = torch.maximum(to_first, to_last) + torch.log(torch.expm1(-steep * count) / torch.expm1(-steep))

@@ -5,6 +5,7 @@ everything here is derived from raw words by integer arithmetic.
 """
 
 import hashlib
+import math
 
 import numpy as np
 import torch
@@ -20,14 +21,14 @@ class RandomStream:
 
     def int8(self, *shape: int) -> Tensor:
         """int8 tensor of the given shape, uniform over -127..127 (-128 becomes 0, so that the mean is 0)."""
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         words = self._philox.random_raw((count + 7) // 8)
         values = np.asarray(words, dtype="<u8").view(np.int8)[:count].reshape(shape)
         return torch.from_numpy(np.where(values == -128, np.int8(0), values))
 
     def uniform(self, *shape: int) -> Tensor:
         """float64 tensor of the given shape, uniform over [-2, 2) in steps of 2**-30: it fills any mantissa we test."""
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         words = self._philox.random_raw((count + 1) // 2)
         values = np.asarray(words, dtype="<u8").view(np.int32)[:count].reshape(shape)
         return torch.from_numpy(values).double() * 2.0**-30

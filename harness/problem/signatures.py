@@ -43,9 +43,9 @@ def sign(rows: Tensor, kind: str, requests: Tensor, positions: Tensor, smallest:
     heads = torch.arange(rows.shape[1])
     word = ((requests % 1024) << 22 | (positions % 131072) << 5)[:, None] | (heads % 32)
     code = _scramble(word ^ _SALT[kind])
-    bits = (code[..., None] >> torch.arange(CHANNELS)) & 1
+    is_set = (code[..., None] & (1 << torch.arange(CHANNELS))) != 0
     size = torch.maximum(rows[..., :CHANNELS].abs(), torch.as_tensor(smallest, dtype=rows.dtype))
-    rows[..., :CHANNELS] = (2 * bits - 1).to(rows.dtype) * size
+    rows[..., :CHANNELS] = torch.where(is_set, size, -size)
 
 
 def decode(row: Tensor) -> tuple[Coordinate, ...]:
