@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -267,4 +268,7 @@ def end(error: BaseException | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    if isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code & 0xFF)
