@@ -63,7 +63,7 @@ print(untimely_reasons())
         ("", "", "[]"),
     ],
 )
-def test_a_variable_that_comes_too_late_is_told(before, after, printed):
+def test_a_variable_that_comes_too_late_is_told(before, after, printed, preloaded):
     pytest.importorskip("triton")
     code = "import os; os.environ.pop('TRITON_INTERPRET', None)\n" + LATE.format(before=before, after=after)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -200,7 +200,7 @@ def test_answers_that_ignore_the_scores_fail_every_case(suite):
 
 
 @pytest.mark.parametrize("name", CAUGHT_BY["wrong.py"])
-def test_the_command_line_says_so(name, tmp_path):
+def test_the_command_line_says_so(name, tmp_path, preloaded):
     check, _ = CAUGHT_BY["wrong.py"][name]
     (tmp_path / "wrong.py").write_bytes((HERE / "wrong.py").read_bytes())
     command = [sys.executable, "-m", "attncheck", "run", "--backend", f"./wrong.py:{name}", "--check", check]

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, Self
 
 LIBRARIES = ("torch", "numpy", "pydantic", "yaml", "typer", "pytest")
 
-_AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "TORCH", "COV_", "COVERAGE_")
+_AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "TORCH_", "COV_", "COVERAGE_")
 """What variables begin with that an interpreter or a library reads when it starts; ``PYTHONPATH`` is acted on here."""
 _OPTIONS = ("-P", "-u")
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h

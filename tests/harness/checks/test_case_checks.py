@@ -71,7 +71,7 @@ def test_what_is_no_check_of_backends_is_refused(name: str) -> None:
         find_check(name)
 
 
-def test_one_check_loads_no_other() -> None:
+def test_one_check_loads_no_other(preloaded: None) -> None:
     code = (
         "import sys; from attncheck.harness.checks.case_checks import find_check; find_check('lse'); "
         "rooms = [f'attncheck.harness.checks.{name}' for name in ('timing', 'cudagraph', 'containment')]; "
@@ -94,7 +94,7 @@ def extended(tmp_path: Path) -> Path:
     return package.parent
 
 
-def test_a_new_check_is_one_module_and_one_row(extended: Path, tmp_path: Path) -> None:
+def test_a_new_check_is_one_module_and_one_row(extended: Path, tmp_path: Path, preloaded: None) -> None:
     def run(*arguments: str) -> tuple[int, str]:
         done = subprocess.run(
             [sys.executable, "-m", "attncheck", *arguments],

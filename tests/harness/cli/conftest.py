@@ -49,6 +49,8 @@ class Nothing(ReferenceBackend):
     def unsupported_reasons(cls, layer, cache, batch): return ["cannot"]
 """
 
+RUN = ("run", "--suite", "small.yaml", "--device", "cpu")
+
 Attncheck = Callable[..., int]
 
 
@@ -65,17 +67,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def run(folder: Path, preloaded: None) -> Attncheck:
     """``run("--backend", "reference")``: the exit code of that run of the small suite."""
-
-    def run(*words: str) -> int:
-        return cli.main(["run", "--suite", "small.yaml", "--device", "cpu", *words])
-
-    return run
+    return lambda *words: cli.main([*RUN, *words])
 
 
 @pytest.fixture
-def here(run: Attncheck) -> Attncheck:
+def here(folder: Path) -> Attncheck:
     """The same without processes of the backends' own, where these are not what is tested: they cost seconds."""
-    return lambda *words: run("--in-process", *words)
+    return lambda *words: cli.main([*RUN, "--in-process", *words])
 
 
 @pytest.fixture

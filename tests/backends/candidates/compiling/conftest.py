@@ -13,8 +13,8 @@ import pytest
 collect_ignore = ["launches.py", "census.py", "flex_calls.py"]
 
 
-@pytest.fixture(scope="session")
-def printed_by() -> Callable[..., Any]:
+@pytest.fixture
+def printed_by(preloaded: None) -> Callable[..., Any]:
     """``printed_by("launches.py", *arguments)``: what the script prints, read as JSON; Triton compiles in it."""
 
     def run(script: str, *arguments: object) -> Any:

@@ -18,10 +18,12 @@ def count(printed_by: Callable[..., Any], backend: str, *cases: str) -> int:
     return sum(printed_by("census.py", 90, backend, "smoke", *selected)["kernels"].values())
 
 
+@pytest.mark.slow
 def test_windows_groups_and_pages_share_kernels(printed_by: Callable[..., Any]) -> None:
     assert count(printed_by, "triton_unified", "window-prefill*", "groups*", "block-size*") <= 12
 
 
+@pytest.mark.slow
 def test_sizes_of_latent_layers_are_all_that_kernels_are_compiled_for(printed_by: Callable[..., Any]) -> None:
     assert count(printed_by, "triton_mla", "latent*") <= WHOLE["triton_mla"]
 

@@ -15,6 +15,7 @@ if sys.platform != "linux":
     pytest.skip("the pretended device is put into the library of torch for Linux", allow_module_level=True)
 
 
+@pytest.mark.slow
 def test_the_kernel_is_the_main_one_whatever_torch_would_choose(printed_by: Callable[..., Any]) -> None:
     # Torch would choose flex_decoding, which is several kernels.
     few_rows = {"num_kv_heads": 1, "rows": 6, "has_all_rows": False}
@@ -25,6 +26,7 @@ def test_the_kernel_is_the_main_one_whatever_torch_would_choose(printed_by: Call
         assert [kernel for kernel in call["kernels"] if "flex" in kernel] == ["triton_tem_fused_flex_attention_0"]
 
 
+@pytest.mark.slow
 def test_heads_scales_and_lengths_share_a_compilation(printed_by: Callable[..., Any]) -> None:
     calls = [
         {"num_heads": 16, "rows": 26, "keys": 127},  # as heads of their own: NoValidChoicesError

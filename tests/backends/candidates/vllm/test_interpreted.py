@@ -140,7 +140,7 @@ STAND_INS = {
 
 
 @pytest.mark.parametrize(("value", "has_triton"), [("1", True), ("0", False)])
-def test_vllm_finds_a_backend_for_the_cpu_while_it_looks_and_no_longer(tmp_path, value, has_triton):
+def test_vllm_finds_a_backend_for_the_cpu_while_it_looks_and_no_longer(tmp_path, value, has_triton, preloaded):
     for path, source in STAND_INS.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(textwrap.dedent(source))

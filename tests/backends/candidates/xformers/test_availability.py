@@ -127,7 +127,7 @@ print(sorted(PagedSplitK.SUPPORTED_DEVICES), torch.float32 in PagedSplitK.SUPPOR
 """
 
 
-def test_the_library_is_loaded_late_and_quietly_and_not_told_of_cpus_unless_interpreted(monkeypatch):
+def test_the_library_is_loaded_late_and_quietly_and_not_told_of_cpus_unless_interpreted(monkeypatch, preloaded):
     pytest.importorskip("xformers")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
