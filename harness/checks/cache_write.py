@@ -139,7 +139,7 @@ def _extreme(rows: Tensor) -> Tensor:
     limits = torch.finfo(rows.dtype)
     numbers = [limits.max, limits.tiny, 1 + limits.eps, -limits.max, -limits.tiny, 2 - limits.eps, 449.0, -61440.0]
     pattern = torch.tensor(numbers, dtype=rows.dtype)
-    return pattern[torch.arange(rows.numel()) % len(pattern)].reshape(rows.shape)
+    return pattern.repeat(-(-rows.numel() // len(pattern)))[: rows.numel()].reshape(rows.shape)
 
 
 def _differing(pool: KVPool, expected: Tensor, got: Tensor, slots: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ Rows = tuple[Tensor, Tensor]
 def extreme_rows(rows: Tensor, storage: Storage) -> Tensor:
     """Rows of the shape of ``rows`` that bring out how numbers are rounded; their honest codes can all be written."""
     quotients = torch.tensor(list(_quotients(storage.held)), dtype=torch.float64)
-    chosen = quotients[torch.arange(rows.numel()) % len(quotients)].reshape(rows.shape)
+    chosen = quotients.repeat(-(-rows.numel() // len(quotients)))[: rows.numel()].reshape(rows.shape)
     made = (chosen * storage.scale.double()).to(storage.dtype)
     told = torch.stack([storage.holds(codes) for codes in honest_codes(made, storage)]).all(0)
     if storage.held != torch.float8_e4m3fn:

@@ -94,16 +94,18 @@ def _whole(
     step: Step, common: CommonAttentionMetadata, *, common_prefix_len: int = 0, carries_sinks: bool = True
 ) -> ForwardCall:
     requests = [step.problem.requests[i] for i in step.order]
-    nth = torch.cat([torch.arange(request.rows) for request in requests])
+    rows = torch.tensor([request.rows for request in requests])
+    index = torch.arange(step.num_rows)
+    nth = index - (rows.cumsum(0) - rows).repeat_interleave(rows)
     first = torch.tensor([request.first_position for request in requests])
     return ForwardCall(
         common=common,
         query=step.query,
         key=step.key,
         value=step.value,
-        rows=torch.arange(step.num_rows),
+        rows=index,
         nth=nth,
-        position=nth + first.repeat_interleave(torch.tensor([request.rows for request in requests])),
+        position=nth + first.repeat_interleave(rows),
         num_key_rows=step.num_key_rows,
         common_prefix_len=common_prefix_len,
         carries_sinks=carries_sinks,

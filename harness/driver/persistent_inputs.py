@@ -80,6 +80,10 @@ def copied_calls(calls: Sequence[ForwardCall]) -> tuple[ForwardCall, ...]:
     def twin(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         place = tensor.device, storage.data_ptr()
+        if place not in memory and tensor.is_contiguous() and tensor.nbytes == storage.nbytes():
+            whole = tensor.clone()
+            memory[place] = whole.untyped_storage()
+            return whole
         if place not in memory:
             memory[place] = storage.clone()
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

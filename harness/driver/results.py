@@ -56,7 +56,9 @@ class StepAnswer:
 def placed(results: Sequence[CallResult]) -> StepAnswer:
     """Results for different rows, each where the step has it."""
     calls = [result.call for result in results]
-    place = torch.cat([call.rows for call in calls])
+    place: Tensor | None = torch.cat([call.rows for call in calls])
+    if torch.equal(place, torch.arange(len(place))):
+        place = None
     lses = [result.lse for result in results if result.lse is not None]
     lse = None
     if lses:
@@ -127,15 +129,19 @@ def observed(
 
 
 def in_problem_order(rows: Tensor, step: Step) -> Tensor:
-    """Real rows of a step back where the problem has them; padding rows stay behind."""
+    """Real rows of a step back where the problem has them; padding rows stay behind. ``rows``, if they are there."""
+    if step.is_in_problem_order:
+        return rows
     ordered = rows.clone()
     ordered[step.row_order.to(rows.device)] = rows[: step.num_rows]
     return ordered
 
 
-def _at(place: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """The rows of all pieces, the one at ``i`` put to ``place[i]``."""
+def _at(place: Tensor | None, pieces: Sequence[Tensor]) -> Tensor:
+    """The rows of all pieces, the one at ``i`` put to ``place[i]``; ``place`` of None: as they stand."""
     rows = torch.cat(list(pieces))
+    if place is None:
+        return rows
     placed = torch.empty_like(rows)
     placed[place.to(rows.device)] = rows
     return placed

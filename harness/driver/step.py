@@ -47,6 +47,11 @@ class Step:
         return 0 if self.key is None else len(self.problem.new_keys)
 
     @property
+    def is_in_problem_order(self) -> bool:
+        """Whether the requests stand in this step as they stand in the problem."""
+        return _is_as_given(self.order)
+
+    @property
     def num_rows(self) -> int:
         """Rows that belong to requests and are asked."""
         return len(self.row_order)
@@ -150,7 +155,10 @@ def make_step(
     order = tuple(range(len(problem.requests)) if order is None else order)
     requests = [problem.requests[i] for i in order]
     padding = problem.case.batch.padding
-    rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
+    if _is_as_given(order):
+        rows = torch.arange(len(problem.query))
+    else:
+        rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
     new_keys, slot_keys = _writes(problem, order)
     # In cross attention the key rows are the encoder's: the decoder's padding tokens do not lengthen them.
     key_padding = 0 if problem.is_cross else padding.tokens
@@ -183,6 +191,10 @@ def make_step(
     )
 
 
+def _is_as_given(order: Sequence[int]) -> bool:
+    return tuple(order) == tuple(range(len(order)))
+
+
 def _writes(problem: Problem, order: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Indices into the problem's keys: of the rows this step brings, and of its slots (-1: written nowhere).
 
@@ -193,6 +205,8 @@ def _writes(problem: Problem, order: Sequence[int]) -> tuple[Tensor, Tensor]:
         tokens = [torch.arange(r.num_keys - r.query_len, r.num_keys) for r in requests]
         index = torch.cat([torch.where(t < 0, -1, t + r.base) for t, r in zip(tokens, requests, strict=True)])
         return index[:0], index
+    if _is_as_given(order):
+        return problem.new_keys, problem.new_keys
     counts = [r.num_keys - r.cached + (0 if problem.is_cross else max(0, -r.first_position)) for r in problem.requests]
     pieces = problem.new_keys.split(counts)
     index = torch.cat([pieces[i] for i in order])
