@@ -28,9 +28,12 @@ _KEPT = 2
 
 
 class GraphLevelCheck:
-    """Findings by layer and cache: the measurements of one run, each made once a backend."""
+    """Findings by layer and cache: the measurements of one run, each made once a backend.
 
-    def __init__(self, seed: int, device: torch.device, cache: TruthCache) -> None:
+    ``cache``: gives the truths of the probes; None: each is computed.
+    """
+
+    def __init__(self, seed: int, device: torch.device, cache: TruthCache | None = None) -> None:
         self._seed, self._device, self._cache = seed, device, cache
         self._levels: dict[type[AttentionBackend], BackendLevels] = {}
         self._findings: dict[tuple[type[AttentionBackend], Case], Finding] = {}
