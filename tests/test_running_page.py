@@ -28,7 +28,7 @@ def test_a_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.setattr(watch, "_terminal_keys", lambda: nullcontext(lambda _seconds: "q"))
+    monkeypatch.setattr(watch, "terminal_keys", lambda: nullcontext(lambda _seconds: "q"))
     words = shlex.split(command)
     if "--watch" in words:  # which has the process of the backend wait
         assert cli.main(words) == 0

@@ -5,8 +5,6 @@ the round. Syntax errors and other reasons why nothing could be examined are sho
 """
 
 import contextlib
-import os
-import select
 import signal
 import sys
 import time
@@ -22,27 +20,20 @@ from attncheck.harness.cli.output import show_printed, terminal_width
 from attncheck.harness.cli.run_execution import FinishedRun, execute_run, preparation_of
 from attncheck.harness.cli.run_files import open_run
 from attncheck.harness.cli.run_options import RunOptions
+from attncheck.harness.cli.watch_terminal import CLEAR, Keys, RoundLines, terminal_keys
 from attncheck.harness.cli.watched_files import WatchedFiles
 from attncheck.harness.run.selection import Selection, select_cases
 from attncheck.harness.workers.worker_process import WorkerProcess
 from attncheck.reports.analysis.phrases import plural, title
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
-from attncheck.reports.terminal.watch import render_record, render_round
+from attncheck.reports.terminal.watch import render_round
 
 _POLL_S = 0.05
 """Seconds between two looks at the files."""
 
 _SETTLED_S = 0.02
 """Seconds without a further change, after which a save is complete."""
-
-_FIRST_LINES = 6
-"""Records of what fell short before that have a line of their own."""
-
-_CLEAR = "\033[H\033[2J\033[3J"
-
-Keys = Callable[[float], str]
-"""Waits for a key for so many seconds, and returns it; empty: none was pressed."""
 
 
 class FilesSavedError(KeyboardInterrupt):
@@ -61,7 +52,7 @@ def watch_run(options: RunOptions, spare: WorkerProcess | None, *, color: bool, 
     paths = [suite.path for suite in selection.suites]
     files = WatchedFiles(options.backends, [*paths, *([options.expect] if options.expect else [])])
     watch = _Watch(options, files, selection, spare, color=color)
-    with contextlib.closing(watch), _terminal_keys() if keys is None else contextlib.nullcontext(keys) as pressed:
+    with contextlib.closing(watch), terminal_keys() if keys is None else contextlib.nullcontext(keys) as pressed:
         began, since = time.monotonic(), "start"
         while True:
             files.accept()
@@ -146,9 +137,9 @@ class _Watch:
         ``began``: when the files were saved, by time.monotonic(). ``since``: the word for it.
         """
         failing = tuple(dict.fromkeys(case for (_, case, _), is_short in self._short.items() if is_short))
-        shown = _RoundLines(began, since, failing, self._prepare_spare)
+        shown = RoundLines(began, since, failing, self._prepare_spare, is_terminal=self._is_terminal)
         if self._is_terminal:
-            typer.echo(_CLEAR, nl=False)
+            typer.echo(CLEAR, nl=False)
         self._prepare_spare()
         spare, self._spare = self._spare, None
         options = replace(self._options, folder=None, first=failing)
@@ -189,7 +180,7 @@ class _Watch:
             self._spare = WorkerProcess(self._environment, show_printed if self._options.show_output else None)
         self._spare.prepare(self._prepare)
 
-    def _show_result(self, finished: FinishedRun, shown: "_RoundLines") -> None:
+    def _show_result(self, finished: FinishedRun, shown: RoundLines) -> None:
         header, records = finished.header, finished.records
         errors = (*finished.blind, *finished.unmet)
         self.is_short = bool(errors) or any(record.outcome in FALLEN_SHORT for record in records)
@@ -215,38 +206,7 @@ class _Watch:
 
     def _show(self, text: str) -> None:
         """Show ``text``: alone on a terminal, elsewhere below what is there."""
-        typer.echo(f"{_CLEAR if self._is_terminal else ''}{text}", color=self._color)
-
-
-class _RoundLines:
-    """Prints the first verdicts of a round as they come.
-
-    ``first``: the cases that fell short before. ``at_verdict`` is called after the first record; ``first_s``: the
-    seconds until then.
-    """
-
-    def __init__(self, began: float, since: str, first: tuple[str, ...], at_verdict: Callable[[], None]) -> None:
-        self.since, self.first_s = since, 0.0
-        self.records: list[Record] = []
-        self._began, self._first, self._at_verdict = began, first, at_verdict
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the save."""
-        return time.monotonic() - self._began
-
-    def begin(self, header: RunHeader) -> None:
-        """Print nothing: what is asked is shown with the result."""
-
-    def see(self, record: Record) -> None:
-        """Print the record if it is the first one, or one of a case that fell short before."""
-        is_first = not self.records
-        self.records.append(record)
-        if is_first or (record.case in self._first and len(self.records) <= _FIRST_LINES):
-            typer.echo(f"{self.elapsed:.1f} s after the {self.since}: {render_record(record)}")
-        if is_first:
-            self.first_s = self.elapsed
-            self._at_verdict()
+        typer.echo(f"{CLEAR if self._is_terminal else ''}{text}", color=self._color)
 
 
 @contextlib.contextmanager
@@ -268,31 +228,3 @@ def _interrupted_by(files: WatchedFiles) -> Iterator[Callable[[], None]]:
     finally:
         stop()
         signal.signal(signal.SIGALRM, before)
-
-
-@contextlib.contextmanager
-def _terminal_keys() -> Iterator[Keys]:
-    """Yield what waits for a key, which the terminal then gives without a newline; elsewhere it only waits."""
-    if not sys.stdin.isatty():
-        yield _no_key
-        return
-    import termios
-    import tty
-
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-
-    def read(seconds: float) -> str:
-        ready, _, _ = select.select([descriptor], [], [], seconds)
-        return os.read(descriptor, 1).decode(errors="replace") if ready else ""
-
-    try:
-        tty.setcbreak(descriptor)
-        yield read
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _no_key(seconds: float) -> str:
-    time.sleep(seconds)
-    return ""
