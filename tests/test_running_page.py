@@ -3,11 +3,13 @@
 import re
 import shlex
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from attncheck.harness.cli import app as cli
+from attncheck.harness.cli import watch
 from attncheck.harness.cli.config import KEEP, Config, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +28,11 @@ def test_a_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.setattr(watch, "terminal_keys", lambda: nullcontext(lambda _seconds: "q"))
     words = shlex.split(command)
+    if "--watch" in words:  # which has the process of the backend wait
+        assert cli.main(words) == 0
+        return
     here = ["--in-process", "--device", "cpu"] if words[0] == "run" else []
     assert cli.main([*words, *here]) == 0
 

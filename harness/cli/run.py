@@ -27,6 +27,7 @@ def run(
     case: arguments.Cases = None,
     keywords: arguments.Keywords = None,
     last_failed: arguments.LastFailed = False,
+    watch: arguments.Watch = False,
     check: arguments.Checks = None,
     skip: arguments.Skip = None,
     rounds: arguments.Rounds = None,
@@ -115,6 +116,10 @@ def run(
     )
     if last_failed:
         options = only_failed(options, newest_run(folder))
+    if watch:
+        from attncheck.harness.cli.watch import watch_run
+
+        return watch_run(options, spare, color=use_color(color))
 
     def print_result(finished: "FinishedRun") -> None:
         _print_report(finished, quiet=quiet, color=use_color(color))

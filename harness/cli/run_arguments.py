@@ -105,6 +105,14 @@ Skip = Annotated[
         autocompletion=completion.checks,
     ),
 ]
+Watch = Annotated[
+    bool,
+    typer.Option(
+        "--watch",
+        help="Examine again after each save of the backend's file, of Python files beside it, or of a case file; first "
+        "what fell short before. q ends it.",
+    ),
+]
 
 # How.
 Rounds = Annotated[

@@ -23,6 +23,7 @@ from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing, select_cases
 from attncheck.harness.truth.shared_folder import truths_folder
+from attncheck.harness.workers.protocol import Prepare
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import WorkerProcess
 from attncheck.reports.run_file.header import RunHeader
@@ -73,11 +74,13 @@ def execute_run(
     begin: Callable[[RunHeader], None],
     end: Callable[[FinishedRun], None] | None = None,
     spare: WorkerProcess | None = None,
+    see: Callable[[Record], None] | None = None,
 ) -> FinishedRun:
     """Execute the run of ``options``; ``begin`` is called with its header before the first case is examined.
 
-    ``end`` is called with what is returned, while the processes of the backends end. ``spare``: a process that was
-    started ahead; it is used for the first backend, and closed.
+    ``end`` is called with what is returned, while the processes of the backends end. ``see`` is called with each record
+    as it comes; None: the progress is shown on stderr. ``spare``: a process that was started ahead; it is used for the
+    first backend, and closed.
 
     Raises:
         QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
@@ -90,14 +93,13 @@ def execute_run(
         skip=options.skip,
         keywords=options.keywords,
         keys=options.keys,
-    )
+    ).beginning_with(options.first)
     timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
     make_dump_folder(options.dump)
     show = show_printed if options.show_output else None
-    functions = any(case.batch.path.name in FUNCTION_PATHS for case in selection.cases)
-    with WorkerPool(show, spare, selection.asked_checks, functions=functions) as pool:
+    with WorkerPool(show, spare, preparation_of(selection)) as pool:
         if options.backend_refs is not None and not options.in_process:
             pool.start(first_refs(options.backend_refs, selection.suites))
 
@@ -111,12 +113,18 @@ def execute_run(
             rounds=rounds,
             truths=truths_folder() if options.cache else None,
         )
-        finished = _execute(options, selection, settings, None if options.in_process else pool, begin)
+        finished = _execute(options, selection, settings, None if options.in_process else pool, begin, see)
         if finished.ended_by is not None:
             pool.close(at_once=True)
         if end is not None:
             end(finished)
         return finished
+
+
+def preparation_of(selection: Selection, libraries: Sequence[str] = ()) -> Prepare:
+    """Return what the process of a backend imports before it; ``libraries``: those that the backend imports itself."""
+    functions = any(case.batch.path.name in FUNCTION_PATHS for case in selection.cases)
+    return Prepare(checks=selection.asked_checks, functions=functions, libraries=tuple(libraries))
 
 
 def _execute(
@@ -125,6 +133,7 @@ def _execute(
     settings: "RunSettings",
     pool: WorkerPool | None,
     begin: Callable[[RunHeader], None],
+    see: Callable[[Record], None] | None,
 ) -> FinishedRun:
     from attncheck.harness.cli.progress import Tally, progress_for
     from attncheck.harness.run.outcomes import Circumstances
@@ -162,7 +171,7 @@ def _execute(
                 progress_for(
                     count,
                     rounds=plan.rounds,
-                    silent=options.in_process and not options.verbose,
+                    silent=see is not None or (options.in_process and not options.verbose),
                     verbose=options.verbose,
                     is_timed=is_timed,
                     color=options.color,
@@ -170,7 +179,9 @@ def _execute(
             ):
                 found = itertools.chain(examined, examine_providers(functions, circumstances) if functions else ())
                 judged = found if expectations is None else map(expectations.apply, found)
-                stopped = _examine(judged, records, (tally.see, writer.add, progress.see), maxfail=options.maxfail)
+                stopped = _examine(
+                    judged, records, (tally.see, writer.add, see or progress.see), maxfail=options.maxfail
+                )
             blind = tuple(map(str, examiner.blind))
             unmet = tuple(expectations.unmet(stopped_early=bool(stopped))) if expectations else ()
             unseen = tuple(expectations.unseen()) if expectations and not stopped else ()

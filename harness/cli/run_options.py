@@ -19,9 +19,9 @@ class RunOptions:
     """What a run examines and how; each field means what the command line's option of that name means.
 
     Empty: the option was not given, and its default counts. ``checks``, ``skip``: names, with patterns resolved.
-    ``keys``: only these ``suite/id``, where there are any. ``folder``: where a run file without ``output`` is written,
-    of which the newest ``keep`` stay; None: none is written. ``color``: the progress may have colours. ``notes``,
-    ``command``: where options are from, and what was typed, for the run file.
+    ``keys``: only these ``suite/id``, where there are any; ``first``: these before the others. ``folder``: where a run
+    file without ``output`` is written, of which the newest ``keep`` stay; None: none is written. ``color``: the
+    progress may have colours. ``notes``, ``command``: where options are from, and what was typed, for the run file.
 
     Raises:
         SelectionError: a check or a pattern that no backend or provider of the run is examined by, or a limit that
@@ -35,6 +35,7 @@ class RunOptions:
     cases: tuple[str, ...] = ()
     keywords: str = ""
     keys: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
     checks: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()

@@ -65,6 +65,11 @@ class Selection:
         """Whether the check ``timing`` is made of any case."""
         return any(TIMING in checks_of(case, self.checks) for case in self.cases)
 
+    def beginning_with(self, keys: Collection[str]) -> "Selection":
+        """The same with the cases of these keys, ``suite/id``, before the others."""
+        first = frozenset(keys)
+        return replace(self, cases=tuple(sorted(self.cases, key=lambda case: case.key not in first)))
+
     def of_suites(self, names: Collection[str]) -> "Selection":
         """The same of these suites only.
 

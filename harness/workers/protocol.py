@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import Crashed, Record
 
@@ -34,11 +35,16 @@ class _Message(BaseModel):
 
 
 class Prepare(_Message):
-    """Imports what will be needed, before any backend. ``functions``: a case examines a function of the backend."""
+    """Imports what will be needed, before any backend.
+
+    ``functions``: a case examines a function of the backend. ``libraries``: those that the backend imports; one that
+    cannot be imported is left to the backend.
+    """
 
     kind: Literal["prepare"] = "prepare"
-    checks: tuple[str, ...]
-    functions: bool
+    checks: tuple[str, ...] = BACKEND_CHECKS
+    functions: bool = True
+    libraries: tuple[str, ...] = ()
 
 
 class Load(_Message):

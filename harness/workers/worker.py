@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from attncheck.errors import InternalError, QuestionError
@@ -170,6 +171,9 @@ def _serve(pipes: WorkerPipes) -> None:
         if not isinstance(prepare, Prepare):
             return
         import_checks(prepare.checks, functions=prepare.functions)
+        for library in prepare.libraries:
+            with suppress(ImportError):
+                import_module(library)
     load = _next_request(pipes)
     if not isinstance(load, Load):
         return

@@ -26,7 +26,6 @@ from attncheck.harness.workers.protocol import (
     Refused,
 )
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
-from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.causes import last_words
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
@@ -57,19 +56,17 @@ class WorkerPool:
         self,
         show: Show | None = None,
         spare: WorkerProcess | None = None,
-        checks: Sequence[str] = BACKEND_CHECKS,
-        *,
-        functions: bool = True,
+        prepare: Prepare | None = None,
     ) -> None:
         """``show``: is given what the processes print, line by line, with the name of the backend.
 
-        ``spare``: a process that was started ahead, without a backend; the pool closes it. ``checks``, ``functions``:
-        what the processes import before their backend; see :class:`Prepare`.
+        ``spare``: a process that was started ahead, without a backend; the pool closes it. ``prepare``: what the
+        processes import before their backend; None: all checks.
         """
         self._show, self._spare = show, spare
-        self._prepare = Prepare(checks=tuple(checks), functions=functions)
+        self._prepare = prepare or Prepare()
         if spare is not None:
-            spare.send(self._prepare)
+            spare.prepare(self._prepare)
         free = free_host_bytes()
         self._room = sys.maxsize if free is None else max(free // (2 * _PROCESS_BYTES), _LEAST_ROOM)
         self._prepared: set[str] = set()
@@ -268,19 +265,18 @@ class WorkerPool:
     def _start(self, ref: str) -> None:
         if ref in self._processes:
             return
-        environment = self._environments.get(ref)
-        process = self._spare if environment is None else None
-        if process is None:
-            process = self._new(environment)
-        else:
-            self._spare = None
+        process, self._spare = self._spare, None
+        if process is None or not self._environments.get(ref, {}).items() <= process.environment.items():
+            self._spare = process
+            process = self._new(self._environments.get(ref))
+        self._environments[ref] = process.environment
         self._processes[ref] = process
         process.load(ref)
 
     def _new(self, environment: Mapping[str, str] | None = None, *, is_shown: bool = True) -> WorkerProcess:
         """Start a process that has no backend yet."""
         process = WorkerProcess(environment, self._show if is_shown else None)
-        process.send(self._prepare)
+        process.prepare(self._prepare)
         return process
 
     def _description(self, process: WorkerProcess) -> BackendDescription | QuestionError:

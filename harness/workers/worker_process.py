@@ -24,7 +24,7 @@ from attncheck.harness.problem.host_memory import free_host_bytes, oom_kills
 from attncheck.harness.workers.printed_output import KEPT, PrintedOutput, Show
 
 if TYPE_CHECKING:
-    from attncheck.harness.workers.protocol import Answer, Request
+    from attncheck.harness.workers.protocol import Answer, Prepare, Request
 
 _START = """\
 import sys
@@ -55,12 +55,14 @@ class ProcessEndedError(InternalError):
 class WorkerProcess:
     """A process that loads torch, and then waits for the backend to load; see ``protocol.py``.
 
-    ``environment``: on top of this process's. ``show`` is given what the process prints. ``ref``: of its backend, empty
-    before :meth:`load`. To be closed, whatever happens; a context manager closes it by itself.
+    ``environment``: on top of this process's, also as an attribute. ``show`` is given what the process prints. ``ref``:
+    of its backend, empty before :meth:`load`. To be closed, whatever happens; a context manager closes it by itself.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None, show: Show | None = None) -> None:
         self.ref = ""
+        self.environment = dict(environment or {})
+        self._is_prepared = False
         self._finishing_since: float | None = None
         self._received = bytearray()
         self._is_closed = False
@@ -78,7 +80,7 @@ class WorkerProcess:
             path = "\n".join(map(str, sys.path))
             self._process = subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
                 [sys.executable, "-P", "-u", "-c", _START, str(theirs_to_read), str(theirs_to_write), path],
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=theirs_to_print,
                 stderr=theirs_to_print,
@@ -108,6 +110,12 @@ class WorkerProcess:
                     self._process.returncode = os.waitstatus_to_exitcode(status)
                     self._peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
             return self._process.returncode is not None
+
+    def prepare(self, request: "Prepare") -> None:
+        """Let the process import what it will need; the first request counts. It answers nothing."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            self.send(request)
 
     def load(self, ref: str) -> None:
         """Let the process load the backend ``ref``; it answers nothing."""

@@ -31,6 +31,8 @@ _AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "TORCH_", "COV_", 
 _OPTIONS = ("-P", "-u")
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 MOST_BYTES = 2**20
+_LONGEST = 2**17 - 2
+"""Bytes of a variable that Linux lets a process be started with, but for `=` and the end."""
 _SERVER = """\
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -169,7 +171,8 @@ class Preloaded:
         given = {number: number for number in pass_fds if number != failed}
         given |= {number: number if own == -1 else own for number, own in enumerate((stdin, stdout, stderr))}
         process = None
-        if words[0] == sys.executable and rest[-2] is None:  # no preexec_fn
+        is_short = all(len(name) + len(value) < _LONGEST for name, value in environment.items())
+        if words[0] == sys.executable and is_short and rest[-2] is None:  # no preexec_fn
             folder = os.fsdecode(cwd or str(Path.cwd()))
             process = self.fork(words[1:], given, folder=folder, environment=environment, leads=bool(leads))
         return _real_fork_exec(*arguments) if process is None else process

@@ -101,6 +101,19 @@ def test_a_case_of_another_suite_is_suggested_with_its_suite() -> None:
     assert select_cases([match[1]], ["verify-drafts"]).cases
 
 
+def test_chosen_cases_come_first_and_the_others_stay_in_order() -> None:
+    asked = select_cases(["decode"])
+    keys = [case.key for case in asked.cases]
+    first = asked.beginning_with([keys[3], keys[1], "decode/gone"])
+    assert [case.key for case in first.cases] == [keys[1], keys[3], keys[0], keys[2], *keys[4:]]
+
+
+def test_the_checks_that_are_made_of_any_case() -> None:
+    assert select_cases(["smoke"], ["prefill"], ["lse", "numerics"]).asked_checks == ("numerics", "lse")
+    assert "timing" not in select_cases(["smoke"]).asked_checks
+    assert select_cases(["smoke"], (), ["timing"]).asked_checks == ("timing",)
+
+
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [

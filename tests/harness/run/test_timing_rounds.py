@@ -9,7 +9,8 @@ import pytest
 from attncheck.errors import SelectionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.run.evaluation import RunPlan
+from attncheck.harness.run.evaluation import environment_of
+from attncheck.harness.run.plan import RunPlan
 from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import DEFAULT_ROUNDS, check_timed, choose_rounds, select_cases
 from attncheck.harness.run.timing_rounds import (
@@ -22,7 +23,7 @@ from attncheck.harness.run.timing_rounds import (
 from attncheck.harness.workers.protocol import Assignment
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reference.spec_names import DEFAULT_CHECKS
-from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.header import BackendInfo, Environment
 
 
 def test_times_are_asked_apart_from_all_other_checks(make_case: Any) -> None:
@@ -90,6 +91,9 @@ class FakePool(WorkerPool):
 
     def assign(self, assignment: Assignment) -> None:
         self.assignment = assignment
+
+    def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
+        return "cpu", (), environment_of("cpu")
 
     def describe(self, refs: Sequence[str]) -> list[BackendDescription]:
         return [BackendDescription(info=BackendInfo(name=ref, ref=ref)) for ref in refs]

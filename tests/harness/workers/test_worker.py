@@ -124,7 +124,7 @@ def test_only_the_process_of_a_built_in_backend_stores_truths(ref: str, stored: 
         "from attncheck.backends.candidates.reference import ReferenceBackend\nclass Mine(ReferenceBackend): pass\n"
     )
     truths = folder / "truths"
-    with WorkerProcess(ref, {}) as process:
+    with loading(ref) as process:
         process.send(assignment().model_copy(update={"truths": str(truths)}))
         assert isinstance(process.receive(), Described)
         process.send(Examine(case="small/decode", checks=("numerics",)))
@@ -155,7 +155,12 @@ def test_a_process_chooses_the_device_before_it_has_a_backend_and_after(folder: 
     with WorkerProcess() as process:
         process.send(Prepare(checks=(), functions=False))
         process.send(ChooseDevice(wanted="cpu:0", wishes=()))
-        assert process.receive() == DeviceChosen(device="cpu", notes=(), environment=environment_of("cpu"))
+        chosen = process.receive()
+        assert isinstance(chosen, DeviceChosen)
+        assert (chosen.device, chosen.notes) == ("cpu", ())
+        same_sources = {"git_commit": None}  # which may be edited meanwhile
+        here = environment_of("cpu").model_copy(update=same_sources)
+        assert chosen.environment.model_copy(update=same_sources) == here
         process.load("reference")
         process.send(ChooseDevice(wanted="moon", wishes=()))
         refused = process.receive()

@@ -58,6 +58,9 @@ class Fake:
         self._turn = 0
         self.started.append(self)
 
+    def prepare(self, request: Prepare) -> None:
+        self.requests.append(request)
+
     def load(self, ref: str) -> None:
         self._turn = sum(other.ref == ref for other in self.started)
         self.ref = ref
@@ -111,12 +114,13 @@ def test_all_are_started_before_the_first_is_listened_to(started: list[Fake]) ->
 def test_the_process_that_was_started_ahead_gets_the_first_backend(started: list[Fake]) -> None:
     Fake.script = {ref: [described(ref)] for ref in "ab"}
     spare = Fake()
-    with WorkerPool(None, spare, ("lse",), functions=False) as processes:  # type: ignore[arg-type]
+    asked = Prepare(checks=("lse",), functions=False)
+    with WorkerPool(None, spare, asked) as processes:  # type: ignore[arg-type]
         processes.assign(ASSIGNMENT)
         processes.start(["a", "b"])
         assert [fake.ref for fake in started] == ["a", "b"]
         assert started[0] is spare
-        assert [fake.requests for fake in started] == [[Prepare(checks=("lse",), functions=False)]] * 2
+        assert [fake.requests for fake in started] == [[asked]] * 2
 
 
 def test_one_that_was_started_ahead_and_is_not_needed_ends(started: list[Fake]) -> None:
