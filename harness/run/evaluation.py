@@ -57,8 +57,8 @@ class UnavailableBackend:
 class RunPlan:
     """What is to be examined. ``checks`` of None: those each case asks for, or all.
 
-    ``backends``: those that are examined in this process. ``chosen``: by reference, the keys of the cases that a backend
-    gets; a backend without an entry gets all. ``timing``, ``rounds``: how the check of that name is made, and in how
+    ``backends``: those that are examined in this process. ``chosen``: by reference, the keys of a backend's cases; a
+    backend without an entry gets all. ``timing``, ``rounds``: how the check of that name is made, and in how
     many processes of each backend, one after another.
     """
 

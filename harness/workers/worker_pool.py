@@ -54,6 +54,7 @@ class WorkerPool:
         self._infos: dict[str, BackendInfo] = {}
         self._finishing: list[WorkerProcess] = []
         self._assignment: Assignment | None = None
+        self._twins: list[WorkerPool] = []
 
     def __enter__(self) -> Self:
         return self
@@ -67,6 +68,15 @@ class WorkerPool:
         """End all processes; those that are finishing get a moment for it, unless ``at_once``. May be repeated."""
         for process in (*self._processes.values(), *self._finishing):
             process.close(at_once=at_once)
+        for twin in self._twins:
+            twin.close(at_once=at_once)
+
+    def twin(self) -> "WorkerPool":
+        """Return a pool for one more process of each backend described here; it is closed with this one."""
+        twin = WorkerPool(self._show)
+        twin._environments, twin._infos, twin._assignment = self._environments, self._infos, self._assignment
+        self._twins.append(twin)
+        return twin
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the processes of ``refs`` that are not there yet, as many as there is memory for.
@@ -77,13 +87,17 @@ class WorkerPool:
             if len(self._processes) < self._room:
                 self._start(ref)
 
-    def prepare(self, ref: str) -> None:
-        """Start the process of ``ref``, if it is not there, so that :meth:`restart` need not wait for long."""
+    def prepare(self, ref: str) -> WorkerProcess | None:
+        """Start the process of ``ref``, if it is not there, so that :meth:`restart` need not wait for long.
+
+        Return the process, which may still be loading the backend; None: it cannot be started.
+        """
         if ref not in self._processes and self._assignment is not None:
             with suppress(OSError):  # restart() meets it again, when it matters
                 self._start(ref)
                 self._processes[ref].send(self._assignment)
                 self._prepared.add(ref)
+        return self._processes.get(ref)
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
         """Assign the run of ``plan`` to the processes."""
@@ -181,6 +195,8 @@ class WorkerPool:
         """End all processes but that of ``ref``; on return nothing else of the run is at work, or ending."""
         self.keep_only([ref])
         self._await_finishing()
+        while self._twins:
+            self._twins.pop().close()
 
     def keep_only(self, refs: Iterable[str]) -> None:
         """End all processes but those of ``refs``."""

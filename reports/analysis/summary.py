@@ -108,7 +108,8 @@ class RunSummary:
     @property
     def absent(self) -> tuple[str, ...]:
         """Backends of which no case can run on the machine."""
-        return tuple(b for b in self.backends if {outcome for outcome, _ in self.by_backend[b].counts} == {"unavailable"})
+        outcomes = {name: {outcome for outcome, _ in self.by_backend[name].counts} for name in self.backends}
+        return tuple(name for name, found in outcomes.items() if found == {"unavailable"})
 
     @property
     def has_errors_measured(self) -> bool:
