@@ -45,6 +45,7 @@ def run(
     expect: arguments.Expect = None,
     dump: arguments.Dump = None,
     in_process: arguments.InProcess = False,
+    jobs: arguments.Jobs = None,
     show_output: arguments.ShowOutput = False,
     no_warm: arguments.NoWarm = False,
     no_cache: arguments.NoCache = False,
@@ -73,7 +74,7 @@ def run(
     from attncheck.harness.cli.last_failed import only_failed
     from attncheck.harness.cli.run_execution import execute_run
     from attncheck.harness.cli.run_files import kept_folder, newest_run
-    from attncheck.harness.cli.run_options import RunOptions
+    from attncheck.harness.cli.run_options import RunOptions, read_jobs
     from attncheck.harness.run.patterns import choose_checks, split_commas
 
     if no_output and output is not None:
@@ -106,6 +107,7 @@ def run(
         expect=expect or config.expect,
         dump=dump,
         in_process=in_process,
+        jobs=read_jobs(jobs),
         show_output=show_output,
         warm=not no_warm,
         cache=config.cache and not no_cache,

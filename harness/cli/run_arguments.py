@@ -167,6 +167,16 @@ InProcess = Annotated[
         "debuggers, profilers, sanitizers.",
     ),
 ]
+Jobs = Annotated[
+    str | None,
+    typer.Option(
+        "--jobs",
+        "-j",
+        metavar="N|auto",
+        help="Processes of backends at work side by side; while times are taken there is one. Default: auto, on a "
+        "CPU as many as there are cores and memory for, on a GPU 1.",
+    ),
+]
 ShowOutput = Annotated[
     bool,
     typer.Option(

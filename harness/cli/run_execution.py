@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from attncheck.backends.declarations import FUNCTION_PATHS
-from attncheck.errors import QuestionError, RunFileError
+from attncheck.errors import QuestionError, RunFileError, SelectionError
 from attncheck.harness.cli.interruption import interruptible, signal_of
 from attncheck.harness.cli.output import show_printed
 from attncheck.harness.cli.run_files import open_run
@@ -142,7 +142,7 @@ def _execute(
 
     prepared = prepare_run(selection, options.backend_refs, settings, pool=pool)
     plan, environment = prepared.plan, prepared.environment
-    examiner = case_examiner(prepared, pool, options.case_limit_s, warms=options.warm)
+    examiner = case_examiner(prepared, pool, options.case_limit_s, warms=options.warm, jobs=options.jobs)
     functions = _plan_providers(options, plan)
     infos = [each.info for each in prepared.backends]
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
@@ -199,24 +199,34 @@ def _execute(
 
 
 def case_examiner(
-    prepared: "PreparedRun", pool: WorkerPool | None, limit_s: float | None = None, *, warms: bool = True
+    prepared: "PreparedRun",
+    pool: WorkerPool | None,
+    limit_s: float | None = None,
+    *,
+    warms: bool = True,
+    jobs: int | None = None,
 ) -> CaseExaminer:
     """Return what examines the plan: this process, or those of ``pool``, killed after ``limit_s`` without an answer.
 
-    ``warms``: on a GPU, other processes compile kernels ahead of the run.
+    ``warms``: on a GPU, other processes compile kernels ahead of the run. ``jobs``: processes at work at once; None:
+    one on a GPU, on a CPU as many as there are cores and memory for.
+
+    Raises:
+        SelectionError: several processes at once on a GPU.
     """
-    from attncheck.harness.run.environment import usable_cores
     from attncheck.harness.workers.supervisor import Supervisor
+    from attncheck.harness.workers.warming import most_processes
 
     plan, environment = prepared.plan, prepared.environment
     if pool is None or not prepared.backends:
         from attncheck.harness.run.evaluation import Examiner
 
         return Examiner(plan, environment)
-    # On a GPU two processes would share its memory, and one core is busy with one.
-    asks_ahead = plan.device == "cpu" and usable_cores() > 1
-    warms = warms and plan.device != "cpu"
-    return Supervisor(plan, prepared.backends, pool, environment, asks_ahead=asks_ahead, warms=warms, limit_s=limit_s)
+    is_gpu = plan.device != "cpu"
+    if is_gpu and (jobs or 1) > 1:
+        raise SelectionError(f"--jobs {jobs} on {plan.device}: processes would share its memory; give --jobs 1 or auto")
+    jobs = jobs or (1 if is_gpu else most_processes(plan.device))
+    return Supervisor(plan, prepared.backends, pool, environment, jobs=jobs, warms=warms and is_gpu, limit_s=limit_s)
 
 
 def _plan_providers(options: RunOptions, plan: "RunPlan") -> "ProviderPlan | None":

@@ -14,6 +14,19 @@ _CASE_LIMIT_S = 600.0
 """Long enough for a cold compile, the longest that a check takes."""
 
 
+def read_jobs(text: str | None) -> int | None:
+    """Return the number of processes that ``--jobs`` gives; None for ``auto``, and without the option.
+
+    Raises:
+        SelectionError: it is neither ``auto`` nor a whole number, 1 or above.
+    """
+    if text in (None, "auto"):
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise SelectionError(f"--jobs {text!r}: give a whole number, 1 or above, or auto")
+    return int(text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What a run examines and how; each field means what the command line's option of that name means.
@@ -53,6 +66,7 @@ class RunOptions:
     expect: Path | None = None
     dump: Path | None = None
     in_process: bool = False
+    jobs: int | None = None
     show_output: bool = False
     warm: bool = True
     cache: bool = True
@@ -69,6 +83,8 @@ class RunOptions:
                 f"--case-timeout {self.case_timeout:g} kills the process of a backend, and --in-process starts none; "
                 "leave out one of them"
             )
+        if self.jobs is not None and self.jobs > 1 and self.in_process:
+            raise SelectionError(f"--jobs {self.jobs} and --in-process, which is one process; leave out one of them")
         for ref in self.backends:
             if ref.endswith((".yaml", ".yml")):
                 raise SelectionError(f"backend {ref!r} is named as a case file is; give --suite {ref}")

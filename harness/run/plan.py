@@ -30,8 +30,8 @@ class UnavailableBackend:
 class RunPlan:
     """What is to be examined. ``checks`` of None: those each case asks for, or all.
 
-    ``backends``: those that are examined in this process. ``suites``: by reference, the one suite a backend is asked;
-    one that does not stand there is asked all. ``timing``, ``rounds``: how the check of that name is made, and in how
+    ``backends``: those that are examined in this process. ``chosen``: by reference, the keys of a backend's cases; a
+    backend without an entry gets all. ``timing``, ``rounds``: how the check of that name is made, and in how
     many processes of each backend, one after another. ``shares_probes``: the layers and caches of a backend's cases
     share the probes of CUDA graphs out; else each plays all of them. ``truths``: the folder of stored truths; None: all
     are computed.
@@ -43,7 +43,7 @@ class RunPlan:
     device: str = "cpu"
     seed: int = 0
     dump: Path | None = None
-    suites: Mapping[str, str] = field(default_factory=dict)
+    chosen: Mapping[str, frozenset[str]] = field(default_factory=dict)
     timing: TimingSettings = field(default_factory=TimingSettings)
     rounds: int = 1
     shares_probes: bool = True
@@ -55,7 +55,7 @@ class RunPlan:
 
     def includes(self, ref: str, case: Case) -> bool:
         """Whether the backend of this reference is examined with ``case``."""
-        return self.suites.get(ref, case.suite) == case.suite
+        return ref not in self.chosen or case.key in self.chosen[ref]
 
     def checks_of(self, case: Case) -> tuple[str, ...]:
         """The checks to make of ``case``, in the order they are reported."""

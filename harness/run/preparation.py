@@ -5,7 +5,7 @@ refuse the same things with the same words. What examines the plan is the caller
 backends have processes of their own.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +17,7 @@ from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_choice import choose_backends, refuse_unavailable, suite_device
 from attncheck.harness.run.backend_description import BackendDescription, DescribeBackends
 from attncheck.harness.run.plan import RunPlan, UnavailableBackend
-from attncheck.harness.run.selection import Selection, check_seed, default_suites
+from attncheck.harness.run.selection import Selection, check_seed, default_cases, default_suites
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.run_file.store import now
@@ -109,6 +109,7 @@ def prepare_run(
     )
     if refs is None:
         return PreparedRun(selection, plan, environment, (), notes)
+    selection = replace(selection, is_short=not refs and selection.by_default and not selection.names_cases)
     if pool is None:
         from attncheck.harness.run.backend_loading import Loader
 
@@ -122,24 +123,34 @@ def prepare_run(
         refuse_unavailable(backends)
     if selection.by_default:
         suites = default_suites(selection, backends)
-        selection = selection.of_suites(suites.values())
-        plan = replace(plan, cases=selection.cases, suites=suites)
-        notes = (*notes, *suite_notes(suites, {case.suite for case in selection.cases}))
+        chosen = default_cases(selection, backends, is_short=selection.is_short)
+        notes = (*notes, *suite_notes(selection, suites, chosen))
+        selection = selection.of_suites(suites.values(), frozenset().union(*chosen.values()))
+        plan = replace(plan, cases=selection.cases, chosen=chosen)
     if pool is None:
         plan = replace(plan, backends=loader.backends(backends))
     return PreparedRun(selection, plan, environment, backends, notes, choice_notes)
 
 
-def suite_notes(suites: Mapping[str, str], selected: Collection[str]) -> tuple[str, ...]:
-    """Name the suite of each backend where they differ; ``selected``: the suites of which a case is left."""
-    if len(set(suites.values())) < 2:
+def suite_notes(
+    selection: Selection, suites: Mapping[str, str], chosen: Mapping[str, frozenset[str]]
+) -> tuple[str, ...]:
+    """Return a line on the suite of each backend, and on the cases that a default run leaves out; empty: all get one.
+
+    ``suites``, ``chosen``: by reference, the suite of a backend and the keys of its cases of ``selection``.
+    """
+    refs_of: dict[str, list[str]] = {}
+    is_short = False
+    for ref, suite in suites.items():
+        asked, all_cases = len(chosen[ref]), sum(case.suite == suite for case in selection.cases)
+        what = f"suite {suite}" if all_cases else f"suite {suite}, of which no case is selected"
+        if asked < all_cases:
+            is_short, what = True, f"{asked} of {all_cases} cases of suite {suite}"
+        refs_of.setdefault(what, []).append(ref)
+    if len(refs_of) < 2 and not is_short:
         return ()
-    refs_of = {name: [ref for ref, suite in suites.items() if suite == name] for name in dict.fromkeys(suites.values())}
-    notes = (
-        f"{', '.join(refs)}: suite {name}{'' if name in selected else ', of which no case is selected'}"
-        for name, refs in refs_of.items()
-    )
-    return ("; ".join(notes),)
+    parts = [f"{', '.join(refs)}: {what}" for what, refs in refs_of.items()]
+    return ("; ".join([*parts, "--case '*' asks all"] if is_short else parts),)
 
 
 def make_header(

@@ -20,6 +20,21 @@ from attncheck.reports.run_file.timings import TIMING
 DEFAULT_SUITES = ("smoke", "interpreted")
 """What is asked where no suite is named: of each backend the one that it says suits it (``default_suite``)."""
 
+DEFAULT_INTERPRETED = (
+    "decode",
+    "mixed.float16",
+    "prefill",
+    "long-decode",
+    "heads-first",
+    "window-extend",
+    "soft-cap",
+    "padded-decode",
+    "graph",
+    "latent",
+    "latent-graph",
+)
+"""Cases of the suite ``interpreted`` in a run that names no suite, no case and no backend: the others take minutes."""
+
 DEFAULT_ROUNDS = 10
 """Processes of each backend that its times are taken in: what a comparison of two runs needs to see a few per cent."""
 
@@ -43,6 +58,10 @@ class Selection:
     """The checks asked for; None: all that apply."""
     by_default: bool = False
     """No suite was named: they are :data:`DEFAULT_SUITES`, of which each backend is asked one."""
+    names_cases: bool = False
+    """The cases were chosen by their names, words or keys."""
+    is_short: bool = False
+    """The run names no suite, case or backend: each backend gets the cases of :func:`default_cases` that are few."""
 
     @property
     def all_cases(self) -> tuple[Case, ...]:
@@ -70,14 +89,14 @@ class Selection:
         first = frozenset(keys)
         return replace(self, cases=tuple(sorted(self.cases, key=lambda case: case.key not in first)))
 
-    def of_suites(self, names: Collection[str]) -> "Selection":
-        """The same of these suites only.
+    def of_suites(self, names: Collection[str], keys: Collection[str] | None = None) -> "Selection":
+        """The same of these suites only, and of the cases with these keys (``suite/id``; None: all).
 
         Raises:
             SelectionError: nothing is left.
         """
         kept = [(suite, ref) for suite, ref in zip(self.suites, self.refs, strict=True) if suite.name in names]
-        cases = tuple(case for case in self.cases if case.suite in names)
+        cases = tuple(case for case in self.cases if case.suite in names and (keys is None or case.key in keys))
         if not cases:
             asked = " or ".join(dict.fromkeys(names))
             others = " --suite ".join(dict.fromkeys(case.suite for case in self.cases))
@@ -170,7 +189,8 @@ def select_cases(
         that = " that matches" if patterns or keywords or keys else ""
         asked = f" asks for {', '.join(wanted)}" if wanted else ""
         raise SelectionError(f"no case of {' or '.join(refs)}{that}{asked}")
-    return Selection(loaded, refs, cases, wanted, by_default=not suites)
+    names_cases = bool(patterns or keywords or keys)
+    return Selection(loaded, refs, cases, wanted, by_default=not suites, names_cases=names_cases)
 
 
 def _wanted_checks(checks: Sequence[str], skip: Sequence[str]) -> tuple[str, ...] | None:
@@ -195,6 +215,25 @@ def default_suites(selection: Selection, backends: Sequence[BackendDescription])
     """Return, by reference, the default suite of each backend; ``selection`` was made by default."""
     names = dict(zip(DEFAULT_SUITES, (suite.name for suite in selection.suites), strict=True))
     return {each.ref: names[each.default_suite] for each in backends}
+
+
+def default_cases(
+    selection: Selection, backends: Sequence[BackendDescription], *, is_short: bool
+) -> dict[str, frozenset[str]]:
+    """Return, by reference, the keys of the cases each backend gets; ``selection`` names no suite.
+
+    ``is_short``: of the suite ``interpreted`` only :data:`DEFAULT_INTERPRETED`, and no layer without a latent cache for
+    a backend that serves latent caches alone.
+    """
+    suites = default_suites(selection, backends)
+
+    def includes(backend: BackendDescription, case: Case) -> bool:
+        if case.suite != suites[backend.ref]:
+            return False
+        is_left_out = backend.default_suite == "interpreted" and case.id not in DEFAULT_INTERPRETED
+        return not (is_short and (is_left_out or (backend.is_mla and case.layer.mla is None)))
+
+    return {each.ref: frozenset(case.key for case in selection.cases if includes(each, case)) for each in backends}
 
 
 def checks_of(case: Case, checks: tuple[str, ...] | None) -> tuple[str, ...]:

@@ -65,8 +65,9 @@ class ChooseDevice(_Message):
 class Assignment(_Message):
     """What a run is about. ``suites``: by reference, those of its cases; which cases, each :class:`Examine` says.
 
-    ``cases``: the keys of all that are selected; None: every case. ``by_default``: each backend is asked the suite that
-    suits it. ``shares_probes``: as in :class:`~attncheck.harness.run.evaluation.RunPlan`. ``digests``: of each suite as
+    ``cases``: the keys of all that are selected; None: every case. ``by_default``, ``is_short``: each backend gets the
+    cases of :func:`~attncheck.harness.run.selection.default_cases`.
+    ``shares_probes``: as in :class:`~attncheck.harness.run.evaluation.RunPlan`. ``digests``: of each suite as
     the run has read it; a file that reads otherwise by now is refused. ``environment``: the run's circumstances, whose
     digest the records carry. ``timing``: how the check of that name takes its times. ``dump``, ``truths``: absolute
     paths.
@@ -76,6 +77,7 @@ class Assignment(_Message):
     suites: tuple[str, ...]
     cases: tuple[str, ...] | None = None
     by_default: bool = False
+    is_short: bool = False
     shares_probes: bool = True
     digests: tuple[str, ...]
     device: str

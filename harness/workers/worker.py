@@ -225,7 +225,7 @@ def _examiner(assignment: Assignment, description: "BackendDescription", *, stor
     from attncheck.cases.loader import load_suite
     from attncheck.harness.run.evaluation import Examiner
     from attncheck.harness.run.preparation import RunSettings, prepare_run
-    from attncheck.harness.run.selection import Selection, default_suites
+    from attncheck.harness.run.selection import Selection, default_cases
 
     suites = tuple(map(load_suite, assignment.suites))
     for suite, digest in zip(suites, assignment.digests, strict=True):
@@ -243,8 +243,8 @@ def _examiner(assignment: Assignment, description: "BackendDescription", *, stor
     # The run has chosen the checks, and names them with each case.
     selection = Selection(suites, assignment.suites, cases, checks=None)
     prepared = prepare_run(selection, None, settings, environment=assignment.environment)
-    asked = default_suites(selection, [description]) if assignment.by_default else {}
-    plan = replace(prepared.plan, suites=asked, shares_probes=assignment.shares_probes)
+    chosen = default_cases(selection, [description], is_short=assignment.is_short) if assignment.by_default else {}
+    plan = replace(prepared.plan, chosen=chosen, shares_probes=assignment.shares_probes)
     return Examiner(plan, prepared.environment, stores_truths=stores_truths)
 
 

@@ -76,6 +76,7 @@ class WorkerPool:
         self._finishing: list[WorkerProcess] = []
         self._assignment: Assignment | None = None
         self._unshared: set[str] = set()
+        self._twins: list[WorkerPool] = []
 
     def __enter__(self) -> Self:
         return self
@@ -90,6 +91,16 @@ class WorkerPool:
         spare = () if self._spare is None else (self._spare,)
         for process in (*spare, *self._processes.values(), *self._finishing):
             process.close(at_once=at_once)
+        for twin in self._twins:
+            twin.close(at_once=at_once)
+
+    def twin(self) -> "WorkerPool":
+        """Return a pool for one more process of each backend described here; it is closed with this one."""
+        twin = WorkerPool(self._show)
+        twin._environments, twin._infos, twin._assignment = self._environments, self._infos, self._assignment
+        twin._prepare, twin._unshared = self._prepare, self._unshared
+        self._twins.append(twin)
+        return twin
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the processes of ``refs`` that are not there yet, as many as there is memory for.
@@ -100,13 +111,17 @@ class WorkerPool:
             if len(self._processes) < self._room:
                 self._start(ref)
 
-    def prepare(self, ref: str) -> None:
-        """Start the process of ``ref``, if it is not there, so that :meth:`restart` need not wait for long."""
+    def prepare(self, ref: str) -> WorkerProcess | None:
+        """Start the process of ``ref``, if it is not there, so that :meth:`restart` need not wait for long.
+
+        Return the process, which may still be loading the backend; None: it cannot be started.
+        """
         if ref not in self._processes and self._assignment is not None:
             with suppress(OSError):  # restart() meets it again, when it matters
                 self._start(ref)
                 self._processes[ref].send(self._assignment_of(ref))
                 self._prepared.add(ref)
+        return self._processes.get(ref)
 
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
         """Return the device of the run, notes on the choice, and the environment there, as one of the processes has it.
@@ -133,6 +148,7 @@ class WorkerPool:
                 suites=selection.refs,
                 cases=None if selection.cases == selection.all_cases else tuple(case.key for case in selection.cases),
                 by_default=selection.by_default,
+                is_short=selection.is_short,
                 digests=tuple(suite.hash for suite in selection.suites),
                 device=plan.device,
                 seed=plan.seed,
@@ -231,6 +247,8 @@ class WorkerPool:
         """End all processes but that of ``ref``; on return nothing else of the run is at work, or ending."""
         self.keep_only([ref])
         self._await_finishing()
+        while self._twins:
+            self._twins.pop().close()
 
     def keep_only(self, refs: Iterable[str]) -> None:
         """End all processes but those of ``refs``."""

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Self
 
 from attncheck.errors import InternalError
@@ -65,6 +65,7 @@ class WorkerProcess:
         self._is_prepared = False
         self._finishing_since: float | None = None
         self._received = bytearray()
+        self._waiting_since: float | None = None
         self._is_closed = False
         self._reaping = threading.Lock()
         self._peak_bytes = 0
@@ -100,6 +101,10 @@ class WorkerProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def fileno(self) -> int:
+        """The pipe that answers come from."""
+        return self._reading
+
     @property
     def has_ended(self) -> bool:
         """Whether the process is gone."""
@@ -134,36 +139,53 @@ class WorkerProcess:
                 rest = rest[os.write(self._writing, rest) :]
 
     def receive(self, limit_s: float | None = None) -> "Answer":
-        """The next answer; a process that sends none within ``limit_s`` is killed with all it started.
+        """Wait for the next answer, and return it; see :meth:`answer`."""
+        while (answer := self.answer(limit_s)) is None:
+            wait_for_answers([self])
+        return answer
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`receive` returns or raises at once, or almost at once."""
+        return b"\n" in self._received or self.has_ended or bool(self._poll.poll(0))
+
+    def answer(self, limit_s: float | None = None) -> "Answer | None":
+        """Return the next answer; None: there is none yet.
+
+        A process that sends none for ``limit_s`` seconds, from the first call in vain, is killed with all it started.
 
         Raises:
-            ProcessEndedError: there is none, since the process ended, or closed its pipe, or was killed.
+            ProcessEndedError: there will be none, since the process ended, or closed its pipe, or was killed.
         """
         from pydantic import ValidationError
 
         from attncheck.harness.workers.protocol import parse_answer
 
-        began = time.monotonic()
-        while True:
-            line, newline, rest = self._received.partition(b"\n")
-            if newline:
-                self._received = rest
-                try:
-                    return parse_answer(bytes(line))
-                except ValidationError:
-                    raise self._intruded() from None
-            if len(line) > _LONGEST_ANSWER:
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        while b"\n" not in self._received:
+            if len(self._received) > _LONGEST_ANSWER:
                 raise self._intruded()
             is_over = self.has_ended  # before the pipe is looked at: nothing comes behind it
-            if self._poll.poll(0 if is_over else _LOOK_EVERY_MS):
+            has_more = bool(self._poll.poll(0))
+            if has_more:
                 chunk = os.read(self._reading, 2**16)
                 self._received += chunk
                 is_over = not chunk
             if is_over:
                 raise ProcessEndedError(self._cause(), self.output())
-            if limit_s is not None and time.monotonic() - began > limit_s and b"\n" not in self._received:
+            is_late = limit_s is not None and time.monotonic() - self._waiting_since > limit_s
+            if is_late and b"\n" not in self._received:
                 self._kill()
                 raise ProcessEndedError(f"no answer within {limit_s:g} s", self.output())
+            if not has_more:
+                return None
+        line, _, self._received = self._received.partition(b"\n")
+        self._waiting_since = None
+        try:
+            return parse_answer(bytes(line))
+        except ValidationError:
+            raise self._intruded() from None
 
     def output(self, case: str | None = None, limit: int = KEPT) -> str:
         """Return the end of what was printed since ``case`` began, or the latest case; see :class:`PrintedOutput`."""
@@ -233,6 +255,14 @@ class WorkerProcess:
         figures = [f"peak memory of the process {self._peak_bytes / 2**30:.1f} GiB"]
         figures += [] if free is None else [f"free memory {free / 2**30:.1f} GiB"]
         return f"out of memory{', as the kernel counts' if is_counted else '?'} ({', '.join(figures)})"
+
+
+def wait_for_answers(processes: Iterable[WorkerProcess]) -> None:
+    """Wait until one of ``processes`` has sent something, but no longer than until it is time to look after them."""
+    poll = select.poll()
+    for process in processes:
+        poll.register(process, select.POLLIN)
+    poll.poll(_LOOK_EVERY_MS)
 
 
 def _pipe(started: contextlib.ExitStack) -> tuple[int, int]:

@@ -106,6 +106,12 @@ class RunSummary:
         return verdict(self.total)
 
     @property
+    def absent(self) -> tuple[str, ...]:
+        """Backends of which no case can run on the machine."""
+        outcomes = {name: {outcome for outcome, _ in self.by_backend[name].counts} for name in self.backends}
+        return tuple(name for name, found in outcomes.items() if found == {"unavailable"})
+
+    @property
     def has_errors_measured(self) -> bool:
         """Whether any record of a backend says which share of the error budget was used."""
         return any(self.by_backend[backend].worst_share is not None for backend in self.backends)

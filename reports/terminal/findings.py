@@ -25,8 +25,11 @@ PRINTED_WIDTH = 280
 _COLORS = {"failed": "31", "passed": "32", "not examined": "33"}
 
 
-def render_verdicts(verdicts: Sequence[BackendVerdict], style: Style) -> str:
-    """Return a line for each backend, with its false claims below; backends without an answer share a line."""
+def render_verdicts(verdicts: Sequence[BackendVerdict], style: Style, absent: Sequence[str] = ()) -> str:
+    """Return a line for each backend, with its false claims below; backends without an answer share a line.
+
+    ``absent``: those that cannot run on the machine, and that the report says nothing more about.
+    """
     lines = []
     for each in verdicts:
         if each.verdict == "not examined":
@@ -37,9 +40,10 @@ def render_verdicts(verdicts: Sequence[BackendVerdict], style: Style) -> str:
             lines.append(style.wrap(f"false claims: {phrases.claims(each)}", "  "))
         if each.could_declare:
             lines.append(style.wrap(f"could be declared: {', '.join(each.could_declare)}", "  "))
-    silent = [phrases.one_line(each.backend) for each in verdicts if each.verdict == "not examined"]
-    if silent:
-        lines.append(style.wrap(f"not examined: {', '.join(silent)}"))
+    silent = [each.backend for each in verdicts if each.verdict == "not examined" and each.backend not in absent]
+    for names, why in ((silent, ""), (absent, " (unavailable; `attncheck doctor` lists the reasons)")):
+        if names:
+            lines.append(style.wrap(f"not examined: {', '.join(map(phrases.one_line, names))}{why}"))
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ be pasted.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from attncheck.reports.analysis import phrases
@@ -81,21 +82,24 @@ def render(
     """Return verdicts, tables and findings of a run without its opening, ending with the counts of all outcomes.
 
     ``quiet``: verdicts, findings and counts alone. ``run_file``: where the records are, for a command that reads them.
+    Backends that cannot run here share one line, unless nothing else was examined.
     """
     style = Style(width, color)
     summary = summarise(records, checks=header.checks)
     found = run_findings(records, header)
+    absent = summary.absent if summary.total.examined else ()
+    shown = replace(summary, backends=tuple(name for name in summary.backends if name not in absent))
     tables = [
-        _check_table(summary, style),
-        _chosen_kernels(summary, style),
+        _check_table(shown, style),
+        _chosen_kernels(shown, style),
         _graph_levels(level_rows(records), unmeasured_cases(records), style),
-        _suite_table(summary, style) if len(summary.suites) > 1 else "",
+        _suite_table(shown, style) if len(summary.suites) > 1 else "",
         render_speeds(speeds(records), style),
         *(_functions(header, records, provider, style) for provider in summary.providers),
     ]
-    circumstances = [_gaps(summary, style), _conventions(header, summary, style)]
+    circumstances = [_gaps(shown, style), _conventions(header, shown, style)]
     sections = [
-        render_verdicts(found.verdicts, style),
+        render_verdicts(found.verdicts, style, absent),
         *(() if quiet else tables),
         *render_findings(found.findings, summary, header, style, run_file),
         *short_functions(summary, header, style),

@@ -74,7 +74,7 @@ def test_the_verdict_of_each_backend_comes_first(header: RunHeader, records: lis
     assert text.splitlines()[:3] == [
         "reference: PASSED: 1 case",
         "Wrong: FAILED: 2 findings in 2 of 3 cases",
-        "not examined: third",
+        "not examined: third (unavailable; `attncheck doctor` lists the reasons)",
     ]
     lines = markdown.render_run(Run("run.jsonl", header, (*records, unavailable))).splitlines()
     assert [line for line in lines if line.startswith("- ")][:3] == [
@@ -82,6 +82,22 @@ def test_the_verdict_of_each_backend_comes_first(header: RunHeader, records: lis
         "- **Wrong: failed**: 2 findings in 2 of 3 cases",
         "- not examined: third",
     ]
+
+
+def test_a_backend_that_cannot_run_here_has_one_line_unless_nothing_else_was_examined(
+    header: RunHeader, records: list[Record], make: Make
+) -> None:
+    third = BackendInfo(name="third", ref="third", conventions={"lse_base": "e"})
+    header = header.model_copy(update={"backends": (*header.backends, third)})
+    unavailable = make("unavailable", backend="third")
+    text = terminal.render(header, [*records, unavailable])
+    assert [line for line in text.splitlines() if "third" in line] == [
+        "not examined: third (unavailable; `attncheck doctor` lists the reasons)"
+    ]
+    assert text.splitlines()[-1].startswith("failed: 3 backends")
+    alone = terminal.render(header, [unavailable])
+    assert "third: 1 case, unavailable: needs CUDA" in alone
+    assert "conventions of third" in alone
 
 
 def test_terminal_tells_each_failure_whole(header: RunHeader, records: list[Record]) -> None:

@@ -58,22 +58,38 @@ def test_options_that_contradict_each_other_are_no_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "cores", "expected"),
-    [("cpu", 2, (True, False)), ("cpu", 1, (False, False)), ("cuda:0", 2, (False, True))],
+    ("device", "cores", "wanted", "expected"),
+    [
+        ("cpu", 2, None, (2, False)),
+        ("cpu", 1, None, (1, False)),
+        ("cpu", 2, 3, (3, False)),
+        ("cuda:0", 2, None, (1, True)),
+        ("cuda:0", 2, 1, (1, True)),
+    ],
 )
-def test_two_backends_share_a_cpu_of_two_cores_and_a_gpu_is_for_one_and_its_warmers(
-    device: str, cores: int, expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+def test_processes_share_the_cores_of_a_cpu_and_a_gpu_is_for_one_and_its_warmers(
+    device: str, cores: int, wanted: int | None, expected: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead: list[tuple[bool, bool]] = []
+    given: list[tuple[int, bool]] = []
 
-    def supervise(*given: Any, asks_ahead: bool, warms: bool, **others: Any) -> None:
-        ahead.append((asks_ahead, warms))
+    def supervise(*_: Any, jobs: int, warms: bool, limit_s: float | None) -> None:
+        given.append((jobs, warms))
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr("attncheck.harness.workers.supervisor.Supervisor", supervise)
+    prepared = prepared_for(device)
+    case_examiner(prepared, WorkerPool(), jobs=wanted)
+    case_examiner(prepared, WorkerPool(), jobs=wanted, warms=False)
+    assert given == [expected, (expected[0], False)]
+
+
+def test_several_processes_on_a_gpu_are_refused() -> None:
+    with pytest.raises(SelectionError, match=r"--jobs 2 on cuda:0: .* give --jobs 1 or auto"):
+        case_examiner(prepared_for("cuda:0"), WorkerPool(), jobs=2)
+
+
+def prepared_for(device: str) -> PreparedRun:
     selection = select_cases(["smoke"])
     backend = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
     plan = RunPlan(cases=selection.cases, device=device)
-    case_examiner(PreparedRun(selection, plan, environment_of("cpu"), (backend,)), WorkerPool())
-    case_examiner(PreparedRun(selection, plan, environment_of("cpu"), (backend,)), WorkerPool(), warms=False)
-    assert ahead == [expected, (expected[0], False)]
+    return PreparedRun(selection, plan, environment_of("cpu"), (backend,))

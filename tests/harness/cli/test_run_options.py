@@ -9,7 +9,7 @@ import pytest
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.last_failed import only_failed
-from attncheck.harness.cli.run_options import RunOptions
+from attncheck.harness.cli.run_options import RunOptions, read_jobs
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
@@ -120,3 +120,15 @@ def test_a_provider_alone_has_no_checks_of_backends_to_skip() -> None:
         RunOptions(providers=("vllm",), skip=("lse",))
     with pytest.raises(SelectionError, match="which --skip leaves out"):
         RunOptions(providers=("vllm",), backends=("reference",), skip=("utilities",))
+
+
+def test_the_number_of_processes_is_a_number_or_auto() -> None:
+    assert [read_jobs(text) for text in (None, "auto", "1", "12")] == [None, None, 1, 12]
+    for text in ("0", "-1", "many", "1.5", ""):
+        with pytest.raises(
+            SelectionError, match=re.escape(f"--jobs {text!r}: give a whole number, 1 or above, or auto")
+        ):
+            read_jobs(text)
+    assert RunOptions(jobs=1, in_process=True).jobs == 1
+    with pytest.raises(SelectionError, match="--jobs 2 and --in-process"):
+        RunOptions(jobs=2, in_process=True)

@@ -1,14 +1,16 @@
 """A run is prepared: without a named suite, each backend gets the one that it says suits it."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 import attncheck
+from attncheck.cases.loader import load_suite
 from attncheck.errors import BackendLoadError, SelectionError
 from attncheck.harness.run.evaluation import Examiner, UnavailableBackend, environment_of
 from attncheck.harness.run.preparation import PreparedRun, RunSettings, prepare_run
-from attncheck.harness.run.selection import DEFAULT_SUITES, select_cases
+from attncheck.harness.run.selection import DEFAULT_INTERPRETED, DEFAULT_SUITES, select_cases
 from attncheck.reports.run_file.records import Record
 
 SLOW = """
@@ -77,6 +79,33 @@ def test_cases_of_another_suite_are_refused_by_its_name(slow: str, names: list[s
     refs = [slow.replace("Slow", name) for name in names]
     with pytest.raises(SelectionError, match="no such case in interpreted, the suite asked by default; give --suite"):
         prepare_run(select_cases([], ["decode.float16"]), refs, RunSettings(device="cpu"))
+
+
+def test_a_run_that_names_nothing_is_short() -> None:
+    """Of the real candidates: those that are interpreted on a CPU, and those that serve latent caches alone."""
+    pytest.importorskip("triton", reason="without Triton nothing is interpreted")
+    prepared = prepare_run(select_cases([]), [], RunSettings(device="cpu"))
+    asked = {each.ref: {case.key for case in prepared.plan.cases_of(each.ref)} for each in prepared.backends}
+    assert asked["triton_unified"] == {f"interpreted/{case}" for case in DEFAULT_INTERPRETED}
+    assert asked["triton_mla"] == {"interpreted/latent", "interpreted/latent-graph"}
+    assert asked["torch_mla"] == {"smoke/latent", "smoke/latent-float32"}
+    assert asked["torch_sdpa"] == {case.key for case in load_suite("smoke").cases}
+    assert set(prepared.selection.cases) == set(prepared.plan.cases)
+    assert {case.key for case in prepared.plan.cases} == set().union(*asked.values())
+    (note,) = prepared.notes
+    assert re.search(r"triton_unified.*: 11 of 77 cases of suite interpreted; ", note)
+    assert "reference_mla, torch_mla: 2 of 72 cases of suite smoke; " in note
+    assert note.endswith("; --case '*' asks all")
+
+
+def test_a_run_that_names_a_backend_or_a_case_is_whole(slow: str) -> None:
+    whole = {case.key for case in load_suite("interpreted").cases}
+    named = prepare_run(select_cases([]), [slow], RunSettings(device="cpu"))
+    assert {case.key for case in named.plan.cases_of(slow)} == whole
+    pytest.importorskip("triton", reason="without Triton nothing is interpreted")
+    by_case = prepare_run(select_cases([], ["*"]), [], RunSettings(device="cpu"))
+    assert {case.key for case in by_case.plan.cases_of("triton_mla")} == whole
+    assert "of 77 cases" not in by_case.notes[0]
 
 
 def test_whom_the_filters_leave_no_case_is_told(slow: str) -> None:

@@ -73,7 +73,7 @@ class FakeProcess:
         self._asked.append(request)
         self._answers = iter(self._script.pop(0))
 
-    def receive(self, limit_s: float | None = None) -> Answer:
+    def answer(self, limit_s: float | None = None) -> Answer:
         answer = next(self._answers)
         if isinstance(answer, Exception):
             raise answer
@@ -264,7 +264,7 @@ def examine(refs: list[str], patterns: list[str], checks: list[str]) -> list[Rec
     with WorkerPool() as workers:
         workers.start(refs)
         prepared = prepare_run(selection, refs, RunSettings(device="cpu"), pool=workers)
-        examiner = Supervisor(prepared.plan, prepared.backends, workers, prepared.environment, asks_ahead=True)
+        examiner = Supervisor(prepared.plan, prepared.backends, workers, prepared.environment, jobs=2)
         return [record.model_copy(update={"duration_s": 0.0}) for record in examiner.run()]
 
 
@@ -284,6 +284,46 @@ def test_what_one_does_to_its_process_changes_nothing_for_the_others(deeds: list
         f"rows{number}": "errored" if number == 18 else "passed" for number in deeds
     }
     assert len(lively) == len(deeds) * len(checks)
+
+
+TOGETHER = """
+import os
+import pathlib
+import time
+
+from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPAImpl
+
+STARTED, AT_WORK = pathlib.Path("started"), pathlib.Path("at_work")
+with STARTED.open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+
+
+class Impl(SDPAImpl):
+    def forward(self, *args, **kwargs):
+        deadline = time.monotonic() + 120
+        while len(STARTED.read_text().split()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with AT_WORK.open("a") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(0.2)
+        return super().forward(*args, **kwargs)
+
+
+class Together(SDPABackend):
+    @staticmethod
+    def get_impl_cls():
+        return Impl
+"""
+"""Examines nothing before two processes have loaded it."""
+
+
+def test_two_processes_of_a_backend_find_what_one_finds(deeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attncheck.harness.workers.schedule._START_S", 0)  # however little is left
+    Path("together.py").write_text(TOGETHER)
+    records = examine(["./together.py:Together"], [], ["numerics"])
+    assert len(set(Path("at_work").read_text().split())) == 2
+    assert [record.case_id for record in records] == [f"rows{number}" for number in deeds]
+    assert records == in_this_process("./together.py:Together", [], ["numerics"])
 
 
 ENDS = {

@@ -1,0 +1,156 @@
+"""Lanes: processes that examine questions side by side, while records come in the order of the questions."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from attncheck.errors import QuestionError
+from attncheck.harness.workers.schedule import Asked, Schedule
+from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.harness.workers.worker_process import WorkerProcess, wait_for_answers
+from attncheck.reports.run_file.records import Record
+
+Work = Generator[WorkerProcess | None, None, None]
+"""Yields the process whose answer it waits for, or None where it has gone on."""
+
+
+@dataclass
+class Place:
+    """What was found of one question so far, without what was yielded. ``due``: checks without a record.
+
+    ``blind``: why the case could not be examined at all.
+    """
+
+    asked: Asked
+    due: list[str]
+    records: deque[Record] = field(default_factory=deque)
+    blind: str | None = None
+    is_over: bool = False
+
+
+@dataclass
+class _Lane:
+    """One process at a time. ``ref``: its backend. ``place``: its question; None while a process starts.
+
+    ``twins``: processes of this lane for backends that another lane has begun.
+    """
+
+    number: int
+    workers: WorkerPool
+    ref: str | None = None
+    twins: WorkerPool | None = None
+    place: Place | None = None
+    work: Work | None = None
+
+
+class Lanes:
+    """Examines ``places`` by ``examine``, with ``count`` processes of ``workers`` and of twins of it at work at once.
+
+    ``leave``: called when a lane is done with a backend, whose process ends by itself then; None: all processes stay.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        count: int,
+        workers: WorkerPool,
+        examine: Callable[[Place, WorkerPool, Sequence[Asked]], Work],
+        leave: Callable[[], None] | None,
+    ) -> None:
+        """``examine``: is given the questions to the same backend that no lane has taken, too."""
+        self._places, self._workers, self._examine, self._on_leaving = places, workers, examine, leave
+        self._schedule = Schedule([place.asked for place in places])
+        self._lanes = [_Lane(number, workers) for number in range(count)]
+
+    def run(self) -> Iterator[tuple[Place, Record | None]]:
+        """Yield every record with its place, and each place once more without one when it is over."""
+        for place in self._places:
+            while place.records or not place.is_over:
+                while place.records:
+                    yield place, place.records.popleft()
+                if not place.is_over:
+                    self._go_on()
+            yield place, None
+        for lane in self._lanes:
+            self._leave(lane)
+
+    def _go_on(self) -> None:
+        """Let every lane go on as far as it can; where none can, wait for an answer."""
+        waiting: list[WorkerProcess] = []
+        has_moved = False
+        for lane in self._lanes:
+            if lane.work is None and not self._take(lane):
+                continue
+            try:
+                process = next(lane.work) if lane.work is not None else None
+            except StopIteration:
+                lane.work = process = None
+                if lane.place is not None:
+                    lane.place.is_over = True
+                    self._schedule.finish(lane.place.asked)
+            has_moved |= process is None
+            waiting += [] if process is None else [process]
+        if not has_moved:
+            if not waiting:
+                raise RuntimeError("questions are left, and no lane is at work")
+            wait_for_answers(waiting)
+
+    def _take(self, lane: _Lane) -> bool:
+        """Give ``lane`` a question, or a process to start; return False where there is none for it now."""
+        lane.place = None
+        while lane.ref is None or (index := self._schedule.take(lane.ref, lane.number)) is None:
+            if lane.ref is not None and self._schedule.has_left(lane.ref, lane.number):
+                return False  # until there is memory
+            self._leave(lane)
+            if (ref := self._schedule.unbegun) is not None:
+                self._begin(lane, ref)
+            elif (ref := self._schedule.to_help(lane.number)) is not None:
+                lane.work = self._help(lane, ref)
+                return True
+            else:
+                return False
+        lane.place = self._places[index]
+        lane.work = self._examine(lane.place, lane.workers, self._schedule.left(lane.ref))
+        return True
+
+    def _begin(self, lane: _Lane, ref: str) -> None:
+        """Go over to a backend that no lane has begun, and prepare the process of the next one."""
+        lane.ref, lane.workers = ref, self._workers
+        self._schedule.begin(ref)
+        process = self._workers.process(ref)
+        if process is not None and process.has_ended:
+            self._workers.discard(ref)  # before it was asked anything: that costs no case
+        if (following := self._schedule.unbegun) is not None:
+            self._workers.prepare(following)
+
+    def _help(self, lane: _Lane, ref: str) -> Work:
+        """Start one more process of a backend. Where that fails, the lanes at work examine the rest."""
+        lane.twins = lane.twins or self._workers.twin()
+        lane.ref, lane.workers = ref, lane.twins
+        self._schedule.begin(ref)
+        try:
+            yield from start(lane.workers, ref)
+        except (QuestionError, OSError):
+            self._schedule.refuse_help(ref)
+            self._schedule.leave(ref)
+            lane.ref = None
+
+    def _leave(self, lane: _Lane) -> None:
+        if lane.ref is not None and self._on_leaving is not None:
+            self._schedule.leave(lane.ref)
+            lane.workers.finish(lane.ref)
+            self._on_leaving()
+        lane.ref = None
+
+
+def start(workers: WorkerPool, ref: str) -> Generator[WorkerProcess | None, None, WorkerProcess]:
+    """Start a process of ``ref``, wait until it has described the backend, and return it.
+
+    Raises:
+        QuestionError, OSError: it cannot be started, or does not come as far as the first one did.
+        WorkerError: attncheck itself failed in it.
+    """
+    process = workers.prepare(ref)
+    while process is not None and not process.is_ready:
+        yield process
+    return workers.restart(ref)

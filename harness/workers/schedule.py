@@ -1,0 +1,121 @@
+"""The order in which the questions of a run go to lanes, each of which has one process at work. Knows no process."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from attncheck.cases.model import Case
+from attncheck.harness.problem.memory_estimate import needed_bytes
+from attncheck.harness.run.backend_description import BackendDescription
+
+_SMALL = 2**30
+"""Bytes a case may need to be examined beside another that needs more."""
+
+_START_S = 5.0
+"""Seconds one more process of a backend may take until its first case; estimated."""
+
+_SAMPLE = 5
+"""Cases of a backend whose pace tells how long the others take."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question to a backend: ``checks`` of ``case``."""
+
+    backend: BackendDescription
+    case: Case
+    checks: tuple[str, ...]
+
+    @cached_property
+    def group(self) -> Hashable | None:
+        """What the questions have in common that share a CUDA-graph level; None: no level is measured."""
+        if "cudagraph" not in self.checks:
+            return None
+        return (self.backend.ref, self.case.layer, replace(self.case.cache, num_blocks=None, first_block=None))
+
+
+class Schedule:
+    """Hands out the questions ``asked`` by their index, the first ones first.
+
+    One lane begins a backend. Once all are begun, other lanes help where enough is left. A process measures a
+    CUDA-graph level once, so the cases that share one stay in one lane. Of the cases that need much memory, one is
+    under way at a time.
+    """
+
+    def __init__(self, asked: Sequence[Asked], clock: Callable[[], float] = time.monotonic) -> None:
+        self._asked, self._clock = asked, clock
+        self._waiting: dict[str, list[int]] = {}
+        for index, each in enumerate(asked):
+            if each.backend.is_loaded:
+                self._waiting.setdefault(each.backend.ref, []).append(index)
+        self._began: dict[str, float] = {}
+        self._lanes: Counter[str] = Counter()
+        self._over: Counter[str] = Counter()
+        self._owners: dict[Hashable, int] = {}
+        self._alone: set[str] = set()
+        self._large: Asked | None = None
+
+    @property
+    def unbegun(self) -> str | None:
+        """The first backend that no lane has begun; None: there is none."""
+        return next((ref for ref in self._waiting if ref not in self._began), None)
+
+    def begin(self, ref: str) -> None:
+        """Count one more lane as at work for the backend ``ref``."""
+        self._began.setdefault(ref, self._clock())
+        self._lanes[ref] += 1
+
+    def leave(self, ref: str) -> None:
+        """Count one lane less as at work for the backend ``ref``."""
+        self._lanes[ref] -= 1
+
+    def to_help(self, lane: int) -> str | None:
+        """Return a backend of which so much is left that one more process is worth its start; None: there is none."""
+        for ref, began in self._began.items():
+            took, over, lanes = self._clock() - began, self._over[ref], self._lanes[ref]
+            if ref in self._alone or not lanes or (over < _SAMPLE and took < 2 * _START_S):
+                continue
+            seconds_left = took * lanes / (over + 1) * len(self._open(ref, lane))
+            if seconds_left / (lanes + 1) > _START_S:
+                return ref
+        return None
+
+    def has_left(self, ref: str, lane: int) -> bool:
+        """Whether ``lane`` may take one more question of the backend ``ref``, now or later."""
+        return bool(self._open(ref, lane))
+
+    def left(self, ref: str) -> list[Asked]:
+        """The questions to the backend ``ref`` that no lane has taken."""
+        return [self._asked[index] for index in self._waiting.get(ref, ())]
+
+    def take(self, ref: str, lane: int) -> int | None:
+        """Take the next question to the backend ``ref``; None: there is none, or it has to wait for memory."""
+        for index in self._open(ref, lane):
+            asked = self._asked[index]
+            is_large = needed_bytes(asked.case) > _SMALL
+            if is_large and self._large is not None:
+                continue
+            self._waiting[ref].remove(index)
+            if is_large:
+                self._large = asked
+            if (group := asked.group) is not None:
+                self._owners[group] = lane
+            return index
+        return None
+
+    def finish(self, asked: Asked) -> None:
+        """Count a question that was taken as examined."""
+        self._over[asked.backend.ref] += 1
+        if self._large is asked:
+            self._large = None
+
+    def refuse_help(self, ref: str) -> None:
+        """Let no more lanes help with the backend ``ref``."""
+        self._alone.add(ref)
+
+    def _open(self, ref: str, lane: int) -> list[int]:
+        """The questions left that no other lane has to take."""
+        waiting = self._waiting.get(ref, ())
+        return [index for index in waiting if self._owners.get(self._asked[index].group, lane) == lane]

@@ -1,0 +1,277 @@
+"""Several processes at work at once: who is asked when, in which order records come, and what an end costs."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+
+from attncheck.cases.model import Case
+from attncheck.errors import QuestionError
+from attncheck.harness.run.backend_description import BackendDescription, unloadable
+from attncheck.harness.run.evaluation import RunPlan, environment_of
+from attncheck.harness.run.outcomes import Circumstances, unavailable
+from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine
+from attncheck.harness.workers.supervisor import Supervisor
+from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.harness.workers.worker_process import ProcessEndedError
+from attncheck.reports.run_file.header import BackendInfo
+from attncheck.reports.run_file.records import Crashed, Passed, Record
+
+ENVIRONMENT = environment_of("cpu")
+
+
+def known(ref: str) -> BackendDescription:
+    return BackendDescription(info=BackendInfo(name=ref, ref=ref))
+
+
+def passed(ref: str, key: str, check: str) -> Passed:
+    suite, _, case = key.partition("/")
+    who = {"suite": suite, "case_id": case, "case_hash": "0" * 12, "seed": 0, "backend": ref, "backend_ref": ref}
+    return Passed.model_validate(
+        who | {"check": check, "backend_version": "", "environment": "e" * 12, "attncheck_version": "0.1.0"}
+    )
+
+
+class FakeProcess:
+    """Passes what it is asked, each answer after ``pause`` looks in vain; dies of the cases in ``deadly``."""
+
+    def __init__(self, pool: "FakePool", ref: str) -> None:
+        self.has_ended = False
+        self.pause = pool.pauses.get(ref, 0)
+        self._pool, self._ref = pool, ref
+        self._answers: list[Answer | Exception | None] = []
+
+    def send(self, request: Examine) -> None:
+        assert not self._answers, "asked before it has answered"
+        self._pool.log.append(f"{self._pool.name}{self._ref} begins {request.case.partition('/')[2]}")
+        case, check = request.case, request.checks[0]
+        if request.case in self._pool.deadly:
+            self._answers = [Begun(stage=f"check {check}"), ProcessEndedError("killed by SIGSEGV", "")]
+        else:
+            self._answers = [*[None] * self.pause, passed(self._ref, case, check), Done()]
+
+    def answer(self, limit_s: float | None = None) -> Answer | None:
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, Done):
+            self._pool.log.append(f"{self._pool.name}{self._ref} is done")
+        return answer
+
+
+class FakePool:
+    """Stands for the pool. ``pauses``: how long the processes of a backend take for each case."""
+
+    def __init__(self, refs: str, name: str = "", **pauses: int) -> None:
+        self.name, self.pauses = name, pauses
+        self.log: list[str] = []
+        self.deadly: set[str] = set()
+        self.processes = {ref: FakeProcess(self, ref) for ref in refs}
+        self.finished: list[str] = []
+        self.twins: list[FakePool] = []
+        self.twins_fail = False
+
+    def twin(self) -> "FakePool":
+        twin = FakePool("", f"twin {len(self.twins)} of ", **self.pauses)
+        twin.log, twin.deadly, twin.twins_fail = self.log, self.deadly, self.twins_fail
+        self.twins.append(twin)
+        return twin
+
+    def keep_only(self, refs: Iterator[str]) -> None:
+        pass
+
+    def process(self, ref: str) -> FakeProcess | None:
+        return self.processes.get(ref)
+
+    def discard(self, ref: str) -> None:
+        del self.processes[ref]
+
+    def prepare(self, ref: str) -> None:
+        pass
+
+    def restart(self, ref: str) -> FakeProcess:
+        if self.name and self.twins_fail:
+            raise QuestionError("no more processes")
+        self.log.append(f"{self.name}{ref} is started")
+        self.processes[ref] = FakeProcess(self, ref)
+        return self.processes[ref]
+
+    def finish(self, ref: str) -> None:
+        self.finished.append(ref)
+        self.processes.pop(ref, None)
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many processes were waited for, each time."""
+    found: list[int] = []
+    monkeypatch.setattr(
+        "attncheck.harness.workers.lanes.wait_for_answers", lambda processes: found.append(len(processes))
+    )
+    return found
+
+
+@pytest.fixture
+def help_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is worth its start, however little is left."""
+    monkeypatch.setattr("attncheck.harness.workers.schedule._START_S", 0)
+
+
+@pytest.fixture
+def cases(make_case: Callable[..., Case]) -> list[Case]:
+    return [make_case(name=name) for name in ("first", "second", "third", "fourth")]
+
+
+def examine(workers: FakePool, cases: Sequence[Case], *backends: BackendDescription, jobs: int = 2) -> Iterator[Record]:
+    plan = RunPlan(cases=tuple(cases), checks=("numerics",))
+    return Supervisor(plan, backends, cast(WorkerPool, workers), ENVIRONMENT, jobs=jobs).run()
+
+
+def in_order(records: Iterable[Record]) -> list[tuple[str, str, str]]:
+    return [(record.backend, record.case_id, record.outcome) for record in records]
+
+
+def everything(refs: str, cases: Sequence[Case]) -> list[tuple[str, str, str]]:
+    return [(ref, case.id, "passed") for ref in refs for case in cases]
+
+
+def test_one_process_examines_one_backend_after_the_other(cases: list[Case]) -> None:
+    workers = FakePool("ab")
+    assert in_order(examine(workers, cases, *map(known, "ab"), jobs=1)) == everything("ab", cases)
+    assert workers.log == [
+        line for ref in "ab" for case in cases for line in (f"{ref} begins {case.id}", f"{ref} is done")
+    ]
+    assert workers.finished == ["a", "b"]
+
+
+def test_two_processes_are_at_work_and_records_keep_their_order(cases: list[Case], waits: list[int]) -> None:
+    """The first backend is slow: the others are done before, and their records wait for its."""
+    workers = FakePool("abc", a=20)
+    assert in_order(examine(workers, cases, *map(known, "abc"))) == everything("abc", cases)
+    assert workers.log[:2] == ["a begins first", "b begins first"]
+    assert workers.finished == ["b", "c", "a"]
+    assert workers.log.index("c is done") < workers.log.index("a begins second")
+    assert set(waits) == {1}  # only for the slow one, once nothing else is left
+    assert workers.twins == []
+
+
+def test_records_of_the_first_are_told_before_the_others_are_done(cases: list[Case]) -> None:
+    workers = FakePool("ab", b=20)
+    found = examine(workers, cases, *map(known, "ab"))
+    assert in_order(next(found) for _ in cases) == everything("a", cases)
+    assert "b is done" not in workers.log
+    assert in_order(found) == everything("b", cases)
+
+
+@pytest.mark.usefixtures("help_at_once")
+def test_a_backend_alone_gets_several_processes(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attncheck.harness.workers.schedule._SAMPLE", 1)
+    workers = FakePool("a", a=3)
+    assert in_order(examine(workers, cases, known("a"), jobs=3)) == everything("a", cases)
+    assert len(workers.twins) == 2
+    begun = [line.partition(" begins ")[2] for line in workers.log if " begins " in line]
+    assert sorted(begun) == sorted(case.id for case in cases)
+    assert {line.partition(" begins ")[0] for line in workers.log if " begins " in line} == {
+        "a",
+        "twin 0 of a",
+        "twin 1 of a",
+    }
+    assert (workers.finished, [twin.finished for twin in workers.twins]) == (["a"], [["a"], ["a"]])
+
+
+@pytest.mark.usefixtures("help_at_once")
+def test_one_more_process_that_cannot_be_started_costs_nothing(
+    cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attncheck.harness.workers.schedule._SAMPLE", 1)
+    workers = FakePool("a", a=3)
+    workers.twins_fail = True
+    assert in_order(examine(workers, cases, known("a"))) == everything("a", cases)
+    assert len(workers.twins) == 1
+    assert [line for line in workers.log if "twin" in line] == []
+
+
+def test_what_needs_much_memory_is_examined_one_at_a_time(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    large = {"second", "third"}
+    monkeypatch.setattr(
+        "attncheck.harness.workers.schedule.needed_bytes", lambda case: 2**31 if case.id in large else 2**20
+    )
+    workers = FakePool("ab", a=3, b=3)
+    assert in_order(examine(workers, cases, *map(known, "ab"))) == everything("ab", cases)
+    at_work: dict[str, str] = {}
+    most = 0
+    for line in workers.log:
+        ref, _, rest = line.partition(" ")
+        at_work[ref] = rest.removeprefix("begins ")
+        assert not {at_work.get("a"), at_work.get("b")} <= large
+        most = max(most, sum(rest != "is done" for rest in at_work.values()))
+    assert most == 2
+
+
+def test_a_death_beside_another_process_costs_one_case(cases: list[Case]) -> None:
+    workers = FakePool("ab", a=2, b=1)
+    workers.deadly = {cases[1].key}
+    records = list(examine(workers, cases, *map(known, "ab")))
+    assert in_order(records) == [
+        (ref, case.id, "crashed" if case is cases[1] else "passed") for ref in "ab" for case in cases
+    ]
+    (crash, _) = (record for record in records if isinstance(record, Crashed))
+    assert (crash.cause, crash.stage) == ("killed by SIGSEGV", "check numerics")
+    assert sorted(line for line in workers.log if "started" in line) == ["a is started", "b is started"]
+
+
+def test_one_that_could_not_be_loaded_keeps_no_process_from_its_work(cases: list[Case]) -> None:
+    workers = FakePool("ab")
+    gone = unloadable("gone", "gone", ("no library",))
+    records = list(examine(workers, cases[:1], known("a"), gone, known("b")))
+    expected = unavailable(Circumstances(0, ENVIRONMENT.digest, "0.1.0"), cases[0], gone, "numerics", ("no library",))
+    assert [record.outcome for record in records] == ["passed", "unavailable", "passed"]
+    assert records[1] == expected
+    assert workers.log[:2] == ["a begins first", "b begins first"]
+
+
+@pytest.mark.parametrize("ref", ["a", "b"])
+def test_a_process_that_ended_before_it_was_asked_anything_is_replaced(cases: list[Case], ref: str) -> None:
+    workers = FakePool("ab")
+    workers.processes[ref].has_ended = True
+    assert in_order(examine(workers, cases, *map(known, "ab"))) == everything("ab", cases)
+    assert [line for line in workers.log if "started" in line] == [f"{ref} is started"]
+
+
+def test_warmers_are_told_of_each_case_that_is_untimed_and_end_before_the_next_backend_and_the_times(
+    make_case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr("attncheck.harness.workers.supervisor.WarmingAhead", lambda *_, is_on: Noting(log))
+    cases = (make_case(name="first"), make_case(name="second"))
+    plan = RunPlan(cases=cases, checks=("numerics",))
+    list(Supervisor(plan, [known("a"), known("b")], cast(WorkerPool, FakePool("ab")), ENVIRONMENT, warms=True).run())
+    assert log == ["a: first second", "a: second", "finish", "b: first second", "b: second", "finish", "close"]
+
+
+def test_what_is_only_timed_is_warmed_before_the_first_round(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr("attncheck.harness.workers.supervisor.WarmingAhead", lambda *_, is_on: Noting(log))
+    plan = RunPlan(cases=(make_case(name="first"),), checks=("timing",), rounds=0)
+    gone = unloadable("gone", "gone", ("no library",))
+    list(Supervisor(plan, [known("a"), gone], cast(WorkerPool, FakePool("a")), ENVIRONMENT, warms=True).run())
+    assert log == ["times of a", "close"]
+
+
+class Noting:
+    """Stands for what warms: keeps the calls."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def before(self, ref: str, left: Sequence[tuple[Case, Any]]) -> None:
+        self._log.append(f"{ref}: {' '.join(case.id for case, _ in left)}")
+
+    def before_times(self, refs: Iterable[str]) -> None:
+        self._log.append(f"times of {' '.join(refs)}")
+
+    def finish(self) -> None:
+        self._log.append("finish")
+
+    def close(self) -> None:
+        self._log.append("close")

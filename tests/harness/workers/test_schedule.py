@@ -1,0 +1,104 @@
+"""Which question goes to which lane, in which order, and when one more process is worth its start."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from attncheck.cases.model import Case
+from attncheck.harness.run.backend_description import BackendDescription, unloadable
+from attncheck.harness.workers.schedule import Asked, Schedule
+from attncheck.reports.run_file.header import BackendInfo
+
+MakeCase = Callable[..., Case]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def asked(ref: str, *cases: Case, check: str = "numerics") -> list[Asked]:
+    backend = BackendDescription(info=BackendInfo(name=ref, ref=ref))
+    return [Asked(backend, case, (check,)) for case in cases]
+
+
+def drained(schedule: Schedule, ref: str, lane: int) -> list[int]:
+    found = []
+    while (index := schedule.take(ref, lane)) is not None:
+        found.append(index)
+    return found
+
+
+def test_questions_come_in_their_order_and_backends_too(make_case: MakeCase) -> None:
+    cases = [make_case(name=name) for name in "xyz"]
+    gone = Asked(unloadable("gone", "gone", ("no library",)), cases[0], ("numerics",))
+    schedule = Schedule([gone, *asked("a", *cases), *asked("b", *cases)])
+    assert schedule.unbegun == "a"
+    schedule.begin("a")
+    assert schedule.unbegun == "b"
+    assert drained(schedule, "a", 0) == [1, 2, 3]
+    assert not schedule.has_left("a", 0)
+    assert [each.case.id for each in schedule.left("b")] == ["x", "y", "z"]
+
+
+def test_cases_that_share_a_graph_level_stay_in_one_lane(make_case: MakeCase) -> None:
+    """The level belongs to layer and cache; where no level is measured, any lane takes any case."""
+    first = make_case(name="first")
+    wide = replace(first, id="wide", layer=replace(first.layer, num_heads=first.layer.num_heads * 2))
+    same = replace(first, id="same", cache=replace(first.cache, first_block=3))
+    cases = (first, wide, same)
+    schedule = Schedule(asked("a", *cases, check="cudagraph"))
+    schedule.begin("a")
+    assert schedule.take("a", 0) == 0
+    assert drained(schedule, "a", 1) == [1]
+    assert not schedule.has_left("a", 1)
+    assert schedule.take("a", 0) == 2
+    assert drained(Schedule(asked("a", *cases)), "a", 1) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("each_s", "expected"), [(0.1, None), (0.5, None), (2.0, "a")])
+def test_one_more_process_starts_where_much_is_left(make_case: MakeCase, each_s: float, expected: str | None) -> None:
+    """Of 20 cases 5 are over: 15 left take 1.5, 7.5 and 30 s, of which another process would take half, after 5 s."""
+    clock = Clock()
+    questions = asked("a", *(make_case(name=f"case{number}") for number in range(20)))
+    schedule = Schedule(questions, clock)
+    schedule.begin("a")
+    for number in range(5):
+        assert schedule.to_help(1) is None
+        assert schedule.take("a", 0) == number
+        clock.now += each_s
+        schedule.finish(questions[number])
+    assert schedule.to_help(1) == expected
+    schedule.refuse_help("a")
+    assert schedule.to_help(1) is None
+
+
+def test_no_process_helps_with_what_another_lane_has_to_take(make_case: MakeCase) -> None:
+    clock = Clock()
+    schedule = Schedule(asked("a", *(make_case(name=name) for name in "xyz"), check="cudagraph"), clock)
+    schedule.begin("a")
+    schedule.take("a", 0)
+    clock.now = 1000.0
+    assert schedule.to_help(1) is None
+    schedule.leave("a")
+    assert schedule.to_help(0) is None
+
+
+def test_a_large_case_waits_for_another_and_small_ones_do_not(
+    make_case: MakeCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "attncheck.harness.workers.schedule.needed_bytes", lambda case: 2**31 if "big" in case.id else 0
+    )
+    cases = [make_case(name=name) for name in ("big1", "big2", "small")]
+    questions = [*asked("a", *cases), *asked("b", *cases)]
+    schedule = Schedule(questions)
+    assert schedule.take("a", 0) == 0
+    assert schedule.take("b", 1) == 5
+    assert schedule.take("b", 1) is None
+    assert schedule.has_left("b", 1)
+    schedule.finish(questions[0])
+    assert schedule.take("b", 1) == 3
