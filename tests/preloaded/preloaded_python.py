@@ -153,6 +153,7 @@ class Preloaded:
         """End the process; programs that run go on."""
         self._requests.close()
         if self._process is not None:
+            self._process.kill()  # a copy of this process may hold the socket, and keep it waiting
             self._process.wait()
 
     def install(self) -> None:

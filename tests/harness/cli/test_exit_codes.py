@@ -172,18 +172,21 @@ def test_a_missing_dependency_is_exit_code_3(folder: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_with_what_was_found_and_leaves_a_run_that_can_be_read(
-    folder: Path, number: signal.Signals, code: int
+    folder: Path, preloaded: None, number: signal.Signals, code: int
 ) -> None:
     waits = "import time, pathlib; pathlib.Path('began').touch(); time.sleep(60)"
     (folder / "slow.py").write_text((folder / "wrong.py").read_text().replace("result.mul_(1.25)", waits))
-    command = [sys.executable, "-m", "attncheck", "run", "--suite", "small.yaml", "--output", "cut.jsonl"]
+    # Tests that run in the background ignore SIGINT, and so do processes that they start.
+    (folder / "typed.py").write_text(
+        "import signal, sys\nfrom attncheck.__main__ import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\nsys.exit(main())\n"
+    )
+    command = [sys.executable, "typed.py", "run", "--suite", "small.yaml", "--output", "cut.jsonl"]
     process = subprocess.Popen(
         [*command, "--backend", "reference", "--backend", "./slow.py:Wrong"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Whoever runs the tests in the background has it ignored, and so has a process of theirs.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (no thread runs here)
     )
     deadline = time.monotonic() + 60
     # The second backend may begin before the first one's records are in.
