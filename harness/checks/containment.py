@@ -10,6 +10,7 @@ reads whose result is discarded. Needs further runs of the backend.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -66,9 +67,18 @@ class _Repeats:
 
     def __init__(self, problem: Problem, truth: Truth, session: Session, clean: Observation) -> None:
         self._problem, self._truth, self._session, self._clean = problem, truth, session, clean
-        self._worst = _worst(truth, clean)
+        self._worst_again = 0.0
         self._is_second, self._is_settled = True, False
         self.bitwise = True
+
+    @cached_property
+    def _worst_first(self) -> float:
+        return _worst(self._truth, self._clean)
+
+    @property
+    def _worst(self) -> float:
+        """The largest error of a clean step so far, in budgets."""
+        return max(self._worst_first, self._worst_again)
 
     @property
     def limit(self) -> float:
@@ -91,7 +101,7 @@ class _Repeats:
             return contradiction
         if len(_differing_rows(self._problem, self._clean, again)):
             self.bitwise = False
-            self._worst = max(self._worst, _worst(self._truth, again))
+            self._worst_again = max(self._worst_again, _worst(self._truth, again))
         return None
 
     def _contradiction(self, again: Observation) -> Broken | None:
@@ -185,6 +195,8 @@ def _differing_rows(problem: Problem, a: Observation, b: Observation) -> Tensor:
 
 
 def _unequal(a: Tensor, b: Tensor) -> Tensor:
+    if torch.equal(a, b):
+        return torch.zeros(len(a), dtype=torch.bool, device=a.device)
     a, b = a.double(), b.double()
     both_nan = torch.isnan(a) & torch.isnan(b)
     return ((a != b) & ~both_nan).flatten(1).any(dim=1)
