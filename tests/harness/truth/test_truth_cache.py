@@ -110,7 +110,7 @@ def test_another_question_has_another_truth(make_case: Any, truths: Truths, monk
 def test_other_inputs_have_another_truth(make_case: Any, tmp_path: Path) -> None:
     cache = TruthCache(CPU, tmp_path / "truths", stores=True)
     problem = build_problem(make_case(*SMALL), 0)
-    cache.truth_of(problem)
+    cache.truth_of(problem, refuse_blindness=False)
     for name in ("query", "keys", "values"):
         other = replace(problem, **{name: -getattr(problem, name)})
         assert_same(cache.truth_of(other, refuse_blindness=False), truth_of(other, CPU, refuse_blindness=False))
