@@ -24,6 +24,7 @@ from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.truth.explain import concerned_features, explain
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
+from attncheck.harness.truth.truth_device import truth_notes
 from attncheck.reference.spec import PaddingSpec, RequestSpec
 
 _FIXED_ROWS = ("spec_decode", "tree", "fast_prefill")
@@ -188,7 +189,15 @@ def _check(case: CheckedCase) -> Finding:
     finding = check_numerics(case.problem, case.truth, seen)
     if isinstance(finding, Holds):
         finding = check_next_step(case.problem, case.truth, session, finding)
-    return finding if isinstance(finding, Raised) else replace(finding, chosen_kernels=session.chosen_kernels)
+    notes = truth_notes(case.problem.case, case.device)
+    match finding:
+        case Raised():
+            return finding
+        case Holds():
+            finding = replace(finding, notes=(*finding.notes, *notes))
+        case Broken():
+            finding = replace(finding, details=(*finding.details, *notes))
+    return replace(finding, chosen_kernels=session.chosen_kernels)
 
 
 CHECK = Check(_check)

@@ -50,14 +50,10 @@ def naive_rows(problem: Problem, weights: UpProjections, cached: CacheRows) -> U
     """The question as ordinary attention over float64 keys and values: exact."""
     device = cached.latent.device
     weights = weights.to(device)
+    keys, values = weights.keys(cached.latent, cached.rotary), weights.values(cached.latent)
     return UnpagedAttention(
-        problem.query.double().to(device),
-        weights.keys(cached.latent, cached.rotary),
-        weights.values(cached.latent),
-        problem.cu_seqlens_q.to(device),
-        problem.cu_seqlens_k.to(device),
-        None if problem.tree is None else problem.tree.to(device),
-    )
+        problem.query.double(), keys, values, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.tree
+    ).to(device)
 
 
 def absorbed_rows(weights: UpProjections, cached: CacheRows, rows: UnpagedAttention) -> UnpagedAttention:

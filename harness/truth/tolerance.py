@@ -57,6 +57,10 @@ class Budget:
     peak: Tensor
     lse: Tensor
 
+    def to(self, device: torch.device) -> "Budget":
+        """The same on a device."""
+        return Budget(self.norm.to(device), self.peak.to(device), self.lse.to(device))
+
     def scaled(self, factor: float) -> "Budget":
         """The budget of a case that multiplies it."""
         return Budget(self.norm * factor, self.peak * factor, self.lse * factor)
@@ -153,7 +157,8 @@ def _pieces(rows: UnpagedAttention) -> Iterator[tuple[slice, slice]]:
     def area(first: int, end: int) -> int:
         return (starts_q[end] - starts_q[first]) * (starts_k[end] - starts_k[first])
 
-    starts_q, starts_k = rows.cu_seqlens_q.tolist(), rows.cu_seqlens_k.tolist()
+    starts_q: list[int] = rows.cu_seqlens_q.tolist()
+    starts_k: list[int] = rows.cu_seqlens_k.tolist()
     first = 0
     for end in range(1, len(starts_q)):
         if end + 1 < len(starts_q) and area(first, end + 1) <= _AREA_TOGETHER:

@@ -46,6 +46,17 @@ class UnpagedAttention:
     cu_seqlens_k: Tensor
     tree: Tensor | None = None
 
+    def to(self, device: torch.device) -> "UnpagedAttention":
+        """The same on a device."""
+        return UnpagedAttention(
+            self.query.to(device),
+            self.keys.to(device),
+            self.values.to(device),
+            self.cu_seqlens_q.to(device),
+            self.cu_seqlens_k.to(device),
+            None if self.tree is None else self.tree.to(device),
+        )
+
     def attend(
         self, params: AttentionParams, precision: Precision | None = None, hidden: HiddenKeys | None = None
     ) -> tuple[Tensor, Tensor]:

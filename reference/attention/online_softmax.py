@@ -146,8 +146,12 @@ class RowTile:
     def result(self) -> tuple[Tensor, Tensor]:
         """``(out [q, H, V], lse [q, H])`` of everything absorbed, sinks included."""
         heads, groups, rows = self.shape_NGq
-        sums = (each.view(heads, groups, rows, -1) for each in (self.max_Nm1, self.sum_Nm1, self.acc_NmV))
-        out_NGqV, lse_NGq1 = self.rule.finish(*sums, self.rule.sinks_NG11)
+        out_NGqV, lse_NGq1 = self.rule.finish(
+            self.max_Nm1.view(heads, groups, rows, 1),
+            self.sum_Nm1.view(heads, groups, rows, 1),
+            self.acc_NmV.view(heads, groups, rows, -1),
+            self.rule.sinks_NG11,
+        )
         out_qHV = out_NGqV.permute(2, 0, 1, 3).reshape(rows, heads * groups, -1)
         return out_qHV, lse_NGq1.permute(2, 0, 1, 3).reshape(rows, heads * groups)
 

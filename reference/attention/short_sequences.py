@@ -171,7 +171,8 @@ def _places(run: Sequence[PackedSequence], heads: int, device: torch.device) -> 
     counts = torch.tensor([each.num_rows for each in run], device=device)
     begin_t1, stride_t1 = torch.tensor(fields, device=device).repeat_interleave(counts, 0).split(1, dim=1)
     row_t1 = torch.arange(len(begin_t1), device=device)[:, None]
-    return begin_t1 * (heads - 1) + row_t1 + stride_t1 * torch.arange(heads, device=device)
+    place_tH: Tensor = begin_t1 * (heads - 1) + row_t1 + stride_t1 * torch.arange(heads, device=device)
+    return place_tH
 
 
 def _placed(x_tHC: Tensor, place_tH: Tensor | None) -> Tensor:

@@ -36,6 +36,8 @@ class Settings:
     ``report``: a folder in which each process leaves what it did; empty: none does.
     """
 
+    capability: tuple[int, int] = (9, 0)
+    num_sms: int = 132
     total_memory: int = 80 * 2**30
     l2_cache_size: int = 50 * 2**20
     lost_at: int = 0

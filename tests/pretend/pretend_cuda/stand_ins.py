@@ -12,7 +12,6 @@ from pretend_cuda.clock import CYCLES_PER_NS, KERNEL_NS, Stream
 from pretend_cuda.device import CUDA, PretendDevice
 from pretend_cuda.functions import is_cuda
 
-CAPABILITY = (9, 0)
 NAME = "Pretend GPU"
 
 
@@ -21,9 +20,9 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
     settings = device.settings
     properties = SimpleNamespace(
         name=NAME,
-        major=CAPABILITY[0],
-        minor=CAPABILITY[1],
-        multi_processor_count=132,
+        major=settings.capability[0],
+        minor=settings.capability[1],
+        multi_processor_count=settings.num_sms,
         total_memory=settings.total_memory,
         L2_cache_size=settings.l2_cache_size,
         shared_memory_per_block=48 * 1024,
@@ -74,7 +73,7 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
         "current_device": lambda: 0,
         "set_device": lambda _device: device.answer(),
         "get_device_properties": lambda _device=None: properties,
-        "get_device_capability": lambda _device=None: CAPABILITY,
+        "get_device_capability": lambda _device=None: tuple(settings.capability),
         "get_device_name": lambda _device=None: NAME,
         "mem_get_info": lambda _device=None: answered(
             (settings.total_memory - device.allocated(), settings.total_memory)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.reference import AttentionParams, varlen_attention
+from attncheck.reference import AttentionParams, Precision, varlen_attention
 
 ENCODER = AttentionParams(4, 2, 8, head_size_v=6, causal=False)
 LENS = (5, 1, 12, 3)
@@ -57,6 +57,33 @@ def test_each_sequence_alone(same_state):
         rows = slice(start, end)
         part = varlen_attention(query[rows], key[rows], value[rows], alone, alone, ENCODER)
         same_state(part, (out[rows], lse[rows]), tolerance=0)
+
+
+@pytest.mark.parametrize("precision", [Precision(), Precision.kernel(torch.bfloat16)], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": True, "sinks": (0.0, 1.0, 2.0, -torch.inf)},
+        {"causal": True, "window": (3, 0), "logits_soft_cap": 2.0},
+        {"window": (2, 1), "alibi_slopes": SLOPES},
+        {"causal": True, "attn_chunk_size": 4},
+    ],
+    ids=["plain", "sinks", "window", "alibi", "chunks"],
+)
+@pytest.mark.parametrize("rows", [(1, 1, 1, 1), (5, 0, 3, 1)], ids=["decodes", "mixed"])
+def test_neighbours_change_no_bit(same_state, rows, changes, precision):
+    """Short sequences share operations, a long one between them is attended alone, one has no keys, one no rows."""
+    lens, params = (6, 2, 11, 0), replace(ENCODER, **changes)
+    query, key, value = draw(sum(rows), 4, 8, 1), draw(sum(lens), 2, 8, 2), draw(sum(lens), 2, 6, 3)
+    starts, ends = offsets(rows), offsets(lens)
+    options = {"precision": precision, "kv_tile": 10}
+    out, lse = varlen_attention(query, key, value, starts, ends, params, **options)
+    for i in range(len(lens)):
+        own, keys = slice(*starts[i : i + 2].tolist()), slice(*ends[i : i + 2].tolist())
+        alone = offsets(rows[i : i + 1]), offsets(lens[i : i + 1])
+        part = varlen_attention(query[own], key[keys], value[keys], *alone, params, **options)
+        same_state(part, (out[own], lse[own]), tolerance=0)
 
 
 def test_permuting_tokens_permutes_rows(same_state):

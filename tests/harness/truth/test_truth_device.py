@@ -1,0 +1,75 @@
+"""Where a truth is computed: on the GPU, or on the host where that is estimated to be faster."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.cases.model import Case
+from attncheck.harness.truth import truth_device as module
+from attncheck.harness.truth.truth_device import device_seconds, host_seconds, truth_device, truth_notes
+from attncheck.reference.spec import AttentionType, RequestSpec
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def gpu(major: int, minor: int, num_sms: int, **others: int) -> Any:
+    return SimpleNamespace(major=major, minor=minor, multi_processor_count=num_sms, **others)
+
+
+H100, RTX_4090, RTX_3050 = gpu(9, 0, 132), gpu(8, 9, 128, clock_rate=2_520_000), gpu(8, 6, 20)
+
+
+@pytest.fixture
+def prefill(make_case: Any) -> Case:
+    return make_case((4096, 4096), num_heads=8, num_kv_heads=2, head_size=64)
+
+
+@pytest.mark.parametrize(
+    ("properties", "cores", "place"),
+    [
+        (H100, 16, GPU),
+        (H100, 64, GPU),
+        (RTX_4090, 16, GPU),
+        (RTX_4090, 96, CPU),
+        (RTX_3050, 2, GPU),
+        (RTX_3050, 16, CPU),
+    ],
+)
+def test_the_faster_of_both_computes_a_long_prefill(
+    monkeypatch: pytest.MonkeyPatch, prefill: Case, properties: Any, cores: int, place: torch.device
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(module, "_num_cores", lambda: cores)
+    assert truth_device(prefill, GPU) == place
+    assert bool(truth_notes(prefill, GPU)) == (place == CPU)
+
+
+def test_a_short_decode_is_not_worth_the_copies(monkeypatch: pytest.MonkeyPatch, make_case: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: RTX_3050)
+    monkeypatch.setattr(module, "_num_cores", lambda: 16)
+    assert truth_device(make_case((1, 33), (1, 17)), GPU) == GPU
+
+
+def test_on_the_cpu_nothing_is_estimated(monkeypatch: pytest.MonkeyPatch, prefill: Case) -> None:
+    monkeypatch.delattr(torch.cuda, "get_device_properties")
+    assert truth_device(prefill, CPU) == CPU
+    assert truth_notes(prefill, CPU) == ()
+
+
+def test_the_seconds_are_operations_over_rates(prefill: Case) -> None:
+    pairs = sum(range(1, 4097))  # of a causal prefill
+    products, values = 2 * 8 * 64 * pairs, 2 * 8 * 64 * pairs
+    # An SM of H100 has 64 float64 units; half of their rate is counted on.
+    assert device_seconds(prefill, H100) == pytest.approx((products + 2 * values) / (132 * 64 * 1.5e9))
+    copied = 8 * 4096 * 8 * (64 + 4) / 10e9 + 0.0002
+    operations = products + 2 * values + (products + values) / 2
+    assert host_seconds(prefill, 4) == pytest.approx(operations / (4 * 16e9) + copied)
+    assert device_seconds(prefill, gpu(12, 0, 132)) == pytest.approx(32 * device_seconds(prefill, H100))
+
+
+def test_rows_of_an_encoder_decoder_see_the_encoders_keys(make_case: Any) -> None:
+    cross = make_case(RequestSpec(query_len=8, seq_len=8, encoder_len=1000), attn_type=AttentionType.ENCODER_DECODER)
+    ordinary = make_case((8, 1000), causal=False)
+    assert device_seconds(cross, H100) == device_seconds(ordinary, H100)
