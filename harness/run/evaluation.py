@@ -86,8 +86,12 @@ class RunPlan:
         """The checks to make of ``case``, in the order they are reported."""
         return checks_of(case, self.checks)
 
-    def cases_asking(self, ref: str, check: str) -> tuple[Case, ...]:
-        """Return the cases that ask the backend of this reference for ``check``, but for those of functions."""
+    @property
+    def selected_cases(self) -> SelectedCases:
+        """The cases that layers share probes over: none where each plays all of them."""
+        return SelectedCases(self._cases_asking) if self.shares_probes else SelectedCases()
+
+    def _cases_asking(self, ref: str, check: str) -> tuple[Case, ...]:
         return tuple(
             case
             for case in self.cases_of(ref)
@@ -126,10 +130,7 @@ class Examiner:
         self._latest: tuple[Case, Problem, Truth] | None = None
         self._faults: dict[Case, QuestionError] = {}
         # Given, not made at its first use: it needs the plan's settings, and clocks from before any backend ran.
-        self._shared = SharedByChecks(
-            clocks or TimingCheck(self.device, plan.timing),
-            SelectedCases(plan.cases_asking) if plan.shares_probes else SelectedCases(),
-        )
+        self._shared = SharedByChecks(clocks or TimingCheck(self.device, plan.timing), plan.selected_cases)
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
     def run(self) -> Generator[Record, None, None]:

@@ -4,10 +4,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.evaluation import environment_of
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.protocol import (
@@ -20,7 +22,9 @@ from attncheck.harness.workers.protocol import (
     HarnessFailure,
     Refused,
 )
+from attncheck.harness.workers.worker import _examiner
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
+from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import timing_of
 
 SUITE = """\
@@ -102,6 +106,37 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
         assert "in _serve" in fault.traceback
         with pytest.raises(ProcessEndedError, match="left with exit code 0"):
             process.receive()
+
+
+@pytest.mark.parametrize(
+    ("told", "shared"),
+    [
+        ({}, ["decode", "blind"]),
+        ({"cases": ("small/decode",)}, ["decode"]),
+        ({"shares_probes": False}, []),
+    ],
+)
+def test_probes_are_shared_over_the_cases_of_the_run(folder: Path, told: dict[str, Any], shared: list[str]) -> None:
+    description = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
+    examiner = _examiner(assignment().model_copy(update=told), description)
+    cases = examiner.plan.selected_cases.asking("reference", "cudagraph")
+    assert [case.id for case in cases] == shared
+
+
+def test_probes_are_shared_over_the_suite_that_suits_the_backend(folder: Path) -> None:
+    selection = select_cases([])
+    asked = assignment().model_copy(
+        update={
+            "suites": selection.refs,
+            "digests": tuple(suite.hash for suite in selection.suites),
+            "cases": tuple(case.key for case in selection.cases),
+            "by_default": True,
+        }
+    )
+    for suite in ("smoke", "interpreted"):
+        description = BackendDescription(info=BackendInfo(name="mine", ref="mine"), default_suite=suite)
+        cases = _examiner(asked, description).plan.selected_cases.asking("mine", "cudagraph")
+        assert {case.suite for case in cases} == {suite}
 
 
 def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:
