@@ -123,6 +123,19 @@ def test_cases_that_played_other_probes_are_one_row_with_all_of_them(graph: Make
     assert row.notes == ("probes are shared out over layers and caches; that of smoke/a played all of them",)
 
 
+def test_figures_of_a_share_are_not_told_beside_those_of_all_probes(graph: Make) -> None:
+    every = levels(SINGLE, SINGLE, "passed", "passed", "failed", reason="8 requests: a host read")
+    shares = [
+        levels(SINGLE, SINGLE, "passed", "passed", "failed", reason=reason, played_in_full="smoke/a")
+        for reason in ("1 requests: a host read", "1 requests: a host copy")
+    ]
+    records = [graph("passed", each, case_id=name) for each, name in zip((*shares, every), "bca", strict=True)]
+    (row,) = level_rows(records)
+    assert [result.cases for result in row.results] == [("smoke/b", "smoke/a"), ("smoke/c",)]
+    assert row.broke_at is not None
+    assert row.broke_at.reason == "8 requests: a host read"
+
+
 def test_of_shared_probes_each_report_tells_where_all_were_played(
     graph: Make, asked: RunHeader, as_markdown: Callable[..., str]
 ) -> None:
