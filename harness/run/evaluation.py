@@ -81,10 +81,7 @@ class Examiner:
             self.device, plan.truths, machine=_arithmetic_of(self.environment), stores=stores_truths
         )
         self._shared = SharedByChecks(
-            plan.timing,
-            SelectedCases(plan.cases_asking) if plan.shares_probes else SelectedCases(),
-            self._truths,
-            *(() if clocks is None else (clocks,)),
+            plan.timing, SelectedCases(plan.cases_asking), self._truths, *(() if clocks is None else (clocks,))
         )
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 

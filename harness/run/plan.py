@@ -62,7 +62,12 @@ class RunPlan:
         return checks_of(case, self.checks)
 
     def cases_asking(self, ref: str, check: str) -> tuple[Case, ...]:
-        """Return the cases that ask the backend of this reference for ``check``, but for those of functions."""
+        """Return the cases that ask the backend of this reference for ``check``, but for those of functions.
+
+        Empty where nothing is shared between them.
+        """
+        if not self.shares_probes:
+            return ()
         return tuple(
             case
             for case in self.cases_of(ref)

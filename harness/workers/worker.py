@@ -217,7 +217,7 @@ def _choose_device(request: ChooseDevice) -> DeviceChosen | Refused:
     return DeviceChosen(device=device, notes=notes, environment=environment_of(device))
 
 
-def _examiner(assignment: Assignment, description: "BackendDescription", *, stores_truths: bool) -> "Examiner":
+def _examiner(assignment: Assignment, description: "BackendDescription", *, stores_truths: bool = False) -> "Examiner":
     """Raises QuestionError where the assignment means something else here than where it comes from."""
     from dataclasses import replace
     from pathlib import Path

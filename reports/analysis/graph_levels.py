@@ -8,6 +8,7 @@ Rows only; tables are made by ``terminal.run`` and ``markdown.graph_levels``.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from attncheck.reports.analysis.reasons import without_figures
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH, GRAPH_LEVELS, GraphLevel, GraphLevels, GraphProbe
 from attncheck.reports.run_file.records import EXAMINED, OUTCOMES, Record, XFailed, graph_of
 
@@ -93,7 +94,7 @@ def level_rows(records: Sequence[Record]) -> tuple[LevelRow, ...]:
             broken = broken_probe(told)
             alike = told.model_copy(update={"probes": () if broken is None else (broken,)})
             group = (record.backend, without_reasons(_without_notes(alike)))
-            groups.setdefault(group, {}).setdefault(_without_notes(told), {})[record.case] = None
+            groups.setdefault(group, {}).setdefault(told.model_copy(update={"notes": ()}), {})[record.case] = None
             notes.setdefault(group, {}).update(dict.fromkeys(notes_of(told)))
     rows = [_row(backend, members, tuple(notes[backend, key])) for (backend, key), members in groups.items()]
     order = list(dict.fromkeys(record.backend for record in records))
@@ -160,16 +161,24 @@ def _without_notes(graph: GraphLevels) -> GraphLevels:
 
 
 def _row(backend: str, members: Mapping[GraphLevels, Iterable[str]], notes: tuple[str, ...]) -> LevelRow:
-    """Return the row of cases that are alike. Each result has the probes of all: what one played counts for the row."""
+    """Return the row of cases that are alike. Each result has the probes of all: what one played counts for the row.
+
+    A case that played a share has the reason of the one that played every probe, where figures alone differ.
+    """
     played: dict[str, GraphProbe] = {}
-    for graph in sorted(members, key=lambda each: -len(each.probes)):
+    for graph in sorted(members, key=lambda each: (bool(each.played_in_full), -len(each.probes))):
         for probe in graph.probes:
             played.setdefault(probe.name, probe)
     ladder = sorted(played.values(), key=lambda probe: GRAPH_LEVELS.index(probe.level))
     cases: dict[GraphLevels, tuple[str, ...]] = {}
     for graph, own_cases in members.items():
-        own = {probe.name: probe for probe in graph.probes}
-        whole = graph.model_copy(update={"probes": tuple(own.get(probe.name, probe) for probe in ladder)})
+        own = {
+            probe.name: probe
+            for probe in graph.probes
+            if not graph.played_in_full or without_figures(probe.reason) != without_figures(played[probe.name].reason)
+        }
+        probes = tuple(own.get(probe.name, probe) for probe in ladder)
+        whole = _without_notes(graph).model_copy(update={"probes": probes})
         cases[whole] = (*cases.get(whole, ()), *own_cases)
     results = sorted(
         (LevelResult(graph, tuple(own)) for graph, own in cases.items()), key=lambda each: -len(each.cases)

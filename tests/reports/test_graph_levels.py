@@ -106,6 +106,47 @@ def test_probes_are_counted_passed_of_examined(graph: Make) -> None:
     assert level_rows([graph("unsupported", UNSEEN)])[0].probes == "1/1"
 
 
+SHARED = levels(SINGLE, SINGLE, "passed", "passed", "failed", played_in_full="smoke/a")
+
+
+def test_cases_that_played_other_probes_are_one_row_with_all_of_them(graph: Make) -> None:
+    first, second, third = SHARED["probes"]
+    records = [
+        graph("passed", SHARED | {"probes": [second, third]}, case_id="b"),
+        graph("passed", GOOD, case_id="a"),
+        graph("passed", SHARED | {"probes": [first, third]}, case_id="c"),
+    ]
+    (row,) = level_rows(records)
+    assert [probe.name for probe in row.graph.probes] == list(PROBES)
+    assert (row.cases, row.probes, row.other_cases) == (3, "2/3", 0)
+    assert [result.cases for result in row.results] == [("smoke/b", "smoke/a", "smoke/c")]
+    assert row.notes == ("probes are shared out over layers and caches; that of smoke/a played all of them",)
+
+
+def test_figures_of_a_share_are_not_told_beside_those_of_all_probes(graph: Make) -> None:
+    every = levels(SINGLE, SINGLE, "passed", "passed", "failed", reason="8 requests: a host read")
+    shares = [
+        levels(SINGLE, SINGLE, "passed", "passed", "failed", reason=reason, played_in_full="smoke/a")
+        for reason in ("1 requests: a host read", "1 requests: a host copy")
+    ]
+    records = [graph("passed", each, case_id=name) for each, name in zip((*shares, every), "bca", strict=True)]
+    (row,) = level_rows(records)
+    assert [result.cases for result in row.results] == [("smoke/b", "smoke/a"), ("smoke/c",)]
+    assert row.broke_at is not None
+    assert row.broke_at.reason == "8 requests: a host read"
+
+
+def test_of_shared_probes_each_report_tells_where_all_were_played(
+    graph: Make, asked: RunHeader, as_markdown: Callable[..., str]
+) -> None:
+    records = [graph("passed", GOOD, case_id="a"), graph("passed", SHARED | {"probes": SHARED["probes"][1:]})]
+    told = "probes are shared out over layers and caches; that of smoke/a played all of them"
+    assert told in " ".join(terminal.render(asked, records).split())
+    text = as_markdown(*records)
+    assert told in text
+    assert f"| decode, one bucket | {SINGLE} | passed |" in text
+
+
 def test_records_without_levels_are_no_rows(make: Make, graph: Make) -> None:
     records = [make("passed"), graph("unsupported", None), graph("errored", None, case_id="b")]
     assert level_rows(records) == ()

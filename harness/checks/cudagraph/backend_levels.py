@@ -106,7 +106,7 @@ class BackendLevels:
                 members.setdefault(declared_level(self._backend, self._questions(asked)), []).append(asked)
             except (StageError, QuestionError):
                 continue
-        groups = {}
+        groups: dict[Case, _Group] = {}
         for layers in members.values():
             plain = layers[plainest(_traits(layers))]
             groups |= dict.fromkeys(layers, _Group(tuple(layers), plain, first_cases[plain]))

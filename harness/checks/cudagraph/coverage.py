@@ -5,6 +5,7 @@ So every pair of a trait and a probe is played somewhere, and not every probe on
 traits at once is missed where no layer with both plays the probe that shows it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from attncheck.reference.spec import CacheSpec, LayerSpec
@@ -40,8 +41,12 @@ def traits_of(layer: LayerSpec, cache: CacheSpec) -> frozenset[Trait]:
 
 
 def plainest(traits: Sequence[frozenset[Trait]]) -> int:
-    """Return the index of the layer with the fewest traits; of several, the first."""
-    return min(range(len(traits)), key=lambda index: len(traits[index]))
+    """Return the index of the layer with the fewest traits; of several, of the one with the commonest, then the first.
+
+    What breaks there is expected of all others, so it is the layer that has most in common with them.
+    """
+    layers = Counter(trait for own in traits for trait in own)
+    return min(range(len(traits)), key=lambda index: (len(traits[index]), -sum(layers[each] for each in traits[index])))
 
 
 def assign_probes(traits: Sequence[frozenset[Trait]], probes: Sequence[str]) -> tuple[frozenset[str], ...]:

@@ -37,6 +37,10 @@ class FakePool:
         self.gone: set[str] = set()
         self.finished: list[str] = []
         self.asked: list[Examine] = []
+        self.unshared: list[str] = []
+
+    def stop_sharing_probes(self, ref: str) -> None:
+        self.unshared.append(ref)
 
     def keep_only(self, refs: Iterator[str]) -> None:
         self.alive &= set(refs)
@@ -201,6 +205,18 @@ def test_a_backend_that_always_loses_the_device_loses_every_check_once(make_case
     workers = FakePool(a=[lost("numerics"), lost("lse"), WELL])
     records = list(supervisor(workers, make_case(), make_case(name="next")).run())
     assert [record.outcome for record in records] == ["crashed", "crashed", "passed", "passed"]
+
+
+@pytest.mark.parametrize(("check", "unshared"), [("cudagraph", ["a"]), ("numerics", [])])
+def test_a_backend_that_dies_in_the_check_of_graphs_shares_no_probes_any_more(
+    make_case: Any, check: str, unshared: list[str]
+) -> None:
+    backend = BackendDescription(info=BackendInfo(name="a", ref="a"))
+    for script in ([Begun(stage=f"check {check}"), DEATH], lost(check)):
+        workers, case = FakePool(a=[script]), make_case()
+        found = supervisor(workers, case, backends=(backend,)).examine_case(backend, case, (check,))
+        assert [record.outcome for record in found] == ["crashed"]
+        assert workers.unshared == unshared
 
 
 FAULT = HarnessFailure(error="ValueError: ours", traceback="Traceback")

@@ -4,10 +4,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from attncheck.harness.checks.timing.settings import TimingSettings
+from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.evaluation import environment_of
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.protocol import (
@@ -23,8 +25,10 @@ from attncheck.harness.workers.protocol import (
     Prepare,
     Refused,
 )
+from attncheck.harness.workers.worker import _examiner
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reference.spec import BACKEND_CHECKS
+from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import timing_of
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -130,6 +134,35 @@ def test_only_the_process_of_a_built_in_backend_stores_truths(ref: str, stored: 
         process.send(Examine(case="small/decode", checks=("numerics",)))
         assert [each.outcome for each in answers(process) if each.kind == "record"] == ["passed"]
     assert len(list(truths.glob("*"))) == stored
+@pytest.mark.parametrize(
+    ("told", "shared"),
+    [
+        ({}, ["decode", "blind"]),
+        ({"cases": ("small/decode",)}, ["decode"]),
+        ({"shares_probes": False}, []),
+    ],
+)
+def test_probes_are_shared_over_the_cases_of_the_run(folder: Path, told: dict[str, Any], shared: list[str]) -> None:
+    description = BackendDescription(info=BackendInfo(name="reference", ref="reference"))
+    examiner = _examiner(assignment().model_copy(update=told), description)
+    cases = examiner.plan.cases_asking("reference", "cudagraph")
+    assert [case.id for case in cases] == shared
+
+
+def test_probes_are_shared_over_the_suite_that_suits_the_backend(folder: Path) -> None:
+    selection = select_cases([])
+    asked = assignment().model_copy(
+        update={
+            "suites": selection.refs,
+            "digests": tuple(suite.hash for suite in selection.suites),
+            "cases": tuple(case.key for case in selection.cases),
+            "by_default": True,
+        }
+    )
+    for suite in ("smoke", "interpreted"):
+        description = BackendDescription(info=BackendInfo(name="mine", ref="mine"), default_suite=suite)
+        cases = _examiner(asked, description).plan.cases_asking("mine", "cudagraph")
+        assert {case.suite for case in cases} == {suite}
 
 
 def test_what_tells_the_time_is_there_before_the_backend(folder: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription, unloadable
-from attncheck.harness.run.evaluation import environment_of
+from attncheck.harness.run.evaluation import RunPlan, environment_of
+from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import worker_pool as workers
 from attncheck.harness.workers.protocol import (
     Answer,
@@ -60,6 +61,10 @@ class Fake:
 
     def prepare(self, request: Prepare) -> None:
         self.requests.append(request)
+
+    @property
+    def received(self) -> list[Assignment]:
+        return [request for request in self.requests if isinstance(request, Assignment)]
 
     def load(self, ref: str) -> None:
         self._turn = sum(other.ref == ref for other in self.started)
@@ -314,6 +319,31 @@ def test_an_interrupted_run_waits_for_nobody(started: list[Fake]) -> None:
     processes.finish("a")
     processes.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert started[0].state == "ended at once"
+
+
+def test_a_backend_that_shares_no_probes_any_more_is_started_again_without(started: list[Fake]) -> None:
+    Fake.script = {ref: [described(ref), described(ref)] for ref in "ab"}
+    with assigned() as processes:
+        processes.describe(list("ab"))
+        processes.stop_sharing_probes("a")
+        for ref in "ab":
+            processes.discard(ref)
+            processes.restart(ref)
+    shares = [(fake.ref, assignment.shares_probes) for fake in started for assignment in fake.received]
+    assert shares == [("a", True), ("b", True), ("a", False), ("b", True)]
+
+
+@pytest.mark.parametrize(("patterns", "cases"), [((), None), (("decode.float16",), ("smoke/decode.float16",))])
+def test_processes_are_assigned_the_cases_that_are_selected(
+    started: list[Fake], patterns: tuple[str, ...], cases: tuple[str, ...] | None
+) -> None:
+    Fake.script = {"a": [described("a")]}
+    selection = select_cases(["smoke"], patterns)
+    with WorkerPool() as processes:
+        processes.begin(selection, RunPlan(cases=selection.cases), environment_of("cpu"))
+        processes.describe(["a"])
+    (assignment,) = started[0].received
+    assert (assignment.cases, assignment.by_default) == (cases, False)
 
 
 def test_a_real_process_is_started_again_with_what_it_requires(tmp_path: Path) -> None:

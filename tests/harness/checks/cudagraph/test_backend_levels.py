@@ -1,0 +1,199 @@
+"""Layers that share probes: what each plays, and when one plays them all."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder
+from attncheck.cases.model import Case
+from attncheck.harness.checks.cudagraph import measurement
+from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
+from attncheck.harness.checks.cudagraph.probe_play import ProbeFault, UnmeasuredProbe
+from attncheck.harness.checks.findings import Broken, Holds, NotExamined
+from attncheck.harness.driver.foreign_code import StageError
+from attncheck.harness.driver.observation import Raised
+from attncheck.reference.spec import AttentionCGSupport, BatchSpec, CacheSpec, LayerSpec, RequestSpec
+
+SINGLE, UNIFORM, ALWAYS = (AttentionCGSupport(value) for value in (1, 2, 3))
+LAYER = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
+CASE = Case(
+    suite="s",
+    id="plain",
+    layer=LAYER,
+    cache=CacheSpec(block_size=4),
+    batch=BatchSpec(requests=(RequestSpec(query_len=3, seq_len=9),)),
+)
+WIDE = replace(CASE, id="wide", layer=replace(LAYER, head_size=32))
+WINDOW = replace(CASE, id="window", layer=replace(LAYER, sliding_window=3))
+HALF = replace(CASE, id="half", layer=replace(LAYER, dtype="float16"))
+CASES = (WINDOW, CASE, WIDE, HALF)
+
+
+class Always(SDPABackend):
+    """Declares ``ALWAYS`` of every layer; never run here."""
+
+    level = ALWAYS
+
+    @classmethod
+    def get_builder_cls(cls):
+        level_of = cls.level_of
+
+        class Builder(SDPABuilder):
+            @classmethod
+            def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+                return level_of(kv_cache_spec)
+
+        return Builder
+
+    @classmethod
+    def level_of(cls, spec):
+        return cls.level
+
+
+@pytest.fixture
+def plays(monkeypatch):
+    """``plays(outcome)``: replaces a play by ``outcome(case, probe)``, and returns the list of all plays."""
+
+    def replaced(outcome=lambda case, probe: None):
+        made = []
+
+        def play_probe(backend, probe, questions, *rest, **keywords):
+            case = questions.case(probe, probe.turns[0])
+            made.append((case.layer, probe.name, len(probe.turns)))
+            found = outcome(case, probe)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(measurement, "play_probe", play_probe)
+        return made
+
+    return replaced
+
+
+def examined(backend, *asked, cases=CASES):
+    check = GraphLevelCheck(0, torch.device("cpu"))
+    return {case.id: check.examine(backend, case, lambda: cases) for case in asked}
+
+
+def names(finding):
+    return [probe.name for probe in finding.graph.probes]
+
+
+def test_the_plainest_layer_plays_every_probe_and_the_others_a_share(plays):
+    made = plays()
+    found = examined(Always, *CASES)
+    assert len(names(found["plain"])) == len(names(found["window"])) == len(names(found["half"])) == 24
+    assert len(names(found["wide"])) == 1
+    assert {found[name].graph.played_in_full for name in ("window", "wide", "half")} == {"s/plain"}
+    assert found["plain"].graph.played_in_full == ""
+    assert {finding.graph.measured for finding in found.values()} == {"ALWAYS"}
+    assert len(made) == 24 * 3 + 1
+
+
+def test_a_case_alone_plays_every_probe(plays):
+    plays()
+    found = examined(Always, WIDE, cases=(WIDE,))
+    assert len(names(found["wide"])) == 24
+
+
+def test_the_share_does_not_depend_on_which_case_comes_first(plays):
+    plays()
+    for case in CASES:
+        alone = examined(Always, case)[case.id]
+        assert alone == examined(Always, *CASES)[case.id] == examined(Always, *reversed(CASES))[case.id]
+
+
+def test_a_fault_of_one_trait_is_found_on_its_layer_alone(plays):
+    plays(lambda case, probe: ProbeFault("wrong") if case.layer.sliding_window and probe.name == "drafting" else None)
+    found = examined(Always, *CASES)
+    assert isinstance(found["window"], Broken)
+    assert found["window"].graph.measured == "NEVER"
+    assert len(names(found["window"])) == 24
+    assert found["window"].graph.played_in_full == ""
+    assert all(isinstance(found[name], Holds) for name in ("plain", "wide", "half"))
+
+
+def test_what_broke_is_played_on_every_layer_on_its_smallest_batch(plays):
+    made = plays(lambda case, probe: ProbeFault("wrong") if probe.level is ALWAYS else None)
+    found = examined(Always, *CASES)
+    assert {finding.graph.measured for finding in found.values()} == {"UNIFORM_BATCH"}
+    assert all(names(finding)[-1] == "mixed" for name, finding in found.items() if name != "plain")
+    assert sorted((layer.head_size, turns) for layer, name, turns in made if name == "mixed") == [
+        (16, 1),
+        (16, 1),
+        (16, 4),
+        (32, 1),
+    ]
+
+
+def test_never_takes_one_probe_a_layer(plays):
+    made = plays(lambda case, probe: ProbeFault("cannot be captured"))
+    found = examined(Always, *CASES)
+    assert {finding.graph.measured for finding in found.values()} == {"NEVER"}
+    assert len(made) == len(CASES)
+
+
+def test_a_layer_that_can_do_more_than_the_plainest_plays_every_probe(plays):
+    plays(lambda case, probe: ProbeFault("wrong") if probe.level is ALWAYS and case.layer != WIDE.layer else None)
+    found = examined(Always, *CASES)
+    assert found["wide"].graph.measured == "ALWAYS"
+    assert len(names(found["wide"])) == 24
+
+
+def test_what_breaks_on_larger_batches_alone_is_played_as_a_whole(plays):
+    plays(lambda case, probe: ProbeFault("wrong") if probe.name == "mixed" and len(probe.turns) > 1 else None)
+    found = examined(Always, *CASES)
+    assert {finding.graph.measured for finding in found.values()} == {"UNIFORM_BATCH"}
+    assert names(found["wide"])[-1] == "mixed"
+
+
+def test_layers_of_another_declared_level_share_among_themselves(plays):
+    class ByWindow(Always):
+        @classmethod
+        def level_of(cls, spec):
+            return SINGLE if spec.sliding_window else ALWAYS
+
+    plays()
+    found = examined(ByWindow, *CASES)
+    assert len(names(found["window"])) == 24
+    assert found["window"].graph.declared == "UNIFORM_SINGLE_TOKEN_DECODE"
+    assert found["half"].graph.played_in_full == "s/plain"
+
+
+def test_refused_batches_are_found_unplayed(plays):
+    class NoWideDrafts(Always):
+        @classmethod
+        def unsupported_reasons(cls, layer, cache, batch):
+            is_draft = batch.path.name == "spec_decode"
+            return ["no drafts of wide heads"] if layer.head_size == 32 and is_draft else []
+
+    plays()
+    found = examined(NoWideDrafts, *CASES)
+    assert len(names(found["wide"])) == 24
+    assert found["wide"].graph.played_in_full == ""
+    assert found["half"].graph.played_in_full == "s/plain"
+
+
+def test_cases_that_the_backend_does_not_serve_play_no_part(plays):
+    class NoPlain(Always):
+        @classmethod
+        def unsupported_reasons(cls, layer, cache, batch):
+            return ["plain"] if layer == LAYER else []
+
+    plays()
+    assert examined(NoPlain, HALF)["half"].graph.played_in_full == "s/wide"
+
+
+def test_where_the_plainest_layer_breaks_without_a_graph_each_plays_every_probe(plays):
+    raised = StageError(Raised("forward", ValueError("no"), "no", ""))
+    plays(lambda case, probe: raised if case.layer == LAYER else None)
+    found = examined(Always, *CASES)
+    assert isinstance(found["plain"], Raised)
+    assert {len(names(finding)) for name, finding in found.items() if name != "plain"} == {24}
+
+
+def test_what_cannot_be_seen_on_the_plainest_layer_is_looked_at_on_each(plays):
+    plays(lambda case, probe: UnmeasuredProbe("hidden") if probe.name == "decode" else None)
+    assert all(isinstance(finding, NotExamined) for finding in examined(Always, *CASES).values())

@@ -1,0 +1,121 @@
+"""Which probes each layer plays: every trait meets every probe, and no layer plays none."""
+
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+
+from attncheck.cases.loader import load_suite
+from attncheck.harness.checks.cudagraph.coverage import assign_probes, plainest, traits_of
+from attncheck.reference.spec import CacheSpec, LayerSpec, MLASpec, OutputQuantSpec
+
+LAYER = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16)
+CACHE = CacheSpec()
+PLAIN = traits_of(LAYER, CACHE)
+
+TRAITS = {
+    "dtype": "float16",
+    "head_size_v": 8,
+    "causal": False,
+    "sliding_window": 5,
+    "logits_soft_cap": 9.0,
+    "alibi": True,
+    "sinks": True,
+    "attn_chunk_size": 8,
+    "kv_sharing": True,
+    "output_quant": OutputQuantSpec(scale=1.0),
+    "block_size": 32,
+    "layout": "HND",
+    "kv_cache_dtype": "fp8",
+    "k_scale": (1.0, 2.0),
+    "v_scale": (1.0, 2.0),
+    "q_scale": (1.0, 2.0),
+}
+"""Fields of a layer or a cache that are traits, with a value that is another than the default."""
+
+NO_TRAITS = {"num_heads": 8, "num_kv_heads": 4, "head_size": 32, "scale": 0.5, "num_blocks": 99, "first_block": 3}
+
+
+def with_field(name, value):
+    if name in {field.name for field in fields(LayerSpec)}:
+        return replace(LAYER, **{name: value}), CACHE
+    return LAYER, replace(CACHE, **{name: value})
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_a_field_that_decides_which_code_runs_is_a_trait(name):
+    assert traits_of(*with_field(name, TRAITS[name])) != PLAIN
+
+
+@pytest.mark.parametrize("name", NO_TRAITS)
+def test_a_number_is_no_trait(name):
+    assert traits_of(*with_field(name, NO_TRAITS[name])) == PLAIN
+
+
+def test_every_field_is_a_trait_or_known_to_be_none():
+    known = {*TRAITS, *NO_TRAITS, "mla", "attn_type"}  # graphs are captured for decoder layers alone
+    assert known == {field.name for spec in (LayerSpec, CacheSpec) for field in fields(spec)}
+
+
+def test_latent_layers_have_a_trait():
+    mla = MLASpec(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+    latent = LayerSpec(num_heads=4, num_kv_heads=1, head_size=48, mla=mla)
+    assert traits_of(latent, CACHE) - traits_of(replace(latent, mla=None), CACHE) == {("mla", True)}
+
+
+def test_a_window_of_both_sides_is_another_trait_than_one_of_the_left():
+    left, both = (traits_of(replace(LAYER, sliding_window=5, causal=causal), CACHE) for causal in (True, False))
+    assert {trait for trait in left ^ both if trait[0] == "sliding_window"} == {
+        ("sliding_window", "left"),
+        ("sliding_window", "both sides"),
+    }
+
+
+def traits(*words):
+    return [frozenset((letter, True) for letter in word) for word in words]
+
+
+def test_of_layers_with_as_few_traits_the_plainest_has_the_commonest():
+    assert plainest(traits("a", "b", "b", "bx")) == 1
+
+
+def test_the_layer_with_the_fewest_traits_plays_every_probe():
+    layers = traits("pxy", "pa", "pb")
+    assert plainest(layers) == 1
+    assert assign_probes(layers, ["one", "two", "three"])[1] == {"one", "two", "three"}
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [traits("p", "pa", "pb", "pab", "p", "pc"), traits("pa", "pb", "pc"), traits("p"), traits("p", "p", "p", "p", "p")],
+)
+def test_every_trait_meets_every_probe_and_every_layer_plays_one(layers):
+    probes = [f"probe {number}" for number in range(7)]
+    assigned = assign_probes(layers, probes)
+    met = {
+        (trait, probe) for own, played in zip(layers, assigned, strict=True) for trait, probe in product(own, played)
+    }
+    assert met == set(product(frozenset().union(*layers), probes))
+    assert all(assigned)
+
+
+def test_layers_with_equal_traits_take_turns():
+    assigned = assign_probes(traits("p", "pa", "pa", "pa"), [f"probe {number}" for number in range(6)])
+    assert [len(own) for own in assigned] == [6, 2, 2, 2]
+    assert len(frozenset().union(*assigned[1:])) == 6
+
+
+def test_one_layer_covers_what_two_would():
+    assert [len(own) for own in assign_probes(traits("p", "pa", "pab"), ["one", "two", "three"])] == [3, 1, 3]
+
+
+def test_without_probes_nothing_is_played():
+    assert assign_probes(traits("p", "pa"), []) == (frozenset(), frozenset())
+
+
+def test_the_layers_of_smoke_share_less_than_half_of_all_plays():
+    cases = [case for case in load_suite("smoke").cases if case.layer.attn_type == "decoder"]
+    layers = list(dict.fromkeys((case.layer, replace(case.cache, num_blocks=None, first_block=None)) for case in cases))
+    probes = [f"probe {number}" for number in range(24)]
+    assigned = assign_probes([traits_of(*each) for each in layers], probes)
+    assert sum(map(len, assigned)) < len(layers) * len(probes) / 2
