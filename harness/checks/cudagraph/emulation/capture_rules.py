@@ -1,16 +1,18 @@
-"""What no captured graph can hold: rules for one call of an operator.
+"""What no captured graph can hold: rules for one call of an operator, and an account of what broke them.
 
 They say what torch does on a GPU; where its tags do not, the operator is known here by name.
 """
 
+from types import CodeType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attncheck.harness.checks.cudagraph.call_sites import find_call_site
 from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory
 from attncheck.harness.checks.cudagraph.emulation.operators import Operator, tensors_among
-from attncheck.harness.checks.cudagraph.recorder import ViolationKind
+from attncheck.harness.checks.cudagraph.recorder import Violation, ViolationKind
 
 _INDEX_PUTS = frozenset({"aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index_put"})
 _MASK_DTYPES = (torch.bool, torch.uint8)
@@ -31,6 +33,38 @@ class OperatorCall(NamedTuple):
     def is_host_work(self) -> bool:
         """Nothing but host memory comes in: on a GPU nothing of it would reach the device."""
         return len(self.on_host) == len(self.given)
+
+
+class CaptureReport:
+    """What one recording did that a graph cannot hold, and what it read on the host: in order, each once.
+
+    ``boundary``: code objects of frames outside of the one that runs it are not the backend's.
+    """
+
+    def __init__(self, boundary: CodeType) -> None:
+        self._boundary = boundary
+        self.violations: dict[Violation, None] = {}
+        self.host_reads: dict[str, None] = {}
+
+    def add(self, kind: ViolationKind, call: str) -> None:
+        """Add a violation, unless Triton's interpreter did it for a kernel."""
+        place = find_call_site(self._boundary)
+        if not place.interpreted:
+            self.violations[Violation(kind, call, str(place))] = None
+
+    def add_host_read(self, call: str) -> None:
+        """Add what was read on the host: the call and its line."""
+        self.host_reads[f"{call} at {find_call_site(self._boundary)}"] = None
+
+
+def is_held_on_device(operator: Operator) -> bool:
+    """Whether a graph can hold every call of ``operator`` that is given tensors of the device alone."""
+    return (
+        operator.work == "computation"
+        and not operator.is_dynamic
+        and operator.name not in _INDEX_PUTS
+        and operator.name not in _READ_VALUES
+    )
 
 
 def forbidden(call: OperatorCall, host: HostMemory) -> ViolationKind | None:

@@ -75,17 +75,17 @@ class EmulatedRecorder:
         self._warm_up(prepare)
         with self._watch.active():
             forward = prepare()
-        with self._watch.recording(_run.__code__) as (tape, violations):
+        with self._watch.recording(_run.__code__) as (tape, report):
             try:
                 _run(forward)
             except Exception as error:
-                if violations:
-                    raise CaptureError(tuple(violations)) from error
+                if report.violations:
+                    raise CaptureError(tuple(report.violations)) from error
                 raise UnseenError(f"forward raised while its operators were recorded: {_in_words(error)}") from error
-        if violations:
-            raise CaptureError(tuple(violations))
+        if report.violations:
+            raise CaptureError(tuple(report.violations))
         tape.close()
-        return EmulatedRecording(tape, self._watch.host_reads(), hands_out_memory=self._watch.hands_out_memory)
+        return EmulatedRecording(tape, tuple(report.host_reads), hands_out_memory=self._watch.hands_out_memory)
 
     def _warm_up(self, prepare: Callable[[], Forward]) -> None:
         try:

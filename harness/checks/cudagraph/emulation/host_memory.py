@@ -5,9 +5,13 @@ how each tensor was made. Memory the account does not know counts as the device'
 """
 
 from collections.abc import Iterable
+from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+Memory = Literal["host", "device"]
 
 _FIRST_SWEEP = 1024
 """Entries after which those of freed memory are dropped for the first time."""
@@ -19,9 +23,10 @@ def storage_key(tensor: Tensor) -> int:
     Wrappers that torch.func puts around tensors, and sparse tensors, have no storage of their own.
     """
     try:
-        return int(tensor.untyped_storage()._cdata)
+        address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
     except (NotImplementedError, RuntimeError):
         return 0
+    return address
 
 
 class HostMemory:
@@ -45,13 +50,27 @@ class HostMemory:
         """The memory of ``tensor`` lies on the device after all."""
         self._marked.pop(storage_key(tensor), None)
 
+    def place(self, memory: Memory, tensors: Iterable[Tensor | None]) -> None:
+        """The memory of ``tensors``, where they are not None, lies there."""
+        for tensor in tensors:
+            if tensor is not None:
+                (self.mark if memory == "host" else self.unmark)(tensor)
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` lies on the host."""
-        return bool(self._marked) and storage_key(tensor) in self._marked
+        return storage_key(tensor) in self._marked
+
+    def holds_key(self, key: int) -> bool:
+        """Whether the memory with this :func:`storage_key` lies on the host."""
+        return key in self._marked
+
+    def memory_of(self, tensors: Iterable[Tensor]) -> Memory:
+        """Where ``tensors`` lie: on the device as soon as one of them does."""
+        return "host" if all(map(self.holds, tensors)) else "device"
 
     def held(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """Those whose memory lies on the host."""
-        return tuple(tensor for tensor in tensors if storage_key(tensor) in self._marked) if self._marked else ()
+        return tuple([tensor for tensor in tensors if storage_key(tensor) in self._marked])
 
     def snapshot(self, value: object) -> object:
         """Arguments of an operator as they are now: memory of the device by aliases, memory of the host copied."""

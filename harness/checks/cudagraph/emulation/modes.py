@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,7 @@ class FunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func in FACTS:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
         return self._call(func, args, kwargs or {})
 
 
@@ -51,6 +52,19 @@ class OperatorMode(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         return self._call(func, args, kwargs or {})
+
+
+def call_past_operator_mode(func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
+    """Return the result of ``func``, whose operators the innermost mode does not see if it is an OperatorMode."""
+    mode = _pop_torch_dispatch_stack(None) if _len_torch_dispatch_stack() else None
+    if not isinstance(mode, OperatorMode):
+        if mode is not None:
+            _push_on_torch_dispatch_stack(mode)
+        return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _push_on_torch_dispatch_stack(mode)
 
 
 @contextmanager

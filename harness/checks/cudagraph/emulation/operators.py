@@ -1,7 +1,8 @@
 """What the emulation must know of an operator, read from its schema, its tags and its kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Literal
 
 import torch
@@ -33,6 +34,10 @@ _PREFERRED = (
 """Whose kernels a call on the CPU meets before a composite one."""
 
 
+WITHOUT_TENSORS = frozenset({int, float, bool, str, NoneType, torch.dtype, torch.device})
+"""Types of most arguments that are no tensors and hold none."""
+
+
 @dataclass(frozen=True)
 class Operator:
     """One overload; ``name`` is without the overload's own."""
@@ -48,6 +53,13 @@ class Operator:
     is_composite: bool = False
     """It is defined by other operators. Below autograd (in inference mode, inside an operator) it comes whole: then
     ``.to`` or ``.contiguous`` would pass for a view even where it copies."""
+    is_plain_view: bool = False
+    """A view of its only tensor, which it does not change."""
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether it makes no memory of the host as long as it is given one tensor of the device."""
+        return self.work in {"computation", "read"} and not self.follows
 
     def written_tensors(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[Tensor]:
         """Those of the arguments that it writes."""
@@ -72,14 +84,18 @@ def describe(func: AnyOperator) -> Operator:
             written |= {position, argument.name}
     short = schema.name.partition("::")[2]
     follows = func.namespace in _TORCHS_OWN and (short.endswith("_like") or short.startswith("new_"))
+    work = _work(func, bool(written), follows)
+    is_dynamic = torch.Tag.dynamic_output_shape in func.tags
+    num_tensors = sum(_takes_tensors(argument) for argument in schema.arguments)
     return Operator(
         name=schema.name.replace("::", "."),
-        work=_work(func, bool(written), follows),
+        work=work,
         written=frozenset(written),
-        is_dynamic=torch.Tag.dynamic_output_shape in func.tags,
+        is_dynamic=is_dynamic,
         follows=follows,
         is_composite=func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
         and not passes_unseen(func),
+        is_plain_view=work == "view" and not written and not is_dynamic and num_tensors == 1 and short != "lift_fresh",
     )
 
 
@@ -121,25 +137,33 @@ def _work(func: OpOverload, writes: bool, follows: bool) -> OperatorWork:
         return "view"
     if schema.name in _ALLOCATIONS:
         return "allocation"
-    takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    if (follows or not takes_tensors) and not writes and torch.Tag.nondeterministic_seeded not in tags:
+    if (
+        (follows or not any(map(_takes_tensors, schema.arguments)))
+        and not writes
+        and torch.Tag.nondeterministic_seeded not in tags
+    ):
         return "constant"
     return "computation"
 
 
-def tensors_among(value: object) -> tuple[Tensor, ...]:
-    """The tensors of an argument or a result, in order: operators nest them in lists, tuples and dicts only."""
+def _takes_tensors(argument: torch.Argument) -> bool:
+    return "Tensor" in str(argument.type)
+
+
+def tensors_among(*values: object) -> tuple[Tensor, ...]:
+    """The tensors of arguments or of a result, in order: operators nest them in lists, tuples and dicts only."""
     found: list[Tensor] = []
-    _collect(value, found)
+    _collect(values, found)
     return tuple(found)
 
 
-def _collect(value: object, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            _collect(part, found)
-    elif isinstance(value, dict):
-        for part in value.values():
-            _collect(part, found)
+def _collect(values: Iterable[object], found: list[Tensor]) -> None:
+    for value in values:
+        if type(value) in WITHOUT_TENSORS:  # faster than isinstance, which asks the metaclass of Tensor
+            continue
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)

@@ -4,8 +4,9 @@ What a captured graph freezes is frozen here: addresses, shapes and strides (by 
 numbers, and whatever lay on the host.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -13,18 +14,17 @@ from torch import Tensor
 
 from attncheck.harness.checks.cudagraph.call_sites import CallSite
 from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory, storage_key
-from attncheck.harness.checks.cudagraph.emulation.operators import AnyOperator, tensors_among
+from attncheck.harness.checks.cudagraph.emulation.operators import WITHOUT_TENSORS, AnyOperator, tensors_among
 from attncheck.harness.checks.cudagraph.recorder import Released, count_uses
 
 Fresh = tuple[Tensor | None, ...]
 """What an operator returned; None where it returned memory it was given."""
 
 
-@dataclass(frozen=True)
-class TapedOperator:
+class TapedOperator(NamedTuple):
     """One operator with its arguments. What it returns is copied to ``outputs``, where they are not None."""
 
-    func: AnyOperator
+    func: Callable[..., object]
     args: tuple[object, ...]
     kwargs: dict[str, object]
     outputs: Fresh
@@ -81,16 +81,33 @@ class Tape:
 
         def frozen(value: object) -> object:
             if isinstance(value, Tensor):
-                return value.clone() if host.holds(value) else self._alias(value, user)
+                key = storage_key(value)
+                return value.clone() if host.holds_key(key) else self._alias(value, key, user)
             if isinstance(value, list | tuple):
                 parts = [frozen(part) for part in value]
                 return parts if isinstance(value, list) else tuple(parts)
             return value
 
-        return tuple(frozen(value) for value in args), {name: frozen(value) for name, value in kwargs.items()}
+        return tuple(map(frozen, args)), {name: frozen(value) for name, value in kwargs.items()} if kwargs else {}
 
-    def _alias(self, tensor: Tensor, user: str) -> Tensor:
-        alias, key = tensor.detach(), storage_key(tensor)
+    def freeze_on_device(
+        self, user: str, args: tuple[object, ...], host: HostMemory
+    ) -> tuple[tuple[object, ...], list[int]] | None:
+        """As :meth:`freeze`, and the keys of the tensors; None unless all are of the device and in no list."""
+        keys: list[int] = []
+        for value in args:
+            if type(value) is Tensor:
+                keys.append(storage_key(value))
+                if host.holds_key(keys[-1]):
+                    return None
+            elif type(value) not in WITHOUT_TENSORS:
+                return None
+        left = iter(keys)
+        frozen = [self._alias(value, next(left), user) if type(value) is Tensor else value for value in args]
+        return (tuple(frozen), keys) if keys else None
+
+    def _alias(self, tensor: Tensor, key: int, user: str) -> Tensor:
+        alias = tensor.detach()
         if key not in self._made:
             self._references[key] = self._references.get(key, 0) + 1
             if key not in self._outside:
@@ -99,10 +116,9 @@ class Tape:
 
     def add(self, func: AnyOperator, args: tuple[object, ...], kwargs: dict[str, object], fresh: Fresh) -> None:
         """Compute ``func`` of frozen arguments again at every replay."""
-        outputs = tuple(None if tensor is None else self.keep(tensor) for tensor in fresh)
-        self._steps.append(
-            TapedOperator(func, args, kwargs, outputs if any(output is not None for output in outputs) else ())
-        )
+        outputs = [None if tensor is None else self.keep(tensor) for tensor in fresh]
+        is_new = any(output is not None for output in outputs)
+        self._steps.append(TapedOperator(func, args, kwargs, tuple(outputs) if is_new else ()))
 
     def add_new(self, fresh: Fresh, *, is_constant: bool) -> None:
         """Memory allocated by the recording; a constant is written again at every replay, as it is now."""
@@ -110,7 +126,7 @@ class Tape:
             if tensor is not None:
                 kept = self.keep(tensor)
                 if is_constant:
-                    self._steps.append(TapedOperator(torch.ops.aten.copy_.default, (kept, kept.clone()), {}, ()))
+                    self._steps.append(TapedOperator(Tensor.copy_, (kept, kept.clone()), {}, ()))
 
     def keep(self, tensor: Tensor) -> Tensor:
         """An alias of memory that the recording allocated, which lives as long as the tape."""
@@ -139,10 +155,10 @@ class Tape:
         """Every step once more."""
         inference = any(alias.is_inference() for alias in self._made.values())
         with torch.no_grad(), torch.inference_mode(inference):
-            for step in self._steps:
-                result = step.func(*step.args, **step.kwargs)
-                if step.outputs:
-                    for output, new in zip(step.outputs, tensors_among(result), strict=True):
+            for func, args, kwargs, outputs in self._steps:
+                result = func(*args, **kwargs)
+                if outputs:
+                    for output, new in zip(outputs, tensors_among(result), strict=True):
                         if output is not None:
                             output.copy_(new)
 
@@ -157,6 +173,12 @@ class Tape:
             moved = _address(outside.alias) != self._addresses[key]
             if moved or count_uses(outside.alias) - nobody <= sum(tape._references.get(key, 0) for tape in self._tapes):
                 yield outside.released()
+
+
+def fresh_among(result: object, known: Iterable[int]) -> Fresh:
+    """What an operator returned that is given memory of none of the ``known`` storage keys."""
+    known = set(known)
+    return tuple([None if storage_key(tensor) in known else tensor for tensor in tensors_among(result)])
 
 
 def _address(tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ Two torch modes pass their calls here. One sees operators; the other sees Python
 cannot: a read without an operator, and where a result is meant to lie.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType
 from typing import cast
@@ -16,9 +16,21 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from attncheck.harness.checks.cudagraph.call_sites import find_call_site
-from attncheck.harness.checks.cudagraph.emulation.capture_rules import OperatorCall, forbidden
-from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory, storage_key
-from attncheck.harness.checks.cudagraph.emulation.modes import Args, FunctionMode, Kwargs, OperatorMode, uncompiled
+from attncheck.harness.checks.cudagraph.emulation.capture_rules import (
+    CaptureReport,
+    OperatorCall,
+    forbidden,
+    is_held_on_device,
+)
+from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory, Memory, storage_key
+from attncheck.harness.checks.cudagraph.emulation.modes import (
+    Args,
+    FunctionMode,
+    Kwargs,
+    OperatorMode,
+    call_past_operator_mode,
+    uncompiled,
+)
 from attncheck.harness.checks.cudagraph.emulation.operators import (
     AnyOperator,
     Operator,
@@ -26,21 +38,23 @@ from attncheck.harness.checks.cudagraph.emulation.operators import (
     tensors_among,
     unseen_overload,
 )
-from attncheck.harness.checks.cudagraph.emulation.tape import Tape
+from attncheck.harness.checks.cudagraph.emulation.tape import Tape, fresh_among
 from attncheck.harness.checks.cudagraph.emulation.torch_functions import (
     ADDRESSES,
     COPIES,
     EXPORTS,
     MAKERS,
     READERS,
-    Memory,
     TorchFunction,
     asks_device,
-    constructors,
     destination,
+    is_plain,
+    is_view,
+    place_of_new,
+    stays_on_device,
     words,
 )
-from attncheck.harness.checks.cudagraph.recorder import Violation, ViolationKind
+from attncheck.harness.checks.cudagraph.recorder import ViolationKind
 
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -55,9 +69,7 @@ class Watch:
         self._tapes: WeakSet[Tape] = WeakSet()
         self._is_active = False
         self._tape: Tape | None = None
-        self._violations: dict[Violation, None] = {}
-        self._host_reads: dict[str, None] = {}
-        self._boundary: CodeType | None = None
+        self._report: CaptureReport | None = None
         self._function: TorchFunction | None = None
         self._placed: Memory | None = None
         self._depth = 0
@@ -83,45 +95,41 @@ class Watch:
             yield
 
     @contextmanager
-    def recording(self, boundary: CodeType) -> Iterator[tuple[Tape, dict[Violation, None]]]:
-        """Keep the account, tape, and collect violations, in the order they come, each once.
-
-        ``boundary``: frames outside of the one that runs it are nobody's to blame.
-        """
-        self._boundary, self._violations, self._host_reads = boundary, {}, {}
+    def recording(self, boundary: CodeType) -> Iterator[tuple[Tape, CaptureReport]]:
+        """Keep the account, tape, and report on what is done within the frame that runs ``boundary``."""
+        self._report = report = CaptureReport(boundary)
         self.hands_out_memory = False
         self._tape = Tape(lambda: find_call_site(boundary), self._tapes)
         try:
             with self.active():
-                yield self._tape, self._violations
+                yield self._tape, report
         finally:
-            self._boundary = self._tape = None
-
-    def host_reads(self) -> tuple[str, ...]:
-        """What the latest recording read of host memory: call and line, each once."""
-        return tuple(self._host_reads)
+            self._report = self._tape = None
 
     def _note_host_read(self, call: str) -> None:
-        if self._boundary is not None:
-            self._host_reads[f"{call} at {find_call_site(self._boundary)}"] = None
+        if self._report is not None:
+            self._report.add_host_read(call)
 
-    def _report(self, kind: ViolationKind, call: str) -> None:
-        if self._boundary is None:
-            return
-        place = find_call_site(self._boundary)
-        if not place.interpreted:
-            self._violations[Violation(kind, call, str(place))] = None
-
-    def _memory_of(self, tensors: Iterable[Tensor]) -> Memory:
-        return "host" if all(self.host.holds(tensor) for tensor in tensors) else "device"
+    def _note(self, kind: ViolationKind, call: str) -> None:
+        if self._report is not None:
+            self._report.add(kind, call)
 
     # Functions.
 
     def function(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
         """One call of a torch function, with what it says about memory."""
+        is_operators_alone = is_plain(func, kwargs)
+        if is_operators_alone and (
+            stays_on_device(func, args, self.host)
+            if self._tape is None
+            else not self._depth and is_view(func, args, kwargs)
+        ):
+            return call_past_operator_mode(func, args, kwargs)
         outer = self._function, self._placed
         self._function, self._placed = func, None
         try:
+            if is_operators_alone:
+                return func(*args, **kwargs)
             if func in READERS:
                 return self._read(func, args, kwargs)
             if func in COPIES and args and isinstance(args[0], Tensor):
@@ -131,9 +139,9 @@ class Watch:
             if func in ADDRESSES:
                 self._is_opaque = True
                 self.hands_out_memory |= self._depth == 0
-            if func in MAKERS and self._memory_of(tensors_among(args)) == "device":
-                self._report("host read", words(func, ""))
-            self._placed = self._place_of_new(func, args, kwargs)
+            if func in MAKERS and self.host.memory_of(tensors_among(args)) == "device":
+                self._note("host read", words(func, ""))
+            self._placed = place_of_new(func, args, kwargs, self._host_device, self.host)
             if (unseen := unseen_overload(func, args, kwargs)) and isinstance(
                 _get_current_dispatch_mode(), OperatorMode
             ):
@@ -144,59 +152,63 @@ class Watch:
             self._function, self._placed = outer
 
     def _read(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> object:
-        if self._memory_of(tensors_among(args[:1])) == "device":
+        if self.host.memory_of(tensors_among(args[:1])) == "device":
             if self._depth and func in EXPORTS:
                 self._is_opaque = True
             else:
-                self._report("host read", words(func, ""))
+                self._note("host read", words(func, ""))
         else:
             self._note_host_read(words(func, ""))
         return func(*args, **kwargs)
 
     def _copy(self, func: TorchFunction, source: Tensor, args: Args, kwargs: Kwargs) -> object:
-        wanted, here = destination(func, args, kwargs, self._host_device), self._memory_of((source,))
+        wanted, here = destination(func, args, kwargs, self._host_device), self.host.memory_of((source,))
         if isinstance(wanted, Tensor):
-            wanted = self._memory_of((wanted,))
+            wanted = self.host.memory_of((wanted,))
         if wanted in {None, here} or find_call_site().interpreted:
+            if self._tape is None and stays_on_device(func, args, self.host):
+                return call_past_operator_mode(func, args, kwargs)
             return func(*args, **kwargs)
         if wanted == "device":
-            self._report("host copy", words(func, ""))
+            self._note("host copy", words(func, ""))
         else:
-            self._report("host read", '.to("cpu")' if func is Tensor.to else words(func, ""))
+            self._note("host read", '.to("cpu")' if func is Tensor.to else words(func, ""))
         result = cast(Tensor, func(*args, **kwargs))
         if storage_key(result) == storage_key(source):
             result = result.clone()
-        self._place(wanted, (result,))
+        self.host.place(wanted, (result,))
         return result
-
-    def _place_of_new(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Memory | None:
-        """Where a new tensor lies, as far as the function says."""
-        named = destination(func, args, kwargs, self._host_device)
-        if isinstance(named, str):
-            return named
-        if func in constructors():
-            return "host"
-        return self._memory_of(tensors_among(args[:1])) if func is Tensor.new_tensor else None
 
     # Operators.
 
     def operator(self, func: AnyOperator, args: Args, kwargs: Kwargs) -> object:
         """One call of an operator: judged, run, taped, and its result placed in the account."""
+        operator = self.facts_of(func)
+        is_custom = operator.work == "custom" and isinstance(func, OpOverload)
+        if self._depth and not is_custom:
+            self._look_for_hidden_work()
+        if self._is_of_no_account(operator, args):
+            return func(*args, **kwargs)
+        if self._tape is not None and not kwargs and not operator.follows and is_held_on_device(operator):
+            with torch._C.DisableTorchFunction():
+                on_device = self._tape.freeze_on_device(operator.name, args, self.host)
+            if on_device is not None:
+                result = func(*args)
+                with torch._C.DisableTorchFunction():
+                    self._tape.add(func, on_device[0], {}, fresh_among(result, on_device[1]))
+                return result
         with torch._C.DisableTorchFunction():
-            operator = self.facts_of(func)
-            given = tensors_among((args, kwargs))
+            given = tensors_among(args, kwargs)
             call = OperatorCall(operator, args, kwargs, given, self.host.held(given))
             kind = None if self._tape is None else forbidden(call, self.host)
             if kind is not None:
-                self._report(kind, words(self._function, operator.name))
+                self._note(kind, words(self._function, operator.name))
             if operator.work == "read" and call.is_host_work:
                 self._note_host_read(words(self._function, operator.name))
             memory = self._place_of_result(call)
             tape = self._tape if memory == "device" else None
-            if operator.work == "custom" and isinstance(func, OpOverload):
-                return self._custom(func, call, memory, tape)
-            if self._depth:
-                self._look_for_hidden_work()
+            if is_custom:
+                return self._custom(cast(OpOverload, func), call, memory, tape)
             computes = operator.work in {"computation", "custom"}
             frozen = tape.freeze(operator.name, args, kwargs, self.host) if tape is not None and computes else None
         result = func(*args, **kwargs)
@@ -205,14 +217,23 @@ class Watch:
                 self._place_lifted(cast(Tensor, result))
             if operator.work in {"view", "read"}:
                 return result
-            known = {storage_key(tensor) for tensor in given}
-            fresh = tuple(None if storage_key(tensor) in known else tensor for tensor in tensors_among(result))
-            self._place(memory, fresh)
+            fresh = fresh_among(result, map(storage_key, given))
+            self.host.place(memory, fresh)
             if tape is not None and frozen is not None:
                 tape.add(func, *frozen, fresh)
             elif tape is not None:
                 tape.add_new(fresh, is_constant=operator.work == "constant")
         return result
+
+    def _is_of_no_account(self, operator: Operator, args: Args) -> bool:
+        """Whether a call makes no memory of the host, holds nothing that a graph cannot, and is not taped."""
+        return operator.is_plain_view or (
+            self._tape is None
+            and operator.stays_on_device
+            and len(args) > 0
+            and type(args[0]) is Tensor
+            and not self.host.holds(args[0])
+        )
 
     def facts_of(self, func: AnyOperator) -> Operator:
         """What is known of an operator."""
@@ -223,15 +244,10 @@ class Watch:
             return self._placed
         return "host" if call.given and call.is_host_work else "device"
 
-    def _place(self, memory: Memory, tensors: Iterable[Tensor | None]) -> None:
-        for tensor in tensors:
-            if tensor is not None:
-                (self.host.mark if memory == "host" else self.host.unmark)(tensor)
-
     def _place_lifted(self, made: Tensor) -> None:
         """A tensor made from Python data. Within an operator, what numpy made stands for what its kernel wrote."""
         if self._placed == "device":
-            self._report("host copy", words(self._function, "aten.lift_fresh"))
+            self._note("host copy", words(self._function, "aten.lift_fresh"))
         elif self._function is not None or self._depth == 0:
             self.host.mark(made)
 
@@ -244,15 +260,15 @@ class Watch:
         whatever its schema says that it writes.
         """
         mark = None if tape is None else tape.mark()
+        host_reads = {} if self._report is None else self._report.host_reads
         args, kwargs = cast(tuple[Args, Kwargs], self.host.snapshot((call.args, call.kwargs)))
-        num_host_reads = len(self._host_reads)
+        num_host_reads = len(host_reads)
         with torch._C._EnableTorchFunction():
             result, is_opaque = self._run_inside(func, call.args, call.kwargs)
-        known = {storage_key(tensor) for tensor in call.given}
-        fresh = tuple(None if storage_key(tensor) in known else tensor for tensor in tensors_among(result))
-        self._place(memory, fresh)
+        fresh = fresh_among(result, map(storage_key, call.given))
+        self.host.place(memory, fresh)
         if tape is not None and mark is not None and (is_opaque or not tape.has_grown_since(mark)):
-            if call.on_host and len(self._host_reads) == num_host_reads:
+            if call.on_host and len(host_reads) == num_host_reads:
                 self._note_host_read(call.operator.name)
             tape.go_back_to(mark)
             tape.add(func, *tape.freeze(call.operator.name, args, kwargs, self.host), fresh)
@@ -277,5 +293,6 @@ class Watch:
 
     def _look_for_hidden_work(self) -> None:
         """No Python code between a custom operator and this one, or only Triton's: more may be done there unseen."""
-        place = find_call_site(Watch._run_inside.__code__)
-        self._is_opaque |= place.line is None or place.interpreted
+        if self._tape is not None and not self._is_opaque:
+            place = find_call_site(Watch._run_inside.__code__)
+            self._is_opaque = place.line is None or place.interpreted
