@@ -56,10 +56,11 @@ def run(
 ) -> int:
     """Examine backends, or providers of metadata utilities, and print what they are worth.
 
-    Without options: suite smoke (interpreted, where kernels are), every built-in backend, the best device. Options that
-    are left out may be given in [tool.attncheck] of pyproject.toml. Each backend is examined in a process of its own:
-    one that kills its process loses a case, and the others nothing. Times (--check timing) are taken in rounds, each in
-    a fresh process that is alone. Every record goes into a run file, which `attncheck report` reads.
+    Without options: every built-in backend on the best device, in a minute: suite smoke, a few cases of interpreted
+    where kernels are, and latent caches alone for a backend that serves no others. `--case '*'` asks all cases. Options
+    that are left out may be given in [tool.attncheck] of pyproject.toml. Each backend is examined in processes of its
+    own: one that kills its process loses a case, and the others nothing. Times (--check timing) are taken in rounds,
+    each in a fresh process that is alone. Every record goes into a run file, which `attncheck report` reads.
     """
     began = time.monotonic()
     refs = (*(backends or ()), *(backend or ()))

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from attncheck.cases.model import Case
-from attncheck.harness.problem.latent import naive_layer
+from attncheck.harness.problem.layer_sizes import naive_layer
 from attncheck.reference.spec import AttentionType
 
 _PER_CYCLE = {(6, 0): 32, (7, 0): 32, (8, 0): 32, (9, 0): 64, (10, 0): 64}

@@ -41,7 +41,7 @@ def render_verdicts(verdicts: Sequence[BackendVerdict], style: Style, absent: Se
         if each.could_declare:
             lines.append(style.wrap(f"could be declared: {', '.join(each.could_declare)}", "  "))
     silent = [each.backend for each in verdicts if each.verdict == "not examined" and each.backend not in absent]
-    for names, why in ((silent, ""), (absent, " (unavailable; `attncheck doctor` lists the reasons)")):
+    for names, why in ((silent, ""), (absent, " (unavailable; see `attncheck doctor`)")):
         if names:
             lines.append(style.wrap(f"not examined: {', '.join(map(phrases.one_line, names))}{why}"))
     return "\n".join(lines)

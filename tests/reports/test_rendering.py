@@ -74,7 +74,7 @@ def test_the_verdict_of_each_backend_comes_first(header: RunHeader, records: lis
     assert text.splitlines()[:3] == [
         "reference: PASSED: 1 case",
         "Wrong: FAILED: 2 findings in 2 of 3 cases",
-        "not examined: third (unavailable; `attncheck doctor` lists the reasons)",
+        "not examined: third (unavailable; see `attncheck doctor`)",
     ]
     lines = markdown.render_run(Run("run.jsonl", header, (*records, unavailable))).splitlines()
     assert [line for line in lines if line.startswith("- ")][:3] == [
@@ -92,7 +92,7 @@ def test_a_backend_that_cannot_run_here_has_one_line_unless_nothing_else_was_exa
     unavailable = make("unavailable", backend="third")
     text = terminal.render(header, [*records, unavailable])
     assert [line for line in text.splitlines() if "third" in line] == [
-        "not examined: third (unavailable; `attncheck doctor` lists the reasons)"
+        "not examined: third (unavailable; see `attncheck doctor`)"
     ]
     assert text.splitlines()[-1].startswith("failed: 3 backends")
     alone = terminal.render(header, [unavailable])

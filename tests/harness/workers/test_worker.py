@@ -134,6 +134,8 @@ def test_only_the_process_of_a_built_in_backend_stores_truths(ref: str, stored: 
         process.send(Examine(case="small/decode", checks=("numerics",)))
         assert [each.outcome for each in answers(process) if each.kind == "record"] == ["passed"]
     assert len(list(truths.glob("*"))) == stored
+
+
 @pytest.mark.parametrize(
     ("told", "shared"),
     [
