@@ -56,9 +56,8 @@ class StepAnswer:
 def placed(results: Sequence[CallResult]) -> StepAnswer:
     """Results for different rows, each where the step has it."""
     calls = [result.call for result in results]
-    place: Tensor | None = torch.cat([call.rows for call in calls])
-    if torch.equal(place, torch.arange(len(place))):
-        place = None
+    rows = torch.cat([call.rows for call in calls])
+    place = None if torch.equal(rows, torch.arange(len(rows))) else rows
     lses = [result.lse for result in results if result.lse is not None]
     lse = None
     if lses:
