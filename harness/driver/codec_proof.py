@@ -6,7 +6,6 @@ else changes.
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -22,9 +21,6 @@ from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.storage import Storage, key_storage, value_storage
 from attncheck.reference.spec import CacheSpec, LayerSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 _BLOCKS = 3
 
@@ -42,20 +38,23 @@ def prove_codec(codec: KVCacheCodec, backend: type[AttentionBackend], problem: P
     kv_cache = allocate_kv_cache(backend, layer, cache, _BLOCKS, "cpu")
     inner = codec.codec if isinstance(codec, LatentCodecView) else codec
     if type(inner) is PackedCodec:
-        _prove_once(cast("Hashable", codec), layer, cache, kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
+        is_view = inner is not codec
+        _prove_once(inner, is_view, layer, cache, kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
     else:
         _prove(codec, layer, cache, kv_cache)
 
 
 @lru_cache(maxsize=256)
 def _prove_once(
-    codec: KVCacheCodec,
+    packed: PackedCodec,
+    is_view: bool,
     layer: LayerSpec,
     cache: CacheSpec,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
+    codec = LatentCodecView(packed) if is_view else packed
     _prove(codec, layer, cache, torch.empty_strided(shape, stride, dtype=dtype).zero_())
 
 

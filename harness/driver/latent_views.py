@@ -4,7 +4,6 @@ Everything else of the harness sees heads: latent rows as keys ``[n, 1, L]``, ro
 outputs ``[n, H, V]``. The two classes here translate for the contract.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,11 +76,11 @@ class LatentImplView:
         self._impl.do_kv_cache_update(layer, key[:, 0], value, kv_cache, slot_mapping)
 
 
-@dataclass(frozen=True)
 class LatentCodecView:
     """A codec of a latent cache as one that takes heads."""
 
-    codec: KVCacheCodec
+    def __init__(self, codec: KVCacheCodec) -> None:
+        self.codec = codec
 
     def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """``key [n, 1, L]``, ``value [n, 1, E]``."""
