@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +30,8 @@ _AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "TORCH_", "COV_", 
 """What variables begin with that an interpreter or a library reads when it starts; ``PYTHONPATH`` is acted on here."""
 _OPTIONS = ("-P", "-u")
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+_LONGEST = 2**17
+"""Bytes of one argument or variable that Linux gives a program."""
 MOST_BYTES = 2**20
 _SERVER = """\
 import sys
@@ -69,7 +72,7 @@ class Program:
         """The program of ``words``; None for one that needs a fresh interpreter.
 
         It does if it has options of the interpreter but ``-P`` and ``-u``, or is not ``-c``, ``-m`` or a file ``.py``,
-        or if its environment differs from ``known`` in what is read at the start.
+        or if its environment differs from ``known`` in what is read at the start, or the system may refuse a long text.
         """
         rest = list(words)
         options = []
@@ -79,7 +82,9 @@ class Program:
             rest[:1] = [rest[0][:2], *filter(None, [rest[0][2:]])]
         elif not (rest and rest[0].endswith(".py")):
             return None
-        return cls(options, rest, **fields) if read_at_start(fields["environment"]) == known else None
+        environment = fields["environment"]
+        is_short = all(len(text) < _LONGEST // 4 for text in (*words, *environment.values()))
+        return cls(options, rest, **fields) if is_short and read_at_start(environment) == known else None
 
     def prepare(self, received: Sequence[int], path: Sequence[str]) -> None:
         """Make this process the program's, as if started afresh with ``path`` for its libraries' folders.
@@ -268,4 +273,7 @@ def end(error: BaseException | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    if isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code & 0xFF)
