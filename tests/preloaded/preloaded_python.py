@@ -27,7 +27,8 @@ from typing import Any, NoReturn, Self
 LIBRARIES = ("torch", "numpy", "pydantic", "yaml", "typer", "pytest")
 
 _AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "TORCH_", "COV_", "COVERAGE_")
-"""What variables begin with that an interpreter or a library reads when it starts; ``PYTHONPATH`` is acted on here."""
+"""What variables begin with that an interpreter or a library reads when it starts; ``PYTHONPATH`` is acted on here, and
+``PYTHON`` is read by our scripts alone."""
 _OPTIONS = ("-P", "-u")
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 _LONGEST = 2**17
@@ -50,7 +51,8 @@ _real_fork_exec = subprocess._fork_exec
 
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of ``environment`` that a process reads when it starts."""
-    return {key: environment[key] for key in environment if key.startswith(_AT_START) and key != "PYTHONPATH"}
+    names = (name for name in environment if name.startswith(_AT_START) and name not in ("PYTHON", "PYTHONPATH"))
+    return {name: environment[name] for name in names}
 
 
 @dataclass(frozen=True)
