@@ -27,9 +27,12 @@ from typing import Any, NoReturn, Self
 LIBRARIES = ("torch", "numpy", "pydantic", "yaml", "typer", "pytest")
 
 _AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "TORCH_", "COV_", "COVERAGE_")
-"""What variables begin with that an interpreter or a library reads when it starts; ``PYTHONPATH`` is acted on here."""
+"""What variables begin with that an interpreter or a library reads when it starts; ``PYTHONPATH`` is acted on here, and
+``PYTHON`` is read by our scripts alone."""
 _OPTIONS = ("-P", "-u")
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+_LONGEST = 2**17
+"""Bytes of one argument or variable that Linux gives a program."""
 MOST_BYTES = 2**20
 _LONGEST = 2**17 - 2
 """Bytes of a variable that Linux lets a process be started with, but for `=` and the end."""
@@ -50,7 +53,8 @@ _real_fork_exec = subprocess._fork_exec
 
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of ``environment`` that a process reads when it starts."""
-    return {key: environment[key] for key in environment if key.startswith(_AT_START) and key != "PYTHONPATH"}
+    names = (name for name in environment if name.startswith(_AT_START) and name not in ("PYTHON", "PYTHONPATH"))
+    return {name: environment[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Program:
         """The program of ``words``; None for one that needs a fresh interpreter.
 
         It does if it has options of the interpreter but ``-P`` and ``-u``, or is not ``-c``, ``-m`` or a file ``.py``,
-        or if its environment differs from ``known`` in what is read at the start.
+        or if its environment differs from ``known`` in what is read at the start, or the system may refuse a long text.
         """
         rest = list(words)
         options = []
@@ -82,7 +86,9 @@ class Program:
             rest[:1] = [rest[0][:2], *filter(None, [rest[0][2:]])]
         elif not (rest and rest[0].endswith(".py")):
             return None
-        return cls(options, rest, **fields) if read_at_start(fields["environment"]) == known else None
+        environment = fields["environment"]
+        is_short = all(len(text) < _LONGEST // 4 for text in (*words, *environment.values()))
+        return cls(options, rest, **fields) if is_short and read_at_start(environment) == known else None
 
     def prepare(self, received: Sequence[int], path: Sequence[str]) -> None:
         """Make this process the program's, as if started afresh with ``path`` for its libraries' folders.

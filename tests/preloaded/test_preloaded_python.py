@@ -92,6 +92,8 @@ def test_an_error_ends_it_with_its_traceback(preloaded: None) -> None:
     assert printed.splitlines()[0] == "Traceback (most recent call last):"
     assert printed.splitlines()[-2:] == ['  File "<string>", line 2, in f', "ZeroDivisionError: division by zero"]
     assert "preloaded_python" not in printed
+    code, _, printed = ended("-c", "raise KeyboardInterrupt")
+    assert (code, printed.splitlines()[-1]) == (-signal.SIGINT, "KeyboardInterrupt")
 
 
 def test_descriptors_keep_their_numbers_and_others_are_closed(preloaded: None) -> None:
@@ -127,6 +129,7 @@ def test_what_needs_an_interpreter_of_its_own_is_not_forked(words: Words) -> Non
     assert Program.of(words, {"LANG": "C"}, **fields) is None
     assert Program.of(("-c", ""), {"LANG": "C"}, **fields) is not None
     assert Program.of(("-c", ""), {"LANG": "de"}, **fields) is None
+    assert Program.of(("-c", "#" * 2**17), {"LANG": "C"}, **fields) is None
     assert read_at_start({"PYTHONPATH": "a", "OMP_NUM_THREADS": "1", "HOME": "/"}) == {"OMP_NUM_THREADS": "1"}
 
 
