@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder
 from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory
+from attncheck.harness.checks.cudagraph.recorder import CaptureError
 
 HERE = Path(__file__)
 
@@ -156,3 +158,68 @@ def test_what_is_read_of_the_host_is_told_and_no_violation() -> None:
     assert told.startswith("int() at ")
     assert "test_memory.py" in told
     assert recorder.record(lambda: lambda: out.fill_(1)).host_reads() == ()
+
+
+def test_memory_used_beside_memory_of_the_host_is_released_with_its_last_holder() -> None:
+    holder, number, out = [torch.ones(3)], torch.tensor(2.0), torch.zeros(3)
+    recorder = EmulatedRecorder()
+    recorder.mark_host(number)
+
+    def prepare() -> Callable[[], object]:
+        (x,) = holder
+        return lambda: torch.mul(x, number, out=out)
+
+    recording = recorder.record(prepare)
+    assert recording.released() == ()
+    holder.clear()
+    assert [memory.first_used.partition(" at ")[0] for memory in recording.released()] == ["aten.mul"]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda device, host: host + 1,
+        lambda device, host: torch.arange(2) + host,
+        lambda device, host: torch.cat([host, host]),
+        lambda device, host: torch.func.vmap(lambda value: value * 2)(host),
+        lambda device, host: host[:1].detach(),
+        lambda device, host: host.to(torch.int64),
+    ],
+)
+def test_what_is_made_of_host_memory_before_a_recording_lies_on_the_host(
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    device, host, recorder = torch.tensor([2, 5]), torch.tensor([2, 5]), EmulatedRecorder()
+    recorder.mark_host(host)
+
+    def prepare() -> Callable[[], object]:
+        made = compute(device, host)
+        return lambda: device.fill_(int(made[0]))
+
+    (read,) = recorder.record(prepare).host_reads()
+    assert read.startswith("int() at ")
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda device, host: device + host,
+        lambda device, host: torch.where(device > 0, host, host),
+        lambda device, host: host + device,
+        lambda device, host: device.to(torch.int64),
+        lambda device, host: torch.zeros_like(device),
+        lambda device, host: device[:1].detach(),
+    ],
+)
+def test_what_is_made_of_device_memory_before_a_recording_lies_on_the_device(
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    device, host, recorder = torch.tensor([2, 5]), torch.tensor([2, 5]), EmulatedRecorder()
+    recorder.mark_host(host)
+
+    def prepare() -> Callable[[], object]:
+        made = compute(device, host)
+        return lambda: device.fill_(int(made[0]))
+
+    with pytest.raises(CaptureError, match=r"host read: int\(\)"):
+        recorder.record(prepare)
