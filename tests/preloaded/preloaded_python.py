@@ -108,12 +108,12 @@ class Program:
         added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:] = [*([] if "-P" in self.options else [first]), *filter(None, added), *path]
         importlib.invalidate_caches()
+
+    def code(self) -> tuple[types.CodeType, dict[str, Any]]:
+        """What is to be executed, and where; ``sitecustomize`` is imported before, as by an interpreter."""
         sys.modules.pop("sitecustomize", None)
         with suppress(ImportError):
             importlib.import_module("sitecustomize")
-
-    def code(self) -> tuple[types.CodeType, dict[str, Any]]:
-        """What is to be executed, and where."""
         kind, *rest = self.words
         if kind == "-c":
             module = sys.modules["__main__"] = types.ModuleType("__main__")

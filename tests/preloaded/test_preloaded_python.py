@@ -160,3 +160,14 @@ def test_commands_of_a_shell_are_forked_and_end_as_they_would(
 def test_without_it_processes_are_fresh() -> None:
     Preloaded.uninstall()
     assert ended("-c", "import sys; print('torch' in sys.modules)")[1] == "False\n"
+
+
+def test_each_imports_its_own_sitecustomize(preloaded: None, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['TIMES'] = os.environ.get('TIMES', '') + 'x'\n")
+    shows = "import os, sys; print(os.environ['TIMES'], 'sitecustomize' in sys.modules)"
+    (tmp_path / "outer.py").write_text(
+        f"import os, subprocess, sys\n{shows}\nsys.stdout.flush()\ndel os.environ['TIMES']\n"
+        f"subprocess.run([sys.executable, '-c', {shows!r}])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    assert ended(str(tmp_path / "outer.py"), env=environment)[1] == "x True\nx True\n"
