@@ -11,7 +11,6 @@ a line of JSON; ``--show`` prints such a file as a Markdown table. Measure while
 import argparse
 import json
 import os
-import selectors
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 from tabulate import tabulate
@@ -92,14 +93,18 @@ class Checkout:
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[1:]]
 
     @contextmanager
-    def started(self, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """Run `attncheck` with ``words`` while the context lasts."""
-        command = [sys.executable, "-m", "attncheck", *words]
+    def started(self, *words: str) -> Iterator["Queue[str]"]:
+        """Run `attncheck` with ``words`` while the context lasts; gives the lines it prints, as they come."""
+        command = [sys.executable, "-u", "-m", "attncheck", *words]
+        lines: Queue[str] = Queue()
         process = subprocess.Popen(
             command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
+        assert process.stdout is not None
+        reader = Thread(target=lambda: [lines.put(line) for line in process.stdout or ()], daemon=True)
         with process:
-            yield process
+            reader.start()
+            yield lines
             process.terminate()
 
 
@@ -130,15 +135,15 @@ def verdict_after_save(checkout: Checkout) -> Costs:
     right = file.read_text(encoding="utf-8")
     times = []
     words = ("run", "./mine.py:Mine", "--case", "decode.float16", "--check", "numerics", "--watch", "--no-output")
-    with checkout.started(*words) as process:
-        _wait_for(process, "waiting for a change")
+    with checkout.started(*words) as lines:
+        _wait_for(lines, "waiting for a change")
         for number in range(10):
             time.sleep(4)  # a spare process is there again, as after a person's pause
             began = time.perf_counter()
             file.write_text(f"{right}\n# {number}\n", encoding="utf-8")
-            _wait_for(process, "PASSED")
+            _wait_for(lines, "PASSED")
             times.append(time.perf_counter() - began)
-            _wait_for(process, "waiting for a change")
+            _wait_for(lines, "waiting for a change")
     return {"verdict after a save": Cost(statistics.median(times), "import torch")}
 
 
@@ -193,19 +198,10 @@ def _write_backend(checkout: Checkout) -> Path:
     return file
 
 
-def _wait_for(process: subprocess.Popen[str], words: str, limit_s: float = 60) -> None:
-    """Read what ``process`` prints until a line has ``words``."""
-    deadline = time.monotonic() + limit_s
-    stream = process.stdout
-    assert stream is not None
-    with selectors.DefaultSelector() as ready:
-        ready.register(stream, selectors.EVENT_READ)
-        while time.monotonic() < deadline and ready.select(deadline - time.monotonic()):
-            if words in (line := stream.readline()):
-                return
-            if not line:
-                break
-    raise SystemExit(f"`attncheck run --watch` did not print {words!r}")
+def _wait_for(lines: "Queue[str]", words: str, limit_s: float = 60) -> None:
+    """Wait until one of ``lines`` has ``words``; queue.Empty after ``limit_s`` without a line."""
+    while words not in lines.get(timeout=limit_s):
+        pass
 
 
 FIGURES = {
