@@ -101,9 +101,14 @@ class Checkout:
             command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         assert process.stdout is not None
-        reader = Thread(target=lambda: [lines.put(line) for line in process.stdout or ()], daemon=True)
+        stream = process.stdout
+
+        def read() -> None:
+            for line in stream:
+                lines.put(line)
+
         with process:
-            reader.start()
+            Thread(target=read, daemon=True).start()
             yield lines
             process.terminate()
 
