@@ -1,0 +1,301 @@
+"""What a run of attncheck costs, beside yardsticks of the same machine.
+
+    python benchmarks/cost.py [--only NAME ...] [--source DIR] [--append docs/cost.jsonl]
+    python benchmarks/cost.py --show docs/cost.jsonl
+
+Each figure is divided by a yardstick, so that ratios and not seconds are compared from machine to machine. ``--source``
+measures another checkout of attncheck, such as the one before a change. ``--append`` adds the measurement to a file, as
+a line of JSON; ``--show`` prints such a file as a Markdown table. Measure while the machine does nothing else.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).resolve().parents[1]
+WITH_GRAPHS = "torch_sdpa"
+"""A candidate that every machine can run, with a CUDA-graph level to measure."""
+
+NEVER = "reference"
+"""A candidate that declares NEVER."""
+
+TEST = "a test in vLLM's style of the same batches"
+MATMUL = "one float64 matmul of as many operations"
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds, and the name of the yardstick they are divided by."""
+
+    seconds: float
+    yardstick: str
+
+
+Costs = dict[str, Cost]
+"""Costs by what they are of."""
+
+
+class Checkout:
+    """An attncheck to measure: the folder of its sources, and an empty folder for what its commands write."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        self.source, self.folder = source, folder
+        self.yardsticks: dict[str, float] = {}
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(source / "src"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def python(self, *words: str) -> float:
+        """Run Python with ``words`` and return the wall time in seconds."""
+        began = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, *words], env=self.environment, cwd=self.folder, capture_output=True, text=True, check=False
+        )
+        took = time.perf_counter() - began
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words)} ended with exit code {done.returncode}, not 0:\n{done.stderr}")
+        return took
+
+    def attncheck(self, *words: str) -> float:
+        """Run a command of attncheck and return the wall time in seconds."""
+        return self.python("-m", "attncheck", *words)
+
+    def inside(self, part: str) -> dict[str, float]:
+        """Return the seconds that one part of ``cost_inside.py`` measures, in a fresh process."""
+        words = [sys.executable, str(ROOT / "benchmarks" / "cost_inside.py"), part]
+        done = subprocess.run(words, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, check=True)
+        return {name: float(seconds) for name, seconds in json.loads(done.stdout).items()}
+
+    def records(self, *words: str) -> list[dict[str, Any]]:
+        """Run `attncheck run` with ``words`` and return its records."""
+        file = self.folder / "run.jsonl"
+        file.unlink(missing_ok=True)
+        self.attncheck("run", *words, "--output", str(file), "--quiet")
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[1:]]
+
+    @contextmanager
+    def started(self, *words: str) -> Iterator["Queue[str]"]:
+        """Run `attncheck` with ``words`` while the context lasts; gives the lines it prints, as they come."""
+        command = [sys.executable, "-u", "-m", "attncheck", *words]
+        lines: Queue[str] = Queue()
+        process = subprocess.Popen(
+            command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        stream = process.stdout
+
+        def read() -> None:
+            for line in stream:
+                lines.put(line)
+
+        with process:
+            Thread(target=read, daemon=True).start()
+            yield lines
+            process.terminate()
+
+
+def best(measure: Callable[[], float], repeats: int = REPEATS) -> float:
+    """Return the smallest of several measurements: what else a machine does only adds to them."""
+    return min(measure() for _ in range(repeats))
+
+
+def yardsticks(checkout: Checkout) -> dict[str, float]:
+    """Return what common work takes on this machine, in seconds."""
+    return {
+        "start of Python": best(lambda: checkout.python("-c", "pass")),
+        "import torch": best(lambda: checkout.python("-c", "import torch")),
+        **checkout.inside("yardsticks"),
+    }
+
+
+def first_verdict(checkout: Checkout) -> Costs:
+    """From the command to its end, for one check of one case of a backend in a file."""
+    _write_backend(checkout)
+    words = ("run", "--backend", "./mine.py:Mine", "--case", "decode.float16", "--check", "numerics", "--no-output")
+    return {"first verdict": Cost(best(lambda: checkout.attncheck(*words)), "import torch")}
+
+
+def verdict_after_save(checkout: Checkout) -> Costs:
+    """From the save of a backend's file to the verdict on its case, under `--watch`: the median of ten."""
+    file = _write_backend(checkout)
+    right = file.read_text(encoding="utf-8")
+    times = []
+    words = ("run", "./mine.py:Mine", "--case", "decode.float16", "--check", "numerics", "--watch", "--no-output")
+    with checkout.started(*words) as lines:
+        _wait_for(lines, "waiting for a change")
+        for number in range(10):
+            time.sleep(4)  # a spare process is there again, as after a person's pause
+            began = time.perf_counter()
+            file.write_text(f"{right}\n# {number}\n", encoding="utf-8")
+            _wait_for(lines, "PASSED")
+            times.append(time.perf_counter() - began)
+            _wait_for(lines, "waiting for a change")
+    return {"verdict after a save": Cost(statistics.median(times), "import torch")}
+
+
+def smoke(checkout: Checkout) -> Costs:
+    """The checks of suite smoke, by the durations in their records."""
+    found = {}
+    for name in (WITH_GRAPHS, NEVER):
+        records = checkout.records(name, "--suite", "smoke")
+        for is_graph, what in ((True, "CUDA graphs"), (False, "other checks")):
+            seconds = [float(each["duration_s"]) for each in records if (each["check"] == "cudagraph") is is_graph]
+            found[f"smoke of {name}: {what}"] = Cost(sum(seconds), "import torch")
+    return found
+
+
+def truths(checkout: Checkout) -> Costs:
+    """Problems, truths and budgets of all cases of suite smoke, on one core."""
+    seconds = checkout.inside("truths")
+    return {name: Cost(each, "small operation") for name, each in seconds.items()}
+
+
+def examination(checkout: Checkout) -> Costs:
+    """Ten cases examined in full, over a test in vLLM's style of the same batches."""
+    seconds = checkout.inside("examination")
+    checkout.yardsticks[TEST] = seconds.pop(TEST)
+    return {name: Cost(each, TEST) for name, each in seconds.items()}
+
+
+def prefill(checkout: Checkout) -> Costs:
+    """The float64 reference on a prefill of 4,096 tokens, over one matmul of as many operations."""
+    seconds = checkout.inside("prefill")
+    checkout.yardsticks[MATMUL] = seconds.pop(MATMUL)
+    return {name: Cost(each, MATMUL) for name, each in seconds.items()}
+
+
+def default_run(checkout: Checkout) -> Costs:
+    """`attncheck run` without arguments, twice: the second time truths are kept from the first."""
+    words = ("run", "--quiet", "--no-output")
+    return {name: Cost(checkout.attncheck(*words), "import torch") for name in ("default run", "default run, again")}
+
+
+def own_tests(checkout: Checkout) -> Costs:
+    """The tests of attncheck on two workers."""
+    words = ("-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider")
+    where = (f"--rootdir={checkout.source}", "-c", str(checkout.source / "pyproject.toml"), str(checkout.source))
+    return {"own tests": Cost(checkout.python(*words, *where), "import torch")}
+
+
+def _write_backend(checkout: Checkout) -> Path:
+    file = checkout.folder / "mine.py"
+    if not file.exists():
+        checkout.attncheck("new", "backend", "mine")
+    return file
+
+
+def _wait_for(lines: "Queue[str]", words: str, limit_s: float = 60) -> None:
+    """Wait until one of ``lines`` has ``words``; queue.Empty after ``limit_s`` without a line."""
+    while words not in lines.get(timeout=limit_s):
+        pass
+
+
+FIGURES = {
+    "first-verdict": first_verdict,
+    "watch": verdict_after_save,
+    "smoke": smoke,
+    "truths": truths,
+    "examination": examination,
+    "prefill": prefill,
+    "default": default_run,
+    "tests": own_tests,
+}
+BY_NAME_ONLY = ("tests",)
+
+
+def measure(source: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Measure the figures of ``names`` on the checkout at ``source``; the result is one line of ``--append``."""
+    costs: Costs = {}
+    with tempfile.TemporaryDirectory() as folder:
+        checkout = Checkout(source, Path(folder))
+        checkout.yardsticks |= yardsticks(checkout)
+        for name in names:
+            print(f"measuring {name}", file=sys.stderr)
+            costs |= FIGURES[name](checkout)
+        known = checkout.yardsticks
+    commit = subprocess.run(
+        ["git", "-C", str(source), "describe", "--always", "--dirty"],  # noqa: S607 (the git there is)
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    ratios = {name: {**asdict(cost), "ratio": cost.seconds / known[cost.yardstick]} for name, cost in costs.items()}
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit.stdout.strip(),
+        "machine": _machine(),
+        "yardsticks": known,
+        "costs": ratios,
+    }
+
+
+def _machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def table(measurements: Sequence[dict[str, Any]]) -> str:
+    """Return measurements as a Markdown table, one column each, the newest last: ratio (seconds)."""
+    heads = [f"{each['commit']}, {each['date']}" for each in measurements]
+    sticks = dict.fromkeys(name for each in measurements for name in each["yardsticks"])
+    rows = [
+        [f"yardstick: {name}", "", *(_time(each["yardsticks"].get(name)) for each in measurements)] for name in sticks
+    ]
+    for name in dict.fromkeys(name for each in measurements for name in each["costs"]):
+        found = [each["costs"].get(name) for each in measurements]
+        over = next(cost["yardstick"] for cost in found if cost)
+        shown = (f"{cost['ratio']:,.3g} ({_time(cost['seconds'])})" if cost else "" for cost in found)
+        rows.append([name, over, *shown])
+    return tabulate(rows, headers=["cost", "over", *heads], tablefmt="github", disable_numparse=True)
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    unit, factor = next(((unit, factor) for unit, factor in UNITS.items() if seconds * factor >= 1), ("us", 1e6))
+    return f"{seconds * factor:.3g} {unit}"
+
+
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
+
+
+def main() -> None:
+    """Measure, or show what was measured, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="default: all but the slow ones: tests")
+    parser.add_argument("--source", type=Path, default=ROOT, help="the checkout to measure (default: this one)")
+    parser.add_argument("--append", type=Path, help="a file of measurements, to add this one to")
+    parser.add_argument("--show", type=Path, help="print the measurements of a file, and measure nothing")
+    options = parser.parse_args()
+    if options.show is not None:
+        print(table([json.loads(line) for line in options.show.read_text(encoding="utf-8").splitlines()]))
+        return
+    found = measure(options.source.resolve(), options.only or [name for name in FIGURES if name not in BY_NAME_ONLY])
+    print(table([found]))
+    if options.append is not None:
+        with options.append.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The parts of ``cost.py`` that measure within one process; prints seconds by name, as JSON.
+
+python benchmarks/cost_inside.py truths
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from attncheck.backends.registry import LoadedBackend
+    from attncheck.cases.model import Case
+
+CASES = {
+    "decode": ("page-edges.bfloat16-NHD", "residues", "single", "ragged", "many", "verify.3q4s70"),
+    "mixed": ("usual-order.bfloat16-NHD", "shuffled.16", "one-of-each", "ragged"),
+}
+"""Ten batches of decodes and of mixed requests, short ones and long ones."""
+
+GRAPHS = "cudagraph"
+
+
+def best(work: Callable[[], object], repeats: int = 5) -> float:
+    """Return the CPU seconds of the fastest of several calls: another process takes none of them."""
+    times = []
+    for _ in range(repeats):
+        began = time.process_time()
+        work()
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def yardsticks() -> dict[str, float]:
+    """A small operation of torch, and a float64 matmul of one GFLOP."""
+    few, square = torch.ones(4), torch.ones(1024, 1024, dtype=torch.float64)
+
+    def small_operations() -> None:
+        for _ in range(1000):
+            few + few
+
+    return {
+        "small operation": best(small_operations) / 1000,
+        "float64 matmul of 1 GFLOP": best(lambda: square @ square) * 1e9 / (2 * 1024**3),
+    }
+
+
+def truths() -> dict[str, float]:
+    """Problems, truths and budgets of suite smoke, computed, and nothing kept from an earlier time."""
+    from attncheck.cases.loader import load_suite
+    from attncheck.harness.checks.functions.check import FUNCTION_PATHS
+    from attncheck.harness.problem.problem import build_problem
+    from attncheck.harness.truth.truth import truth_of
+
+    cases = [case for case in load_suite("smoke").cases if case.batch.path.name not in FUNCTION_PATHS]
+    device = torch.device("cpu")
+    for case in cases[:3]:  # loads what is loaded at a first call
+        truth_of(build_problem(case, 1), device)
+    return {"truths of smoke": best(lambda: [truth_of(build_problem(case, 0), device) for case in cases], repeats=2)}
+
+
+def prefill() -> dict[str, float]:
+    """The reference on one causal prefill of 4,096 tokens; only the arithmetic a causal row needs is counted."""
+    import reference_prefill as benchmark
+
+    problem, tokens = benchmark.make_problem(4096), 4096
+    operations = 2 * benchmark.HEADS * benchmark.HEAD_SIZE * tokens * (tokens + 1)
+    return {
+        "float64 prefill": best(lambda: benchmark.reference(*problem)),
+        "one float64 matmul of as many operations": operations / benchmark.matmul_rate(),
+    }
+
+
+def examination() -> dict[str, float]:
+    """Ten cases examined, each for the second time in this process, and what a test in vLLM's style takes.
+
+    Such a test builds metadata, calls forward once, computes each request by torch's own attention, and compares once.
+    Its tensors and its cache are there before the clock starts.
+    """
+    from attncheck.backends.registry import load
+    from attncheck.cases.loader import load_suite
+    from attncheck.harness.run.evaluation import Examiner, RunPlan
+    from attncheck.reference.spec import DEFAULT_CHECKS
+
+    backend = load("torch_sdpa")
+    cases = tuple(case for name, ids in CASES.items() for case in load_suite(name).cases if case.id in ids)
+    assert len(cases) == sum(map(len, CASES.values()))
+    others = tuple(check for check in DEFAULT_CHECKS if check != GRAPHS)
+
+    def examine(checks: tuple[str, ...]) -> None:
+        examiner = Examiner(RunPlan(cases, (backend,), checks))
+        found = [record for case in cases for record in examiner.records(case, backend)]
+        assert all(record.outcome in {"passed", "unsupported"} for record in found)
+
+    examine((*others, GRAPHS))
+    tests = [_vllm_style(backend, case) for case in cases]
+    return {
+        "ten cases in full": best(lambda: examine((*others, GRAPHS)), repeats=3),
+        "ten cases, no CUDA graphs": best(lambda: examine(others), repeats=3),
+        "a test in vLLM's style of the same batches": sum(best(test, 20) for test in tests),
+    }
+
+
+def _vllm_style(backend: "LoadedBackend", case: "Case") -> Callable[[], None]:
+    """Return one such test of ``case``."""
+    from attncheck.harness.driver.forward_calls import forward_calls_of
+    from attncheck.harness.driver.session import Session
+    from attncheck.harness.driver.step import make_step
+    from attncheck.harness.problem.problem import build_problem
+
+    problem = build_problem(case, 0)
+    session = Session(backend.backend, problem, torch.device("cpu"))
+    step = make_step(problem, session.device, session.order, pad_seq_len=0)
+    (call,) = forward_calls_of(step, backend.features, session.threshold)
+    assert session.pool is not None
+    kv_cache = session.pool.filled(0.0)
+    buffers = session.layer.output_buffers(problem, call)
+    starts_q, starts_k = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_k.tolist()
+    requests = [(starts_q[n], starts_q[n + 1], starts_k[n], starts_k[n + 1]) for n in session.order]
+
+    def attend(q0: int, q1: int, k0: int, k1: int) -> Tensor:
+        query, key, value = (
+            rows.transpose(0, 1)[None] for rows in (problem.query[q0:q1], problem.keys[k0:k1], problem.values[k0:k1])
+        )
+        rows, keys = q1 - q0, k1 - k0
+        mask = torch.ones(rows, keys, dtype=torch.bool).tril(diagonal=keys - rows)
+        out = scaled_dot_product_attention(query, key, value, mask, scale=problem.layer.scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    def test() -> None:
+        metadata = session.builder.build(common_prefix_len=0, common_attn_metadata=call.common)
+        session.layer.enter(call, kv_cache, metadata, buffers)
+        expected = torch.cat([attend(*request) for request in requests])
+        assert torch.allclose(buffers.out.rows, expected, rtol=1e-2, atol=1e-2)
+
+    return test
+
+
+PARTS = {part.__name__: part for part in (yardsticks, truths, prefill, examination)}
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    print(json.dumps(PARTS[sys.argv[1]]()))
