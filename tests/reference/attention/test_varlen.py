@@ -71,10 +71,10 @@ def test_each_sequence_alone(same_state):
     ],
     ids=["plain", "sinks", "window", "alibi", "chunks"],
 )
-@pytest.mark.parametrize("rows", [(1, 1, 1, 1), (5, 0, 3, 1)], ids=["decodes", "mixed"])
+@pytest.mark.parametrize("rows", [(1, 1, 1, 1, 1), (5, 0, 3, 2, 1)], ids=["decodes", "mixed"])
 def test_neighbours_change_no_bit(same_state, rows, changes, precision):
     """Short sequences share operations, a long one between them is attended alone, one has no keys, one no rows."""
-    lens, params = (6, 2, 11, 0), replace(ENCODER, **changes)
+    lens, params = (6, 2, 4, 11, 0), replace(ENCODER, **changes)
     query, key, value = draw(sum(rows), 4, 8, 1), draw(sum(lens), 2, 8, 2), draw(sum(lens), 2, 6, 3)
     starts, ends = offsets(rows), offsets(lens)
     options = {"precision": precision, "kv_tile": 10}
