@@ -18,7 +18,7 @@ from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.errors import QuestionError, RunFileError, SelectionError
 from attncheck.harness.cli.interruption import interruptible, signal_of
 from attncheck.harness.cli.output import show_printed
-from attncheck.harness.cli.run_files import open_run
+from attncheck.harness.cli.run_files import make_dump_folder, open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing, select_cases
@@ -260,16 +260,6 @@ def _expectations(
         checks=header.checks,
         today=datetime.now(UTC).date(),
     )
-
-
-def make_dump_folder(dump: Path | None) -> None:
-    """Make the folder before the run, so that the first failure does not end it."""
-    if dump is None:
-        return
-    try:
-        dump.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QuestionError(f"--dump {dump} cannot be a folder: {error.strerror}") from error
 
 
 def _examine(

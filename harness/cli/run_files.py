@@ -16,7 +16,7 @@ from typing import Protocol
 
 import typer
 
-from attncheck.errors import RunFileError
+from attncheck.errors import QuestionError, RunFileError
 from attncheck.harness.truth.shared_folder import user_cache
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
@@ -140,3 +140,13 @@ def newest_run(folder: Path) -> Path:
     if not runs:
         raise RunFileError(str(folder), "no run is kept there; --last-failed needs one: run once without it")
     return runs[-1]
+
+
+def make_dump_folder(dump: Path | None) -> None:
+    """Make the folder before the run, so that the first failure does not end it."""
+    if dump is None:
+        return
+    try:
+        dump.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise QuestionError(f"--dump {dump} cannot be a folder: {error.strerror}") from error

@@ -17,7 +17,7 @@ import torch
 from attncheck.cases.model import Case
 from attncheck.errors import QuestionError, SelectionError
 from attncheck.harness.checks.timing.check import TimingCheck
-from attncheck.harness.cli.run_execution import make_dump_folder
+from attncheck.harness.cli.run_files import make_dump_folder
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import suite_device
 from attncheck.harness.run.backend_description import BackendDescription

@@ -21,6 +21,7 @@ from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.outcomes import OURSELVES, Circumstances, crashed, record_of, unavailable
 from attncheck.harness.run.plan import RunPlan
 from attncheck.harness.run.timing_rounds import RoundQuestions, rotated, timed_questions, untimed_questions
+from attncheck.harness.workers.first_messages import WorkerError
 from attncheck.harness.workers.lanes import Lanes, Place, Work, start
 from attncheck.harness.workers.protocol import (
     Begun,
@@ -34,7 +35,7 @@ from attncheck.harness.workers.protocol import (
 )
 from attncheck.harness.workers.schedule import Asked
 from attncheck.harness.workers.warming import WarmingAhead
-from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
+from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.graph_levels import CUDAGRAPH
 from attncheck.reports.run_file.header import Environment

@@ -11,22 +11,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from attncheck.errors import BackendLoadError, InternalError, QuestionError
+from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
+from attncheck.harness.workers.first_messages import assignment_of, chosen_device_of, description_of
 from attncheck.harness.workers.printed_output import Show
-from attncheck.harness.workers.protocol import (
-    Answer,
-    Assignment,
-    ChooseDevice,
-    Described,
-    DeviceChosen,
-    HarnessFailure,
-    Prepare,
-    Refused,
-)
+from attncheck.harness.workers.protocol import Assignment, ChooseDevice, Prepare
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
-from attncheck.reports.run_file.causes import last_words
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 if TYPE_CHECKING:
@@ -39,14 +30,6 @@ _PROCESS_BYTES = 2**30
 
 _LEAST_ROOM = 2
 """Processes there are at once on the smallest host: one at work, and the next."""
-
-
-class WorkerError(InternalError):
-    """attncheck itself failed in the process of a backend: exit code 3, as if it had failed here."""
-
-    def __init__(self, ref: str, fault: HarnessFailure) -> None:
-        super().__init__(f"{fault.error} (in the process of {ref})")
-        self.add_note(fault.traceback)
 
 
 class WorkerPool:
@@ -136,28 +119,14 @@ class WorkerPool:
         for process in self._processes.values():
             process.send(request)
             with suppress(ProcessEndedError):
-                return _chosen_device(process, process.receive())
+                return chosen_device_of(process)
         self._spare = self._spare or self._new()
         self._spare.send(request)
-        return _chosen_device(self._spare, self._spare.receive())
+        return chosen_device_of(self._spare)
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
         """Assign the run of ``plan`` to the processes."""
-        self.assign(
-            Assignment(
-                suites=selection.refs,
-                cases=None if selection.cases == selection.all_cases else tuple(case.key for case in selection.cases),
-                by_default=selection.by_default,
-                is_short=selection.is_short,
-                digests=tuple(suite.hash for suite in selection.suites),
-                device=plan.device,
-                seed=plan.seed,
-                dump=None if plan.dump is None else str(plan.dump.absolute()),
-                truths=None if plan.truths is None else str(plan.truths.absolute()),
-                environment=environment,
-                timing=plan.timing,
-            )
-        )
+        self.assign(assignment_of(selection, plan, environment))
 
     def assign(self, assignment: Assignment) -> None:
         """What the run is about; comes before :meth:`describe`."""
@@ -272,7 +241,7 @@ class WorkerPool:
                 if each in self._processes and each not in asked:
                     self._processes[each].send(self._assignment_of(each))
                     asked.add(each)
-            found.append(self._description(self._processes[ref]))
+            found.append(description_of(self._processes[ref]))
         return found
 
     def _assignment_of(self, ref: str) -> Assignment:
@@ -297,38 +266,7 @@ class WorkerPool:
         process.prepare(self._prepare)
         return process
 
-    def _description(self, process: WorkerProcess) -> BackendDescription | QuestionError:
-        try:
-            answer = process.receive()
-        except ProcessEndedError as ended:
-            words = last_words(ended.output)
-            said = f"; it printed last: {words[-1]}" if words else ""
-            reason = f"its process ended ({ended.cause}) while it was loaded{said}"
-            return BackendLoadError(process.ref, reason, allowed="with --in-process it is loaded under your debugger")
-        match answer:
-            case Described():
-                process.printed.label = answer.description.name
-                return answer.description
-            case Refused():
-                return QuestionError(answer.reason)
-            case HarnessFailure():
-                raise WorkerError(process.ref, answer)
-            case _:
-                raise RuntimeError(f"the process of {process.ref} described itself by {answer.kind!r}")
-
     def _missing(self, ref: str, found: BackendDescription | QuestionError) -> dict[str, str]:
         if isinstance(found, QuestionError):
             return {}
         return missing_variables(found.info.required_environment, {**os.environ, **self._environments.get(ref, {})})
-
-
-def _chosen_device(process: WorkerProcess, answer: Answer) -> tuple[str, tuple[str, ...], Environment]:
-    match answer:
-        case DeviceChosen():
-            return answer.device, answer.notes, answer.environment
-        case Refused():
-            raise QuestionError(answer.reason)
-        case HarnessFailure():
-            raise WorkerError(process.ref, answer)
-        case _:
-            raise RuntimeError(f"the process of {process.ref} chose a device by {answer.kind!r}")

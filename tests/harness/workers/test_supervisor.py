@@ -14,9 +14,10 @@ from attncheck.harness.run.evaluation import Examiner, RunPlan, environment_of
 from attncheck.harness.run.outcomes import OURSELVES
 from attncheck.harness.run.preparation import RunSettings, prepare_run
 from attncheck.harness.run.selection import select_cases
+from attncheck.harness.workers.first_messages import WorkerError
 from attncheck.harness.workers.protocol import Answer, Begun, DeviceLost, Done, Examine, HarnessFailure
 from attncheck.harness.workers.supervisor import Supervisor
-from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
+from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Errored, Passed, Record

@@ -12,6 +12,7 @@ from attncheck.harness.run.backend_description import BackendDescription, unload
 from attncheck.harness.run.evaluation import RunPlan, environment_of
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import worker_pool as workers
+from attncheck.harness.workers.first_messages import WorkerError
 from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
@@ -23,7 +24,7 @@ from attncheck.harness.workers.protocol import (
     Refused,
     Request,
 )
-from attncheck.harness.workers.worker_pool import WorkerError, WorkerPool
+from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import BackendInfo
 

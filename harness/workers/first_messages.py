@@ -1,0 +1,83 @@
+"""What a run and the process of a backend exchange before the first case: the device, the run, the backend."""
+
+from typing import TYPE_CHECKING
+
+from attncheck.errors import BackendLoadError, InternalError, QuestionError
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.workers.protocol import Assignment, Described, DeviceChosen, HarnessFailure, Refused
+from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
+from attncheck.reports.run_file.causes import last_words
+from attncheck.reports.run_file.header import Environment
+
+if TYPE_CHECKING:
+    from attncheck.harness.run.plan import RunPlan
+    from attncheck.harness.run.selection import Selection
+
+
+class WorkerError(InternalError):
+    """attncheck itself failed in the process of a backend: exit code 3, as if it had failed here."""
+
+    def __init__(self, ref: str, fault: HarnessFailure) -> None:
+        super().__init__(f"{fault.error} (in the process of {ref})")
+        self.add_note(fault.traceback)
+
+
+def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environment) -> Assignment:
+    """Return the message that describes the run to a process."""
+    return Assignment(
+        suites=selection.refs,
+        cases=None if selection.cases == selection.all_cases else tuple(case.key for case in selection.cases),
+        by_default=selection.by_default,
+        is_short=selection.is_short,
+        digests=tuple(suite.hash for suite in selection.suites),
+        device=plan.device,
+        seed=plan.seed,
+        dump=None if plan.dump is None else str(plan.dump.absolute()),
+        truths=None if plan.truths is None else str(plan.truths.absolute()),
+        environment=environment,
+        timing=plan.timing,
+    )
+
+
+def chosen_device_of(process: WorkerProcess) -> tuple[str, tuple[str, ...], Environment]:
+    """Return the device that ``process`` chose, notes on the choice, and the environment there.
+
+    Raises:
+        QuestionError: the device that the user wants is not there.
+        WorkerError: attncheck itself failed in the process.
+        ProcessEndedError: the process ended.
+    """
+    match answer := process.receive():
+        case DeviceChosen():
+            return answer.device, answer.notes, answer.environment
+        case Refused():
+            raise QuestionError(answer.reason)
+        case HarnessFailure():
+            raise WorkerError(process.ref, answer)
+        case _:
+            raise RuntimeError(f"the process of {process.ref} chose a device by {answer.kind!r}")
+
+
+def description_of(process: WorkerProcess) -> BackendDescription | QuestionError:
+    """Return the description of the backend of ``process``, or why it has none.
+
+    Raises:
+        WorkerError: attncheck itself failed in the process.
+    """
+    try:
+        answer = process.receive()
+    except ProcessEndedError as ended:
+        words = last_words(ended.output)
+        printed = f"; it printed last: {words[-1]}" if words else ""
+        reason = f"its process ended ({ended.cause}) while it was loaded{printed}"
+        return BackendLoadError(process.ref, reason, allowed="with --in-process it is loaded under your debugger")
+    match answer:
+        case Described():
+            process.printed.label = answer.description.name
+            return answer.description
+        case Refused():
+            return QuestionError(answer.reason)
+        case HarnessFailure():
+            raise WorkerError(process.ref, answer)
+        case _:
+            raise RuntimeError(f"the process of {process.ref} described itself by {answer.kind!r}")
