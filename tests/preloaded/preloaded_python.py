@@ -96,8 +96,6 @@ class Program:
         ``received``: its descriptors.
         """
         _place(received, self.descriptors)
-        if self.leads:
-            os.setsid()
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -252,9 +250,12 @@ def _forked(descriptor: int) -> tuple[Program, list[int]]:
             if process == 0:
                 requests.detach()
                 os.close(goes)
+                program = Program(**json.loads(message))
+                if program.leads:
+                    os.setsid()  # before anything can be sent to its group
+                os.write(tells, str(os.getpid()).encode())
                 os.read(waits, 1)  # until its parent is the one that asked
-                return Program(**json.loads(message)), descriptors
-            os.write(tells, str(process).encode())
+                return program, descriptors
             os._exit(0)
         os.waitpid(between, 0)
         requests.send(os.read(told, 64))

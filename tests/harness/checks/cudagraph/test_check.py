@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attncheck.backends.registry import load
-from attncheck.harness.checks.cudagraph import check
+from attncheck.harness.checks.cudagraph import backend_levels, check
 from attncheck.harness.checks.cudagraph.check import judge_level
 from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement, ProbeFault, UnmeasuredProbe
 from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
@@ -56,7 +56,7 @@ def test_truths_of_probes_come_from_the_cache_of_the_run(monkeypatch):
             questions.truth(questions.case(probe, probe.turns[0]))
         return measurement(NEVER, NEVER, ProbeFault("wrong"))
 
-    monkeypatch.setattr(check, "measure_level", measure)
+    monkeypatch.setattr(backend_levels, "measure_level", measure)
     (case,) = select_cases(["smoke"], ["decode.float32"]).cases
     problem = build_problem(case, 0)
     shared = SharedByChecks()
