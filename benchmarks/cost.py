@@ -90,7 +90,8 @@ class Checkout:
         file = self.folder / "run.jsonl"
         file.unlink(missing_ok=True)
         self.attncheck("run", *words, "--output", str(file), "--quiet")
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[1:]]
+        lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        return [line for line in lines if line["kind"] == "record"]
 
     @contextmanager
     def started(self, *words: str) -> Iterator["Queue[str]"]:
@@ -156,7 +157,7 @@ def smoke(checkout: Checkout) -> Costs:
     """The checks of suite smoke, by the durations in their records."""
     found = {}
     for name in (WITH_GRAPHS, NEVER):
-        records = checkout.records(name, "--suite", "smoke")
+        records = checkout.records(name, "--suite", "smoke", "--in-process")
         for is_graph, what in ((True, "CUDA graphs"), (False, "other checks")):
             seconds = [float(each["duration_s"]) for each in records if (each["check"] == "cudagraph") is is_graph]
             found[f"smoke of {name}: {what}"] = Cost(sum(seconds), "import torch")
