@@ -29,11 +29,12 @@ DEFAULT_INTERPRETED = (
     "window-extend",
     "soft-cap",
     "padded-decode",
-    "graph",
     "latent",
-    "latent-graph",
 )
-"""Cases of the suite ``interpreted`` in a run that names no suite, no case and no backend: the others take minutes."""
+"""Cases of the suite ``interpreted`` in a run that names no suite, no case and no backend.
+
+The others take minutes; so do the CUDA-graph levels of interpreted kernels.
+"""
 
 DEFAULT_ROUNDS = 10
 """Processes of each backend that its times are taken in: what a comparison of two runs needs to see a few per cent."""

@@ -93,7 +93,7 @@ def test_a_run_that_names_nothing_is_short() -> None:
     assert set(prepared.selection.cases) == set(prepared.plan.cases)
     assert {case.key for case in prepared.plan.cases} == set().union(*asked.values())
     (note,) = prepared.notes
-    assert re.search(r"triton_unified.*: 11 of 77 cases of suite interpreted; ", note)
+    assert re.search(r"triton_unified.*: 9 of 77 cases of suite interpreted; ", note)
     assert "reference_mla, torch_mla: 2 of 72 cases of suite smoke; " in note
     assert note.endswith("; --case '*' asks all")
 
