@@ -87,7 +87,7 @@ def test_a_run_that_names_nothing_is_short() -> None:
     prepared = prepare_run(select_cases([]), [], RunSettings(device="cpu"))
     asked = {each.ref: {case.key for case in prepared.plan.cases_of(each.ref)} for each in prepared.backends}
     assert asked["triton_unified"] == {f"interpreted/{case}" for case in DEFAULT_INTERPRETED}
-    assert asked["triton_mla"] == {"interpreted/latent", "interpreted/latent-graph"}
+    assert asked["triton_mla"] == {"interpreted/latent"}
     assert asked["torch_mla"] == {"smoke/latent", "smoke/latent-float32"}
     assert asked["torch_sdpa"] == {case.key for case in load_suite("smoke").cases}
     assert set(prepared.selection.cases) == set(prepared.plan.cases)
