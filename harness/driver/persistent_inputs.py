@@ -85,7 +85,8 @@ def copied_calls(calls: Sequence[ForwardCall]) -> tuple[ForwardCall, ...]:
             memory[place] = whole.untyped_storage()
             return whole
         if place not in memory:
-            memory[place] = storage.clone()
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).clone()
+            memory[place] = whole.untyped_storage()
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return copy.set_(memory[place], tensor.storage_offset(), tensor.shape, tensor.stride())
 
