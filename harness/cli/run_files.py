@@ -65,7 +65,13 @@ def kept_folder() -> Path:
 def kept_runs(folder: Path) -> list[Path]:
     """Return the run files that attncheck named in ``folder``, the oldest first."""
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(path for path in found if _NAME.fullmatch(path.name))
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_age)
+
+
+def _age(path: Path) -> tuple[str, str, int, int]:
+    """Return what sorts run files by age: date, time, process, and the number of the run within one second."""
+    date, seconds, process, *number = path.stem.split("-")
+    return date, seconds, int(process), int(number[0]) if number else 1
 
 
 def drop_old_runs(folder: Path, keep: int) -> None:
@@ -76,7 +82,7 @@ def drop_old_runs(folder: Path, keep: int) -> None:
     is_cache = folder.is_relative_to(user_cache())
     with contextlib.suppress(OSError):
         folders = folder.parent.iterdir() if is_cache else [folder]
-        runs = sorted((path for each in folders for path in kept_runs(each)), key=lambda path: path.name)
+        runs = sorted((path for each in folders for path in kept_runs(each)), key=_age)
         for path in runs[:-keep]:
             path.unlink(missing_ok=True)
             if is_cache and not any(path.parent.iterdir()):

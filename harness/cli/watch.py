@@ -36,7 +36,7 @@ _SETTLED_S = 0.02
 """Seconds without a further change, after which a save is complete."""
 
 
-class FilesSavedError(KeyboardInterrupt):
+class FilesSavedInterrupt(KeyboardInterrupt):
     """A watched file was saved while a round was going on: the round ends as by Ctrl-C."""
 
 
@@ -146,7 +146,7 @@ class _Watch:
         try:
             with _interrupted_by(self._files) as stop:
                 finished = execute_run(options, shown.begin, lambda _: stop(), spare, shown.see)
-        except FilesSavedError:
+        except FilesSavedInterrupt:
             self._keep(shown.records)
             return False
         except QuestionError as error:
@@ -155,7 +155,7 @@ class _Watch:
             self._prepare_spare()
             return True
         self._keep(shown.records)
-        if isinstance(finished.ended_by, FilesSavedError):
+        if isinstance(finished.ended_by, FilesSavedInterrupt):
             return False
         if finished.ended_by is not None:
             raise finished.ended_by
@@ -211,7 +211,7 @@ class _Watch:
 
 @contextlib.contextmanager
 def _interrupted_by(files: WatchedFiles) -> Iterator[Callable[[], None]]:
-    """Raise FilesSavedError in the main thread once a file is saved, until the function that is yielded is called."""
+    """Raise FilesSavedInterrupt in the main thread once a file is saved, until the yielded function is called."""
 
     def stop() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -219,7 +219,7 @@ def _interrupted_by(files: WatchedFiles) -> Iterator[Callable[[], None]]:
     def look(_number: int, _frame: FrameType | None) -> None:
         if files.changed():
             stop()
-            raise FilesSavedError
+            raise FilesSavedInterrupt
 
     before = signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _POLL_S, _POLL_S)

@@ -39,7 +39,7 @@ def test_times_are_asked_apart_from_all_other_checks(make_case: Any) -> None:
 
 def test_a_backend_is_asked_its_own_suite_only(make_case: Any) -> None:
     mine, other = make_case(), replace(make_case(), suite="other")
-    plan = RunPlan(cases=(mine, other), checks=("numerics", "timing"), suites={"a": "other"}, rounds=3)
+    plan = RunPlan(cases=(mine, other), checks=("numerics", "timing"), chosen={"a": frozenset({other.key})}, rounds=3)
     assert [case for case, _ in untimed_questions(plan, "a").questions] == [other]
     assert [case for case, _ in timed_questions(plan, "a").questions] == [other]
     assert count_questions(plan, ["a"]) == 1 + 3
