@@ -21,7 +21,7 @@ from attncheck.harness.cli.output import show_printed
 from attncheck.harness.cli.run_files import make_dump_folder, open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
-from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing, select_cases
+from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
 from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.protocol import Prepare
 from attncheck.harness.workers.worker_pool import WorkerPool
@@ -85,15 +85,7 @@ def execute_run(
     Raises:
         QuestionError: the options name something that does not exist, cannot be loaded, or examines nothing.
     """
-    selection = select_cases(
-        options.suite_refs,
-        options.cases,
-        options.backend_checks,
-        options.settings,
-        skip=options.skip,
-        keywords=options.keywords,
-        keys=options.keys,
-    ).beginning_with(options.first)
+    selection = options.select()
     timing = choose_timing(selection, limit_s=options.time_limit, warm=options.warm_cache, kernels=options.kernels)
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
@@ -230,7 +222,7 @@ def case_examiner(
 
 
 def _plan_providers(options: RunOptions, plan: "RunPlan") -> "ProviderPlan | None":
-    """Return what is asked of the providers; None where the run has none."""
+    """Return the plan of the providers; None if the run has none."""
     if not options.providers:
         return None
     from attncheck.harness.providers.plan import plan_providers

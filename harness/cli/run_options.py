@@ -5,6 +5,7 @@ from pathlib import Path
 
 from attncheck.errors import SelectionError
 from attncheck.harness.cli.config import KEEP
+from attncheck.harness.run.selection import Selection, select_cases
 from attncheck.reports.run_file.records import UTILITIES
 
 PROVIDER_SUITES = ("smoke", "named_batches", "padding")
@@ -124,3 +125,19 @@ class RunOptions:
     def suite_refs(self) -> tuple[str, ...]:
         """The suites that are named; for providers alone, else their default ones."""
         return self.suites or (PROVIDER_SUITES if self.backend_refs is None else ())
+
+    def select(self) -> Selection:
+        """Return the cases of the run, those of ``first`` before the others.
+
+        Raises:
+            QuestionError: as :func:`~attncheck.harness.run.selection.select_cases`.
+        """
+        return select_cases(
+            self.suite_refs,
+            self.cases,
+            self.backend_checks,
+            self.settings,
+            skip=self.skip,
+            keywords=self.keywords,
+            keys=self.keys,
+        ).beginning_with(self.first)

@@ -22,7 +22,7 @@ from attncheck.harness.cli.run_files import open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.cli.watch_terminal import CLEAR, Keys, RoundLines, terminal_keys
 from attncheck.harness.cli.watched_files import WatchedFiles
-from attncheck.harness.run.selection import Selection, select_cases
+from attncheck.harness.run.selection import Selection
 from attncheck.harness.workers.worker_process import WorkerProcess
 from attncheck.reports.analysis.phrases import plural, title
 from attncheck.reports.run_file.header import RunHeader
@@ -77,14 +77,7 @@ def _watchable(options: RunOptions) -> Selection:
         raise SelectionError(f"--watch does not go with {name}; leave out one of them")
     if not options.backends:
         raise SelectionError("--watch needs a backend; give a file, such as ./mine.py")
-    selection = select_cases(
-        options.suite_refs,
-        options.cases,
-        options.backend_checks,
-        options.settings,
-        skip=options.skip,
-        keywords=options.keywords,
-    )
+    selection = options.select()
     if selection.is_timed:
         raise SelectionError("--watch does not go with the check timing, which takes minutes; leave out one of them")
     return selection

@@ -22,7 +22,7 @@ _FIRST_LINES = 6
 """Records of what fell short before that have a line of their own."""
 
 Keys = Callable[[float], str]
-"""Waits for a key for so many seconds, and returns it; empty: none was pressed."""
+"""Waits up to so many seconds, and returns the key pressed; empty if none was."""
 
 
 class RoundLines:

@@ -157,7 +157,7 @@ class KVPool:
         self.write(problem.key_slots[old], problem.keys[old], problem.values[old])
 
     def _equal_rows(self, count: int, number: float) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[count, Hkv, D]`` on the CPU in the layer's dtype, of which every element is ``number``."""
+        """Return keys and values ``[count, Hkv, D]`` on the CPU in the layer's dtype; every element is ``number``."""
         heads, dtype = self.problem.layer.num_kv_heads, self.problem.dtype
         key, value = (
             torch.full((count, heads, size), number, dtype=dtype) for size in stored_sizes(self.problem.layer)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 CANARY = 1.5
-"""What stands in the padding rows of the output before a call."""
+"""The value of the padding rows of the output before a call."""
 
 _PATTERNS = {1: 0x7F, 2: 0x7FE5, 4: 0x7FE5A5A5}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}

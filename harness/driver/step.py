@@ -48,7 +48,7 @@ class Step:
 
     @property
     def is_in_problem_order(self) -> bool:
-        """Whether the requests stand in this step as they stand in the problem."""
+        """Whether the requests of this step have the order of the problem."""
         return _is_as_given(self.order)
 
     @property

@@ -16,7 +16,7 @@ from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.problem.problem import Problem
 
 _TOLD = 10
-"""Requests of a step whose lengths are told."""
+"""Most requests of a step whose lengths a message lists."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _take(step: DiagnosedStep, problem: Problem, capture: CapturedBucket | None)
 
 
 def _let_go(graph: CapturedGraph, memory: Released) -> ProbeFault:
-    """Memory that only the graph holds is anybody's as soon as the allocator is asked for some."""
+    """Return the fault of a graph that uses released memory: the allocator may give it to another tensor."""
     what = "the graph uses memory that has been let go since capture"
     path = graph.trace.path_of(memory.start, memory.end)
     if path is None:

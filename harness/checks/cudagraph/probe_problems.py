@@ -16,7 +16,7 @@ from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSp
 class ProbeProblems:
     """The probes of one layer and cache, which are ``case``'s; the batch is the probes' own.
 
-    ``cache``: gives the truths; None: each is computed.
+    ``cache``: holds the truths; None: compute each.
     """
 
     def __init__(self, case: Case, seed: int, device: torch.device, cache: TruthCache | None = None) -> None:
