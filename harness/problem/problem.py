@@ -195,12 +195,12 @@ def build_problem(case: Case, seed: int) -> Problem:
     stream = RandomStream(seed, case.hash)
     layer = case.layer
     specs = list(case.batch)
-    lengths = [_num_keys(spec, layer) for spec in specs]
+    requests = tuple(place_requests(case))
+    lengths = [request.num_keys for request in requests]
     places = key_places(lengths)
     finish_layout = (
         lay_out(case, lengths, places, stream) if layer.has_cache else lambda: no_pool(len(specs), sum(lengths))
     )
-    requests = tuple(_place(specs, case))
     dtype = DTYPES[layer.dtype]
     inputs = planted_inputs(case)
     total = sum(lengths)
@@ -235,10 +235,11 @@ def shares_cache(case: Case) -> bool:
     return case.layer.kv_sharing or isinstance(case.batch.path.options, FastPrefillOptions)
 
 
-def _place(specs: list[RequestSpec], case: Case) -> Iterator[Request]:
+def place_requests(case: Case) -> Iterator[Request]:
+    """The requests of the batch, still without pages: their rows and keys lie behind one another."""
     row, base = 0, 0
     options, layer = case.batch.path.options, case.layer
-    for spec in specs:
+    for spec in case.batch:
         num_keys = _num_keys(spec, layer)
         rows = min(options.rows, spec.query_len) if isinstance(options, FastPrefillOptions) else spec.query_len
         if shares_cache(case):

@@ -57,6 +57,19 @@ class UnpagedAttention:
             None if self.tree is None else self.tree.to(device),
         )
 
+    def of_requests(self, first: int, end: int) -> "UnpagedAttention":
+        """The question of requests ``first .. end - 1`` alone; the tensors share memory."""
+        rows, keys = self.cu_seqlens_q[first : end + 1], self.cu_seqlens_k[first : end + 1]
+        own_rows, own_keys = slice(int(rows[0]), int(rows[-1])), slice(int(keys[0]), int(keys[-1]))
+        return replace(
+            self,
+            query=self.query[own_rows],
+            keys=self.keys[own_keys],
+            values=self.values[own_keys],
+            cu_seqlens_q=rows - rows[0],
+            cu_seqlens_k=keys - keys[0],
+        )
+
     def attend(
         self, params: AttentionParams, precision: Precision | None = None, hidden: HiddenKeys | None = None
     ) -> tuple[Tensor, Tensor]:

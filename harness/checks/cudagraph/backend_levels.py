@@ -39,13 +39,17 @@ def layer_and_cache(case: Case) -> Case:
 class _Group:
     """Layers and caches of one declared level, in order. ``first_case``: of the plainest, as ``suite/id``."""
 
+    declared: AttentionCGSupport
     layers: tuple[Case, ...]
     plain: Case
     first_case: str
 
-    def shares(self, probes: Sequence[str]) -> Mapping[Case, frozenset[str]]:
-        """Return which of ``probes`` each layer plays."""
-        return dict(zip(self.layers, assign_probes(_traits(self.layers), probes), strict=True))
+    def shares(self, full: LevelMeasurement) -> Mapping[Case, frozenset[str]]:
+        """Return which probes each layer plays. ``full``: the measurement of the plainest."""
+        passed = [probe.name for probe in full.levels.probes if probe.outcome == "passed"]
+        is_declared = full.broke is None or full.broke[0].level.value <= full.declared.value
+        broken = [] if full.broke is None or is_declared else [full.broke[0].name]
+        return dict(zip(self.layers, assign_probes(_traits(self.layers), passed, broken), strict=True))
 
 
 class BackendLevels:
@@ -83,16 +87,18 @@ class BackendLevels:
 
     def _measured_in_full(self, asked: Case) -> LevelMeasurement:
         if asked not in self._full:
-            self._full[asked] = measure_level(self._backend, self._questions(asked), self._device)
+            declared = self._groups[asked].declared if asked in self._groups else None
+            self._full[asked] = measure_level(self._backend, self._questions(asked), self._device, declared)
         return self._full[asked]
 
     def _share_out(self, group: _Group) -> None:
-        """Share the probes that come out right on the plainest layer; nothing is shared where it has no level."""
+        """Share the probes that come out right on the plainest layer; nothing is shared where it has no level.
+
+        Likewise the one that breaks there, where it is of a higher level than the declared one.
+        """
         self._shares[group.plain] = {}
         with suppress(Exception):  # which is a finding of the plainest layer's own cases
-            full = self._measured_in_full(group.plain)
-            passed = [probe.name for probe in full.levels.probes if probe.outcome == "passed"]
-            self._shares[group.plain] = group.shares(passed)
+            self._shares[group.plain] = group.shares(self._measured_in_full(group.plain))
 
     def _grouped(self, cases: Iterable[Case]) -> dict[Case, _Group]:
         """The group of each layer and cache. Those whose level cannot be asked for are in none."""
@@ -107,9 +113,9 @@ class BackendLevels:
             except (StageError, QuestionError):
                 continue
         groups: dict[Case, _Group] = {}
-        for layers in members.values():
+        for declared, layers in members.items():
             plain = layers[plainest(_traits(layers))]
-            groups |= dict.fromkeys(layers, _Group(tuple(layers), plain, first_cases[plain]))
+            groups |= dict.fromkeys(layers, _Group(declared, tuple(layers), plain, first_cases[plain]))
         return groups
 
     def _is_served(self, case: Case) -> bool:

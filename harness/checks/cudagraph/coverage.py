@@ -49,26 +49,30 @@ def plainest(traits: Sequence[frozenset[Trait]]) -> int:
     return min(range(len(traits)), key=lambda index: (len(traits[index]), -sum(layers[each] for each in traits[index])))
 
 
-def assign_probes(traits: Sequence[frozenset[Trait]], probes: Sequence[str]) -> tuple[frozenset[str], ...]:
+def assign_probes(
+    traits: Sequence[frozenset[Trait]], probes: Sequence[str], broken: Sequence[str] = ()
+) -> tuple[frozenset[str], ...]:
     """Return the probes that each layer plays: all of them the plainest one, at least one every other.
 
+    ``probes`` come out right on the plainest layer and ``broken`` do not; of ``probes``, if any, is the one at least.
     Every trait of any layer meets every probe. Of layers that add as many traits to a probe, the one with the fewest
     probes so far takes it.
     """
-    if not probes:
+    if not (probes or broken):
         return (frozenset(),) * len(traits)
     plain = plainest(traits)
     assigned: list[set[str]] = [set() for _ in traits]
-    assigned[plain].update(probes)
+    assigned[plain].update(probes, broken)
     special = frozenset().union(*traits) - traits[plain]
-    for probe in probes:
+    for probe in (*probes, *broken):
         missing = special
         while missing:
             gains = [len(missing & own) for own in traits]
             best = min(range(len(traits)), key=lambda index: (-gains[index], len(assigned[index])))
             assigned[best].add(probe)
             missing -= traits[best]
-    idle = [own for own in assigned if not own]
+    enough = probes or broken
+    idle = [own for own in assigned if own.isdisjoint(enough)]
     for number, own in enumerate(idle):
-        own.add(probes[number % len(probes)])
+        own.add(enough[number % len(enough)])
     return tuple(map(frozenset, assigned))

@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from itertools import takewhile
+from itertools import groupby, takewhile
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -43,15 +44,24 @@ class LevelMeasurement:
     broke: tuple[Probe, ProbeFault | UnmeasuredProbe] | None
 
 
-def measure_level(backend: type[AttentionBackend], questions: ProbeProblems, device: torch.device) -> LevelMeasurement:
+def measure_level(
+    backend: type[AttentionBackend],
+    questions: ProbeProblems,
+    device: torch.device,
+    declared: AttentionCGSupport | None = None,
+) -> LevelMeasurement:
     """Play the probes until one breaks; a level is looked at only if the ones below hold.
+
+    ``declared``: the level, if it is known; None: it is read from the backend.
 
     NaN stands in slots that nobody owns, until it is seen to reach the output without a graph, too: that one probe, and
     those behind it, are played with finite numbers there, since a level says nothing about foreign memory.
     Raises StageError where the backend's declarations do, and where it breaks without a graph on decodes or on the
     steps of a level that it declares.
     """
-    return _Plays(backend, questions, device).measure(questions.probes)
+    for _, (_, *others) in groupby(questions.probes, key=attrgetter("level")):
+        questions.compute_together(others)  # a level breaks most often at its first probe
+    return _Plays(backend, questions, device, declared).measure(questions.probes)
 
 
 def measure_by_share(
@@ -64,22 +74,30 @@ def measure_by_share(
 ) -> LevelMeasurement:
     """Play the probes of ``share``, and measure what ``full`` did, if they come out as there; else all, as above.
 
-    ``full``: the measurement of a layer of ``case`` that played every probe. The share is played up to the level
-    measured there, and so is the probe that broke there: first on its smallest batch, and where that comes out right,
-    as a whole. Probes of refused batches count as broken, unplayed.
+    ``full``: the measurement of a layer of ``case``, of the same declared level, that played every probe. The share is played up to the level
+    measured there. So is the probe that broke there, where it is of a declared level or in the share: first on its
+    smallest batch, and where that comes out right, as a whole. Probes of refused batches count as broken, unplayed.
     """
-    plays = _Plays(backend, questions, device)
-    end, kind = (None, type(None)) if full.broke is None else (full.broke[0].name, type(full.broke[1]))
+    plays = _Plays(backend, questions, device, full.declared)
+    end, kind = (None, type(None)) if full.broke is None else (full.broke[0], type(full.broke[1]))
     below = [probe for probe in questions.probes if probe.name in share and probe.level.value <= full.reached.value]
-    whole = [probe for probe in questions.probes if probe.name == end]
-    unplayed = takewhile(lambda probe: probe.name != end, questions.probes)
+    whole = [probe for probe in questions.probes if end is not None and probe.name == end.name]
+    questions.compute_together(below)
+    unplayed = takewhile(lambda probe: probe not in whole, questions.probes)
+    if any(refused_batches(backend, probe, questions) for probe in unplayed):
+        return plays.measure(questions.probes)
     with suppress(StageError):  # which comes again where it ends the measurement
+        if end is not None and end.name not in share and end.level.value > plays.declared.value:
+            part = plays.measure(below, case)
+            if part.broke is None:
+                levels = part.levels.model_copy(update={"measured": full.levels.measured})
+                return LevelMeasurement(part.declared, full.reached, levels, full.broke)
+            return plays.measure(questions.probes)
         for last in ([_on_smallest_batch(probe) for probe in whole], whole):
             part = plays.measure([*below, *last], case)
-            if part.broke is not None and (part.broke[0].name != end or isinstance(part.broke[1], kind)):
+            if part.broke is not None and (part.broke[0].name not in _names(whole) or isinstance(part.broke[1], kind)):
                 break
-        is_expected = end == (None if part.broke is None else part.broke[0].name)
-        if is_expected and not any(refused_batches(backend, probe, questions) for probe in unplayed):
+        if _names(whole) == ([] if part.broke is None else [part.broke[0].name]):
             return part
     return plays.measure(questions.probes)
 
@@ -98,9 +116,15 @@ def _on_smallest_batch(probe: Probe) -> Probe:
 class _Plays:
     """The probes of one layer and cache, each played once."""
 
-    def __init__(self, backend: type[AttentionBackend], questions: ProbeProblems, device: torch.device) -> None:
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        questions: ProbeProblems,
+        device: torch.device,
+        declared: AttentionCGSupport | None,
+    ) -> None:
         self._backend, self._questions, self._device = backend, questions, device
-        self._declared = declared_level(backend, questions)
+        self.declared = declared or declared_level(backend, questions)
         self._recorder = recorder_for(device)
         self._results: dict[tuple[Probe, bool], ProbeFault | UnmeasuredProbe | StageError | None] = {}
 
@@ -127,14 +151,14 @@ class _Plays:
         reached = AttentionCGSupport.ALWAYS if broke is None else AttentionCGSupport(broke[0].level.value - 1)
         is_known = broke is None or isinstance(broke[1], ProbeFault)
         levels = GraphLevels(
-            declared=_name(self._declared),
+            declared=_name(self.declared),
             measured=_name(reached) if is_known else None,
             recorder=self._recorder.name,
             probes=tuple(told),
             played_in_full=played_in_full,
             notes=notes,
         )
-        return LevelMeasurement(self._declared, reached, levels, broke)
+        return LevelMeasurement(self.declared, reached, levels, broke)
 
     def _outcome(self, probe: Probe, *, is_pool_finite: bool) -> ProbeFault | UnmeasuredProbe | None:
         key = probe, is_pool_finite
@@ -145,7 +169,7 @@ class _Plays:
                 )
             except StageError as failure:
                 # A decode, and what is declared, a backend has to be able to do; of batches above nothing is promised.
-                own = max(self._declared.value, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value)
+                own = max(self.declared.value, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value)
                 is_due = probe.level.value <= own
                 self._results[key] = (
                     failure if is_due else ProbeFault(f"{failure.raised.in_words}, without a graph, too")
@@ -161,8 +185,7 @@ def declared_level(backend: type[AttentionBackend], questions: ProbeProblems) ->
 
     Another library's enum of the same names counts. Raises StageError where the declaration raises, or is no level.
     """
-    probe = questions.probes[0]
-    return level_for(backend, questions.problem(questions.case(probe, probe.turns[0])))
+    return level_for(backend, questions.problem(questions.smallest))
 
 
 def level_for(backend: type[AttentionBackend], problem: Problem) -> AttentionCGSupport:
@@ -181,6 +204,10 @@ def level_for(backend: type[AttentionBackend], problem: Problem) -> AttentionCGS
         return AttentionCGSupport[level.name]
 
     return call_backend("declaration", ask)
+
+
+def _names(probes: Iterable[Probe]) -> list[str]:
+    return [probe.name for probe in probes]
 
 
 def _name(level: AttentionCGSupport) -> GraphLevel:

@@ -1,13 +1,21 @@
-"""The steps of the probes as problems with truths: made when they are asked for, once for all backends."""
+"""The steps of the probes as problems with truths: made when they are asked for, once for all backends.
 
+A step costs many small operations, so the steps of several probes are computed as one batch, and each takes its rows
+and keys from there. Only its pages are its own.
+"""
+
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
 from attncheck.cases.model import Case
 from attncheck.cases.paths import implied_path
 from attncheck.harness.checks.cudagraph.probes import Probe, ProbeStep, probes_of
-from attncheck.harness.problem.problem import Problem, build_problem
+from attncheck.harness.problem.page_layout import key_places, lay_out
+from attncheck.harness.problem.problem import Problem, build_problem, place_requests
+from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.truth.truth import Truth
 from attncheck.harness.truth.truth_cache import TruthCache
 from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSpec, SpecDecodeOptions
@@ -16,15 +24,31 @@ from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSp
 class ProbeProblems:
     """The probes of one layer and cache, which are ``case``'s; the batch is the probes' own.
 
-    ``cache``: holds the truths; None: compute each.
+    ``cache``: holds the truths; None: compute each. ``smallest``: one request of one token.
     """
 
     def __init__(self, case: Case, seed: int, device: torch.device, cache: TruthCache | None = None) -> None:
         self._case, self._seed = case, seed
         self._cache = cache or TruthCache(device)
         self.probes = probes_of(case.layer, case.cache)
+        one_token = BatchSpec(requests=(RequestSpec(query_len=1),), path=implied_path(case.layer))
+        self.smallest = replace(case, batch=one_token)
         self._problems: dict[Case, Problem] = {}
         self._truths: dict[Case, Truth] = {}
+        self._batches: dict[Case, tuple[Case, int]] = {}
+
+    def compute_together(self, probes: Iterable[Probe]) -> None:
+        """Compute the steps of these probes as one batch, once the first of them is asked for."""
+        steps = list(dict.fromkeys(self.case(probe, turn) for probe in probes for turn in probe.turns))
+        steps = [step for step in steps if step not in self._problems and step not in self._batches]
+        requests = tuple(chain.from_iterable(step.batch.requests for step in steps))
+        if len(steps) < 2:
+            return
+        batch = replace(self._case, batch=BatchSpec(requests=requests, path=implied_path(self._case.layer)))
+        first = 0
+        for step in steps:
+            self._batches[step] = batch, first
+            first += step.batch.num_requests
 
     def case(self, probe: Probe, turn: ProbeStep, *, is_padded: bool = True) -> Case:
         """The question of one step; with ``is_padded``, as large as the graph it is for."""
@@ -47,14 +71,41 @@ class ProbeProblems:
     def problem(self, case: Case) -> Problem:
         """The case as tensors."""
         if case not in self._problems:
-            self._problems[case] = build_problem(case, self._seed)
+            batch = self._batches.get(case)
+            self._problems[case] = (
+                build_problem(case, self._seed) if batch is None else _part(self.problem(batch[0]), case, batch[1])
+            )
         return self._problems[case]
 
     def truth(self, case: Case) -> Truth:
         """Its answer. A case too small to show a modifier is asked all the same: what counts here is the graph."""
         if case not in self._truths:
-            self._truths[case] = self._cache.truth_of(self.problem(case), refuse_blindness=False)
+            batch = self._batches.get(case)
+            self._truths[case] = (
+                self._cache.truth_of(self.problem(case), refuse_blindness=False)
+                if batch is None
+                else self.truth(batch[0]).of_requests(batch[1], batch[1] + case.batch.num_requests)
+            )
         return self._truths[case]
+
+
+def _part(batch: Problem, case: Case, first: int) -> Problem:
+    """Return the problem of ``case``: the rows and keys of ``batch`` from request ``first`` on, in pages of its own."""
+    requests = tuple(place_requests(case))
+    lengths = [request.num_keys for request in requests]
+    row, key = batch.requests[first].first_row, batch.requests[first].base
+    rows = slice(row, row + sum(request.rows for request in requests))
+    keys = slice(key, key + sum(lengths))
+    layout = lay_out(case, lengths, key_places(lengths), RandomStream(batch.seed, case.hash))()
+    return replace(
+        batch,
+        case=case,
+        requests=tuple(replace(each, pages=pages) for each, pages in zip(requests, layout.pages, strict=True)),
+        query=batch.query[rows],
+        keys=batch.keys[keys],
+        values=batch.values[keys],
+        layout=layout,
+    )
 
 
 def _num_blocks(probe: Probe, block_size: int) -> int:

@@ -128,6 +128,33 @@ def test_what_broke_is_played_on_every_layer_on_its_smallest_batch(plays):
     ]
 
 
+def test_what_broke_above_the_declared_level_is_played_once_a_trait(plays):
+    class Uniform(Always):
+        level = UNIFORM
+
+    made = plays(lambda case, probe: ProbeFault("wrong") if probe.level is ALWAYS else None)
+    found = examined(Uniform, *CASES)
+    assert {finding.graph.measured for finding in found.values()} == {"UNIFORM_BATCH"}
+    assert all(isinstance(finding, Holds) for finding in found.values())
+    assert "mixed" not in names(found["wide"])
+    assert len(names(found["wide"])) == 1
+    assert [layer for layer, name, _ in made if name == "mixed"] == [CASE.layer, WINDOW.layer, HALF.layer]
+
+
+def test_a_layer_that_breaks_below_what_broke_on_the_plainest_plays_every_probe(plays):
+    class Uniform(Always):
+        level = UNIFORM
+
+    def outcome(case, probe):
+        return ProbeFault("wrong") if probe.level is ALWAYS or case.layer == WIDE.layer else None
+
+    plays(outcome)
+    found = examined(Uniform, *CASES)
+    assert isinstance(found["wide"], Broken)
+    assert found["wide"].graph.measured == "NEVER"
+    assert found["wide"].graph.played_in_full == ""
+
+
 def test_never_takes_one_probe_a_layer(plays):
     made = plays(lambda case, probe: ProbeFault("cannot be captured"))
     found = examined(Always, *CASES)

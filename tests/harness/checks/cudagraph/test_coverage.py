@@ -109,6 +109,17 @@ def test_one_layer_covers_what_two_would():
     assert [len(own) for own in assign_probes(traits("p", "pa", "pab"), ["one", "two", "three"])] == [3, 1, 3]
 
 
+def test_a_broken_probe_meets_every_trait_and_every_layer_plays_one_that_is_right():
+    layers = traits("p", "pa", "pb", "p", "p", "p")
+    assigned = assign_probes(layers, ["one", "two"], ["broken"])
+    assert [index for index, own in enumerate(assigned) if "broken" in own] == [0, 1, 2]
+    assert not any(own.isdisjoint({"one", "two"}) for own in assigned)
+
+
+def test_where_nothing_is_right_every_layer_plays_what_broke():
+    assert assign_probes(traits("p", "pa", "p"), [], ["broken"]) == ({"broken"},) * 3
+
+
 def test_without_probes_nothing_is_played():
     assert assign_probes(traits("p", "pa"), []) == (frozenset(), frozenset())
 

@@ -1,0 +1,83 @@
+"""Steps that are computed as one batch: the same answers as of each step alone, in pages of its own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attncheck.cases.loader import load_suite
+from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
+from attncheck.harness.truth.truth import truth_of
+from attncheck.reference import layer_params, varlen_attention
+from attncheck.reference.spec import BatchSpec, RequestSpec
+
+CPU = torch.device("cpu")
+IDS = {"smoke": ["mixed.HND", "alibi", "window-extend", "fp8-cache-per-head", "shared-cache"], "mla": []}
+NUM_STEPS = 6
+
+
+def layers():
+    cases = [case for name, ids in IDS.items() for case in load_suite(name).cases if case.id in ids or not ids]
+    mla = [case for case in cases if case.layer.mla is not None][:1]
+    one_token = BatchSpec(requests=(RequestSpec(query_len=1),))
+    plain = [case for case in cases if case.suite == "smoke"]
+    return [*(replace(case, batch=one_token) for case in plain), *mla]
+
+
+@pytest.fixture(params=layers(), ids=lambda case: case.id, scope="module")
+def steps(request):
+    """The problems of a layer, and the cases of the first steps of its probes."""
+    questions = ProbeProblems(replace(request.param, cache=replace(request.param.cache, num_blocks=None)), 3, CPU)
+    questions.compute_together(questions.probes[:4])
+    cases = [questions.case(probe, turn) for probe in questions.probes[:4] for turn in probe.turns]
+    return questions, list(dict.fromkeys(cases))[:NUM_STEPS]
+
+
+def test_the_truth_of_a_step_is_that_of_its_own_rows_and_keys(steps):
+    questions, cases = steps
+    for case in cases:
+        shared, alone = questions.truth(case), truth_of(questions.problem(case), CPU, refuse_blindness=False)
+        assert torch.allclose(shared.out, alone.out, rtol=1e-12, atol=1e-12)
+        assert torch.allclose(shared.lse, alone.lse, rtol=1e-12, atol=1e-12)
+        assert torch.allclose(shared.budget.norm, alone.budget.norm, rtol=1e-6)
+        assert torch.allclose(shared.budget.peak, alone.budget.peak, rtol=1e-6)
+        assert torch.allclose(shared.budget.lse, alone.budget.lse, rtol=1e-6)
+
+
+def test_the_question_in_exact_numbers_is_that_of_the_step(steps):
+    questions, cases = steps
+    for case in cases:
+        rows = questions.truth(case).rows
+        lens = [request.num_keys for request in questions.problem(case).requests]
+        assert rows.num_keys.tolist() == lens
+        if case.layer.mla is None:
+            again, _ = varlen_attention(
+                rows.query, rows.keys, rows.values, rows.cu_seqlens_q, rows.cu_seqlens_k, layer_params(case.layer)
+            )
+            assert torch.allclose(again, questions.truth(case).out)
+
+
+def test_a_step_lies_in_pages_of_its_own_within_the_pool_of_its_probe(steps):
+    questions, cases = steps
+    for case in cases:
+        problem = questions.problem(case)
+        owned = [page for request in problem.requests for page in request.pages]
+        assert len(set(owned)) == len(owned) == sum(-(-r.num_keys // case.cache.block_size) for r in problem.requests)
+        assert problem.num_blocks == case.cache.num_blocks
+        assert len(problem.query) == case.batch.num_tokens
+        assert problem.block_table.shape[0] == case.batch.num_requests
+
+
+def test_steps_differ_in_what_they_ask(steps):
+    questions, cases = steps
+    first, second = (questions.problem(case) for case in cases[:2])
+    assert not torch.equal(first.query[:1], second.query[:1])
+
+
+def test_one_step_alone_is_computed_as_it_is():
+    questions = ProbeProblems(layers()[0], 0, CPU)
+    probe = next(probe for probe in questions.probes if len(probe.turns) == 1)
+    questions.compute_together([probe])
+    case = questions.case(probe, probe.turns[0])
+    alone = ProbeProblems(layers()[0], 0, CPU)
+    assert torch.equal(questions.problem(case).query, alone.problem(case).query)
