@@ -58,24 +58,21 @@ def uniform_query_len(metadata: PagedMetadata, limit: int) -> int | None:
 def write_slots(
     layer: AttentionLayer, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Row ``t`` of key and value to slot ``slot_mapping[t]``; rows with a negative slot and longer rows: not.
+    """Store row ``t`` of key and value at slot ``slot_mapping[t]``; rows with a negative slot and longer rows: not.
 
-    As :func:`~attncheck.backends.base.gathering.write_pages`, for steps of any kind. A row without a slot repeats the
-    write of the first one that has one; if none has, slot 0 gets back what it holds, bit for bit.
+    As :func:`~attncheck.backends.base.gathering.write_pages`, for steps of any kind. For a row without a slot, slot 0
+    gets back what it holds, bit for bit: it lies in the null page, which no row names.
     """
-    if not len(slot_mapping):
+    num_rows = len(slot_mapping)
+    if not num_rows:
         return
-    has_slot = slot_mapping >= 0
-    is_live = has_slot.any()
-    own = torch.arange(len(slot_mapping), device=slot_mapping.device)
-    rows = torch.where(has_slot, own, has_slot.to(torch.uint8).argmax())
-    slots, block_size = slot_mapping[rows].clamp(min=0), key_cache.shape[1]
-    place = slots // block_size, slots % block_size
+    has_slot, slots = (slot_mapping >= 0)[:, None, None], slot_mapping.clamp(min=0)
+    place = slots // key_cache.shape[1], slots % key_cache.shape[1]
     for new, cache, scale in ((key, key_cache, layer._k_scale), (value, value_cache, layer._v_scale)):
-        is_coded = cache.itemsize == 1
-        stored = encode_fp8(new[rows], scale, cache.dtype) if is_coded else new[rows].to(cache.dtype)
+        rows = new[:num_rows]
+        stored = encode_fp8(rows, scale, cache.dtype) if cache.itemsize == 1 else rows.to(cache.dtype)
         bits = cache.view(_BITS[cache.itemsize])
-        bits[place] = torch.where(is_live, stored.view(bits.dtype), bits[place])
+        bits[place] = torch.where(has_slot, stored.view(bits.dtype), bits[place])
 
 
 def uniform_requests(
@@ -141,7 +138,5 @@ def _requests_at_once(params: AttentionParams, num_keys: int) -> int:
 
 def _places(table: Tensor, positions: Tensor, exists: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Block and offset of positions ``[n, s]`` of the requests of ``table``; where none exists, block 0 stands in."""
-    is_absent = ~exists
-    pages = (positions // block_size).masked_fill_(is_absent, 0)
-    blocks = table.gather(1, pages).masked_fill_(is_absent, 0)
-    return blocks.to(torch.int64), positions % block_size
+    pages = (positions // block_size).clamp_(max=table.shape[1] - 1)
+    return table.gather(1, pages) * exists, positions % block_size

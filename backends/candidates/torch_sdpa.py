@@ -192,7 +192,9 @@ class SDPAImpl(PagedImpl):
     ) -> Tensor:
         """``[rows, num_heads, value head size]``; padding rows are 0 like rows that see nothing."""
         ahead = piece.key_positions[:, None, :] - piece.query_positions[:, :, None]
-        seen = _seen(params, ahead, tree) & piece.exists[:, None, :]
+        seen = _seen(params, ahead, tree)
+        if not params.causal:  # what lies behind the last key lies ahead of every row
+            seen &= piece.exists[:, None, :]
         slopes = self.slopes_on(ahead.device)
         mask = seen[:, None] if slopes is None else _alibi_mask(slopes, seen, ahead)
         query_nqHD = query.unflatten(0, piece.query_positions.shape)
@@ -236,9 +238,7 @@ def _alibi_mask(slopes: Tensor, seen: Tensor, ahead: Tensor) -> Tensor:
 def _seen(params: AttentionParams, ahead: Tensor, tree: Tensor | None) -> Tensor:
     """Which row sees which key: bool, of the shape of ``ahead`` (``[n, rows, keys]``, how far a key lies ahead)."""
     left, right = params.window
-    seen = torch.ones_like(ahead, dtype=torch.bool)
-    if params.causal:
-        seen &= ahead <= 0
+    seen = ahead <= 0 if params.causal else torch.ones_like(ahead, dtype=torch.bool)
     if left >= 0:
         seen &= ahead >= -left
     if right >= 0:

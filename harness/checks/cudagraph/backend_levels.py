@@ -1,6 +1,6 @@
 """The CUDA-graph levels of one backend over a run: a layer that plays every probe, and others that play a share."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
