@@ -6,6 +6,7 @@ backends ``--in-process``.
 
 import contextlib
 import faulthandler
+import gc
 import io
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -149,6 +150,8 @@ def _execute(
     expectations = _expectations(options.expect, prepared.selection, functions, header)
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
         faulthandler.enable()  # a kernel that kills the process says at least where
+    if options.in_process:
+        gc.freeze()  # as in a backend's own process: torch brings more objects than a run makes
     count = count_questions(plan, [info.ref for info in infos]) + (functions.count if functions else 0)
     records: list[Record] = []
     tally = Tally(count, plan.rounds)

@@ -74,9 +74,10 @@ def measure_by_share(
 ) -> LevelMeasurement:
     """Play the probes of ``share``, and measure what ``full`` did, if they come out as there; else all, as above.
 
-    ``full``: the measurement of a layer of ``case``, of the same declared level, that played every probe. The share is played up to the level
-    measured there. So is the probe that broke there, where it is of a declared level or in the share: first on its
-    smallest batch, and where that comes out right, as a whole. Probes of refused batches count as broken, unplayed.
+    ``full``: the measurement of a layer of ``case`` and of the same declared level, which played every probe. The
+    share is played up to the level measured there. So is the probe that broke there, where it is of a declared level or
+    in the share: first on its smallest batch, and where that comes out right, as a whole. Probes of refused batches
+    count as broken, unplayed.
     """
     plays = _Plays(backend, questions, device, full.declared)
     end, kind = (None, type(None)) if full.broke is None else (full.broke[0], type(full.broke[1]))
@@ -130,31 +131,33 @@ class _Plays:
 
     def measure(self, probes: Iterable[Probe], played_in_full: str = "") -> LevelMeasurement:
         """Play ``probes`` until one breaks. ``played_in_full``: the case on whose layer the others were played."""
-        told: list[GraphProbe] = []
+        entries: list[GraphProbe] = []
         notes: tuple[str, ...] = ()
         broke: tuple[Probe, ProbeFault | UnmeasuredProbe] | None = None
         for probe in probes:
             entry = partial(GraphProbe, name=probe.name, level=_name(probe.level))
             if broke is not None:
-                told.append(entry(outcome="not run", reason=f"probe {broke[0].name!r} of {broke[0].level.name} broke"))
+                entries.append(
+                    entry(outcome="not run", reason=f"probe {broke[0].name!r} of {broke[0].level.name} broke")
+                )
                 continue
             outcome = self._outcome(probe, is_pool_finite=bool(notes))
             if isinstance(outcome, ProbeFault) and outcome.is_leak:
                 notes = (OVER_NUMBERS,)
                 outcome = self._outcome(probe, is_pool_finite=True)
             if outcome is None:
-                told.append(entry(outcome="passed"))
+                entries.append(entry(outcome="passed"))
                 continue
             broke = (probe, outcome)
             what: Literal["failed", "not examined"] = "failed" if isinstance(outcome, ProbeFault) else "not examined"
-            told.append(entry(outcome=what, reason=str(outcome)))
+            entries.append(entry(outcome=what, reason=str(outcome)))
         reached = AttentionCGSupport.ALWAYS if broke is None else AttentionCGSupport(broke[0].level.value - 1)
         is_known = broke is None or isinstance(broke[1], ProbeFault)
         levels = GraphLevels(
             declared=_name(self.declared),
             measured=_name(reached) if is_known else None,
             recorder=self._recorder.name,
-            probes=tuple(told),
+            probes=tuple(entries),
             played_in_full=played_in_full,
             notes=notes,
         )

@@ -75,7 +75,7 @@ def play_probe(
         try:
             wrong = _take(step, problem, None if turn.bucket is None else captures[turn.bucket])
         except StageError as failure:
-            wrong = ProbeFault(f"{_told(step)}: {failure.raised.in_words}")
+            wrong = ProbeFault(f"{_in_words(step)}: {failure.raised.in_words}")
         if wrong is not None:
             return replace(wrong, is_leak=lets_nan_through(step)) if isinstance(wrong, ProbeFault) else wrong
     return None
@@ -127,10 +127,10 @@ def _take(step: DiagnosedStep, problem: Problem, capture: CapturedBucket | None)
         if fault is None:
             continue
         if capture is None:
-            return ProbeFault(f"{_told(step)}: {fault}", "this step was made without a graph, between replays")
+            return ProbeFault(f"{_in_words(step)}: {fault}", "this step was made without a graph, between replays")
         if step.session.recorder.name == "emulated" and (hidden := _hidden(step, problem)):
             return UnmeasuredProbe(hidden)
-        return ProbeFault(f"{_told(step)}: {fault}", why_wrong(step, capture, one.trace, index))
+        return ProbeFault(f"{_in_words(step)}: {fault}", why_wrong(step, capture, one.trace, index))
     return None
 
 
@@ -175,8 +175,8 @@ def _hidden(step: DiagnosedStep, problem: Problem) -> str | None:
     )
 
 
-def _told(step: DiagnosedStep) -> str:
-    """The step in words."""
+def _in_words(step: DiagnosedStep) -> str:
+    """Return the step in words."""
     requests = step.turn.requests
     lengths = ", ".join(f"{query_len} of {seq_len}" for query_len, seq_len in requests[:_TOLD])
     if len(requests) > _TOLD:

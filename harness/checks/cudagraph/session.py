@@ -141,8 +141,11 @@ class GraphSession:
         return construct_builder(self.backend, self._problems, self.device, self._attn_layer, capture_sizes=sizes)
 
     def _enter(self, name: str, call: Callable[[], T]) -> T:
-        with self.recorder.watching():
-            return call_backend(name, call)
+        def watched() -> T:
+            with self.recorder.watching():
+                return call()
+
+        return call_backend(name, watched)
 
     def _begin(self, turn: ProbeStep, problem: Problem) -> tuple[Step, KVPool, ForwardCall]:
         """The step's tensors in the persistent buffers, and a cache for it, to be filled.
