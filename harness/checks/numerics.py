@@ -109,7 +109,7 @@ def check_next_step(problem: Problem, truth: Truth, session: Session, first: Fin
     A new impl and builder see other batches first, so that what they keep of them is not what they need.
     """
     others = [
-        build_problem(other, problem.seed + 1 + number)
+        build_problem(other, problem.seed + 1 + number, rows_of=problem)
         for number, other in enumerate(other_batches(problem.case))
         if not declared_reasons(partial(session.backend.unsupported_reasons, other.layer, other.cache, other.batch))
     ]
@@ -119,8 +119,8 @@ def check_next_step(problem: Problem, truth: Truth, session: Session, first: Fin
         later = Session(session.backend, others[0], session.device, following, pool=session.pool)
     for number, other in enumerate(others):
         later = later.beside(other) if number else later
-        moved_on = later.run(images=False)
-        if isinstance(moved_on, Raised):
+        moved_on = later.advance()
+        if moved_on is not None:
             return replace(moved_on, stage=f"{moved_on.stage} of another batch")
     later = later.beside(problem) if others else session
     wrong = _check_again(problem, truth, later, Fill(loose_bounds=True))

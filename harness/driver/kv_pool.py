@@ -56,13 +56,14 @@ class KVPool:
             prove_codec(self.codec, backend, problem)
         self._writer: Writer = own_writer if self.codec is None else self.codec.write
         self._allocate(problem)
+        self._take_up(problem, foreign_slots(problem))
 
     def beside(self, problem: Problem) -> "KVPool":
         """The same memory for another problem of as many blocks: it is another step's from :meth:`filled` on."""
         if problem.num_blocks != self.problem.num_blocks:
             raise ValueError(f"a pool of {self.problem.num_blocks} blocks for a problem of {problem.num_blocks}")
         other = copy(self)
-        other._take_up(problem)
+        other._take_up(problem, foreign_slots(problem))
         return other
 
     def has_codec_for(self, problem: Problem) -> bool:
@@ -71,18 +72,20 @@ class KVPool:
         return self.codec is not None and (own.layer, own.cache) == (problem.layer, problem.cache)
 
     def with_own_memory(self, problem: Problem) -> "KVPool":
-        """Return a pool for ``problem`` in memory of its own, filled by the same codec, which is not proven again."""
+        """Return a pool for ``problem`` in memory of its own, filled by the same codec, which is not proven again.
+
+        Foreign slots hold zeros and have no regions: such a pool serves steps whose answers are not looked at.
+        """
         other = copy(self)
         other._allocate(problem)
+        other._take_up(problem, {})
         return other
 
     def _allocate(self, problem: Problem) -> None:
         self.kv_cache = allocate_kv_cache(self._backend, problem.layer, problem.cache, problem.num_blocks, self._device)
-        self._take_up(problem)
 
-    def _take_up(self, problem: Problem) -> None:
-        self.problem = problem
-        self.regions = foreign_slots(problem)
+    def _take_up(self, problem: Problem, regions: dict[str, Tensor]) -> None:
+        self.problem, self.regions = problem, regions
         self._fill()
         self._clean = self.bytes().clone()
 
@@ -163,6 +166,17 @@ class KVPool:
             torch.full((count, heads, size), number, dtype=dtype) for size in stored_sizes(self.problem.layer)
         )
         return key, value
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of as many bytes hold the same bits; eight bytes are compared at once where that is possible.
+
+    torch.equal takes as long for one byte as for eight.
+    """
+    a, b = (x.flatten().view(torch.uint8) for x in (a, b))
+    if all(x.numel() % 8 == x.storage_offset() % 8 == 0 for x in (a, b)):
+        a, b = a.view(torch.int64), b.view(torch.int64)
+    return torch.equal(a, b)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
