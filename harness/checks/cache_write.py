@@ -87,7 +87,7 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
 
     def after(written: Rows) -> Tensor:
         image = before.clone()
-        pool.write_image(image, slots, written[0][new], written[1][new])
+        pool.write_image(image, slots, written[0].index_select(0, new), written[1].index_select(0, new))
         return image
 
     expected = after(honest[0])

@@ -5,7 +5,7 @@ the driver moves copies.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -188,7 +188,8 @@ def build_problem(case: Case, seed: int, rows_of: Problem | None = None) -> Prob
     ``rows_of``: a problem of the same layer and cache, among whose queries, keys and values those of the new one are
     drawn. This takes a fraction of the time, but no query points at a key: it is for steps that are not judged.
     """
-    stream = RandomStream(seed, case.hash)
+    # To hash a case takes as long as all else where no rows are drawn.
+    stream = RandomStream(seed, *((case.hash,) if rows_of is None else (rows_of.case.hash, case.id)))
     layer = case.layer
     specs = list(case.batch)
     lengths = [_num_keys(spec, layer) for spec in specs]
@@ -207,7 +208,7 @@ def build_problem(case: Case, seed: int, rows_of: Problem | None = None) -> Prob
     return Problem(
         case=case,
         seed=seed,
-        requests=tuple(replace(r, pages=pages) for r, pages in zip(requests, layout.pages, strict=True)),
+        requests=tuple(Request(**vars(r) | {"pages": own}) for r, own in zip(requests, layout.pages, strict=True)),
         query=rows.query,
         keys=rows.keys,
         values=rows.values,

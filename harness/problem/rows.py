@@ -46,7 +46,7 @@ def draw_rows(case: Case, geometry: list[RequestGeometry], places: KeyPlaces, st
     )
     _share_prefixes(case, geometry, keys, values)
     up_projections, asked = make_up_projections(layer, DTYPES[layer.dtype]), naive_layer(layer)
-    needles = keys.double() if up_projections is None else up_projections.keys(keys, values)
+    needles = keys if up_projections is None else up_projections.keys(keys, values)
     if not len(keys):  # a batch in which no row sees anything still needs something to point at
         needles = needles.new_ones(1, asked.num_kv_heads, asked.head_size)
     options = case.batch.path.options
@@ -59,7 +59,7 @@ def mix_rows(given: Rows, case: Case, geometry: Sequence[RequestGeometry], strea
     """Return as many rows as ``case`` needs, each drawn from ``given``, rows of a batch of the same layer and cache."""
     num_rows, num_keys = (sum(sizes) for sizes in zip(*((r.rows, r.num_keys) for r in geometry), strict=True))
     query, keys, values = (
-        rows[stream.integers(count, len(rows))]
+        rows.index_select(0, stream.integers(count, len(rows)))
         for rows, count in ((given.query, num_rows), (given.keys, num_keys), (given.values, num_keys))
     )
     _share_prefixes(case, geometry, keys, values)
