@@ -77,14 +77,16 @@ class PackedCodec:
 
     def write(self, kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """See :class:`KVCacheCodec`."""
-        for view, new in zip(self._views(kv_cache), self.coding.encode(key, value), strict=True):
-            block_size = view.shape[1]
-            view[slots // block_size, slots % block_size] = new.to(view.dtype)
+        views = self._views(kv_cache)
+        place = slots // views[0].shape[1], slots % views[0].shape[1]
+        for view, new in zip(views, self.coding.encode(key, value), strict=True):
+            view[place] = new.to(view.dtype)
 
     def read(self, kv_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`KVCacheCodec`."""
-        key, value = (view[slots // view.shape[1], slots % view.shape[1]] for view in self._views(kv_cache))
-        return self.coding.decode(key, value)
+        views = self._views(kv_cache)
+        place = slots // views[0].shape[1], slots % views[0].shape[1]
+        return self.coding.decode(views[0][place], views[1][place])
 
     def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         if self.packing == "latent":

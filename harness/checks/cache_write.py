@@ -16,7 +16,7 @@ from attncheck.harness.checks import block_moves, fp8_write
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.fp8_write import Rows
 from attncheck.harness.checks.interface import Check, CheckedCase
-from attncheck.harness.driver.kv_pool import KVPool
+from attncheck.harness.driver.kv_pool import KVPool, same_bytes
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.float8 import alike, numbers_of
@@ -87,7 +87,7 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
 
     def after(written: Rows) -> Tensor:
         image = before.clone()
-        pool.write_image(image, slots, written[0][new], written[1][new])
+        pool.write_image(image, slots, written[0].index_select(0, new), written[1].index_select(0, new))
         return image
 
     expected = after(honest[0])
@@ -95,7 +95,7 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
         for image in map(after, honest):
             right = alike(image, held) == alike(seen.pool_after, held)
             expected = torch.where(right, seen.pool_after, expected)
-    if torch.equal(expected, seen.pool_after):
+    if same_bytes(expected, seen.pool_after):
         return Broken(changed[0], figures) if changed else Holds(figures)
     examined = torch.cat([slots, *pool.regions.values(), problem.owned_slots]).unique()
     wrong = _differing(pool, expected, seen.pool_after, examined.to(expected.device)).cpu()

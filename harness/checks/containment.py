@@ -19,6 +19,7 @@ from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares, summarize
+from attncheck.harness.driver.kv_pool import same_bytes
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.output_buffers import CANARY
 from attncheck.harness.driver.session import Fill, Session
@@ -195,7 +196,7 @@ def _differing_rows(problem: Problem, a: Observation, b: Observation) -> Tensor:
 
 
 def _unequal(a: Tensor, b: Tensor) -> Tensor:
-    if torch.equal(a, b):
+    if same_bytes(a, b):
         return torch.zeros(len(a), dtype=torch.bool, device=a.device)
     a, b = a.double(), b.double()
     both_nan = torch.isnan(a) & torch.isnan(b)

@@ -106,10 +106,11 @@ def _abridged(numbers: list[int]) -> str:
 def check_next_step(problem: Problem, truth: Truth, session: Session, first: Finding) -> Finding:
     """``first`` if the next step is right as well, else what is wrong with it.
 
-    A new impl and builder see other batches first, so that what they keep of them is not what they need.
+    A new impl and builder see other batches first, so that what they keep of them is not what they need. The answers to
+    those are not judged, so their rows are drawn among the problem's.
     """
     others = [
-        build_problem(other, problem.seed + 1 + number)
+        build_problem(other, problem.seed + 1 + number, rows_of=problem)
         for number, other in enumerate(other_batches(problem.case))
         if not declared_reasons(partial(session.backend.unsupported_reasons, other.layer, other.cache, other.batch))
     ]
@@ -119,8 +120,8 @@ def check_next_step(problem: Problem, truth: Truth, session: Session, first: Fin
         later = Session(session.backend, others[0], session.device, following, pool=session.pool)
     for number, other in enumerate(others):
         later = later.beside(other) if number else later
-        moved_on = later.run(images=False)
-        if isinstance(moved_on, Raised):
+        moved_on = later.advance()
+        if moved_on is not None:
             return replace(moved_on, stage=f"{moved_on.stage} of another batch")
     later = later.beside(problem) if others else session
     wrong = _check_again(problem, truth, later, Fill(loose_bounds=True))
@@ -155,8 +156,7 @@ def other_batches(case: Case) -> tuple[Case, Case]:
     alike = [_resized(r, r.query_len, r.context_len - 1) for r in requests]
     rows = [r.query_len if path.name in _FIXED_ROWS else -(-r.query_len // 2) for r in requests]
     halves = zip(reversed(requests), reversed(rows), strict=True)
-    smaller = [_resized(r, query_len, r.context_len // 2) for r, query_len in halves]
-    smaller = [replace(r, encoder_len=None if r.encoder_len is None else r.encoder_len // 2) for r in smaller]
+    smaller = [_resized(r, query_len, r.context_len // 2, encoder_share=2) for r, query_len in halves]
     cache = replace(case.cache, num_blocks=None)
     if path.name in _CUT_BATCHES:
         path = implied_path(case.layer)
@@ -168,11 +168,15 @@ def other_batches(case: Case) -> tuple[Case, Case]:
     return variant("alike", alike, case.batch.padding), variant("smaller", smaller, PaddingSpec())
 
 
-def _resized(request: RequestSpec, query_len: int, context_len: int) -> RequestSpec:
-    """One such request, of other lengths, without a shared prefix; a context there was does not vanish."""
+def _resized(request: RequestSpec, query_len: int, context_len: int, encoder_share: int = 1) -> RequestSpec:
+    """One such request, of other lengths, without a shared prefix; a context there was does not vanish.
+
+    ``encoder_share``: by which an encoder's length is divided.
+    """
     least = 1 if request.context_len > 0 else 0
     seq_len = query_len + max(least, context_len)
-    return RequestSpec(query_len=query_len, seq_len=seq_len, encoder_len=request.encoder_len)
+    encoder_len = None if request.encoder_len is None else request.encoder_len // encoder_share
+    return RequestSpec(query_len=query_len, seq_len=seq_len, encoder_len=encoder_len)
 
 
 def _check_again(problem: Problem, truth: Truth, session: Session, fill: Fill) -> Broken | Raised | None:

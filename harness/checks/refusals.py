@@ -10,6 +10,7 @@ from attncheck.backends.declarations import is_merged, required_features
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.checks.numerics import output_shares, summarize
+from attncheck.harness.driver.kv_pool import same_bytes
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import Problem
@@ -35,7 +36,7 @@ def check_declared(session: Session, seen: Observation | Raised) -> Finding:
         )
     if not bool(torch.isfinite(idle.double()).all()):
         return Broken("forward without metadata (the profiling call) left NaN or Inf in the output")
-    if session.pool is not None and pool_before is not None and not torch.equal(pool_before, session.pool.bytes()):
+    if session.pool is not None and pool_before is not None and not same_bytes(pool_before, session.pool.bytes()):
         return Broken("forward without metadata (the profiling call) changed a cache it was not given")
     return Holds()
 

@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -30,9 +30,12 @@ def call_backend(name: str, call: Callable[[], T]) -> T:
 
     A backend's ``sys.exit()`` is its failure, not the end of the run; only the user's Ctrl-C passes through.
     """
+    before = _settings()
     try:
-        with settings_kept():
+        try:
             return call()
+        finally:
+            _restore(before)
     except (StageError, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -66,26 +69,57 @@ def collection_paused() -> Iterator[None]:
 @contextmanager
 def settings_kept() -> Iterator[None]:
     """Process-wide settings as they were before: the next backend, and attncheck itself, rely on them."""
-    dtype, device, folder = torch.get_default_dtype(), torch.get_default_device(), _current_folder()
-    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
-    deterministic, precision = torch.are_deterministic_algorithms_enabled(), _matmul_precision()
+    before = _settings()
     try:
         yield
     finally:
-        torch.set_grad_enabled(grad)
-        if precision is not None and _matmul_precision() != precision:
-            torch.set_float32_matmul_precision(precision)
-        # Setting these costs something even where nothing changed.
-        if torch.get_default_dtype() != dtype:
-            torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None if device.type == "cpu" else device)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        if torch.are_deterministic_algorithms_enabled() != deterministic:
-            torch.use_deterministic_algorithms(deterministic)
-        if folder is not None and _current_folder() != folder:
-            os.chdir(folder)
+        _restore(before)
+
+
+class _Settings(NamedTuple):
+    """Process-wide settings. ``device``: None where torch's own default holds. ``folder``, ``precision``: see below."""
+
+    grad: bool
+    dtype: torch.dtype
+    device: torch.device | None
+    threads: int
+    deterministic: bool
+    folder: str | None
+    precision: str | None
+
+
+def _settings() -> _Settings:
+    """Return the current settings."""
+    return _Settings(
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        # A default device is a mode on this stack, and torch.get_default_device takes 7 us to look through it.
+        torch.get_default_device() if torch._C._len_torch_function_stack() else None,
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        _current_folder(),
+        _matmul_precision(),
+    )
+
+
+def _restore(before: _Settings) -> None:
+    """Set what differs from ``before``."""
+    now = _settings()
+    if now == before:
+        return
+    torch.set_grad_enabled(before.grad)
+    if before.precision is not None and now.precision != before.precision:
+        torch.set_float32_matmul_precision(before.precision)
+    if now.dtype != before.dtype:
+        torch.set_default_dtype(before.dtype)
+    if now.device != before.device:
+        torch.set_default_device(None if before.device is None or before.device.type == "cpu" else before.device)
+    if now.threads != before.threads:
+        torch.set_num_threads(before.threads)
+    if now.deterministic != before.deterministic:
+        torch.use_deterministic_algorithms(before.deterministic)
+    if before.folder is not None and now.folder != before.folder:
+        os.chdir(before.folder)
 
 
 def _current_folder() -> str | None:

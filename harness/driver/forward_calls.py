@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attncheck.backends.declarations import is_chunked, is_merged
 from attncheck.harness.driver.step import Step
+from attncheck.harness.problem.page_layout import key_places
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference import (
     CommonAttentionMetadata,
@@ -94,18 +95,16 @@ def _whole(
     step: Step, common: CommonAttentionMetadata, *, common_prefix_len: int = 0, carries_sinks: bool = True
 ) -> ForwardCall:
     requests = [step.problem.requests[i] for i in step.order]
-    rows = torch.tensor([request.rows for request in requests])
-    index = torch.arange(step.num_rows)
-    nth = index - (rows.cumsum(0) - rows).repeat_interleave(rows)
+    request, nth = key_places([request.rows for request in requests])
     first = torch.tensor([request.first_position for request in requests])
     return ForwardCall(
         common=common,
         query=step.query,
         key=step.key,
         value=step.value,
-        rows=index,
+        rows=torch.arange(step.num_rows),
         nth=nth,
-        position=nth + first.repeat_interleave(rows),
+        position=nth + first[request],
         num_key_rows=step.num_key_rows,
         common_prefix_len=common_prefix_len,
         carries_sinks=carries_sinks,

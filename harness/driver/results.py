@@ -137,8 +137,11 @@ def in_problem_order(rows: Tensor, step: Step) -> Tensor:
 
 
 def _at(place: Tensor | None, pieces: Sequence[Tensor]) -> Tensor:
-    """The rows of all pieces, the one at ``i`` put to ``place[i]``; ``place`` of None: as they stand."""
-    rows = torch.cat(list(pieces))
+    """The rows of all pieces, the one at ``i`` put to ``place[i]``; ``place`` of None: as they stand.
+
+    One piece alone keeps its memory then.
+    """
+    rows = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
     if place is None:
         return rows
     placed = torch.empty_like(rows)

@@ -4,9 +4,10 @@ A :class:`Session` constructs impl, builder and cache once; every :meth:`Session
 fresh tensors and reports what was seen. Whatever the backend raises is caught here, with the stage it happened in.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from attncheck.harness.driver.construction import construct_builder, construct_i
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.forward import BackendLayer, OutputBuffers
 from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs, forward_calls_of, num_builders
-from attncheck.harness.driver.kv_pool import KVPool
+from attncheck.harness.driver.kv_pool import KVPool, same_bytes
 from attncheck.harness.driver.observation import Observation, Raised, printable
 from attncheck.harness.driver.output_buffers import read_result
 from attncheck.harness.driver.persistent_inputs import copied_calls
@@ -111,23 +112,19 @@ class Session:
         return is_merged(self.problem.case.batch, self.backend.features)
 
     def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:
-        """One step over a freshly filled cache, of whose memory ``images`` before and after are kept."""
+        """One step over a freshly filled cache.
+
+        ``images``: keep the cache's memory before and after, and look for changed inputs.
+        """
         results: list[CallResult] = []
         before = None
         try:
             prepared = self._prepared(fill)
             step, pristine = prepared.step, prepared.calls
             calls = copied_calls(pristine)
-            kv_cache = None
-            if self.pool is not None:
-                kv_cache = self.pool.filled(fill.poison, fill.regions)
-                self.layer.store_new_rows(self.pool, step)
+            kv_cache = self._filled_cache(step, fill)
             before = self._image() if images else None
-            # Micro-batches are built before the first of them runs; other calls are steps of their own.
-            ahead = [self._build(call) for call in calls] if num_builders(self.problem) > 1 else []
-            for index, call in enumerate(calls):
-                metadata = ahead[index] if ahead else self._build(call)
-                results.append(self._call(call, kv_cache, metadata, before))
+            results.extend(self._call(call, kv_cache, metadata, before) for call, metadata in self._built(calls))
         except StageError as failure:
             made = ("the output of an earlier call",) if results and not failure.raised.touched else ()
             return replace(failure.raised, touched=(*failure.raised.touched, *made))
@@ -138,8 +135,22 @@ class Session:
             results,
             pool_before=before,
             pool_after=self._image() if images else None,
-            changed=(name for was, now in zip(pristine, calls, strict=True) for name in changed_inputs(was, now)),
+            changed=(name for was, now in zip(pristine, calls, strict=True) for name in changed_inputs(was, now))
+            if images
+            else (),
         )
+
+    def advance(self) -> Raised | None:
+        """Make one step, and return what it raised; nothing else of it is looked at. It may change its inputs."""
+        try:
+            prepared = self._prepared(Fill())
+            kv_cache = self._filled_cache(prepared.step, Fill())
+            for call, metadata in self._built(prepared.calls):
+                buffers = self.layer.output_buffers(self.problem, call)
+                call_backend("forward", partial(self._forward, call, kv_cache, metadata, buffers))
+        except StageError as failure:
+            return failure.raised
+        return None
 
     def run_without_metadata(self) -> Tensor | Raised:
         """The profiling call: no metadata, an empty cache. The output, in the step's order."""
@@ -192,7 +203,7 @@ class Session:
 
     def _prepared(self, fill: Fill) -> "_PreparedStep":
         """The step that ``fill`` asks for. The latest one is kept, unless ``fill`` brings rows of its own."""
-        facts = str(fill.padding), fill.loose_bounds
+        facts = str(fill.padding) if self.problem.case.batch.padding.tokens else "", fill.loose_bounds
         if self._latest is not None and fill.rows is None and self._latest.facts == facts:
             return self._latest
         step = self._step(fill)
@@ -200,6 +211,19 @@ class Session:
         if fill.rows is None:
             self._latest = made
         return made
+
+    def _filled_cache(self, step: Step, fill: Fill) -> Tensor | None:
+        """The cache as ``fill`` wants it, or None where there is none; with the new rows, if no backend writes them."""
+        if self.pool is None:
+            return None
+        kv_cache = self.pool.filled(fill.poison, fill.regions)
+        self.layer.store_new_rows(self.pool, step)
+        return kv_cache
+
+    def _built(self, calls: Sequence[ForwardCall]) -> Iterable[tuple[ForwardCall, Any]]:
+        """Each call with its metadata. Micro-batches are built before the first of them runs; others one by one."""
+        built = ((call, self._build(call)) for call in calls)
+        return list(built) if num_builders(self.problem) > 1 else built
 
     def _build(self, call: ForwardCall) -> Any:
         builder = self._builders[call.builder]
@@ -225,7 +249,7 @@ class Session:
         """What a call changed before it raised; unknown where the device no longer answers after a fault on it."""
         try:
             touched = ["the output"] if buffers.out.touched() else []
-            if before is not None and self.pool is not None and not torch.equal(before, self.pool.bytes()):
+            if before is not None and self.pool is not None and not same_bytes(before, self.pool.bytes()):
                 touched.append("the cache")
         except RuntimeError:
             touched = ["the device"]

@@ -95,6 +95,8 @@ class Step:
 
         Bounds stay true ones: no query is longer than the step has tokens, no request longer than its table.
         """
+        if not self.looseness:
+            return common
         tokens, room = common.num_actual_tokens, common.num_actual_tokens
         if self.problem.has_pool:
             room = common.block_table_tensor.shape[1] * self.problem.cache.block_size
@@ -162,7 +164,7 @@ def make_step(
     new_keys, slot_keys = _writes(problem, order)
     # In cross attention the key rows are the encoder's: the decoder's padding tokens do not lengthen them.
     key_padding = 0 if problem.is_cross else padding.tokens
-    query = _padded(problem.query[rows], padding.tokens, padding_fill).to(device)
+    query = _padded(problem.query.index_select(0, rows), padding.tokens, padding_fill).to(device)
     key, value = (
         _padded(_rows_at(all_rows, new_keys), key_padding, padding_fill).to(device)
         for all_rows in new_rows or (problem.keys, problem.values)
@@ -221,7 +223,7 @@ def _slots_of(problem: Problem, index: Tensor) -> Tensor:
 
 def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
     """``rows[index]``; of no rows at all, zeros: a token before position 0 brings a key that is written nowhere."""
-    return rows[index] if len(rows) else rows.new_zeros(len(index), *rows.shape[1:])
+    return rows.index_select(0, index % len(rows)) if len(rows) else rows.new_zeros(len(index), *rows.shape[1:])
 
 
 def _padded(rows: Tensor, count: int, fill: float) -> Tensor:
@@ -235,11 +237,7 @@ def _as_views(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     for group in groups:
         widths = [t.shape[1] * t.shape[2] for t in group]
         # Columns nobody owns stand behind the last slice, so that rows are strided even for a group of one.
-        fused = query.new_zeros(len(group[0]), sum(widths) + 16)
-        start = 0
-        for tensor, width in zip(group, widths, strict=True):
-            view = fused[:, start : start + width].unflatten(1, tensor.shape[1:])
-            view.copy_(tensor)
-            views.append(view)
-            start += width
+        fused = torch.cat([*(t.flatten(1) for t in group), query.new_zeros(len(group[0]), 16)], dim=1)
+        parts = fused.split([*widths, 16], dim=1)
+        views += [part.unflatten(1, t.shape[1:]) for part, t in zip(parts, group, strict=False)]
     return tuple(views)

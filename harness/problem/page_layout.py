@@ -66,7 +66,7 @@ class KeyPlaces(NamedTuple):
 
 
 def key_places(lengths: Sequence[int]) -> KeyPlaces:
-    """Return the places of the keys of requests with ``lengths`` keys, behind one another."""
+    """Return the places of the keys of requests with ``lengths`` keys, behind one another; likewise those of rows."""
     counts = np.asarray(lengths, dtype=np.int64)
     request = np.repeat(np.arange(len(counts)), counts)
     position = np.arange(len(request)) - np.repeat(counts.cumsum() - counts, counts)

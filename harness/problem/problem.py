@@ -5,22 +5,22 @@ the driver moves copies.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
 from attncheck.harness.problem.draft_trees import ancestors
-from attncheck.harness.problem.latent import UpProjections, make_up_projections
-from attncheck.harness.problem.layer_sizes import naive_layer, stored_sizes
-from attncheck.harness.problem.page_layout import KeyPart, KeyPlaces, PageLayout, key_places, lay_out, no_pool
-from attncheck.harness.problem.queries import RequestGeometry, needle_queries
+from attncheck.harness.problem.latent import UpProjections
+from attncheck.harness.problem.layer_sizes import naive_layer
+from attncheck.harness.problem.page_layout import KeyPart, PageLayout, key_places, lay_out, no_pool
+from attncheck.harness.problem.queries import RequestGeometry
 from attncheck.harness.problem.random_stream import RandomStream
-from attncheck.harness.problem.signatures import CHANNELS, sign
-from attncheck.harness.problem.storage import Storage, key_storage, value_storage
+from attncheck.harness.problem.rows import Rows, draw_rows, mix_rows, planted_inputs
 from attncheck.reference.spec import (
     AttentionType,
     CacheSpec,
@@ -29,9 +29,6 @@ from attncheck.reference.spec import (
     RequestSpec,
     TreeOptions,
 )
-
-DEFAULT_INPUTS = frozenset({"needles", "large_scores", "equal_scores", "coordinates", "views"})
-"""Bites planted where a case names none."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +150,14 @@ class Problem:
         """int64: indices into ``keys`` of what this step writes, in request order; -1 for rows before position 0."""
         parts = []
         for r in self.requests:
-            before = torch.full((0 if self.is_cross or self.writes_nothing else max(0, -r.first_position),), -1)
-            parts += [before, torch.arange(r.base + r.cached, r.base + r.num_keys)]
-        return torch.cat(parts)
+            before = np.full(0 if self.is_cross or self.writes_nothing else max(0, -r.first_position), -1)
+            parts += [before, np.arange(r.base + r.cached, r.base + r.num_keys)]
+        return torch.from_numpy(np.concatenate(parts))
 
     @cached_property
     def old_keys(self) -> Tensor:
         """int64: indices into ``keys`` of what stands in the cache before the step."""
-        return torch.cat([torch.arange(r.base, r.base + r.cached) for r in self.requests])
+        return torch.from_numpy(np.concatenate([np.arange(r.base, r.base + r.cached) for r in self.requests]))
 
     @cached_property
     def owned_slots(self) -> Tensor:
@@ -185,48 +182,37 @@ class Problem:
         return f"slot {slot} (page {block}, offset {offset}; {owner})"
 
 
-def planted_inputs(case: Case) -> frozenset[str]:
-    """Return the bites planted in the problems of ``case``."""
-    return DEFAULT_INPUTS if case.inputs is None else frozenset(case.inputs)
+def build_problem(case: Case, seed: int, rows_of: Problem | None = None) -> Problem:
+    """The tensors of ``case`` under ``seed``. Raises SpecError where the pool cannot hold the batch.
 
-
-def build_problem(case: Case, seed: int) -> Problem:
-    """The tensors of ``case`` under ``seed``. Raises SpecError where the pool cannot hold the batch."""
-    stream = RandomStream(seed, case.hash)
+    ``rows_of``: a problem of the same layer and cache, among whose queries, keys and values those of the new one are
+    drawn. This takes a fraction of the time, but no query points at a key: it is for steps that are not judged.
+    """
+    # To hash a case takes as long as all else where no rows are drawn.
+    stream = RandomStream(seed, *((case.hash,) if rows_of is None else (rows_of.case.hash, case.id)))
     layer = case.layer
-    specs = list(case.batch)
     requests = tuple(place_requests(case))
     lengths = [request.num_keys for request in requests]
     places = key_places(lengths)
     finish_layout = (
-        lay_out(case, lengths, places, stream) if layer.has_cache else lambda: no_pool(len(specs), sum(lengths))
+        lay_out(case, lengths, places, stream) if layer.has_cache else lambda: no_pool(len(lengths), sum(lengths))
     )
-    dtype = DTYPES[layer.dtype]
-    inputs = planted_inputs(case)
-    total = sum(lengths)
-    key_size, value_size = stored_sizes(layer)
-    held_keys, held_values = key_storage(layer, case.cache), value_storage(layer, case.cache)
-    keys = _draw(stream, "key", places, (total, layer.num_kv_heads, key_size), inputs, held_keys)
-    values = _draw(stream, "value", places, (total, layer.num_kv_heads, value_size), inputs, held_values)
-    _share_prefixes(specs, requests, keys, values)
     geometry = [RequestGeometry(r.rows, r.first_position, r.num_keys, r.base, r.first_row) for r in requests]
-    up_projections, asked = make_up_projections(layer, dtype), naive_layer(layer)
-    needles = keys.double() if up_projections is None else up_projections.keys(keys, values)
-    if not len(keys):  # a batch in which no row sees anything still needs something to point at
-        needles = needles.new_ones(1, asked.num_kv_heads, asked.head_size)
-    options = case.batch.path.options
-    tree = ancestors(options.parents) if isinstance(options, TreeOptions) else None
-    query = needle_queries(asked, needles, geometry, case.cache.block_size, inputs, tree)
+    if rows_of is None or not len(rows_of.keys):
+        rows = draw_rows(case, geometry, places, stream)
+    else:
+        given = Rows(rows_of.query, rows_of.keys, rows_of.values, rows_of.up_projections)
+        rows = mix_rows(given, case, geometry, stream)
     layout = finish_layout()
     return Problem(
         case=case,
         seed=seed,
-        requests=tuple(replace(r, pages=pages) for r, pages in zip(requests, layout.pages, strict=True)),
-        query=query.to(dtype),
-        keys=keys,
-        values=values,
+        requests=tuple(Request(**vars(r) | {"pages": own}) for r, own in zip(requests, layout.pages, strict=True)),
+        query=rows.query,
+        keys=rows.keys,
+        values=rows.values,
         layout=layout,
-        up_projections=up_projections,
+        up_projections=rows.up_projections,
     )
 
 
@@ -257,33 +243,6 @@ def _num_keys(spec: RequestSpec, layer: LayerSpec) -> int:
     if layer.attn_type == AttentionType.ENCODER_DECODER:
         return spec.encoder_len or 0
     return spec.total_len
-
-
-def _draw(
-    stream: RandomStream,
-    kind: str,
-    places: KeyPlaces,
-    shape: tuple[int, int, int],
-    inputs: frozenset[str],
-    storage: Storage,
-) -> Tensor:
-    """Rows in the layer's dtype that the cache can hold as they are."""
-    rows = stream.uniform(*shape)
-    if "coordinates" in inputs and shape[-1] >= CHANNELS:
-        sign(rows, kind, *places, storage.smallest)
-    return storage.storable(rows)
-
-
-def _share_prefixes(specs: list[RequestSpec], requests: tuple[Request, ...], keys: Tensor, values: Tensor) -> None:
-    """Requests that share pages share what stands in them: the longest prefix's rows, in place."""
-    source = max(range(len(specs)), key=lambda i: specs[i].shared_prefix)
-    origin = requests[source].base
-    for spec, request in zip(specs, requests, strict=True):
-        n = spec.shared_prefix
-        if not n or request.base == origin:
-            continue
-        for rows in (keys, values):
-            rows[request.base : request.base + n] = rows[origin : origin + n].clone()
 
 
 def _starts(lengths: list[int]) -> Tensor:

@@ -52,12 +52,12 @@ def needle_queries(
     inputs: frozenset[str],
     tree: Tensor | None = None,
 ) -> Tensor:
-    """Float64 queries ``[T, H, D]`` for ``keys`` (float64 ``[N, Hkv, D]``, all requests' keys behind one another).
+    """Float64 queries ``[T, H, D]`` for ``keys`` (``[N, Hkv, D]``, all requests' keys behind one another).
 
     ``tree``: bool ``[Q, Q]``, which new key each row of a request sees; None: no tree.
     """
     if not requests:
-        return keys.new_zeros(0, layer.num_heads, layer.head_size)
+        return keys.new_zeros(0, layer.num_heads, layer.head_size, dtype=torch.float64)
     parts = [_row_queries(layer, keys, rows, block_size, inputs, tree) for rows in _rows_of(requests)]
     return torch.cat(parts)
 
@@ -106,7 +106,7 @@ def _row_queries(
     target, other = _targets(rows, block_size, lo, hi, turn + heads, tree)
     # The key index wraps at the end of the batch: the last request's neighbour is the first.
     kv_head = heads // (layer.num_heads // layer.num_kv_heads)
-    needle = keys[(rows.base[:, None] + target) % len(keys), kv_head]
+    needle = keys[(rows.base[:, None] + target) % len(keys), kv_head].double()
     norm = needle.norm(dim=-1).clamp(min=1e-3)
     background, bias = _background(layer, rows.position, lo, hi, target)
     score = _needle_score(norm, background - bias)
@@ -121,7 +121,7 @@ def _row_queries(
         score = score.masked_fill(kind == 11, 0.0)
     query = needle * _few_bits(score / (layer.softmax_scale or 1.0) / norm.square())[..., None]
     if layer.soft_cap and "needles" in inputs:
-        second = keys[(rows.base[:, None] + other) % len(keys), kv_head]
+        second = keys[(rows.base[:, None] + other) % len(keys), kv_head].double()
         twins = (kind % 4 == 2) & (target != other)
         query = torch.where(twins[..., None], _twin_queries(layer, needle, second), query)
     limit = 3e4 if layer.dtype == "float16" else 1e30

@@ -26,12 +26,15 @@ class RandomStream:
         values = np.asarray(words, dtype="<u8").view(np.int8)[:count].reshape(shape)
         return torch.from_numpy(np.where(values == -128, np.int8(0), values))
 
-    def uniform(self, *shape: int) -> Tensor:
-        """float64 tensor of the given shape, uniform over [-2, 2) in steps of 2**-30: it fills any mantissa we test."""
+    def uniform(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Tensor of the given shape, uniform over [-2, 2) in steps of 2**-30: it fills any mantissa we test.
+
+        Float32 in place of float64 is half the memory; a half-precision dtype rounds both to the same numbers.
+        """
         count = math.prod(shape)
         words = self._philox.random_raw((count + 1) // 2)
         values = np.asarray(words, dtype="<u8").view(np.int32)[:count].reshape(shape)
-        return torch.from_numpy(values).double() * 2.0**-30
+        return torch.from_numpy(values).to(dtype).mul_(2.0**-30)
 
     def integers(self, count: int, below: int) -> Tensor:
         """int64 ``[count]``, each in ``range(below)``; the remainder's bias (below 2**-32) does not matter here."""

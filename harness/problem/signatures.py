@@ -7,6 +7,7 @@ hash, so that they look random (a V with constant channels would hide errors) an
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,9 +44,10 @@ def sign(rows: Tensor, kind: str, requests: Tensor, positions: Tensor, smallest:
     heads = torch.arange(rows.shape[1])
     word = ((requests % 1024) << 22 | (positions % 131072) << 5)[:, None] | (heads % 32)
     code = _scramble(word ^ _SALT[kind])
-    is_set = (code[..., None] & (1 << torch.arange(CHANNELS))) != 0
+    is_set = np.unpackbits(code.numpy().astype("<u4")[..., None].view(np.uint8), axis=-1, bitorder="little")
     size = torch.maximum(rows[..., :CHANNELS].abs(), torch.as_tensor(smallest, dtype=rows.dtype))
-    rows[..., :CHANNELS] = torch.where(is_set, size, -size)
+    # Many times as fast as torch.where, whose branches no processor predicts.
+    rows[..., :CHANNELS] = torch.copysign(size, torch.from_numpy(is_set).to(rows.dtype) - 0.5)
 
 
 def decode(row: Tensor) -> tuple[Coordinate, ...]:

@@ -5,6 +5,7 @@ beforehand, so that every right writer stores the same bytes, and the truth is t
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -84,5 +85,9 @@ def value_storage(layer: LayerSpec, cache: CacheSpec) -> Storage:
 def _storage(layer: LayerSpec, cache: CacheSpec, scale: float | tuple[float, ...]) -> Storage:
     dtype = DTYPES[layer.dtype]
     held = FP8_DTYPES.get(cache.kv_cache_dtype, cache_dtype(layer, cache)) if layer.has_cache else dtype
-    values = scale if isinstance(scale, tuple) else (scale,)
-    return Storage(dtype, held, torch.tensor(values, dtype=torch.float32)[:, None])
+    return _storage_of(dtype, held, scale if isinstance(scale, tuple) else (scale,))
+
+
+@lru_cache(maxsize=64)
+def _storage_of(dtype: torch.dtype, held: torch.dtype, scales: tuple[float, ...]) -> Storage:
+    return Storage(dtype, held, torch.tensor(scales, dtype=torch.float32)[:, None])

@@ -13,8 +13,8 @@ from torch.nn.functional import silu
 
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
-from attncheck.harness.problem.problem import planted_inputs
 from attncheck.harness.problem.random_stream import RandomStream
+from attncheck.harness.problem.rows import planted_inputs
 from attncheck.harness.truth.tolerance import Budget, allowed_errors, float32_bracket
 from attncheck.reference import Precision, causal_conv1d
 from attncheck.reference.spec import CausalConv1dOptions

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attncheck.backends.dtypes import DTYPES
 from attncheck.cases.model import Case
-from attncheck.harness.problem.problem import planted_inputs
 from attncheck.harness.problem.random_stream import RandomStream
+from attncheck.harness.problem.rows import planted_inputs
 from attncheck.harness.truth.tolerance import Budget, K, allowed_errors, float32_bracket
 from attncheck.reference import Precision, merge_attn_states
 

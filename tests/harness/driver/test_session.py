@@ -55,6 +55,22 @@ def test_the_output_is_the_truth_rounded_once(make_case: Any) -> None:
     assert (seen.changed, seen.breaches, seen.protocol) == ((), (), ())
 
 
+def test_a_step_that_is_not_looked_at_is_made(make_case: Any) -> None:
+    seen = []
+
+    def attend(self: Any, *args: Any) -> None:
+        seen.append(len(args))
+        if len(seen) == 2:
+            raise ValueError("the second step")
+
+    session = Session(impl(attend=attend), build_problem(make_case(), 0), CPU)
+    assert session.advance() is None
+    assert len(seen) == 1
+    raised = session.advance()
+    assert raised is not None
+    assert (raised.stage, raised.message) == ("forward", "the second step")
+
+
 def test_rows_come_back_in_the_problems_order_after_reordering(make_case: Any) -> None:
     seen_orders = []
 

@@ -25,6 +25,19 @@ def test_the_same_case_and_seed_give_the_same_bits_on_every_machine(make_case: A
     assert digest(build_problem(make_case(logits_soft_cap=30.0, dtype="float16"), 3)) == "ecfb69a1e29acf43"
 
 
+def test_rows_of_another_problem_come_in_another_order(make_case: Any) -> None:
+    given, case = build_problem(make_case(name="given"), 0), make_case(name="taken")
+    drawn, taken = build_problem(case, 1), build_problem(case, 1, rows_of=given)
+    for name in ("query", "keys", "values"):
+        own, source = getattr(taken, name), getattr(given, name)
+        assert (own.shape, own.dtype) == (getattr(drawn, name).shape, source.dtype)
+        found = (own[:, None] == source).flatten(2).all(2).nonzero()[:, 1]
+        assert len(found) == len(own) > 20
+        assert (found != torch.arange(len(own))).sum() > len(own) / 2
+    assert [r.num_keys for r in taken.requests] == [r.num_keys for r in drawn.requests]
+    assert torch.equal(taken.block_table, build_problem(case, 1, rows_of=given).block_table)
+
+
 def test_seed_and_case_both_matter(make_case: Any) -> None:
     base = digest(build_problem(make_case(), 0))
     assert digest(build_problem(make_case(), 1)) != base
