@@ -31,7 +31,8 @@ class UniformRequests:
 
     rows: where their rows lie in query and output. query_positions: int64 ``[n, q]``, negative where a request has more
     rows than keys. key_positions: int64 ``[n, s]``; exists: bool, which of those keys there are. key, value: ``[n, s,
-    num_kv_heads, head size]``, 0 where there is none. is_real: bool ``[n, q]``; what is no row of a request is padding.
+    num_kv_heads, head size]``; where there is none, the request's last one, since what no row sees may not be NaN.
+    is_real: bool ``[n, q]``; what is no row of a request is padding.
     """
 
     rows: slice
@@ -110,23 +111,22 @@ def uniform_requests(
         exists = key_positions < seq_lens
         if caches is not None:
             table, scales = common.block_table_tensor[requests], (layer._k_scale, layer._v_scale)
-            place = _places(table, key_positions, exists, caches[0].shape[1])
+            place = _places(table, key_positions, seq_lens, caches[0].shape[1])
             gathered = [cache.view(_BITS[cache.itemsize])[place].view(cache.dtype) for cache in caches]
             found = [stored_values(stored, scale, dtype) for stored, scale in zip(gathered, scales, strict=True)]
         elif key is not None and value is not None:
-            found = [given[rows].unflatten(0, exists.shape).clone() for given in (key, value)]
+            is_absent = ~exists[:, :, None, None]
+            found = [given[rows].unflatten(0, exists.shape).masked_fill(is_absent, 0) for given in (key, value)]
         else:
             raise RuntimeError("neither a cache nor keys and values to attend to")
-        is_absent = ~exists[:, :, None, None]
-        found_key, found_value = (values.masked_fill_(is_absent, 0) for values in found)
         is_real = torch.arange(rows.start, rows.stop, device=device) < common.query_start_loc[-1]
         yield UniformRequests(
             rows=rows,
             query_positions=first_position + torch.arange(query_len, device=device),
             key_positions=key_positions,
             exists=exists,
-            key=found_key,
-            value=found_value,
+            key=found[0],
+            value=found[1],
             is_real=is_real.unflatten(0, (-1, query_len)),
         )
 
@@ -136,7 +136,10 @@ def _requests_at_once(params: AttentionParams, num_keys: int) -> int:
     return max(1, _PIECE_ELEMENTS // max(1, elements))
 
 
-def _places(table: Tensor, positions: Tensor, exists: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Block and offset of positions ``[n, s]`` of the requests of ``table``; where none exists, block 0 stands in."""
-    pages = (positions // block_size).clamp_(max=table.shape[1] - 1)
-    return table.gather(1, pages) * exists, positions % block_size
+def _places(table: Tensor, positions: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Block and offset of positions ``[n, s]`` of the requests of ``table``.
+
+    Behind the last key the last one's, and block 0 of a request without keys: no other entries need be pages.
+    """
+    within = torch.minimum(positions, seq_lens - 1).clamp_(0, table.shape[1] * block_size - 1)
+    return table.gather(1, within // block_size) * (seq_lens > 0), within % block_size
