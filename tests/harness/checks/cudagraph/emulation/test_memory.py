@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder
+from attncheck.harness.checks.cudagraph.emulation.emulated_recorder import EmulatedRecorder, EmulatedRecording
 from attncheck.harness.checks.cudagraph.emulation.host_memory import HostMemory
 from attncheck.harness.checks.cudagraph.recorder import CaptureError
 
@@ -175,6 +175,18 @@ def test_memory_used_beside_memory_of_the_host_is_released_with_its_last_holder(
     assert [memory.first_used.partition(" at ")[0] for memory in recording.released()] == ["aten.mul"]
 
 
+def recorded_with(compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> EmulatedRecording:
+    """A recording that reads what ``compute`` made before it, of memory of the device and of the host."""
+    device, host, recorder = torch.tensor([2, 5]), torch.tensor([2, 5]), EmulatedRecorder()
+    recorder.mark_host(host)
+
+    def prepare() -> Callable[[], object]:
+        made = compute(device, host)
+        return lambda: device.fill_(int(made[0]))
+
+    return recorder.record(prepare)
+
+
 @pytest.mark.parametrize(
     "compute",
     [
@@ -189,14 +201,7 @@ def test_memory_used_beside_memory_of_the_host_is_released_with_its_last_holder(
 def test_what_is_made_of_host_memory_before_a_recording_lies_on_the_host(
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    device, host, recorder = torch.tensor([2, 5]), torch.tensor([2, 5]), EmulatedRecorder()
-    recorder.mark_host(host)
-
-    def prepare() -> Callable[[], object]:
-        made = compute(device, host)
-        return lambda: device.fill_(int(made[0]))
-
-    (read,) = recorder.record(prepare).host_reads()
+    (read,) = recorded_with(compute).host_reads()
     assert read.startswith("int() at ")
 
 
@@ -214,12 +219,5 @@ def test_what_is_made_of_host_memory_before_a_recording_lies_on_the_host(
 def test_what_is_made_of_device_memory_before_a_recording_lies_on_the_device(
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    device, host, recorder = torch.tensor([2, 5]), torch.tensor([2, 5]), EmulatedRecorder()
-    recorder.mark_host(host)
-
-    def prepare() -> Callable[[], object]:
-        made = compute(device, host)
-        return lambda: device.fill_(int(made[0]))
-
     with pytest.raises(CaptureError, match=r"host read: int\(\)"):
-        recorder.record(prepare)
+        recorded_with(compute)
