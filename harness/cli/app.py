@@ -21,7 +21,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
-from attncheck.harness.cli import compare, doctor, expect, list_names, new, recommend, report, run, show, warm
+from attncheck.harness.cli import compare, doctor, expect, list_names, merge, new, recommend, report, run, show, warm
 from attncheck.harness.cli.interruption import signal_of
 from attncheck.harness.cli.usage import HELP, usage_error_in_words
 
@@ -149,6 +149,7 @@ app.command("list")(with_exit_code(list_names.list_names))
 app.command("doctor")(with_exit_code(doctor.doctor))
 app.command("report")(with_exit_code(report.report))
 app.command("compare")(with_exit_code(compare.compare))
+app.command("merge")(with_exit_code(merge.merge))
 app.command("expect")(with_exit_code(expect.expect))
 app.command("recommend")(with_exit_code(recommend.recommend))
 app.command("schema")(with_exit_code(schema))

@@ -30,6 +30,7 @@ def run(
     watch: arguments.Watch = False,
     check: arguments.Checks = None,
     skip: arguments.Skip = None,
+    shard: arguments.ShardOption = None,
     rounds: arguments.Rounds = None,
     time_limit: arguments.TimeLimit = None,
     warm_cache: arguments.WarmCache = False,
@@ -77,6 +78,7 @@ def run(
     from attncheck.harness.cli.run_files import kept_folder, newest_run
     from attncheck.harness.cli.run_options import RunOptions, read_jobs
     from attncheck.harness.run.patterns import choose_checks, split_commas
+    from attncheck.harness.run.sharding import read_shard
 
     if no_output and output is not None:
         raise SelectionError(f"--no-output writes no run file, and --output {output} names one; leave out one of them")
@@ -94,6 +96,7 @@ def run(
         checks=choose_checks(check or default_checks),
         skip=choose_checks(skip or (() if check else default_skip)),
         functions=tuple(function or ()),
+        shard=read_shard(shard),
         rounds=rounds,
         time_limit=time_limit,
         warm_cache=warm_cache,
@@ -198,7 +201,8 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
         return 1
     if finished.blind:
         raise SelectionError("a case that cannot see what it asks about proves nothing; mend it (errors above)")
-    _refuse_empty_run(records, finished.header, by_name=by_name)
+    if not finished.header.shard:  # where a shard has nothing to examine, another one may
+        _refuse_empty_run(records, finished.header, by_name=by_name)
     return 0
 
 

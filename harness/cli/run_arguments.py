@@ -115,6 +115,15 @@ Watch = Annotated[
 ]
 
 # How.
+ShardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shard",
+        metavar="I/N",
+        help="Examine the I-th of N parts of the cases, which take about as long; `attncheck merge` joins their run "
+        "files.",
+    ),
+]
 Rounds = Annotated[
     int | None,
     typer.Option(

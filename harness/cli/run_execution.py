@@ -104,6 +104,7 @@ def execute_run(
             dump=options.dump,
             timing=timing,
             rounds=rounds,
+            shard=options.shard,
             truths=truths_folder() if options.cache else None,
         )
         finished = _execute(options, selection, settings, None if options.in_process else pool, begin, see)
@@ -141,13 +142,21 @@ def _execute(
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
     one_process = (_ONE_PROCESS,) if is_timed and pool is None else ()
     notes = (*prepared.notes, *one_process, *prepared.choice_notes, *options.notes)
-    header = make_header(prepared.selection, plan, infos, environment, command=options.command, notes=notes)
+    header = make_header(
+        prepared.selection,
+        plan,
+        infos,
+        environment,
+        command=options.command,
+        notes=notes,
+        shard=str(options.shard or ""),
+    )
     if functions is not None:
         from attncheck.harness.providers.records import examine_providers, header_with_providers
 
         header = header_with_providers(header, functions)
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
-    expectations = _expectations(options.expect, prepared.selection, functions, header)
+    expectations = _expectations(options.expect, prepared.selection, plan, functions, header)
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
         faulthandler.enable()  # a kernel that kills the process says at least where
     if options.in_process:
@@ -234,7 +243,11 @@ def _plan_providers(options: RunOptions, plan: "RunPlan") -> "ProviderPlan | Non
 
 
 def _expectations(
-    file: Path | None, selection: Selection, functions: "ProviderPlan | None", header: RunHeader
+    file: Path | None,
+    selection: Selection,
+    plan: "RunPlan",
+    functions: "ProviderPlan | None",
+    header: RunHeader,
 ) -> "Expectations | None":
     if file is None:
         return None
@@ -250,7 +263,7 @@ def _expectations(
     return Expectations(
         load_expectations(file),
         cases=(*selection.all_cases, *known),
-        selected=(*selection.cases, *selected),
+        selected=(*filter(plan.is_in_shard, selection.cases), *selected),
         backends=[backend.name for backend in header.backends],
         checks=header.checks,
         today=datetime.now(UTC).date(),

@@ -6,6 +6,7 @@ from pathlib import Path
 from attncheck.errors import SelectionError
 from attncheck.harness.cli.config import KEEP
 from attncheck.harness.run.selection import Selection, select_cases
+from attncheck.harness.run.sharding import Shard
 from attncheck.reports.run_file.records import UTILITIES
 
 PROVIDER_SUITES = ("smoke", "named_batches", "padding")
@@ -53,6 +54,7 @@ class RunOptions:
     checks: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
+    shard: Shard | None = None
     rounds: int | None = None
     time_limit: float | None = None
     warm_cache: bool = False
@@ -86,6 +88,10 @@ class RunOptions:
             )
         if self.jobs is not None and self.jobs > 1 and self.in_process:
             raise SelectionError(f"--jobs {self.jobs} and --in-process, which is one process; leave out one of them")
+        if self.shard is not None and self.providers:
+            raise SelectionError(
+                f"--shard {self.shard} divides the cases of backends; examine a provider in a run of its own"
+            )
         for ref in self.backends:
             if ref.endswith((".yaml", ".yml")):
                 raise SelectionError(f"backend {ref!r} is named as a case file is; give --suite {ref}")

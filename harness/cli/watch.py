@@ -71,6 +71,7 @@ def _watchable(options: RunOptions) -> Selection:
         "--provider": options.providers,
         "--output": options.output,
         "--rounds": options.rounds,
+        "--shard": options.shard,
         "--last-failed": options.keys,
     }
     for name in (name for name, is_given in refused.items() if is_given):

@@ -89,7 +89,7 @@ class Examiner:
         """Every record, grouped by case, then by backend."""
         for case in self.plan.cases:
             for backend in self.plan.backends:
-                if self.plan.includes(backend.ref, case):
+                if self.plan.includes(backend.ref, case) and self.plan.is_in_shard(case):
                     yield from self.examine(case, backend)
 
     def examine(self, case: Case, backend: LoadedBackend | UnavailableBackend) -> list[Record]:

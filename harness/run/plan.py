@@ -31,10 +31,11 @@ class RunPlan:
     """What is to be examined. ``checks`` of None: those each case asks for, or all.
 
     ``backends``: those that are examined in this process. ``chosen``: by reference, the keys of a backend's cases; a
-    backend without an entry gets all. ``timing``, ``rounds``: how the check of that name is made, and in how
-    many processes of each backend, one after another. ``shares_probes``: the layers and caches of a backend's cases
-    share the probes of CUDA graphs out; else each plays all of them. ``truths``: the folder of stored truths; None: all
-    are computed.
+    backend without an entry gets all. ``shard``: the keys of the cases that this run examines; None: all. The others
+    still count where layers share probes, so that a shard's records are those of a whole run. ``timing``, ``rounds``:
+    how the check of that name is made, and in how many processes of each backend, one after another.
+    ``shares_probes``: the layers and caches of a backend's cases share the probes of CUDA graphs out; else each plays
+    all of them. ``truths``: the folder of stored truths; None: all are computed.
     """
 
     cases: tuple[Case, ...]
@@ -44,6 +45,7 @@ class RunPlan:
     seed: int = 0
     dump: Path | None = None
     chosen: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    shard: frozenset[str] | None = None
     timing: TimingSettings = field(default_factory=TimingSettings)
     rounds: int = 1
     shares_probes: bool = True
@@ -54,8 +56,16 @@ class RunPlan:
         return tuple(case for case in self.cases if self.includes(ref, case))
 
     def includes(self, ref: str, case: Case) -> bool:
-        """Whether the backend of this reference is examined with ``case``."""
+        """Whether the backend of this reference is asked ``case``, in this shard or another."""
         return ref not in self.chosen or case.key in self.chosen[ref]
+
+    def is_in_shard(self, case: Case) -> bool:
+        """Whether this run examines ``case``."""
+        return self.shard is None or case.key in self.shard
+
+    def examined_cases_of(self, ref: str) -> tuple[Case, ...]:
+        """The cases that this run examines of :meth:`cases_of`."""
+        return tuple(case for case in self.cases_of(ref) if self.is_in_shard(case))
 
     def checks_of(self, case: Case) -> tuple[str, ...]:
         """The checks to make of ``case``, in the order they are reported."""

@@ -18,6 +18,7 @@ from attncheck.harness.run.backend_choice import choose_backends, refuse_unavail
 from attncheck.harness.run.backend_description import BackendDescription, DescribeBackends
 from attncheck.harness.run.plan import RunPlan, UnavailableBackend
 from attncheck.harness.run.selection import Selection, check_seed, default_cases, default_suites
+from attncheck.harness.run.sharding import Shard
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
 from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
 from attncheck.reports.run_file.store import now
@@ -29,6 +30,7 @@ class RunSettings:
 
     ``device``: None for the best there is. ``dump``: the folder for tensors of failing cases. ``rounds``: in how many
     processes each backend is timed, one after another. ``truths``: the folder of stored truths; None: all are computed.
+    ``shard``: the part of the cases to examine; None: all.
     """
 
     device: str | None = None
@@ -37,6 +39,7 @@ class RunSettings:
     timing: TimingSettings = field(default_factory=TimingSettings)
     rounds: int = 1
     truths: Path | None = None
+    shard: Shard | None = None
 
 
 class ProcessPool(Protocol):
@@ -127,6 +130,8 @@ def prepare_run(
         notes = (*notes, *suite_notes(selection, suites, chosen))
         selection = selection.of_suites(suites.values(), frozenset().union(*chosen.values()))
         plan = replace(plan, cases=selection.cases, chosen=chosen)
+    if settings.shard is not None:
+        plan = replace(plan, shard=settings.shard.cases(selection.cases))
     if pool is None:
         plan = replace(plan, backends=loader.backends(backends))
     return PreparedRun(selection, plan, environment, backends, notes, choice_notes)
@@ -161,6 +166,7 @@ def make_header(
     *,
     command: Sequence[str] = (),
     notes: Sequence[str] = (),
+    shard: str = "",
 ) -> RunHeader:
     """The header of the run that ``plan`` and ``backends`` describe; the suites' own notes join ``notes``."""
     counts = {suite.name: sum(case.suite == suite.name for case in plan.cases) for suite in selection.suites}
@@ -179,6 +185,7 @@ def make_header(
         device=plan.device,
         seed=plan.seed,
         rounds=plan.rounds,
+        shard=shard,
         backends=tuple(backends),
         command=tuple(command),
         notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),

@@ -29,13 +29,17 @@ class RoundQuestions:
 
 def untimed_questions(plan: RunPlan, ref: str) -> RoundQuestions:
     """All checks but ``timing`` of the cases that the backend of this reference is asked."""
-    asked = ((case, tuple(name for name in plan.checks_of(case) if name != TIMING)) for case in plan.cases_of(ref))
+    asked = (
+        (case, tuple(name for name in plan.checks_of(case) if name != TIMING)) for case in plan.examined_cases_of(ref)
+    )
     return RoundQuestions(tuple((case, checks) for case, checks in asked if checks))
 
 
 def timed_questions(plan: RunPlan, ref: str, number: int = 0, left_out: Collection[str] = ()) -> RoundQuestions:
     """The check ``timing`` of the cases that the backend is asked, but for those whose keys are ``left_out``."""
-    asked = (case for case in plan.cases_of(ref) if TIMING in plan.checks_of(case) and case.key not in left_out)
+    asked = (
+        case for case in plan.examined_cases_of(ref) if TIMING in plan.checks_of(case) and case.key not in left_out
+    )
     return RoundQuestions(tuple((case, (TIMING,)) for case in asked), number)
 
 

@@ -52,7 +52,8 @@ def title(header: RunHeader) -> str:
     machine = plural(env.cores, "core") if env.driver is None else env.device_name
     suites = ", ".join(f"{suite.name}: {suite_size(suite)}" for suite in header.suites)
     noun = "suite" if len(header.suites) == 1 else "suites"
-    return f"attncheck {env.attncheck}, torch {env.torch}, {machine}, {noun} {suites}, seed {header.seed}"
+    shard = f", shard {header.shard}" if header.shard else ""
+    return f"attncheck {env.attncheck}, torch {env.torch}, {machine}, {noun} {suites}{shard}, seed {header.seed}"
 
 
 def suite_size(suite: SuiteInfo) -> str:

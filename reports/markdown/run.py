@@ -49,6 +49,7 @@ def _circumstances(run: Run) -> str:
     header, env = run.header, run.header.environment
     facts = {
         "Asked": ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in header.suites),
+        "Shard": header.shard,
         "Checks": ", ".join(header.checks),
         "Rounds": f"{header.rounds}, each in a process of its own" if header.rounds > 1 else "",
         "Seed": str(header.seed),

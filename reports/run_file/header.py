@@ -91,7 +91,8 @@ class RunHeader(RunFileValue):
     """First line of a run file. ``started`` is an ISO 8601 time with its offset; ``command`` the words typed.
 
     ``cases``: empty in older files, and where only providers are examined. ``rounds``: in how many processes of each
-    backend, one after another, it was timed.
+    backend, one after another, it was timed. ``shard``: ``2/7`` for the second of seven shards of ``cases``; empty: the
+    run is about all of them.
     """
 
     kind: Literal["header"] = "header"
@@ -104,6 +105,7 @@ class RunHeader(RunFileValue):
     device: str
     seed: int
     rounds: int = 1
+    shard: str = ""
     backends: tuple[BackendInfo, ...]
     command: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

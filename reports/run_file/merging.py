@@ -1,0 +1,116 @@
+"""Joins run files that are parts of one run: shards of it, made on machines that are alike.
+
+Nothing is guessed: runs of different questions, a shard that is missing, and records that contradict each other are
+errors.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from pydantic import BaseModel
+
+from attncheck.errors import RunFileError
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.records import Record, RecordKey
+from attncheck.reports.run_file.store import Run
+
+_OF_ONE_RUN = frozenset({"started", "command", "notes", "shard"})
+"""Fields of the header in which parts of one run differ."""
+
+_OF_ONE_TIME = frozenset({"duration_s"})
+"""Fields of a record in which two examinations of the same thing differ."""
+
+
+def merge_runs(runs: Sequence[Run]) -> Run:
+    """Return the run whose parts are ``runs``, with its records in the order of a run that was not divided.
+
+    Raises:
+        RunFileError: a run was cut off, or is of another question than the first; a shard is missing; two runs have
+            different records of one check.
+    """
+    first = runs[0]
+    for run in runs:
+        if not run.complete:
+            raise RunFileError(run.path, "was cut off before its end, so it is no whole part; run that shard again")
+        _refuse_other_question(first, run)
+    _refuse_missing(runs)
+    headers = [run.header for run in runs]
+    notes = tuple(dict.fromkeys(note for header in headers for note in header.notes))
+    started = min(header.started for header in headers)
+    header = first.header.model_copy(update={"shard": "", "notes": notes, "started": started})
+    footers = [run.footer for run in runs if run.footer is not None]
+    errors = tuple(dict.fromkeys(error for footer in footers for error in footer.errors))
+    last = max(footers, key=lambda footer: footer.finished)
+    records = _in_order(header, _joined(runs))
+    return Run(first.path, header, records, last.model_copy(update={"errors": errors}))
+
+
+def _refuse_other_question(first: Run, run: Run) -> None:
+    if differences := sorted(_differences(first.header, run.header, _OF_ONE_RUN)):
+        raise RunFileError(
+            run.path, f"is no part of the same run as {first.path}: they differ in {', '.join(differences)}"
+        )
+
+
+def _differences(one: BaseModel, other: BaseModel, but: Iterable[str]) -> list[str]:
+    """Return the fields in which two values differ, with both contents where these are short."""
+    found = []
+    for name in type(one).model_fields.keys() - but:
+        was, now = getattr(one, name), getattr(other, name)
+        if was == now:
+            continue
+        if isinstance(was, BaseModel) and isinstance(now, BaseModel):
+            found += [f"{name}.{each}" for each in _differences(was, now, ())]
+        else:
+            is_short = not isinstance(was, tuple | dict) and not isinstance(now, tuple | dict)
+            found.append(f"{name} ({was!r} and {now!r})" if is_short else name)
+    return found
+
+
+def _refuse_missing(runs: Sequence[Run]) -> None:
+    """Raise where a shard is missing; a run without a shard has all cases."""
+    shards = {run.header.shard: run for run in runs}
+    if "" in shards:
+        return
+    counts = {shard.partition("/")[2]: run for shard, run in shards.items()}
+    if len(counts) > 1:
+        one, other = list(counts)[:2]
+        raise RunFileError(
+            counts[other].path,
+            f"is one of {other} shards, and {counts[one].path} is one of {one}; merge shards of one run",
+        )
+    (count,) = counts
+    missing = [f"{number}/{count}" for number in range(1, int(count) + 1) if f"{number}/{count}" not in shards]
+    if missing:
+        which = f"shard {missing[0]} is" if len(missing) == 1 else f"shards {', '.join(missing)} are"
+        raise RunFileError(runs[0].path, f"{which} missing: the runs to merge have {', '.join(sorted(shards))}")
+
+
+def _joined(runs: Sequence[Run]) -> dict[RecordKey, Record]:
+    found: dict[RecordKey, tuple[Run, Record]] = {}
+    for run in runs:
+        for record in run.records:
+            before, known = found.setdefault(record.key, (run, record))
+            if known is not record and (differences := sorted(_record_differences(known, record))):
+                raise RunFileError(
+                    run.path, f"contradicts {before.path}: {record.key} differs in {', '.join(differences)}"
+                )
+    return {key: record for key, (_, record) in found.items()}
+
+
+def _record_differences(one: Record, other: Record) -> list[str]:
+    if one.outcome != other.outcome:
+        return [f"outcome ({one.outcome} and {other.outcome})"]
+    return _differences(one, other, _OF_ONE_TIME)
+
+
+def _in_order(header: RunHeader, records: dict[RecordKey, Record]) -> tuple[Record, ...]:
+    """Return the records by round, backend, case and check, each as the header lists them."""
+    backends = {backend.name: index for index, backend in enumerate(header.backends)}
+    cases = {(case.suite, case.id): index for index, case in enumerate(header.cases)}
+    checks = {check: index for index, check in enumerate(header.checks)}
+
+    def place(record: Record) -> tuple[int, ...]:
+        case = cases.get((record.suite, record.case_id), len(cases))
+        return record.round, backends[record.backend], case, checks[record.check]
+
+    return tuple(sorted(records.values(), key=place))

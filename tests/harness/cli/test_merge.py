@@ -1,0 +1,91 @@
+"""``attncheck run --shard`` and ``attncheck merge`` as typed: the parts are the whole."""
+
+import json
+
+import pytest
+
+from attncheck.harness.cli import app as cli
+
+CASES = ["--suite", "smoke", "--case", "decode.*", "--case", "mixed.*", "--case", "block-size.*"]
+OPTIONS = ["--backend", "torch_sdpa", "--check", "lse,cache_write,cudagraph,refusals", "--in-process", "--no-cache"]
+
+
+def records(file):
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "duration_s"} for line in lines[1:-1]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """``whole.jsonl``, and ``1.jsonl`` to ``3.jsonl``: its shards."""
+    folder = tmp_path_factory.mktemp("runs")
+    for number, name in enumerate(["whole", "1", "2", "3"]):
+        shard = ["--shard", f"{number}/3"] if number else []
+        assert cli.main(["run", *OPTIONS, *CASES, *shard, "--output", str(folder / f"{name}.jsonl"), "--quiet"]) == 0
+    return folder
+
+
+def test_merged_shards_are_the_whole_run(runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+    assert cli.main(["merge", "3.jsonl", "1.jsonl", "2.jsonl", "--output", "merged.jsonl"]) == 0
+    assert capsys.readouterr().out.endswith("of 3 runs, run file: merged.jsonl\n")
+    assert records(runs / "merged.jsonl") == records(runs / "whole.jsonl")
+    headers = [json.loads((runs / name).read_text().partition("\n")[0]) for name in ("merged.jsonl", "whole.jsonl")]
+    assert headers[0].keys() == headers[1].keys()
+    assert headers[0]["cases"] == headers[1]["cases"]
+
+
+def test_no_shard_is_the_whole_run(runs):
+    parts = [records(runs / f"{number}.jsonl") for number in (1, 2, 3)]
+    assert all(parts)
+    assert sum(map(len, parts)) == len(records(runs / "whole.jsonl"))
+
+
+def test_a_missing_shard_is_a_wrong_question(runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+    assert cli.main(["merge", "1.jsonl", "2.jsonl", "--output", "none.jsonl"]) == 2
+    assert "shard 3/3 is missing" in capsys.readouterr().err
+    assert not (runs / "none.jsonl").exists()
+
+
+def test_a_report_names_the_shard(runs, capsys, monkeypatch):
+    monkeypatch.chdir(runs)
+    for form, words in (("terminal", ", shard 2/3,"), ("markdown", "- Shard: 2/3")):
+        assert cli.main(["report", "2.jsonl", "--format", form]) == 0
+        assert words in capsys.readouterr().out
+
+
+def test_a_shard_with_nothing_to_examine_is_no_error(tmp_path, capsys):
+    words = ["--suite", "smoke", "--case", "decode.float16", "--case", "soft-cap", "--check", "lse", "--in-process"]
+    codes = [
+        cli.main(["run", "--backend", "torch_sdpa", *words, "--no-output", "--quiet", "--shard", f"{number}/2"])
+        for number in (1, 2)
+    ]
+    assert codes == [0, 0]
+    assert "unsupported" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--backend", "reference", "--shard", "3"], "as 2/7"),
+        (["--provider", "vllm", "--shard", "1/2"], "in a run of its own"),
+        (["--backend", "reference", "--suite", "smoke", "--case", "decode.float16", "--shard", "1/2"], "1 cases"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(words, reason, capsys):
+    assert cli.main(["run", *words, "--in-process", "--no-output"]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_an_expected_failure_of_another_shard_is_not_missed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    entry = "{backend: torch_sdpa, case: smoke/decode.float16, check: cache_write, outcome: failed, reason: known}"
+    (tmp_path / "known.yaml").write_text(f"- {entry}\n")
+    words = ["--suite", "smoke", "--case", "decode.*", "--check", "cache_write", "--in-process", "--quiet"]
+    codes = [
+        cli.main(["run", "--backend", "torch_sdpa", *words, "--expect", "known.yaml", "--no-output", "--shard", shard])
+        for shard in ("1/3", "2/3", "3/3")
+    ]
+    assert sorted(codes) == [0, 0, 1]  # the shard of that case alone finds that it passes
+    assert "known" in capsys.readouterr().out
