@@ -173,8 +173,7 @@ def make_step(
         query, key, value = _as_views(query, key, value)
     no_keys = problem.writes_nothing or (problem.is_cross and not len(new_keys))
     lens = torch.tensor([*(r.num_keys for r in requests), *[pad_seq_len] * padding.requests])
-    table = torch.zeros(len(lens), problem.block_table.shape[1], dtype=torch.int32)
-    table[: len(order)] = problem.block_table[list(order)]
+    table = _padded(problem.block_table.index_select(0, torch.tensor(order, dtype=torch.int64)), padding.requests, 0)
     starts = torch.tensor([0, *(r.query_len for r in requests), *[0] * padding.requests]).cumsum(0)
     return Step(
         problem=problem,
@@ -183,8 +182,8 @@ def make_step(
         query=query,
         key=None if no_keys else key,
         value=None if no_keys else value,
-        slot_mapping=torch.cat([_slots_of(problem, slot_keys), torch.full((key_padding,), -1)]).to(device),
-        slot_keys=torch.cat([slot_keys, torch.full((key_padding,), -1)]),
+        slot_mapping=_padded(_slots_of(problem, slot_keys), key_padding, -1).to(device),
+        slot_keys=_padded(slot_keys, key_padding, -1),
         query_start_loc=starts.int().to(device),
         seq_lens=lens.int().to(device),
         block_table=table.to(device),
@@ -227,7 +226,8 @@ def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _padded(rows: Tensor, count: int, fill: float) -> Tensor:
-    return torch.cat([rows, rows.new_full((count, *rows.shape[1:]), fill)])
+    """``rows``, with ``count`` rows of ``fill`` behind them."""
+    return torch.cat([rows, rows.new_full((count, *rows.shape[1:]), fill)]) if count else rows
 
 
 def _as_views(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

@@ -89,7 +89,7 @@ def _freed_slots(problem: Problem) -> Tensor:
         problem.key_slots[request.base + start : request.base + request.num_keys]
         for request, start in zip(problem.requests, (first // size * size).tolist(), strict=True)
     ]
-    return _difference(problem.owned_slots, torch.cat(needed))
+    return _difference(problem.owned_slots, torch.cat(needed).sort().values)
 
 
 def _slots(pages: Tensor, size: int) -> Tensor:
@@ -97,5 +97,7 @@ def _slots(pages: Tensor, size: int) -> Tensor:
 
 
 def _difference(a: Tensor, b: Tensor) -> Tensor:
-    """The elements of ``a``, sorted and distinct, that are not in ``b``."""
-    return a[~torch.isin(a, b)]
+    """The elements of ``a`` that are not in ``b``; ``b`` is sorted."""
+    if not len(b):
+        return a
+    return a[b[torch.searchsorted(b, a).clamp(max=len(b) - 1)] != a]

@@ -8,6 +8,7 @@ import torch
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.driver.foreign_code import StageError
+from attncheck.harness.driver.kv_pool import same_bytes
 from attncheck.harness.driver.observation import Observation, Raised, capture_exception
 from attncheck.harness.driver.session import Fill, Session
 from attncheck.harness.problem.problem import build_problem
@@ -53,6 +54,16 @@ def test_the_output_is_the_truth_rounded_once(make_case: Any) -> None:
     assert seen.output.shape == (42, 8, 64)
     assert not seen.unwritten.any()
     assert (seen.changed, seen.breaches, seen.protocol) == ((), (), ())
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("size", [1, 8, 21])
+def test_one_byte_makes_two_images_differ(start: int, size: int) -> None:
+    memory = torch.full((24,), 255, dtype=torch.uint8)
+    image, other = memory[start : start + size], memory.clone()[start : start + size]
+    assert same_bytes(image.view(torch.int8), other)
+    other[-1] = 254
+    assert not same_bytes(image, other)
 
 
 def test_a_step_that_is_not_looked_at_is_made(make_case: Any) -> None:
