@@ -7,7 +7,7 @@ import typer
 
 
 def merge(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The run files of all shards of a run.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The run files of all shards of a run.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="The run file to write.")],
 ) -> int:
     """Join the run files of `attncheck run --shard I/N` into one, as of a run that was not divided.
