@@ -220,7 +220,13 @@ def test_every_miniature_is_expected_somewhere(file):
     assert {node.name for node in tree.body if isinstance(node, ast.ClassDef)} - BASES == set(CAUGHT_BY[file])
 
 
-@pytest.mark.parametrize("suite", suite_names())
+def suites():
+    """Those of the default run, and in the slow tests every other one."""
+    for suite in suite_names():
+        yield pytest.param(suite, marks=() if suite in ("smoke", "interpreted", "mla") else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("suite", list(suites()))
 def test_answers_that_ignore_the_scores_fail_every_case(suite):
     blind = [f"constants.py:{name}" for name in CAUGHT_BY["constants.py"]]
     if suite == "mla":
@@ -235,12 +241,14 @@ def test_answers_that_ignore_the_scores_fail_every_case(suite):
     assert passed == {(name, case) for name, case in right if case.startswith(f"{suite}/")}
 
 
-@pytest.mark.parametrize("name", CAUGHT_BY["wrong.py"])
-def test_the_command_line_says_so(name, tmp_path, preloaded):
-    check, _ = CAUGHT_BY["wrong.py"][name]
+def test_the_command_line_says_so(tmp_path, preloaded):
     (tmp_path / "wrong.py").write_bytes((HERE / "wrong.py").read_bytes())
-    command = [sys.executable, "-m", "attncheck", "run", "--backend", f"./wrong.py:{name}", "--check", check]
+    command = [sys.executable, "-m", "attncheck", "run", "--case", "combined-sinks", "--case", "padded-mixed"]
+    command += [word for name in CAUGHT_BY["wrong.py"] for word in ("--backend", f"./wrong.py:{name}")]
+    command += [word for check, _ in CAUGHT_BY["wrong.py"].values() for word in ("--check", check)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     findings = [part for part in done.stdout.split("\n\n") if part.startswith("finding ")]
-    assert any(f", {name}: " in " ".join(part.split()) and f"check {check}" in part for part in findings), done.stdout
+    for name, (check, _) in CAUGHT_BY["wrong.py"].items():
+        told = [part for part in findings if f", {name}: " in " ".join(part.split()) and f"check {check}" in part]
+        assert told, done.stdout
