@@ -23,7 +23,7 @@ KERNELS = ("triton_unified", "triton_mla")
 
 RUNS = [
     (("reference",), "smoke", ONE_A_PATH, VALUES),
-    (("torch_sdpa", "flex_attention"), "smoke", ("alibi", "padded-mixed"), VALUES),
+    (("torch_sdpa",), "smoke", ("alibi", "padded-mixed"), VALUES),
     (("torch_sdpa",), "smoke", ("padded-decode",), GRAPHS),
     (("reference_mla", "torch_mla"), "smoke", ("latent-float32",), (*VALUES, *GRAPHS)),
     (KERNELS, "interpreted", ("window-wide", "latent-short"), VALUES),
