@@ -29,6 +29,9 @@ if not torch.cuda.is_available():
 # The documents show what a terminal of 100 columns shows, and pytest-xdist sets the width of its workers.
 os.environ["COLUMNS"] = "100"
 
+# Else each process that a test starts compiles all modules of attncheck again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Tests compute every truth, and leave the user's cache as it is.
 os.environ["ATTNCHECK_NO_CACHE"] = "1"
 

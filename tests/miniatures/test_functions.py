@@ -11,6 +11,8 @@ from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite
 from attncheck.harness.run.evaluation import Examiner, RunPlan
 
+pytestmark = pytest.mark.xdist_group("functions.py")  # they share records
+
 FILE = Path(__file__).resolve().parent / "functions.py"
 
 CASES = {

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from attncheck.backends.registry import load
 from attncheck.cases.loader import load_suite, suite_names
+from attncheck.harness.checks import lse, numerics
 from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference.spec import DEFAULT_CHECKS
 
@@ -117,6 +119,25 @@ RIGHT_BY_NATURE = {
 """Cases whose right answer is what the miniature always says: with a window of one key the mean is that key's value."""
 
 
+FEW = (
+    "decode.float16",
+    "mixed.HND",
+    "window-decode",
+    "alibi",
+    "sinks",
+    "scale",
+    "combined-sinks",
+    "non-causal",
+    "ignored-scales",
+    "padded-mixed",
+    "cross",
+    "fp8-cache",
+    "fp8-cache-per-head",
+    "output-quant",
+)
+"""Cases of smoke that show every fault: about one of each feature."""
+
+
 def concerns(file, case):
     """Whether the faults of a file can show in a case at all; faults of paths have a test of their own."""
     if file == "mla.py":
@@ -128,17 +149,30 @@ def concerns(file, case):
     return is_plain and case.batch.path.name in ("paged", "encoder_only", "cross")
 
 
+@contextmanager
+def no_explanations():
+    """Checks judge alone: to explain a failure takes five times as long, and ``harness/truth/test_explain.py`` does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numerics, "explain", lambda *_: None)
+        patch.setattr(lse, "explain_lse", lambda *_: None)
+        yield
+
+
 @cache
-def smoke_records(file, *names):
-    """Records of some miniatures over smoke, by name; together, because problem and truth are made once a case."""
+def smoke_records(file, names, ids=None):
+    """Records of some miniatures over the cases ``ids`` of smoke, by name; None: over all.
+
+    Together, because problem and truth are made once a case.
+    """
     backends = tuple(load(f"{HERE / file}:{name}") for name in names)
-    cases = tuple(case for case in load_suite("smoke").cases if concerns(file, case))
+    cases = tuple(case for case in load_suite("smoke").cases if concerns(file, case) and (not ids or case.id in ids))
     examiner = Examiner(RunPlan(cases=cases, backends=backends, checks=tuple(EVERY - {"cudagraph"})))
     # Of one layer only: these faults are none of a graph, and to look for one takes longer than all other checks.
     of_graphs = Examiner(RunPlan(cases=cases[:1], backends=backends, checks=("cudagraph",)))
     found = defaultdict(list)
-    for record in chain(examiner.run(), of_graphs.run()):
-        found[record.backend].append(record)
+    with no_explanations():
+        for record in chain(examiner.run(), of_graphs.run()):
+            found[record.backend].append(record)
     assert not examiner.blind
     assert not of_graphs.blind
     return found
@@ -155,10 +189,11 @@ def miniatures():
                 yield pytest.param(file, name, group, id=name, marks=mark)
 
 
+@pytest.mark.parametrize("ids", [FEW, pytest.param(None, marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize(("file", "name", "group"), list(miniatures()))
-def test_a_fault_is_caught_by_its_check_on_smoke_alone(file, name, group):
+def test_a_fault_is_caught_by_its_check_on_smoke_alone(file, name, group, ids):
     check, may_complain = CAUGHT_BY[file][name]
-    short = {r.check for r in smoke_records(file, *group)[name] if r.outcome in ("failed", "errored")}
+    short = {r.check for r in smoke_records(file, group, ids)[name] if r.outcome in ("failed", "errored")}
     assert check in short
     assert short <= may_complain
 
@@ -185,26 +220,35 @@ def test_every_miniature_is_expected_somewhere(file):
     assert {node.name for node in tree.body if isinstance(node, ast.ClassDef)} - BASES == set(CAUGHT_BY[file])
 
 
-@pytest.mark.parametrize("suite", suite_names())
+def suites():
+    """Those of the default run, and in the slow tests every other one."""
+    for suite in suite_names():
+        yield pytest.param(suite, marks=() if suite in ("smoke", "interpreted", "mla") else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("suite", list(suites()))
 def test_answers_that_ignore_the_scores_fail_every_case(suite):
     blind = [f"constants.py:{name}" for name in CAUGHT_BY["constants.py"]]
     if suite == "mla":
         blind = ["mla.py:LatentZeros", "mla.py:LatentConstant", "mla.py:LatentMean"]
     backends = tuple(load(f"{HERE / name}") for name in blind)
     plan = RunPlan(cases=load_suite(suite).cases, backends=backends, checks=("numerics",))
-    examined = [r for r in Examiner(plan).run() if r.outcome != "unsupported"]
+    with no_explanations():
+        examined = [r for r in Examiner(plan).run() if r.outcome != "unsupported"]
     assert examined
     passed = {(r.backend, f"{r.suite}/{r.case_id}") for r in examined if r.outcome != "failed"}
     right = {(name, case) for name, cases in RIGHT_BY_NATURE.items() for case in cases}
     assert passed == {(name, case) for name, case in right if case.startswith(f"{suite}/")}
 
 
-@pytest.mark.parametrize("name", CAUGHT_BY["wrong.py"])
-def test_the_command_line_says_so(name, tmp_path, preloaded):
-    check, _ = CAUGHT_BY["wrong.py"][name]
+def test_the_command_line_says_so(tmp_path, preloaded):
     (tmp_path / "wrong.py").write_bytes((HERE / "wrong.py").read_bytes())
-    command = [sys.executable, "-m", "attncheck", "run", "--backend", f"./wrong.py:{name}", "--check", check]
+    command = [sys.executable, "-m", "attncheck", "run", "--case", "combined-sinks", "--case", "padded-mixed"]
+    command += [word for name in CAUGHT_BY["wrong.py"] for word in ("--backend", f"./wrong.py:{name}")]
+    command += [word for check, _ in CAUGHT_BY["wrong.py"].values() for word in ("--check", check)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     findings = [part for part in done.stdout.split("\n\n") if part.startswith("finding ")]
-    assert any(f", {name}: " in " ".join(part.split()) and f"check {check}" in part for part in findings), done.stdout
+    for name, (check, _) in CAUGHT_BY["wrong.py"].items():
+        told = [part for part in findings if f", {name}: " in " ".join(part.split()) and f"check {check}" in part]
+        assert told, done.stdout

@@ -12,6 +12,8 @@ from attncheck.cases.loader import load_suite, select
 from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference.spec import DEFAULT_CHECKS
 
+pytestmark = pytest.mark.xdist_group("mla.py")  # they share records
+
 MINIATURES = Path(__file__).resolve().parent / "mla.py"
 BASES = ("Miniature", "PlainTorch")
 ANSWERS = {"numerics", "lse"}

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-LIBRARIES = ("torch", "numpy", "pydantic", "yaml", "typer", "pytest")
+LIBRARIES = ("torch", "numpy.random", "pydantic.types", "yaml", "typer", "pytest", "rich.progress", "tabulate")
 
 _AT_START = ("PYTHON", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "TORCH_", "COV_", "COVERAGE_")
 """What variables begin with that an interpreter or a library reads when it starts; ``PYTHONPATH`` is acted on here, and

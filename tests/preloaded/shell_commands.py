@@ -1,4 +1,4 @@
-"""Commands of a shell, ``python`` and ``attncheck``, that run in forked processes; see :mod:`preloaded_python`.
+"""Commands of a shell, ``python``, ``pytest`` and ``attncheck``, in forked processes; see :mod:`preloaded_python`.
 
 A folder on ``PATH`` has a program of each name. It hands its words, folder, environment and descriptors to the process
 of the tests, and ends as what was forked for it ends, or becomes a fresh interpreter where one is needed.
@@ -17,7 +17,7 @@ from pathlib import Path
 if __name__ != "__main__":
     from preloaded_python import MOST_BYTES, Preloaded
 
-_COMMANDS = {"python": (), "attncheck": ("-m", "attncheck")}
+_COMMANDS = {"python": (), "attncheck": ("-m", "attncheck"), "pytest": ("-P", "-m", "pytest")}
 
 
 class ShellCommands:

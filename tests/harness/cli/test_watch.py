@@ -54,7 +54,7 @@ class Script:
 
 
 @pytest.fixture
-def mine(folder: Path) -> Path:
+def mine(folder: Path, preloaded: None) -> Path:
     path = folder / "mine.py"
     path.write_text(MINE)
     return path
