@@ -38,8 +38,8 @@ class NamesRows(Protocol):
         """How a person would name a row."""
 
 
-def check_numerics(problem: Problem, truth: Truth, seen: Observation) -> Finding:
-    """Judge the output of one step."""
+def check_numerics(problem: Problem, truth: Truth, seen: Observation, *, explains: bool = True) -> Finding:
+    """Judge the output of one step. ``explains``: whether a wrong one is explained, which takes most of the time."""
     shares = output_shares(truth, seen)
     worst = float(shares.max()) if shares.numel() else 0.0
     figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
@@ -57,10 +57,13 @@ def check_numerics(problem: Problem, truth: Truth, seen: Observation) -> Finding
     if not bool((shares > 1).any()):
         broken = seen.protocol
         return Broken(broken[0], figures, details=broken[1:]) if broken else Holds(figures)
+    summary, figures = summarize(problem, shares), figures | {"rows_wrong": int((shares > 1).any(dim=1).sum())}
+    if not explains:
+        return Broken(summary, figures, details=seen.protocol)
     meaning = explain(problem, truth, seen.output[: len(shares)], shares)
     return Broken(
-        summarize(problem, shares),
-        figures | {"rows_wrong": int((shares > 1).any(dim=1).sum())},
+        summary,
+        figures,
         meaning,
         seen.protocol,
         concerns=concerned_features(problem, truth, meaning),
@@ -184,7 +187,7 @@ def _check_again(problem: Problem, truth: Truth, session: Session, fill: Fill) -
     seen = session.run(fill, images=False)
     if isinstance(seen, Raised):
         return seen
-    finding = check_numerics(problem, truth, seen)
+    finding = check_numerics(problem, truth, seen, explains=False)
     return finding if isinstance(finding, Broken) else None
 
 
