@@ -204,6 +204,7 @@ def _facts(run: Run) -> dict[str, str]:
 def _all_facts(run: Run) -> Iterator[tuple[str, str]]:
     header, env = run.header, run.header.environment
     yield "Asked", ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in header.suites)
+    yield "Shard", header.shard
     yield "Checks", ", ".join(header.checks)
     yield "Seed", str(header.seed)
     yield "Rounds", str(header.rounds) if header.rounds > 1 else ""
