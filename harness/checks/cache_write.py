@@ -87,7 +87,7 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
 
     def after(written: Rows) -> Tensor:
         image = before.clone()
-        pool.write_image(image, slots, written[0].index_select(0, new), written[1].index_select(0, new))
+        pool.write_image(image, slots, *(rows.index_select(0, new.to(rows.device)) for rows in written))
         return image
 
     expected = after(honest[0])

@@ -158,7 +158,8 @@ class KVPool:
         old = problem.old_keys
         if len(problem.owned_slots) < len(problem.keys):
             old = old[_first_occurrences(problem.key_slots[old])]
-        self.write(problem.key_slots[old], problem.keys.index_select(0, old), problem.values.index_select(0, old))
+        keys, values = (rows.index_select(0, old.to(rows.device)) for rows in (problem.keys, problem.values))
+        self.write(problem.key_slots[old], keys, values)
 
     def _equal_rows(self, count: int, number: float) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[count, Hkv, D]`` on the CPU in the layer's dtype; every element is ``number``."""

@@ -164,7 +164,7 @@ def make_step(
     new_keys, slot_keys = _writes(problem, order)
     # In cross attention the key rows are the encoder's: the decoder's padding tokens do not lengthen them.
     key_padding = 0 if problem.is_cross else padding.tokens
-    query = _padded(problem.query.index_select(0, rows), padding.tokens, padding_fill).to(device)
+    query = _padded(_rows_at(problem.query, rows), padding.tokens, padding_fill).to(device)
     key, value = (
         _padded(_rows_at(all_rows, new_keys), key_padding, padding_fill).to(device)
         for all_rows in new_rows or (problem.keys, problem.values)
@@ -222,7 +222,9 @@ def _slots_of(problem: Problem, index: Tensor) -> Tensor:
 
 def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
     """``rows[index]``; of no rows at all, zeros: a token before position 0 brings a key that is written nowhere."""
-    return rows.index_select(0, index % len(rows)) if len(rows) else rows.new_zeros(len(index), *rows.shape[1:])
+    if not len(rows):
+        return rows.new_zeros(len(index), *rows.shape[1:])
+    return rows.index_select(0, (index % len(rows)).to(rows.device))
 
 
 def _padded(rows: Tensor, count: int, fill: float) -> Tensor:
