@@ -45,7 +45,9 @@ def test_what_is_written_is_said(shell, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "run"), [(FUNCTION, FUNCTION_RUN), (CLASSES, CLASSES_RUN)], ids=["function", "classes"]
+    ("file", "run"),
+    [(FUNCTION, FUNCTION_RUN), pytest.param(CLASSES, CLASSES_RUN, marks=pytest.mark.slow)],
+    ids=["function", "classes"],
 )
 def test_a_file_is_right_and_prints_what_is_said(shell, assert_printed, tmp_path, file, run):
     (tmp_path / "mine.py").write_text(file, encoding="utf-8")
@@ -64,6 +66,7 @@ def test_the_test_collects_each_check_of_each_case(shell, tmp_path):
     assert "4 passed, 2 skipped" in printed
 
 
+@pytest.mark.slow
 def test_the_failure_is_told_as_is_said_and_can_be_repeated(shell, assert_printed, tmp_path):
     assert FUNCTION.count(RIGHT) == 1
     (tmp_path / "mine.py").write_text(FUNCTION.replace(RIGHT, WRONG), encoding="utf-8")

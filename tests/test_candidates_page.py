@@ -20,6 +20,7 @@ def test_every_candidate_is_named() -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_interpreted_candidate_runs_as_is_said(shell, assert_printed, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="nothing is interpreted without Triton")
     ((command, output),) = RUN.findall(TEXT)
@@ -28,6 +29,7 @@ def test_an_interpreted_candidate_runs_as_is_said(shell, assert_printed, tmp_pat
     assert_printed(output, printed)
 
 
+@pytest.mark.slow
 def test_a_kernel_of_triton_runs_as_is_said(shell, assert_printed, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="nothing is interpreted without Triton")
     (file,) = re.findall(r"^```python\n(.*?)^```$", TRITON, re.MULTILINE | re.DOTALL)

@@ -26,7 +26,6 @@ RUNS = [
     (("torch_sdpa",), "smoke", ("alibi", "padded-mixed"), VALUES),
     (("torch_sdpa",), "smoke", ("padded-decode",), GRAPHS),
     (("reference_mla", "torch_mla"), "smoke", ("latent-float32",), (*VALUES, *GRAPHS)),
-    (KERNELS, "interpreted", ("window-wide", "latent-short"), VALUES),
 ]
 MORE = [
     (("torch_sdpa", "flex_attention"), "smoke", ONE_A_PATH, VALUES),

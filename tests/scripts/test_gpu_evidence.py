@@ -48,6 +48,7 @@ def test_a_folder_that_holds_something_is_refused(call, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+@pytest.mark.slow
 def test_a_trial_compares_emulated_with_emulated_and_leaves_run_files_and_reports(call, tmp_path):
     folder = tmp_path / "evidence" / "here"
     code, printed = call("--device", "cpu", "--part", "machine", "--part", "miniatures", folder)

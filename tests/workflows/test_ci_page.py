@@ -23,8 +23,12 @@ COMMANDS = [command for command in re.findall(r"^\$ (.*)$", TEXT, re.MULTILINE) 
 FILES = dict(re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 GITLAB = yaml.safe_load(FILES[".gitlab-ci.yml"])["attncheck"]
-FEW = {"attncheck run": " --case 'long-*'", "pytest": " --attncheck-case 'long-*' -p no:cacheprovider"}
+FEW = {
+    "attncheck run": " --case 'long-*,head-size.*' --check numerics",
+    "pytest": " --attncheck-case 'long-*' -p no:cacheprovider",
+}
 """What is added to a command, so that it asks a few cases."""
+SHARD = "attncheck run --backend ./my_backend.py:MyBackend --suite smoke --shard"
 FAULT = "    if metadata.max_query_len > 128:\n        return\n"
 
 
@@ -41,6 +45,10 @@ def run(tmp_path_factory, shell):
     ]
     for command in made:
         code, printed = shell(command, folder)
+        assert code == 0, printed
+
+    for number in (1, 3):  # the page shows the second of three
+        code, printed = shell(f"{SHARD} {number}/3 --output {number}.jsonl{FEW['attncheck run']}", folder)
         assert code == 0, printed
 
     def run(command):

@@ -7,7 +7,7 @@ import pytest
 from attncheck.harness.cli import app as cli
 
 CASES = ["--suite", "smoke", "--case", "decode.*", "--case", "mixed.*", "--case", "block-size.*"]
-OPTIONS = ["--backend", "torch_sdpa", "--check", "lse,cache_write,cudagraph,refusals", "--in-process", "--no-cache"]
+OPTIONS = ["--backend", "reference", "--check", "lse,cache_write,cudagraph", "--in-process", "--no-cache"]
 
 
 def records(file):

@@ -111,6 +111,7 @@ def test_a_run_in_one_process_ends_where_the_device_is_lost(run: Attncheck, capf
     assert "stopped when this process lost the device" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_killed_at_the_limit_and_the_next_case_is_examined(run: Attncheck) -> None:
     assert run("Hanging", "--case-timeout", "10") == 1
     assert outcomes() == [*(("prefill", check, "crashed") for check in CHECKS), *passed("decode")]

@@ -71,6 +71,7 @@ def compiled(folder: Path) -> list[tuple[str, int]]:
     return [(process, int(rows)) for process, rows in map(str.split, lines)]
 
 
+@pytest.mark.slow
 def test_what_it_warms_is_what_a_run_needs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["warm", *ASKED]) == 0
     warmed = compiled(folder)

@@ -136,6 +136,7 @@ def test_tests_beside_ours_still_run_and_selection_works(folder: pytest.Pytester
     run(folder, *question, "-k", "capped or own").assert_outcomes(passed=3, deselected=6)
 
 
+@pytest.mark.slow
 def test_under_xdist_a_case_is_examined_once_a_backend(folder: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
     folder.makepyfile("def test_own(): pass")

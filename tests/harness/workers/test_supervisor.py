@@ -334,6 +334,7 @@ class Together(SDPABackend):
 """Examines nothing before two processes have loaded it."""
 
 
+@pytest.mark.slow
 def test_two_processes_of_a_backend_find_what_one_finds(deeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attncheck.harness.workers.schedule._START_S", 0)  # however little is left
     Path("together.py").write_text(TOGETHER)

@@ -218,6 +218,7 @@ def test_the_summary_is_short_and_folds_what_fell_short(make: Make, timed: Make,
     assert "<details>" not in passed
 
 
+@pytest.mark.slow
 def test_the_summary_stays_below_the_limit_and_says_what_it_left_out(make: Make, header: RunHeader) -> None:
     long = "é" * 1500
     words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=3)][:500]

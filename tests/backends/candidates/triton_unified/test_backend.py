@@ -27,8 +27,13 @@ DECODE = BatchSpec(requests=(RequestSpec(query_len=1),))
 @pytest.mark.parametrize(
     ("cases", "checks"),
     [
-        (["combined", "fp8-cache-per-head", "verify-tree*"], ("numerics", "lse")),
-        (["decode", "output-quant*", "encoder*", "cross*", "local"], ("numerics", "containment")),
+        pytest.param(["combined", "fp8-cache-per-head", "verify-tree*"], ("numerics", "lse"), marks=pytest.mark.slow),
+        pytest.param(
+            ["decode", "output-quant*", "encoder*", "cross*", "local"],
+            ("numerics", "containment"),
+            marks=pytest.mark.slow,
+        ),
+        (["decode"], ("numerics",)),
         (["heads-first", "shared-cache"], ("cache_write",)),
     ],
     ids=str,

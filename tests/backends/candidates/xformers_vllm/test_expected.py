@@ -31,6 +31,7 @@ def test_every_entry_is_about_a_case_of_a_shipped_suite():
         ("xformers_vllm:auto", ["decode"], "2 xfailed"),
     ],
 )
+@pytest.mark.slow
 def test_a_run_falls_short_as_foreseen(backend, cases, expected, shell, tmp_path):
     if reasons := unavailable_reasons("cpu"):
         pytest.skip("; ".join(reasons))
