@@ -57,12 +57,8 @@ class Checkout:
     def __init__(self, source: Path, folder: Path) -> None:
         self.source, self.folder = source, folder
         self.yardsticks: dict[str, float] = {}
-        self.environment = {
-            **os.environ,
-            "PYTHONPATH": str(source / "src"),
-            "XDG_CACHE_HOME": str(folder / "cache"),
-            "OMP_NUM_THREADS": "1",
-        }
+        own = {"PYTHONPATH": str(source / "src"), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+        self.environment = os.environ | own
 
     def python(self, *words: str) -> float:
         """Run Python with ``words`` and return the wall time in seconds."""

@@ -142,15 +142,7 @@ def _execute(
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
     one_process = (_ONE_PROCESS,) if is_timed and pool is None else ()
     notes = (*prepared.notes, *one_process, *prepared.choice_notes, *options.notes)
-    header = make_header(
-        prepared.selection,
-        plan,
-        infos,
-        environment,
-        command=options.command,
-        notes=notes,
-        shard=str(options.shard or ""),
-    )
+    header = make_header(prepared.selection, plan, infos, environment, command=options.command, notes=notes)
     if functions is not None:
         from attncheck.harness.providers.records import examine_providers, header_with_providers
 

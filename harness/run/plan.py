@@ -31,11 +31,12 @@ class RunPlan:
     """What is to be examined. ``checks`` of None: those each case asks for, or all.
 
     ``backends``: those that are examined in this process. ``chosen``: by reference, the keys of a backend's cases; a
-    backend without an entry gets all. ``shard``: the keys of the cases that this run examines; None: all. The others
-    still count where layers share probes, so that a shard's records are those of a whole run. ``timing``, ``rounds``:
-    how the check of that name is made, and in how many processes of each backend, one after another.
-    ``shares_probes``: the layers and caches of a backend's cases share the probes of CUDA graphs out; else each plays
-    all of them. ``truths``: the folder of stored truths; None: all are computed.
+    backend without an entry gets all. ``shard``: as ``2/7``; empty: the run is not divided. ``shard_keys``: the keys of
+    the cases that this run examines; None: all. The others still count where layers share probes, so that a shard's
+    records are those of a whole run. ``timing``, ``rounds``: how the check of that name is made, and in how many
+    processes of each backend, one after another. ``shares_probes``: the layers and caches of a backend's cases share
+    the probes of CUDA graphs out; else each plays all of them. ``truths``: the folder of stored truths; None: all are
+    computed.
     """
 
     cases: tuple[Case, ...]
@@ -45,7 +46,8 @@ class RunPlan:
     seed: int = 0
     dump: Path | None = None
     chosen: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    shard: frozenset[str] | None = None
+    shard: str = ""
+    shard_keys: frozenset[str] | None = None
     timing: TimingSettings = field(default_factory=TimingSettings)
     rounds: int = 1
     shares_probes: bool = True
@@ -61,7 +63,7 @@ class RunPlan:
 
     def is_in_shard(self, case: Case) -> bool:
         """Whether this run examines ``case``."""
-        return self.shard is None or case.key in self.shard
+        return self.shard_keys is None or case.key in self.shard_keys
 
     def examined_cases_of(self, ref: str) -> tuple[Case, ...]:
         """The cases that this run examines of :meth:`cases_of`."""

@@ -131,7 +131,7 @@ def prepare_run(
         selection = selection.of_suites(suites.values(), frozenset().union(*chosen.values()))
         plan = replace(plan, cases=selection.cases, chosen=chosen)
     if settings.shard is not None:
-        plan = replace(plan, shard=settings.shard.cases(selection.cases))
+        plan = replace(plan, shard=str(settings.shard), shard_keys=settings.shard.cases(selection.cases))
     if pool is None:
         plan = replace(plan, backends=loader.backends(backends))
     return PreparedRun(selection, plan, environment, backends, notes, choice_notes)
@@ -166,7 +166,6 @@ def make_header(
     *,
     command: Sequence[str] = (),
     notes: Sequence[str] = (),
-    shard: str = "",
 ) -> RunHeader:
     """The header of the run that ``plan`` and ``backends`` describe; the suites' own notes join ``notes``."""
     counts = {suite.name: sum(case.suite == suite.name for case in plan.cases) for suite in selection.suites}
@@ -185,7 +184,7 @@ def make_header(
         device=plan.device,
         seed=plan.seed,
         rounds=plan.rounds,
-        shard=shard,
+        shard=plan.shard,
         backends=tuple(backends),
         command=tuple(command),
         notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),
