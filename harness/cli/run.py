@@ -40,6 +40,7 @@ def run(
     case_timeout: arguments.CaseTimeout = None,
     seed: arguments.Seed = None,
     output: arguments.Output = None,
+    resume: arguments.Resume = None,
     no_output: arguments.NoOutput = False,
     exitfirst: arguments.ExitFirst = False,
     maxfail: arguments.MaxFail = None,
@@ -105,6 +106,7 @@ def run(
         case_timeout=config.case_timeout if case_timeout is None else case_timeout,
         seed=(config.seed or 0) if seed is None else seed,
         output=output,
+        resume=resume,
         folder=None if no_output else folder,
         keep=config.keep,
         maxfail=1 if exitfirst else maxfail,
@@ -151,6 +153,7 @@ def _print_nothing(header: "RunHeader") -> None:
 
 
 def _print_report(finished: "FinishedRun", *, quiet: bool, color: bool) -> None:
+    from attncheck.harness.cli.resuming import resume_command
     from attncheck.reports.terminal import run as terminal
 
     if not quiet:
@@ -171,6 +174,8 @@ def _print_report(finished: "FinishedRun", *, quiet: bool, color: bool) -> None:
         typer.echo(line)
     if finished.ended_by is not None:
         typer.echo(f"{finished.stopped}; what follows was not examined")
+        if finished.path is not None and finished.path.suffix == ".jsonl":
+            typer.echo(f"resume: {resume_command(finished.header.command, finished.path)}")
     elif finished.stopped:
         typer.echo(f"stopped {finished.stopped}: what follows was not examined")
 

@@ -221,6 +221,15 @@ Output = Annotated[
         "else the user's cache; the newest 50 runs are kept there.",
     ),
 ]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        help="Examine the rest of a run that was cut off, and add it to its run file. The other words are those of the "
+        "first command.",
+    ),
+]
 NoOutput = Annotated[bool, typer.Option("--no-output", help="Write no run file.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what fell short, and the last lines.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print a line for each record as it comes, to stderr.")]

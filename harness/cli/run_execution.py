@@ -10,21 +10,21 @@ import gc
 import io
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.errors import QuestionError, RunFileError, SelectionError
 from attncheck.harness.cli.interruption import interruptible, signal_of
 from attncheck.harness.cli.output import show_printed
+from attncheck.harness.cli.resuming import found_in, read_part
 from attncheck.harness.cli.run_files import make_dump_folder, open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
 from attncheck.harness.truth.shared_folder import truths_folder
-from attncheck.harness.workers.protocol import Prepare
+from attncheck.harness.workers.first_messages import preparation_of
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import WorkerProcess
 from attncheck.reports.run_file.header import RunHeader
@@ -115,12 +115,6 @@ def execute_run(
         return finished
 
 
-def preparation_of(selection: Selection, libraries: Sequence[str] = ()) -> Prepare:
-    """Return what the process of a backend imports before it; ``libraries``: those that the backend imports itself."""
-    functions = any(case.batch.path.name in FUNCTION_PATHS for case in selection.cases)
-    return Prepare(checks=selection.asked_checks, functions=functions, libraries=tuple(libraries))
-
-
 def _execute(
     options: RunOptions,
     selection: Selection,
@@ -136,7 +130,6 @@ def _execute(
 
     prepared = prepare_run(selection, options.backend_refs, settings, pool=pool)
     plan, environment = prepared.plan, prepared.environment
-    examiner = case_examiner(prepared, pool, options.case_limit_s, warms=options.warm, jobs=options.jobs)
     functions = _plan_providers(options, plan)
     infos = [each.info for each in prepared.backends]
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
@@ -147,18 +140,25 @@ def _execute(
         from attncheck.harness.providers.records import examine_providers, header_with_providers
 
         header = header_with_providers(header, functions)
+    earlier = None if options.resume is None else read_part(options.resume, header)
+    records: list[Record] = [] if earlier is None else list(earlier.records)
+    plan = replace(plan, found=found_in(records, plan.rounds))
+    prepared = replace(prepared, plan=plan)
+    examiner = case_examiner(prepared, pool, options.case_limit_s, warms=options.warm, jobs=options.jobs)
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
     expectations = _expectations(options.expect, prepared.selection, plan, functions, header)
+    if expectations is not None:
+        for record in records:
+            expectations.recall(record)
     with contextlib.suppress(io.UnsupportedOperation):  # a captured stderr has no descriptor to write to
         faulthandler.enable()  # a kernel that kills the process says at least where
     if options.in_process:
         gc.freeze()  # as in a backend's own process: torch brings more objects than a run makes
     count = count_questions(plan, [info.ref for info in infos]) + (functions.count if functions else 0)
-    records: list[Record] = []
     tally = Tally(count, plan.rounds)
     path: Path | None = None
     try:
-        with open_run(options.output, options.folder, header, options.keep) as writer:
+        with open_run(options.output, options.folder, header, options.keep, earlier) as writer:
             path = writer.path
             begin(header)
             with (

@@ -20,7 +20,7 @@ from attncheck.errors import QuestionError, RunFileError
 from attncheck.harness.truth.shared_folder import user_cache
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
-from attncheck.reports.run_file.store import RunWriter
+from attncheck.reports.run_file.store import Run, RunWriter
 
 RESULTS = Path("results")
 _NAME = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?\.jsonl")
@@ -90,15 +90,22 @@ def drop_old_runs(folder: Path, keep: int) -> None:
 
 
 @contextlib.contextmanager
-def open_run(output: Path | None, folder: Path | None, header: RunHeader, keep: int) -> Iterator[RecordWriter]:
+def open_run(
+    output: Path | None, folder: Path | None, header: RunHeader, keep: int, earlier: Run | None = None
+) -> Iterator[RecordWriter]:
     """Yield the writer of the run file ``output``, else of a file in ``folder``; None: nothing is written.
 
-    ``output`` may be a folder. Where nothing can be written in ``folder``, the run file is a temporary one, and stderr
-    says so. On leaving, ``folder`` has at most ``keep`` runs.
+    ``earlier``: a run that was cut off, whose file is written on. ``output`` may be a folder. Where nothing can be
+    written in ``folder``, the run file is a temporary one, and stderr says so. On leaving, ``folder`` has at most
+    ``keep`` runs.
 
     Raises:
         RunFileError: ``output`` exists, or cannot be written.
     """
+    if earlier is not None:
+        with RunWriter(Path(earlier.path), header, earlier) as continued:
+            yield continued
+        return
     if output is None and folder is None:
         yield NoWriter()
         return

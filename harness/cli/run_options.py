@@ -63,6 +63,7 @@ class RunOptions:
     case_timeout: float | None = None
     seed: int = 0
     output: Path | None = None
+    resume: Path | None = None
     folder: Path | None = None
     keep: int = KEEP
     maxfail: int | None = None
@@ -88,6 +89,10 @@ class RunOptions:
             )
         if self.jobs is not None and self.jobs > 1 and self.in_process:
             raise SelectionError(f"--jobs {self.jobs} and --in-process, which is one process; leave out one of them")
+        if self.resume is not None:
+            refused = {"--output": self.output, "--provider": self.providers, "--last-failed": self.keys}
+            for name in (name for name, is_given in refused.items() if is_given):
+                raise SelectionError(f"--resume {self.resume} does not go with {name}; leave out one of them")
         if self.shard is not None and self.providers:
             raise SelectionError(
                 f"--shard {self.shard} divides the cases of backends; examine a provider in a run of its own"

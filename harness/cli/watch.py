@@ -17,12 +17,13 @@ import typer
 
 from attncheck.errors import QuestionError, SelectionError
 from attncheck.harness.cli.output import show_printed, terminal_width
-from attncheck.harness.cli.run_execution import FinishedRun, execute_run, preparation_of
+from attncheck.harness.cli.run_execution import FinishedRun, execute_run
 from attncheck.harness.cli.run_files import open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.cli.watch_terminal import CLEAR, Keys, RoundLines, terminal_keys
 from attncheck.harness.cli.watched_files import WatchedFiles
 from attncheck.harness.run.selection import Selection
+from attncheck.harness.workers.first_messages import preparation_of
 from attncheck.harness.workers.worker_process import WorkerProcess
 from attncheck.reports.analysis.phrases import plural, title
 from attncheck.reports.run_file.header import RunHeader
@@ -72,6 +73,7 @@ def _watchable(options: RunOptions) -> Selection:
         "--output": options.output,
         "--rounds": options.rounds,
         "--shard": options.shard,
+        "--resume": options.resume,
         "--last-failed": options.keys,
     }
     for name in (name for name, is_given in refused.items() if is_given):

@@ -89,8 +89,9 @@ class Examiner:
         """Every record, grouped by case, then by backend."""
         for case in self.plan.cases:
             for backend in self.plan.backends:
-                if self.plan.includes(backend.ref, case) and self.plan.is_in_shard(case):
-                    yield from self.examine(case, backend)
+                left = self.plan.checks_left(backend.ref, case)
+                if left and self.plan.includes(backend.ref, case) and self.plan.is_in_shard(case):
+                    yield from list(self.records(case, backend, checks=left))
 
     def examine(self, case: Case, backend: LoadedBackend | UnavailableBackend) -> list[Record]:
         """The records of one pair; empty where the case itself is at fault (see ``blind``)."""

@@ -108,6 +108,15 @@ class Expectations:
                 return XPassed(**without_outcome(record), reason=reason)
         return record
 
+    def recall(self, record: Record) -> None:
+        """Count a record to which the expectations were applied before, in an earlier part of the run."""
+        for entry in self._live:
+            wanted = entry.expectation
+            if wanted.is_about(record):
+                self._seen.add(entry)
+                if isinstance(record, XFailed | XPassed) and record.reason.startswith(wanted.explanation):
+                    self._met.add(entry)
+
     def unmet(self, *, stopped_early: bool = False) -> list[str]:
         """One line for each entry that fails the run. Of a run that stopped early, only what it saw can be judged."""
         expired = [

@@ -34,7 +34,8 @@ class RunPlan:
     backend without an entry gets all. ``shard``: as ``2/7``; empty: the run is not divided. ``shard_keys``: the keys of
     the cases that this run examines; None: all. The others still count where layers share probes, so that a shard's
     records are those of a whole run. ``timing``, ``rounds``: how the check of that name is made, and in how many
-    processes of each backend, one after another. ``shares_probes``: the layers and caches of a backend's cases share
+    processes of each backend, one after another. ``found``: what an earlier part of the run has examined, by reference,
+    case key, check and round. ``shares_probes``: the layers and caches of a backend's cases share
     the probes of CUDA graphs out; else each plays all of them. ``truths``: the folder of stored truths; None: all are
     computed.
     """
@@ -50,6 +51,7 @@ class RunPlan:
     shard_keys: frozenset[str] | None = None
     timing: TimingSettings = field(default_factory=TimingSettings)
     rounds: int = 1
+    found: frozenset[tuple[str, str, str, int]] = frozenset()
     shares_probes: bool = True
     truths: Path | None = None
 
@@ -60,6 +62,10 @@ class RunPlan:
     def includes(self, ref: str, case: Case) -> bool:
         """Whether the backend of this reference is asked ``case``, in this shard or another."""
         return ref not in self.chosen or case.key in self.chosen[ref]
+
+    def checks_left(self, ref: str, case: Case, number: int = 0) -> tuple[str, ...]:
+        """The checks of ``case`` that the backend of this reference is still to be asked in round ``number``."""
+        return tuple(check for check in self.checks_of(case) if (ref, case.key, check, number) not in self.found)
 
     def is_in_shard(self, case: Case) -> bool:
         """Whether this run examines ``case``."""

@@ -7,6 +7,7 @@ backends have processes of their own.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
@@ -185,10 +186,18 @@ def make_header(
         seed=plan.seed,
         rounds=plan.rounds,
         shard=plan.shard,
-        backends=tuple(backends),
+        backends=tuple(map(_with_digest, backends)),
         command=tuple(command),
         notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),
     )
+
+
+def _with_digest(backend: BackendInfo) -> BackendInfo:
+    """Return ``backend`` with the digest of the file that its reference names, if that is one."""
+    file = Path(backend.ref.rpartition(":")[0] or backend.ref)
+    if file.suffix != ".py" or not file.is_file():
+        return backend
+    return backend.model_copy(update={"digest": sha256(file.read_bytes()).hexdigest()[:12]})
 
 
 def _checks_asked(plan: RunPlan) -> tuple[str, ...]:

@@ -29,24 +29,24 @@ class RoundQuestions:
 
 def untimed_questions(plan: RunPlan, ref: str) -> RoundQuestions:
     """All checks but ``timing`` of the cases that the backend of this reference is asked."""
-    asked = (
-        (case, tuple(name for name in plan.checks_of(case) if name != TIMING)) for case in plan.examined_cases_of(ref)
-    )
+    cases = plan.examined_cases_of(ref)
+    asked = ((case, tuple(name for name in plan.checks_left(ref, case) if name != TIMING)) for case in cases)
     return RoundQuestions(tuple((case, checks) for case, checks in asked if checks))
 
 
 def timed_questions(plan: RunPlan, ref: str, number: int = 0, left_out: Collection[str] = ()) -> RoundQuestions:
     """The check ``timing`` of the cases that the backend is asked, but for those whose keys are ``left_out``."""
-    asked = (
-        case for case in plan.examined_cases_of(ref) if TIMING in plan.checks_of(case) and case.key not in left_out
-    )
+    cases = (case for case in plan.examined_cases_of(ref) if case.key not in left_out)
+    asked = (case for case in cases if TIMING in plan.checks_left(ref, case, number))
     return RoundQuestions(tuple((case, (TIMING,)) for case in asked), number)
 
 
 def count_questions(plan: RunPlan, refs: Collection[str]) -> int:
     """How often a case is put to a backend over the whole run; each backend has processes of its own."""
     once = sum(len(untimed_questions(plan, ref).questions) for ref in refs)
-    return once + plan.rounds * sum(len(timed_questions(plan, ref).questions) for ref in refs)
+    return once + sum(
+        len(timed_questions(plan, ref, number).questions) for ref in refs for number in range(plan.rounds)
+    )
 
 
 def rotated(items: Sequence[_Item], number: int) -> tuple[_Item, ...]:

@@ -1,10 +1,12 @@
 """What a run and the process of a backend exchange before the first case: the device, the run, the backend."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
 from attncheck.harness.run.backend_description import BackendDescription
-from attncheck.harness.workers.protocol import Assignment, Described, DeviceChosen, HarnessFailure, Refused
+from attncheck.harness.workers.protocol import Assignment, Described, DeviceChosen, HarnessFailure, Prepare, Refused
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.causes import last_words
 from attncheck.reports.run_file.header import Environment
@@ -20,6 +22,12 @@ class WorkerError(InternalError):
     def __init__(self, ref: str, fault: HarnessFailure) -> None:
         super().__init__(f"{fault.error} (in the process of {ref})")
         self.add_note(fault.traceback)
+
+
+def preparation_of(selection: "Selection", libraries: Sequence[str] = ()) -> Prepare:
+    """Return what the process of a backend imports before it; ``libraries``: those that the backend imports itself."""
+    functions = any(case.batch.path.name in FUNCTION_PATHS for case in selection.cases)
+    return Prepare(checks=selection.asked_checks, functions=functions, libraries=tuple(libraries))
 
 
 def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environment) -> Assignment:

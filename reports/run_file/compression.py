@@ -64,6 +64,19 @@ def open_new(path: Path) -> TextIOWrapper:
     return path.open("x", encoding="utf-8", newline="\n")
 
 
+def open_to_append(path: Path) -> TextIOWrapper:
+    """Open a plain run file at its end; what a cut-off run left of its last line is removed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    with path.open("r+b") as file:
+        file.truncate(end)
+    return path.open("a", encoding="utf-8", newline="\n")
+
+
 def _from_gzip(content: bytes) -> bytes:
     """Decompress as far as it goes: a run that was cut off has no end of the stream."""
     parts = []

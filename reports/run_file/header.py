@@ -53,7 +53,8 @@ class Environment(RunFileValue):
 class BackendInfo(RunFileValue):
     """A backend of the run: its conventions are the differences that are not bugs, shown beside its name.
 
-    ``required_environment``: the environment variables its process was started with, as it requires.
+    ``required_environment``: the environment variables its process was started with, as it requires. ``digest``: 12 hex
+    digits of the SHA-256 of its file; empty where ``ref`` names no file.
     """
 
     name: str
@@ -62,6 +63,7 @@ class BackendInfo(RunFileValue):
     conventions: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
     features: tuple[str, ...] = ()
     required_environment: dict[str, str] = Field(default_factory=dict)
+    digest: str = ""
 
 
 class SuiteInfo(RunFileValue):

@@ -44,8 +44,13 @@ def merge_runs(runs: Sequence[Run]) -> Run:
     return Run(first.path, header, records, last.model_copy(update={"errors": errors}))
 
 
+def question_differences(header: RunHeader, other: RunHeader) -> list[str]:
+    """Return the fields in which two headers are of different runs, with both contents; those of a shard are not."""
+    return sorted(_differences(header, other, _OF_ONE_RUN))
+
+
 def _refuse_other_question(first: Run, run: Run) -> None:
-    if differences := sorted(_differences(first.header, run.header, _OF_ONE_RUN)):
+    if differences := question_differences(first.header, run.header):
         raise RunFileError(
             run.path, f"is no part of the same run as {first.path}: they differ in {', '.join(differences)}"
         )

@@ -21,7 +21,7 @@ from typing import Self
 from pydantic import ValidationError
 
 from attncheck.errors import RunFileError
-from attncheck.reports.run_file.compression import open_new, read_bytes
+from attncheck.reports.run_file.compression import open_new, open_to_append, read_bytes
 from attncheck.reports.run_file.header import FORMAT, RunHeader
 from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, RecordKey, RunFooter, format_line, parse_line
 
@@ -49,9 +49,11 @@ class RunWriter:
         ValueError: from :meth:`add`, for a record whose key was written before.
     """
 
-    def __init__(self, path: Path, header: RunHeader) -> None:
+    def __init__(self, path: Path, header: RunHeader, earlier: "Run | None" = None) -> None:
+        """``earlier``: what the file at ``path`` holds of this run already, which was cut off."""
         self.path = path
         self.header = header
+        self._earlier = earlier
         self._keys: set[RecordKey] = set()
         self._counts: Counter[Outcome] = Counter()
         self._errors: list[str] = []
@@ -60,14 +62,19 @@ class RunWriter:
         self._written = 0
 
     def __enter__(self) -> Self:
-        if self.path.exists():
+        if self._earlier is None and self.path.exists():
             raise RunFileError(str(self.path), "exists already; runs are never overwritten, name another file")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open_new(self.path)
+            self._file = open_new(self.path) if self._earlier is None else open_to_append(self.path)
         except OSError as error:
             raise RunFileError(str(self.path), f"cannot be written: {error.strerror}") from error
-        self._write(self.header)
+        if self._earlier is None:
+            self._write(self.header)
+        else:
+            self._keys.update(record.key for record in self._earlier.records)
+            self._counts.update(record.outcome for record in self._earlier.records)
+            self._written = 1 + len(self._earlier.records)
         return self
 
     def add(self, record: Record) -> None:

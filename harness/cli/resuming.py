@@ -1,0 +1,61 @@
+"""``--resume``: the rest of a run that was cut off, into the same run file. Loads no torch."""
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+
+from attncheck.errors import RunFileError
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.merging import question_differences
+from attncheck.reports.run_file.records import EXAMINED, Record
+from attncheck.reports.run_file.store import Run, read_run
+from attncheck.reports.run_file.timings import TIMING
+
+Found = tuple[str, str, str, int]
+"""What was examined: reference of the backend, ``suite/id`` of the case, check and round."""
+
+
+def read_part(path: Path, header: RunHeader) -> Run:
+    """Return the run of ``path``, which was cut off, as the first part of the run of ``header``.
+
+    Raises:
+        RunFileError: the file is no run, is compressed or complete, or its question is not that of ``header``.
+    """
+    if path.suffix != ".jsonl":
+        raise RunFileError(str(path), "cannot be continued: only a file named .jsonl can be written on")
+    run = read_run(path)
+    if not path.read_bytes().endswith(b"\n"):
+        if not run.cut_line:  # its last record has no end of line, and is examined again
+            run = replace(run, records=run.records[:-1])
+        typer.echo(f"note: {path}: the last line was cut off, and is written again", err=True)
+    if run.complete:
+        raise RunFileError(str(path), "is complete; there is nothing to resume")
+    if differences := question_differences(run.header, header):
+        raise RunFileError(
+            str(path), f"cannot be resumed by this command, whose question differs in {', '.join(differences)}"
+        )
+    return run
+
+
+def found_in(records: Iterable[Record], rounds: int) -> frozenset[Found]:
+    """Return what ``records`` have examined; what was not examined in round 0 is not asked in later ones."""
+    found = set()
+    for record in records:
+        is_final = record.check == TIMING and record.round == 0 and record.outcome not in EXAMINED
+        numbers = range(rounds) if is_final else (record.round,)
+        found |= {(record.backend_ref, record.case, record.check, number) for number in numbers}
+    return frozenset(found)
+
+
+def resume_command(command: Iterable[str], path: Path) -> str:
+    """Return the command that resumes the run of ``command``, whose run file is ``path``."""
+    words = list(command)
+    for name in ("--output", "--resume"):
+        if name in words:
+            index = words.index(name)
+            del words[index : index + 2]
+    kept = [word for word in words if not word.startswith(("--output=", "--resume="))]
+    return shlex.join([*kept, "--resume", str(path)])

@@ -1,0 +1,145 @@
+"""``attncheck run --resume`` as typed: the rest of a run that was cut off, and nothing twice."""
+
+import json
+import shlex
+
+import pytest
+
+from attncheck.harness.cli import app as cli
+from attncheck.harness.cli.resuming import found_in, resume_command
+
+WORDS = ["--backend", "reference", "--backend", "torch_sdpa", "--suite", "smoke", "--case", "decode.*,soft-cap"]
+OPTIONS = [*WORDS, "--check", "numerics,lse,cache_write", "--in-process", "--no-cache", "--quiet"]
+
+
+def records(text):
+    lines = [json.loads(line) for line in text.splitlines()[1:]]
+    return [{k: v for k, v in line.items() if k != "duration_s"} for line in lines if line["kind"] == "record"]
+
+
+def run(*words):
+    return cli.main(["run", *words])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The text of a run file that was not cut off."""
+    path = tmp_path_factory.mktemp("whole") / "run.jsonl"
+    assert run(*OPTIONS, "--output", str(path)) == 0
+    return path.read_text()
+
+
+@pytest.fixture
+def cut(whole, tmp_path, monkeypatch):
+    """``cut(lines, rest="")``: a run file of so many lines, and a piece of the next; in the folder to type in."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(lines, rest=""):
+        (tmp_path / "cut.jsonl").write_text("".join(whole.splitlines(keepends=True)[:lines]) + rest)
+        return tmp_path / "cut.jsonl"
+
+    return make
+
+
+@pytest.mark.parametrize("lines", [1, 2, 6, -1])
+def test_the_rest_is_added_and_the_file_is_that_of_a_whole_run(cut, whole, lines, capsys):
+    lines = lines if lines > 0 else len(whole.splitlines()) - 1
+    path = cut(lines)
+    before = path.read_text()
+    assert run(*OPTIONS, "--resume", "cut.jsonl") == 0
+    text = path.read_text()
+    assert text.startswith(before)
+    assert records(text) == records(whole)
+    assert json.loads(text.splitlines()[-1])["counts"] == json.loads(whole.splitlines()[-1])["counts"]
+    assert cli.main(["report", "cut.jsonl"]) == 0
+
+
+@pytest.mark.parametrize("whole_line", [False, True])
+def test_a_torn_last_line_is_written_again(cut, whole, capsys, whole_line):
+    line = whole.splitlines()[5]
+    path = cut(5, line if whole_line else line[: len(line) // 2])
+    assert run(*OPTIONS, "--resume", "cut.jsonl") == 0
+    assert records(path.read_text()) == records(whole)
+    assert "the last line was cut off" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--seed", "3"], "seed (0 and 3)"),
+        (["--check", "containment"], "checks"),
+        (["--backend", "flex_attention"], "backends"),
+    ],
+)
+def test_another_question_is_refused_by_what_differs(cut, words, reason, capsys):
+    path = cut(4)
+    before = path.read_text()
+    assert run(*OPTIONS, *words, "--resume", "cut.jsonl") == 2
+    assert f"whose question differs in {reason}" in capsys.readouterr().err
+    assert path.read_text() == before
+
+
+def test_an_edited_backend_is_another_question(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = (
+        "from attncheck.backends.candidates.torch_sdpa import SDPABackend\n\n\nclass Mine(SDPABackend):\n    pass\n"
+    )
+    (tmp_path / "mine.py").write_text(source)
+    words = ["./mine.py:Mine", "--suite", "smoke", "--case", "decode.*", "--check", "cache_write", "--in-process", "-q"]
+    assert run(*words, "--output", "run.jsonl") == 0
+    lines = (tmp_path / "run.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "cut.jsonl").write_text("".join(lines[:2]))
+    (tmp_path / "mine.py").write_text(f"{source}\n# edited\n")
+    assert run(*words, "--resume", "cut.jsonl") == 2
+    assert "differs in backends" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("whole.jsonl", "is complete"), ("none.jsonl", "cannot be read"), ("run.jsonl.gz", "only a file named .jsonl")],
+)
+def test_a_file_with_nothing_to_resume_is_refused(cut, whole, name, reason, capsys):
+    (cut(1).parent / "whole.jsonl").write_text(whole)
+    assert run(*OPTIONS, "--resume", name) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--output", "x.jsonl"], ["--provider", "vllm"]])
+def test_options_that_name_another_run_are_refused(cut, words, capsys):
+    cut(2)
+    assert run(*OPTIONS, *words, "--resume", "cut.jsonl") == 2
+    assert f"does not go with {words[0]}" in capsys.readouterr().err
+
+
+def test_an_expected_failure_of_the_first_part_is_not_missed(cut, whole, capsys):
+    path = cut(1)
+    (path.parent / "known.yaml").write_text(
+        "- {backend: reference, case: smoke/decode.float16, check: numerics, outcome: failed, reason: known}\n"
+    )
+    expected = ["--expect", "known.yaml"]
+    path.unlink()
+    assert run(*OPTIONS, *expected, "--output", "cut.jsonl") == 1
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:4]))
+    capsys.readouterr()
+    assert run(*OPTIONS, *expected, "--resume", "cut.jsonl") == 1
+    assert json.loads(path.read_text().splitlines()[-1])["errors"] == json.loads(lines[-1])["errors"]
+
+
+def test_a_time_that_was_not_taken_in_the_first_round_is_not_asked_in_others(make_record):
+    taken = make_record("passed", check="timing", case_id="a")
+    refused = make_record("unsupported", check="timing", case_id="b")
+    found = found_in([taken, refused], rounds=3)
+    assert {(case, number) for _, case, _, number in found} == {
+        ("smoke/a", 0),
+        ("smoke/b", 0),
+        ("smoke/b", 1),
+        ("smoke/b", 2),
+    }
+
+
+def test_the_command_that_resumes_is_that_of_the_run(tmp_path):
+    words = ["attncheck", "run", "a b", "--output", "x.jsonl", "--seed", "1", "--output=y.jsonl"]
+    command = shlex.split(resume_command(words, tmp_path / "r.jsonl"))
+    assert command == ["attncheck", "run", "a b", "--seed", "1", "--resume", str(tmp_path / "r.jsonl")]
+    assert shlex.split(resume_command(command, tmp_path / "r.jsonl")) == command
