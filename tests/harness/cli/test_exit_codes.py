@@ -203,6 +203,7 @@ def test_a_signal_ends_with_what_was_found_and_leaves_a_run_that_can_be_read(
     assert re.search(
         rf"^interrupted by {number.name}: [12] of 4 cases; what follows was not examined$", out, re.MULTILINE
     )
+    assert re.search(r"^resume: .* run --suite small.yaml .*--resume cut.jsonl$", out, re.MULTILINE)
     assert re.search(r"^unfinished: 1 backend", out, re.MULTILINE)
     stored = read_run("cut.jsonl")
     assert not stored.complete
