@@ -91,11 +91,16 @@ class Examiner:
             for backend in self.plan.backends:
                 left = self.plan.checks_left(backend.ref, case)
                 if left and self.plan.includes(backend.ref, case) and self.plan.is_in_shard(case):
-                    yield from list(self.records(case, backend, checks=left))
+                    yield from self.examine(case, backend, left)
 
-    def examine(self, case: Case, backend: LoadedBackend | UnavailableBackend) -> list[Record]:
-        """The records of one pair; empty where the case itself is at fault (see ``blind``)."""
-        return list(self.records(case, backend))
+    def examine(
+        self, case: Case, backend: LoadedBackend | UnavailableBackend, checks: tuple[str, ...] | None = None
+    ) -> list[Record]:
+        """The records of one pair; empty where the case itself is at fault (see ``blind``).
+
+        ``checks``: those to make; None: all that the plan asks of the case.
+        """
+        return list(self.records(case, backend, checks=checks))
 
     def records(
         self,
