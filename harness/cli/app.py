@@ -21,7 +21,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 from attncheck.errors import BackendUnavailableError, QuestionError
-from attncheck.harness.cli import compare, doctor, expect, list_names, merge, new, recommend, report, run, show, warm
+from attncheck.harness.cli import compare, doctor, expect, list_names, new, recommend, report, run, show, warm
 from attncheck.harness.cli.interruption import signal_of
 from attncheck.harness.cli.usage import HELP, usage_error_in_words
 
@@ -113,6 +113,29 @@ def schema(
     return 0
 
 
+def merge(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The run files of all shards of a run.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="The run file to write.")],
+) -> int:
+    """Join the run files of `attncheck run --shard I/N` into one, as of a run that was not divided.
+
+    Exit code 2: a shard is missing or was cut off, the runs are of different questions or machines, or two of them
+    contradict each other. The message names the file and the difference. `attncheck report FILE` shows the result.
+    """
+    from attncheck.reports.analysis.phrases import plural
+    from attncheck.reports.run_file.merging import merge_runs
+    from attncheck.reports.run_file.store import RunWriter, read_run
+
+    merged = merge_runs([read_run(path) for path in runs])
+    with RunWriter(output, merged.header) as writer:
+        for record in merged.records:
+            writer.add(record)
+        for error in merged.errors:
+            writer.fail(error)
+    typer.echo(f"{plural(len(merged.records), 'record')} of {plural(len(runs), 'run')}, run file: {output}")
+    return 0
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         import attncheck
@@ -149,7 +172,7 @@ app.command("list")(with_exit_code(list_names.list_names))
 app.command("doctor")(with_exit_code(doctor.doctor))
 app.command("report")(with_exit_code(report.report))
 app.command("compare")(with_exit_code(compare.compare))
-app.command("merge")(with_exit_code(merge.merge))
+app.command("merge")(with_exit_code(merge))
 app.command("expect")(with_exit_code(expect.expect))
 app.command("recommend")(with_exit_code(recommend.recommend))
 app.command("schema")(with_exit_code(schema))

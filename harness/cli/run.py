@@ -83,6 +83,8 @@ def run(
 
     if no_output and output is not None:
         raise SelectionError(f"--no-output writes no run file, and --output {output} names one; leave out one of them")
+    if no_output and resume is not None:
+        raise SelectionError(f"--resume {resume} does not go with --no-output; leave out one of them")
     config = read_config(Path.cwd())
     is_by_name = bool(refs or provider)
     default_checks, default_skip = (config.checks, config.skip) if refs or not provider else ((), ())

@@ -82,7 +82,7 @@ def _draw(
 
 
 def _share_prefixes(case: Case, geometry: Sequence[RequestGeometry], keys: Tensor, values: Tensor) -> None:
-    """Requests that share pages share what stands in them: the longest prefix's rows, in place."""
+    """Copy the rows of the longest shared prefix to all requests that share its pages, in place."""
     shared = [spec.shared_prefix for spec in case.batch]
     origin = geometry[shared.index(max(shared))].base
     for n, request in zip(shared, geometry, strict=True):

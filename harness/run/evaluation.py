@@ -98,7 +98,7 @@ class Examiner:
     ) -> list[Record]:
         """The records of one pair; empty where the case itself is at fault (see ``blind``).
 
-        ``checks``: those to make; None: all that the plan asks of the case.
+        ``checks``: the checks to make. If it is None, all checks of the plan are made.
         """
         return list(self.records(case, backend, checks=checks))
 

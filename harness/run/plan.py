@@ -28,16 +28,19 @@ class UnavailableBackend:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is to be examined. ``checks`` of None: those each case asks for, or all.
+    """What a run examines.
 
-    ``backends``: those that are examined in this process. ``chosen``: by reference, the keys of a backend's cases; a
-    backend without an entry gets all. ``shard``: as ``2/7``; empty: the run is not divided. ``shard_keys``: the keys of
-    the cases that this run examines; None: all. The others still count where layers share probes, so that a shard's
-    records are those of a whole run. ``timing``, ``rounds``: how the check of that name is made, and in how many
-    processes of each backend, one after another. ``found``: what an earlier part of the run has examined, by reference,
-    case key, check and round. ``shares_probes``: the layers and caches of a backend's cases share
-    the probes of CUDA graphs out; else each plays all of them. ``truths``: the folder of stored truths; None: all are
-    computed.
+    ``checks``: names of checks. If it is None, each case gets the checks it names, or all.
+    ``backends``: the backends that this process examines.
+    ``chosen``: the keys of a backend's cases, by its reference. A backend without an entry gets all cases.
+    ``timing``: settings of the check ``timing``.
+    ``rounds``: the number of processes of each backend that are timed, one after another.
+    ``shard``: the name of the shard, such as ``2/7``; empty if the run is not divided.
+    ``shard_keys``: the keys of the cases in the shard, or None if the run is not divided. All cases take part in the
+    sharing of CUDA-graph probes, so that merged shards equal an undivided run.
+    ``found``: the records that an earlier part of the run has: reference, case key, check and round.
+    ``shares_probes``: whether layers and caches share the probes of CUDA graphs. If not, each plays all of them.
+    ``truths``: the folder of stored truths, or None if all are computed.
     """
 
     cases: tuple[Case, ...]
@@ -60,7 +63,7 @@ class RunPlan:
         return tuple(case for case in self.cases if self.includes(ref, case))
 
     def includes(self, ref: str, case: Case) -> bool:
-        """Whether the backend of this reference is asked ``case``, in this shard or another."""
+        """Return whether ``case`` is selected for the backend of this reference, in any shard."""
         return ref not in self.chosen or case.key in self.chosen[ref]
 
     def checks_left(self, ref: str, case: Case, number: int = 0) -> tuple[str, ...]:

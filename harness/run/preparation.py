@@ -31,7 +31,7 @@ class RunSettings:
 
     ``device``: None for the best there is. ``dump``: the folder for tensors of failing cases. ``rounds``: in how many
     processes each backend is timed, one after another. ``truths``: the folder of stored truths; None: all are computed.
-    ``shard``: the part of the cases to examine; None: all.
+    ``shard``: the shard to examine, or None to examine all cases.
     """
 
     device: str | None = None

@@ -13,8 +13,8 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record, RecordKey
 from attncheck.reports.run_file.store import Run
 
-_OF_ONE_RUN = frozenset({"started", "command", "notes", "shard"})
-"""Fields of the header in which parts of one run differ."""
+_OF_ONE_RUN = frozenset({"started", "command", "notes"})
+"""Fields of the header in which parts of one run differ; shards of a run differ in ``shard`` as well."""
 
 _OF_ONE_TIME = frozenset({"duration_s"})
 """Fields of a record in which two examinations of the same thing differ."""
@@ -45,12 +45,12 @@ def merge_runs(runs: Sequence[Run]) -> Run:
 
 
 def question_differences(header: RunHeader, other: RunHeader) -> list[str]:
-    """Return the fields in which two headers are of different runs, with both contents; those of a shard are not."""
+    """Return the fields in which two headers describe different runs or shards, with both contents."""
     return sorted(_differences(header, other, _OF_ONE_RUN))
 
 
 def _refuse_other_question(first: Run, run: Run) -> None:
-    if differences := question_differences(first.header, run.header):
+    if differences := sorted(_differences(first.header, run.header, _OF_ONE_RUN | {"shard"})):
         raise RunFileError(
             run.path, f"is no part of the same run as {first.path}: they differ in {', '.join(differences)}"
         )

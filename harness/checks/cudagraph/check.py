@@ -30,7 +30,7 @@ _KEPT = 2
 class GraphLevelCheck:
     """Findings by layer and cache: the measurements of one run, each made once a backend.
 
-    ``cache``: holds the truths of the probes; None: compute each.
+    ``cache``: stores the truths of the probes. Without it, each truth is computed.
     """
 
     def __init__(self, seed: int, device: torch.device, cache: TruthCache | None = None) -> None:

@@ -52,7 +52,7 @@ def measure_level(
 ) -> LevelMeasurement:
     """Play the probes until one breaks; a level is looked at only if the ones below hold.
 
-    ``declared``: the level, if it is known; None: it is read from the backend.
+    ``declared``: the declared level. If it is None, it is read from the backend.
 
     NaN stands in slots that nobody owns, until it is seen to reach the output without a graph, too: that one probe, and
     those behind it, are played with finite numbers there, since a level says nothing about foreign memory.

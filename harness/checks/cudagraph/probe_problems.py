@@ -1,4 +1,4 @@
-"""The steps of the probes as problems with truths: made when they are asked for, once for all backends.
+"""Build the problem and the truth of each probe step, at the first use and once for all backends.
 
 A step costs many small operations, so the steps of several probes are computed as one batch, and each takes its rows
 and keys from there. Only its pages are its own.
@@ -24,7 +24,7 @@ from attncheck.reference.spec import BatchSpec, PaddingSpec, PathSpec, RequestSp
 class ProbeProblems:
     """The probes of one layer and cache, which are ``case``'s; the batch is the probes' own.
 
-    ``cache``: holds the truths; None: compute each. ``smallest``: one request of one token.
+    ``cache``: stores truths. Without it, each truth is computed. ``smallest``: a case with one request of one token.
     """
 
     def __init__(self, case: Case, seed: int, device: torch.device, cache: TruthCache | None = None) -> None:
@@ -38,7 +38,7 @@ class ProbeProblems:
         self._batches: dict[Case, tuple[Case, int]] = {}
 
     def compute_together(self, probes: Iterable[Probe]) -> None:
-        """Compute the steps of these probes as one batch, once the first of them is asked for."""
+        """Compute the steps of these probes as one batch, at the first use of any of them."""
         steps = list(dict.fromkeys(self.case(probe, turn) for probe in probes for turn in probe.turns))
         steps = [step for step in steps if step not in self._problems and step not in self._batches]
         requests = tuple(chain.from_iterable(step.batch.requests for step in steps))

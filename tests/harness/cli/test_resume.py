@@ -95,6 +95,7 @@ def test_a_run_that_was_killed_loses_nothing_that_it_found(whole, tmp_path, monk
         (["--seed", "3"], "seed (0 and 3)"),
         (["--check", "containment"], "checks"),
         (["--backend", "flex_attention"], "backends"),
+        (["--shard", "1/2"], "shard ('' and '1/2')"),
     ],
 )
 def test_another_question_is_refused_by_what_differs(cut, words, reason, capsys):
@@ -130,7 +131,7 @@ def test_a_file_with_nothing_to_resume_is_refused(cut, whole, name, reason, caps
     assert reason in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--output", "x.jsonl"], ["--provider", "vllm"]])
+@pytest.mark.parametrize("words", [["--output", "x.jsonl"], ["--provider", "vllm"], ["--no-output"]])
 def test_options_that_name_another_run_are_refused(cut, words, capsys):
     cut(2)
     assert run(*OPTIONS, *words, "--resume", "cut.jsonl") == 2
