@@ -211,7 +211,7 @@ def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False)
         allowed = f"for the file, ask for ./{file}{ref[len(name) :]}" if file.is_file() else _known()
         raise BackendLoadError(ref, import_failure(error), allowed=allowed) from error
     except (Exception, SystemExit) as error:
-        raise BackendLoadError(ref, import_failure(error)) from error
+        raise BackendLoadError(ref, import_failure(error), raised=type(error).__name__) from error
 
 
 def import_file(ref: str, path: Path) -> ModuleType:
@@ -236,7 +236,7 @@ def import_file(ref: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise BackendLoadError(ref, import_failure(error)) from error
+        raise BackendLoadError(ref, import_failure(error), raised=type(error).__name__) from error
     return module
 
 

@@ -13,11 +13,13 @@ from attncheck.reports.analysis.findings import Finding, findings
 from attncheck.reports.analysis.places import backend_file
 from attncheck.reports.analysis.rounds import WorstRound, worst_rounds
 from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import (
     Crashed,
+    Ended,
     Errored,
     Record,
-    RecordKey,
+    TimedOut,
     Unavailable,
     Unsupported,
     XFailed,
@@ -136,7 +138,7 @@ def _case(
         case XFailed():
             message = f"fell short as expected: {record.reason}: {record.summary}"
             _add(case, "skipped", record.outcome, message, message)
-        case Errored() | Crashed():
+        case Errored() | Crashed() | TimedOut():
             _add(case, "error", kind, happened, _story(record, header, finding))
         case _ if worst.short:
             _add(case, "failure", kind, happened, _story(record, header, finding))
@@ -159,7 +161,7 @@ def _story(record: Record, header: RunHeader, finding: Finding | None) -> str:
         text = f"finding: {finding.title} ({phrases.extent(finding)}{common})\n{text}"
     if isinstance(record, Errored) and record.traceback:
         text += f"\n\n{record.traceback.rstrip()}"
-    if isinstance(record, Crashed) and record.output:
+    if isinstance(record, Ended) and record.output:
         text += f"\n\nthe end of what it printed:\n{record.output.rstrip()}"
     return text
 

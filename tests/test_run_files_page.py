@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 from attncheck.reports.run_file.header import FORMAT
-from attncheck.reports.run_file.records import OUTCOMES, RecordKey
+from attncheck.reports.run_file.record_base import RecordKey
+from attncheck.reports.run_file.records import OUTCOMES
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "run-files.md").read_text(encoding="utf-8")

@@ -154,8 +154,18 @@ CaseTimeout = Annotated[
     typer.Option(
         "--case-timeout",
         metavar="SECONDS",
-        help="Kill the process of a backend that finishes no check of a case for so long; the check is crashed. It "
-        "covers the compiling of kernels, and of the check timing all samples. 0: no limit. Default: 600.",
+        help="Kill the process of a backend that finishes no check of a case for so long; the check is timed_out. It "
+        "covers the compiling of kernels, and of the check timing all samples. 0: no limit. Default: 300, and 10 times "
+        "what the reference takes.",
+    ),
+]
+BackendTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--backend-timeout",
+        metavar="SECONDS",
+        help="Stop the processes of a backend when they have been at work for so long together; what is left of its "
+        "cases is timed_out. Default: no limit.",
     ),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, metavar="N", help="Seed of the inputs. Default: 0.")]

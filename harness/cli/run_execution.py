@@ -92,7 +92,8 @@ def execute_run(
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
     make_dump_folder(options.dump)
     show = show_printed if options.show_output else None
-    with WorkerPool(show, spare, preparation_of(selection)) as pool:
+    limits = replace(options.limits, sampling_s=timing.limit_s)
+    with WorkerPool(show, spare, preparation_of(selection), limits) as pool:
         if options.backend_refs is not None and not options.in_process:
             pool.start(first_refs(options.backend_refs, selection.suites))
 
@@ -144,7 +145,7 @@ def _execute(
     records: list[Record] = [] if earlier is None else list(earlier.records)
     plan = replace(plan, found=found_in(records, plan.rounds))
     prepared = replace(prepared, plan=plan)
-    examiner = case_examiner(prepared, pool, options.case_limit_s, warms=options.warm, jobs=options.jobs)
+    examiner = case_examiner(prepared, pool, warms=options.warm, jobs=options.jobs)
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
     expectations = _expectations(options.expect, prepared.selection, plan, functions, header)
     if expectations is not None:
@@ -197,12 +198,11 @@ def _execute(
 def case_examiner(
     prepared: "PreparedRun",
     pool: WorkerPool | None,
-    limit_s: float | None = None,
     *,
     warms: bool = True,
     jobs: int | None = None,
 ) -> CaseExaminer:
-    """Return what examines the plan: this process, or those of ``pool``, killed after ``limit_s`` without an answer.
+    """Return what examines the plan: this process, or those of ``pool``.
 
     ``warms``: on a GPU, other processes compile kernels ahead of the run. ``jobs``: processes at work at once; None:
     one on a GPU, on a CPU as many as there are cores and memory for.
@@ -222,7 +222,7 @@ def case_examiner(
     if is_gpu and (jobs or 1) > 1:
         raise SelectionError(f"--jobs {jobs} on {plan.device}: processes would share its memory; give --jobs 1 or auto")
     jobs = jobs or (1 if is_gpu else most_processes(plan.device))
-    return Supervisor(plan, prepared.backends, pool, environment, jobs=jobs, warms=warms and is_gpu, limit_s=limit_s)
+    return Supervisor(plan, prepared.backends, pool, environment, jobs=jobs, warms=warms and is_gpu)
 
 
 def _plan_providers(options: RunOptions, plan: "RunPlan") -> "ProviderPlan | None":

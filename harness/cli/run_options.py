@@ -1,5 +1,6 @@
 """The options of ``attncheck run`` as one value, and the combinations of them that are refused. Loads no torch."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,13 +8,11 @@ from attncheck.errors import SelectionError
 from attncheck.harness.cli.config import KEEP
 from attncheck.harness.run.selection import Selection, select_cases
 from attncheck.harness.run.sharding import Shard
+from attncheck.harness.workers.time_limits import TimeLimits, read_limit
 from attncheck.reports.run_file.records import UTILITIES
 
 PROVIDER_SUITES = ("smoke", "named_batches", "padding")
 """Default suites of a run of providers without backends: their batches become the questions."""
-
-_CASE_LIMIT_S = 600.0
-"""Long enough for a cold compile, the longest that a check takes."""
 
 
 def read_jobs(text: str | None) -> int | None:
@@ -61,6 +60,7 @@ class RunOptions:
     kernels: bool = False
     device: str | None = None
     case_timeout: float | None = None
+    backend_timeout: float | None = None
     seed: int = 0
     output: Path | None = None
     resume: Path | None = None
@@ -80,13 +80,12 @@ class RunOptions:
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.case_timeout is not None and not self.case_timeout >= 0:
-            raise SelectionError(f"--case-timeout {self.case_timeout:g}: give seconds, or 0 for no limit")
-        if self.case_timeout and self.in_process:
-            raise SelectionError(
-                f"--case-timeout {self.case_timeout:g} kills the process of a backend, and --in-process starts none; "
-                "leave out one of them"
-            )
+        for option, seconds in (("--case-timeout", self.case_timeout), ("--backend-timeout", self.backend_timeout)):
+            if read_limit(option, seconds) not in (None, math.inf) and self.in_process:
+                raise SelectionError(
+                    f"{option} {seconds:g} kills the process of a backend, and --in-process starts none; "
+                    "leave out one of them"
+                )
         if self.jobs is not None and self.jobs > 1 and self.in_process:
             raise SelectionError(f"--jobs {self.jobs} and --in-process, which is one process; leave out one of them")
         if self.resume is not None:
@@ -118,9 +117,10 @@ class RunOptions:
             )
 
     @property
-    def case_limit_s(self) -> float | None:
-        """Seconds that the process of a backend may take for a check; None: no limit."""
-        return _CASE_LIMIT_S if self.case_timeout is None else self.case_timeout or None
+    def limits(self) -> TimeLimits:
+        """The time limits of the processes of backends."""
+        backend_s = read_limit("--backend-timeout", self.backend_timeout)
+        return TimeLimits(read_limit("--case-timeout", self.case_timeout), math.inf if backend_s is None else backend_s)
 
     @property
     def backend_refs(self) -> tuple[str, ...] | None:

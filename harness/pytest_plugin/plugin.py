@@ -65,7 +65,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         default=None,
         metavar="SECONDS",
-        help="kill the process of a backend that finishes no check for so long (default: 600; 0: no limit)",
+        help="kill the process of a backend that finishes no check for so long (default: 300, and 10 times what the "
+        "reference takes; 0: no limit)",
+    )
+    group.addoption(
+        "--attncheck-backend-timeout",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="stop the processes of a backend when they have been at work for so long together (default: no limit)",
     )
     group.addoption(
         "--attncheck-in-process",

@@ -155,7 +155,7 @@ class Question:
         settings = RunSettings(device=self.device, seed=options.seed, dump=options.dump, truths=truths)
         pool = None
         if not self.is_in_process:
-            pool = self._stack.enter_context(WorkerPool())
+            pool = self._stack.enter_context(WorkerPool(limits=self.options.limits))
         describing = _FewProcesses(pool) if pool and hasattr(self.config, "workerinput") else pool
         prepared = prepare_run(self.selection, options.backends, settings, pool=describing, keeps_unavailable=True)
         if pool is not None:
@@ -192,8 +192,7 @@ class Question:
     def _make_examiner(self, item: Asking) -> Examiner | Supervisor:
         prepared, plan = self.prepared, self._plan(item)
         if isinstance(self._opened, _Opened) and (pool := self._opened.pool) is not None:
-            limit_s = self.options.case_limit_s
-            return Supervisor(plan, prepared.backends, pool, prepared.environment, limit_s=limit_s)
+            return Supervisor(plan, prepared.backends, pool, prepared.environment)
         clocks = None
         if TIMING in (plan.checks or ()):
             clocks = TimingCheck(torch.device(plan.device), plan.timing, self.benchmarks.sample)

@@ -50,6 +50,7 @@ class PytestSession:
                 settings=tuple(option("attncheck_set")),
                 device=option("attncheck_device"),
                 case_timeout=option("attncheck_case_timeout"),
+                backend_timeout=option("attncheck_backend_timeout"),
                 seed=option("attncheck_seed"),
                 dump=None if option("attncheck_dump") is None else Path(option("attncheck_dump")).absolute(),
                 in_process=option("attncheck_in_process"),

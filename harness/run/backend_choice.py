@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from attncheck.backends import registry
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
-from attncheck.harness.run.backend_description import BackendDescription, DescribeBackends, unloadable
+from attncheck.harness.run.backend_description import BackendDescription, DescribeBackends, LoadError, unloadable
 
 
 def choose_device(wanted: str | None) -> str:
@@ -68,11 +68,12 @@ def choose_backends(
 
     Those of ``refs``. Without any, those the suites wish for, if one of them can run here; else the built-in ones
     too, where ``cases`` (none: any) have layers of the kind they serve. What cannot run here stays in the run, with its
-    reasons; so does what ``refs`` does not name and cannot be loaded.
+    reasons; so does what ``refs`` does not name and cannot be loaded. A backend whose own code fails while it is loaded
+    stays as well, and its cases have that outcome.
 
     Raises:
-        QuestionError: one of ``refs`` is a name nobody knows, does not import or breaks the contract; two backends have
-            one name.
+        QuestionError: one of ``refs`` is an unknown name or breaks the contract; all of them raise while they are
+            imported; two backends have one name.
     """
     first = first_refs(refs, suites)
     found = describe(first)
@@ -80,6 +81,9 @@ def choose_backends(
         for each in found:
             if isinstance(each, QuestionError):
                 raise each
+        failures = [None if isinstance(each, QuestionError) else each.failure for each in found]
+        if all(isinstance(failure, LoadError) for failure in failures):  # and nothing is left to examine
+            raise QuestionError("\n".join(failure.message for failure in failures if isinstance(failure, LoadError)))
     descriptions = list(map(_or_unloaded, first, found))
     notes: list[str] = []
     has_wishes = not refs and any(suite.default_backends for suite in suites)

@@ -4,19 +4,30 @@ Loads no torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
 from attncheck.errors import QuestionError
+from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.reports.run_file.header import BackendInfo
+
+
+@dataclass(frozen=True)
+class LoadError:
+    """An exception that the backend's own code raised while it was loaded. ``message``: with the backend's name."""
+
+    error_type: str
+    message: str
 
 
 class BackendDescription(BaseModel):
     """A backend's own words. ``unavailable_reasons``: why it cannot run on the run's device here; empty: it can.
 
-    Not ``is_loaded``: it could not be, for these reasons, and nothing can be asked of it. ``default_suite``: what it is
-    asked where the user names no suite.
+    Not ``is_loaded``: it could not be, for these reasons or by this ``failure``, and nothing can be asked of it.
+    ``default_suite``: what it is asked where the user names no suite.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
@@ -26,6 +37,7 @@ class BackendDescription(BaseModel):
     is_mla: bool = False
     default_suite: str = "smoke"
     unavailable_reasons: tuple[str, ...] = ()
+    failure: ProcessEnd | LoadError | None = None
 
     @property
     def name(self) -> str:
@@ -52,6 +64,13 @@ def unloadable(name: str, ref: str, reasons: Sequence[str], version: str = "") -
     """The description of a backend that cannot be loaded here, for these reasons."""
     info = BackendInfo(name=name, ref=ref, version=version)
     return BackendDescription(info=info, is_loaded=False, unavailable_reasons=tuple(reasons))
+
+
+def unloaded(ref: str, failure: ProcessEnd | LoadError) -> BackendDescription:
+    """Return the description of a backend whose own code failed while it was loaded; its name is taken from ``ref``."""
+    place, _, name = ref.rpartition(":")
+    info = BackendInfo(name=name if place else Path(ref).stem, ref=ref, version="")
+    return BackendDescription(info=info, is_loaded=False, failure=failure)
 
 
 def missing_variables(required: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:

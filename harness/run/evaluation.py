@@ -85,6 +85,11 @@ class Examiner:
         )
         self._circumstances = Circumstances(plan.seed, self.environment.digest, attncheck.__version__)
 
+    @property
+    def reference_s(self) -> float:
+        """Seconds that the truth of the latest case took when it was computed; 0: there is none yet."""
+        return 0.0 if self._latest is None else self._latest[2].computed_s
+
     def run(self) -> Generator[Record, None, None]:
         """Every record, grouped by case, then by backend."""
         for case in self.plan.cases:

@@ -5,7 +5,7 @@ A file is a YAML list of entries::
     - backend: Wrong              # the backend's name, as reports show it
       case: smoke/window-edge.*   # a pattern on suite/id, or on the id alone
       check: numerics
-      outcome: failed             # or errored, crashed
+      outcome: failed             # or errored, crashed, timed_out
       reason: the window is one key too long
       issue: https://example.org/issues/17   # optional
       until: 2026-12-31           # optional: the last day on which the entry excuses anything
@@ -26,7 +26,7 @@ from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import CaseFileError
 from attncheck.reference.spec import CHECKS, FEATURES, FORMER_CHECKS, FORMS
 from attncheck.reports.analysis.phrases import what_happened
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record
+from attncheck.reports.run_file.records import Ended, Errored, Failed, Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class Expectation:
     backend: str = field(metadata={"description": "name of the backend"})
     case: str = field(metadata={"description": "pattern on suite/id, or on the id"})
     check: str = field(metadata={"description": "name of the check"})
-    outcome: Literal["failed", "errored", "crashed"] = field(
-        metadata={"description": "what is expected: failed, errored or crashed"}
+    outcome: Literal["failed", "errored", "crashed", "timed_out"] = field(
+        metadata={"description": "what is expected: failed, errored, crashed or timed_out"}
     )
     reason: str = field(metadata={"description": "why it is expected"})
     needs: tuple[str, ...] = field(default=(), metadata={"description": "only cases that take all of these"})
@@ -68,7 +68,7 @@ class Expectation:
             and set(self.needs) <= set(record.needs)
         )
 
-    def foresees(self, record: Failed | Errored | Crashed) -> bool:
+    def foresees(self, record: Failed | Errored | Ended) -> bool:
         """Whether this is how the record was to fall short."""
         if record.outcome != self.outcome:
             return False

@@ -9,14 +9,14 @@ from glob import escape
 
 from attncheck.reports.analysis.phrases import cut, one_line, plural, what_happened
 from attncheck.reports.analysis.reasons import without_figures
-from attncheck.reports.run_file.records import OURSELVES, Crashed, Errored, Failed, Passed, Record, XFailed
+from attncheck.reports.run_file.records import OURSELVES, Ended, Errored, Failed, Passed, Record, XFailed
 from attncheck.reports.run_file.store import Run
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _SHOWN = 100
 """Characters of a comment."""
 
-Fallen = Failed | Errored | Crashed | XFailed
+Fallen = Failed | Errored | Ended | XFailed
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from attncheck.harness.run.expectation_file import LocatedExpectation
 from attncheck.reports.analysis.phrases import plural, what_happened
 from attncheck.reports.run_file.records import (
     UTILITIES,
-    Crashed,
+    Ended,
     Errored,
     Failed,
     Passed,
@@ -90,7 +90,7 @@ class Expectations:
             if not wanted.is_about(record):
                 continue
             self._seen.add(entry)
-            if isinstance(record, Failed | Errored | Crashed) and wanted.foresees(record):
+            if isinstance(record, Failed | Errored | Ended) and wanted.foresees(record):
                 self._met.add(entry)
                 if wanted.has_expired(self._today):
                     self._expired[entry] = self._expired.get(entry, 0) + 1

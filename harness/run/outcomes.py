@@ -3,17 +3,45 @@
 The evaluation of cases, the supervisor of the workers and the examination of providers all use it.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Protocol
 
 from attncheck.backends.declarations import needs_of
 from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, Holds, Measurements, NotExamined
 from attncheck.harness.driver.observation import Raised
 from attncheck.reports.run_file import records
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Passed, Record, Unavailable, Unsupported
+from attncheck.reports.run_file.records import (
+    Crashed,
+    Ended,
+    Errored,
+    Failed,
+    Passed,
+    Record,
+    TimedOut,
+    Unavailable,
+    Unsupported,
+)
 
 OURSELVES = records.OURSELVES
+
+IMPORT = "the import"
+"""The stage of a backend whose own code fails while it is loaded."""
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """How a backend's process ended. ``limit_s``: the time limit that it exceeded; None: it exceeded none.
+
+    The other fields are those of the records.
+    """
+
+    cause: str
+    output: str = ""
+    native_stack: str = ""
+    limit_s: float | None = None
+    recurrence: Literal["", "always", "after", "flaky"] = ""
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,18 +132,36 @@ def unavailable(
     return Unavailable(**_identity(circumstances, case, backend, check), reasons=reasons)
 
 
-def crashed(
+def ended(
     circumstances: Circumstances,
     case: RecordedQuestion,
     backend: BackendIdentity,
     check: str,
     stage: str,
-    cause: str,
-    output: str,
-) -> Record:
-    """The record of a check that was not made, since the backend's process ended during ``stage``, or before."""
+    end: ProcessEnd,
+) -> Ended:
+    """Return the record of a check that was not made, since the backend's process ended during ``stage``, or before."""
     who = _identity(circumstances, case, backend, check)
-    return Crashed(**who, stage=stage, cause=cause, output=output)
+    if end.limit_s is None:
+        return Crashed(**who, stage=stage, **_without_limit(end))
+    return TimedOut(**who, stage=stage, **asdict(end))
+
+
+def load_error(
+    circumstances: Circumstances,
+    case: RecordedQuestion,
+    backend: BackendIdentity,
+    check: str,
+    error_type: str,
+    message: str,
+) -> Record:
+    """Return the record of a check that was not made, since the backend raised while it was imported."""
+    who = _identity(circumstances, case, backend, check)
+    return Errored(**who, stage=IMPORT, error_type=error_type, message=message)
+
+
+def _without_limit(end: ProcessEnd) -> dict[str, Any]:
+    return {name: value for name, value in asdict(end).items() if name != "limit_s"}
 
 
 def _identity(

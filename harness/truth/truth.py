@@ -51,6 +51,8 @@ class Truth:
     budget: Budget
     codes: OutputCodes | None = None
     """How the output is quantised; the truth itself never is."""
+    computed_s: float = 0.0
+    """Seconds that its computation took; 0: not measured."""
 
     def to(self, device: torch.device) -> "Truth":
         """The same on a device."""

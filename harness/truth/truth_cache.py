@@ -7,8 +7,10 @@ that nothing in it is executed. An entry that is damaged, or belongs to another 
 
 import json
 import math
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -54,12 +56,12 @@ class TruthCache:
         """
         folder = self._folder
         if folder is None:
-            return truth_of(problem, self._device, refuse_blindness=refuse_blindness)
+            return _timed_truth_of(problem, self._device, refuse_blindness=refuse_blindness)
         key = self._key(problem, refuse_blindness=refuse_blindness)
         content = folder.read(key, _num_bytes(problem))
         truth = _from_bytes(problem, content, self._device) if content else None
         if truth is None:
-            truth = truth_of(problem, self._device, refuse_blindness=refuse_blindness)
+            truth = _timed_truth_of(problem, self._device, refuse_blindness=refuse_blindness)
             if self._stores:
                 self._store(folder, key, truth)
         return truth
@@ -110,24 +112,32 @@ def _shape(problem: Problem) -> tuple[int, int, int]:
 
 def _num_bytes(problem: Problem) -> int:
     rows, heads, size = _shape(problem)
-    return 8 * rows * heads * (size + 4)
+    return 8 * (rows * heads * (size + 4) + 1)
 
 
 def _to_bytes(truth: Truth) -> bytes:
     budget = truth.budget
-    parts = (truth.out, truth.lse, budget.norm, budget.peak, budget.lse)
+    parts = (truth.out, truth.lse, budget.norm, budget.peak, budget.lse, torch.tensor(truth.computed_s))
     return torch.cat([part.double().flatten().cpu() for part in parts]).numpy().astype("<f8", copy=False).tobytes()
 
 
 def _from_bytes(problem: Problem, content: bytearray, device: torch.device) -> Truth | None:
     """Return the truth that an entry holds; None where its numbers cannot be a truth's."""
     rows, heads, size = _shape(problem)
-    numbers = torch.frombuffer(content, dtype=torch.float64).to(device)
+    numbers = torch.frombuffer(content, dtype=torch.float64)
+    computed_s, numbers = float(numbers[-1]), numbers[:-1].to(device)
     out = numbers[: rows * heads * size].view(rows, heads, size)
     lse, *allowed = numbers[rows * heads * size :].view(4, rows, heads)
-    if not _may_be_truth(out, lse, numbers[-3 * rows * heads :]):
+    if not (_may_be_truth(out, lse, numbers[-3 * rows * heads :]) and 0 <= computed_s < math.inf):
         return None
-    return Truth(params_of(problem), rows_of(problem, device), out, lse, Budget(*allowed), output_codes(problem.layer))
+    codes = output_codes(problem.layer)
+    return Truth(params_of(problem), rows_of(problem, device), out, lse, Budget(*allowed), codes, computed_s)
+
+
+def _timed_truth_of(problem: Problem, device: torch.device, *, refuse_blindness: bool) -> Truth:
+    began = perf_counter()
+    truth = truth_of(problem, device, refuse_blindness=refuse_blindness)
+    return replace(truth, computed_s=perf_counter() - began)
 
 
 def _may_be_truth(out: Tensor, lse: Tensor, budgets: Tensor) -> bool:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attncheck.backends.declarations import FUNCTION_PATHS
-from attncheck.errors import BackendLoadError, InternalError, QuestionError
-from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.errors import InternalError, QuestionError
+from attncheck.harness.run.backend_description import BackendDescription, LoadError, unloaded
 from attncheck.harness.workers.protocol import Assignment, Described, DeviceChosen, HarnessFailure, Prepare, Refused
+from attncheck.harness.workers.time_limits import Limit
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
-from attncheck.reports.run_file.causes import last_words
 from attncheck.reports.run_file.header import Environment
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environm
     )
 
 
-def chosen_device_of(process: WorkerProcess) -> tuple[str, tuple[str, ...], Environment]:
+def chosen_device_of(process: WorkerProcess, limit: Limit) -> tuple[str, tuple[str, ...], Environment]:
     """Return the device that ``process`` chose, notes on the choice, and the environment there.
 
     Raises:
@@ -55,7 +55,7 @@ def chosen_device_of(process: WorkerProcess) -> tuple[str, tuple[str, ...], Envi
         WorkerError: attncheck itself failed in the process.
         ProcessEndedError: the process ended.
     """
-    match answer := process.receive():
+    match answer := process.receive(limit):
         case DeviceChosen():
             return answer.device, answer.notes, answer.environment
         case Refused():
@@ -66,24 +66,25 @@ def chosen_device_of(process: WorkerProcess) -> tuple[str, tuple[str, ...], Envi
             raise RuntimeError(f"the process of {process.ref} chose a device by {answer.kind!r}")
 
 
-def description_of(process: WorkerProcess) -> BackendDescription | QuestionError:
+def description_of(process: WorkerProcess, limit: Limit) -> BackendDescription | QuestionError:
     """Return the description of the backend of ``process``, or why it has none.
+
+    If the process ends while it loads the backend, the description says how.
 
     Raises:
         WorkerError: attncheck itself failed in the process.
     """
     try:
-        answer = process.receive()
+        answer = process.receive(limit)
     except ProcessEndedError as ended:
-        words = last_words(ended.output)
-        printed = f"; it printed last: {words[-1]}" if words else ""
-        reason = f"its process ended ({ended.cause}) while it was loaded{printed}"
-        return BackendLoadError(process.ref, reason, allowed="with --in-process it is loaded under your debugger")
+        return unloaded(process.ref, ended.end)
     match answer:
         case Described():
             process.printed.label = answer.description.name
             return answer.description
         case Refused():
+            if answer.raised:
+                return unloaded(process.ref, LoadError(answer.raised, answer.reason))
             return QuestionError(answer.reason)
         case HarnessFailure():
             raise WorkerError(process.ref, answer)

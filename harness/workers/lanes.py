@@ -5,20 +5,18 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from attncheck.errors import QuestionError
+from attncheck.harness.workers.asking import Work
 from attncheck.harness.workers.schedule import Asked, Schedule
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import WorkerProcess, wait_for_answers
 from attncheck.reports.run_file.records import Record
-
-Work = Generator[WorkerProcess | None, None, None]
-"""Yields the process whose answer it waits for, or None where it has gone on."""
 
 
 @dataclass
 class Place:
     """What was found of one question so far, without what was yielded. ``due``: checks without a record.
 
-    ``blind``: why the case could not be examined at all.
+    ``blind``: why the case could not be examined at all. ``began``: when its examination did, by the monotonic clock.
     """
 
     asked: Asked
@@ -26,6 +24,7 @@ class Place:
     records: deque[Record] = field(default_factory=deque)
     blind: str | None = None
     is_over: bool = False
+    began: float | None = None
 
 
 @dataclass
@@ -151,6 +150,6 @@ def start(workers: WorkerPool, ref: str) -> Generator[WorkerProcess | None, None
         WorkerError: attncheck itself failed in it.
     """
     process = workers.prepare(ref)
-    while process is not None and not process.is_ready:
+    while process is not None and not process.is_ready(workers.limits.of_loading):
         yield process
     return workers.restart(ref)

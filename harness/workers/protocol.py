@@ -114,17 +114,22 @@ class Described(_Message):
 
 
 class Refused(_Message):
-    """The question was wrong: no such device or backend, or a suite has changed."""
+    """The question was wrong: no such device or backend, or a suite has changed.
+
+    ``raised``: the type of the exception that the backend's own code raised while it was loaded; empty: none.
+    """
 
     kind: Literal["refused"] = "refused"
     reason: str
+    raised: str = ""
 
 
 class Begun(_Message):
-    """A stage of the case, such as ``check lse``, is about to be entered."""
+    """A stage of the case, such as ``check lse``, begins. ``reference_s``: seconds that the case's truth took."""
 
     kind: Literal["begun"] = "begun"
     stage: str
+    reference_s: float = 0.0
 
 
 class Done(_Message):

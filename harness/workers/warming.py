@@ -17,6 +17,7 @@ from attncheck.harness.run.kernel_caches import kernel_count
 from attncheck.harness.run.plan import RunPlan
 from attncheck.harness.run.timing_rounds import Question, timed_questions, untimed_questions
 from attncheck.harness.workers.protocol import Described, Done, Examine
+from attncheck.harness.workers.time_limits import Limit
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 
@@ -62,6 +63,7 @@ class Warmers:
     """Processes that examine ``questions`` of one backend from the last to the first, and drop what they find.
 
     A process that ends, or is still at one case after ``limit_s`` seconds, is replaced; the case is not asked again.
+    ``loading``: the limit for a process to load the backend.
     """
 
     def __init__(
@@ -71,10 +73,11 @@ class Warmers:
         count: int,
         *,
         limit_s: float = _CASE_LIMIT_S,
+        loading: Limit | None = None,
     ) -> None:
         self.examined: list[str] = []
         self.lost: list[str] = []
-        self._start, self._limit_s = start, limit_s
+        self._start, self._limit_s, self._loading = start, limit_s, loading
         self._waiting = [question for question in questions if needed_bytes(question[0]) <= _SMALL]
         self._at_work: set[WorkerProcess] = set()
         self._is_closed = False
@@ -134,7 +137,7 @@ class Warmers:
                 return None
             self._at_work.add(process)
         try:
-            if isinstance(process.receive(), Described):
+            if isinstance(process.receive(self._loading), Described):
                 return process
         except ProcessEndedError:
             pass
@@ -209,4 +212,5 @@ class WarmingAhead:
     def _start(self, ref: str, questions: Sequence[Question]) -> Warmers:
         """Start as many warmers as have room beside the run's own process."""
         count = most_processes(self._plan.device) - 1
-        return Warmers(lambda: self._workers.start_extra(ref), questions, count)
+        loading = self._workers.limits.of_loading
+        return Warmers(lambda: self._workers.start_extra(ref), questions, count, loading=loading)

@@ -17,8 +17,9 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from attncheck.errors import InternalError, QuestionError
+from attncheck.errors import BackendLoadError, InternalError, QuestionError
 from attncheck.harness.workers.printed_output import mark_of
+from attncheck.harness.workers.process_control import STACK_SIGNAL
 from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
@@ -119,6 +120,7 @@ def main(words: list[str]) -> None:
     # A kernel that kills the process says at least where, even if the backend closed what it prints to.
     printing = os.dup(2)
     faulthandler.enable(printing)
+    faulthandler.register(STACK_SIGNAL, printing)
     pipes = WorkerPipes(int(reading), int(writing), printing)
     try:
         _serve(pipes)
@@ -191,7 +193,8 @@ def _serve(pipes: WorkerPipes) -> None:
         description = describe_backend(backend, assignment.device)
         examiner = _examiner(assignment, description, stores_truths=load.ref in BUILTIN)
     except QuestionError as error:
-        pipes.send(Refused(reason=str(error)))
+        raised = error.raised if isinstance(error, BackendLoadError) else ""
+        pipes.send(Refused(reason=str(error), raised=raised))
         return
     pipes.send(Described(description=description))
     cases = {case.key: case for case in examiner.plan.cases}
@@ -258,7 +261,7 @@ def _examine(
     from attncheck.harness.run.lost_device import DeviceLostError
 
     def begin(stage: str) -> None:
-        pipes.send(Begun(stage=stage))
+        pipes.send(Begun(stage=stage, reference_s=examiner.reference_s))
 
     pipes.mark(case.key)
     try:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Self
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
+from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.harness.workers.first_messages import assignment_of, chosen_device_of, description_of
 from attncheck.harness.workers.printed_output import Show
 from attncheck.harness.workers.protocol import Assignment, ChooseDevice, Prepare
+from attncheck.harness.workers.time_limits import TimeLimits
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
@@ -40,12 +42,14 @@ class WorkerPool:
         show: Show | None = None,
         spare: WorkerProcess | None = None,
         prepare: Prepare | None = None,
+        limits: TimeLimits | None = None,
     ) -> None:
         """``show``: is given what the processes print, line by line, with the name of the backend.
 
         ``spare``: a process that was started ahead, without a backend; the pool closes it. ``prepare``: what the
-        processes import before their backend; None: all checks.
+        processes import before their backend; None: all checks. ``limits``: the time limits; None: the default ones.
         """
+        self.limits = limits or TimeLimits()
         self._show, self._spare = show, spare
         self._prepare = prepare or Prepare()
         if spare is not None:
@@ -79,7 +83,7 @@ class WorkerPool:
 
     def twin(self) -> "WorkerPool":
         """Return a pool for one more process of each backend described here; it is closed with this one."""
-        twin = WorkerPool(self._show)
+        twin = WorkerPool(self._show, limits=self.limits)
         twin._environments, twin._infos, twin._assignment = self._environments, self._infos, self._assignment
         twin._prepare, twin._unshared = self._prepare, self._unshared
         self._twins.append(twin)
@@ -119,10 +123,10 @@ class WorkerPool:
         for process in self._processes.values():
             process.send(request)
             with suppress(ProcessEndedError):
-                return chosen_device_of(process)
+                return chosen_device_of(process, self.limits.of_loading)
         self._spare = self._spare or self._new()
         self._spare.send(request)
-        return chosen_device_of(self._spare)
+        return chosen_device_of(self._spare, self.limits.of_loading)
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
         """Assign the run of ``plan`` to the processes."""
@@ -182,7 +186,9 @@ class WorkerPool:
         if isinstance(description, QuestionError):
             raise description
         if not description.is_loaded:
-            raise QuestionError("; ".join(description.unavailable_reasons))
+            failure = description.failure
+            how = failure.cause if isinstance(failure, ProcessEnd) else failure.message if failure else ""
+            raise QuestionError(how or "; ".join(description.unavailable_reasons))
         if description.info != self._infos[ref]:
             raise QuestionError(f"{ref} is not what it was when the run began")
         return self._processes[ref]
@@ -241,7 +247,7 @@ class WorkerPool:
                 if each in self._processes and each not in asked:
                     self._processes[each].send(self._assignment_of(each))
                     asked.add(each)
-            found.append(description_of(self._processes[ref]))
+            found.append(description_of(self._processes[ref], self.limits.of_loading))
         return found
 
     def _assignment_of(self, ref: str) -> Assignment:

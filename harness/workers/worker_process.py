@@ -10,21 +10,33 @@ import contextlib
 import fcntl
 import math
 import os
+import secrets
 import select
-import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Self
 
 from attncheck.errors import InternalError
-from attncheck.harness.problem.host_memory import free_host_bytes, oom_kills
+from attncheck.harness.problem.host_memory import oom_kills
 from attncheck.harness.workers.printed_output import KEPT, PrintedOutput, Show
+from attncheck.harness.workers.process_control import (
+    MARK,
+    end_group,
+    end_marked,
+    exit_words,
+    native_stack,
+    print_stacks,
+    state_words,
+)
 
 if TYPE_CHECKING:
-    from attncheck.harness.workers.protocol import Answer, Prepare, Request
+    from attncheck.harness.run.outcomes import ProcessEnd
+    from attncheck.harness.workers.protocol import Answer, Examine, Prepare, Request
+    from attncheck.harness.workers.time_limits import Limit
 
 _START = """\
 import sys
@@ -40,23 +52,28 @@ _GRACE_S = 5.0
 _ROOM = 2**20
 """Bytes of answers, and of output, that wait to be read; Linux gives no more to everybody."""
 
+MOST_EARLIER = 64
+"""Requests about cases that are remembered."""
+
+_INTRUDED = "stopped, since it wrote into attncheck's own pipe"
 _LONGEST_ANSWER = 2**24
 """Bytes of one answer. A longer one does not come from the worker."""
 
 
 class ProcessEndedError(InternalError):
-    """A backend's process ended while an answer was due. ``cause`` in words, ``output``: the end of what it printed."""
+    """A backend's process ended while an answer was due."""
 
-    def __init__(self, cause: str, output: str) -> None:
-        self.cause, self.output = cause, output
-        super().__init__(cause)
+    def __init__(self, end: "ProcessEnd") -> None:
+        self.end = end
+        super().__init__(end.cause)
 
 
 class WorkerProcess:
     """A process that loads torch, and then waits for the backend to load; see ``protocol.py``.
 
     ``environment``: on top of this process's, also as an attribute. ``show`` is given what the process prints. ``ref``:
-    of its backend, empty before :meth:`load`. To be closed, whatever happens; a context manager closes it by itself.
+    of its backend, empty before :meth:`load`. ``examined``: its latest requests about cases. To be closed, whatever
+    happens; a context manager closes it by itself.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None, show: Show | None = None) -> None:
@@ -70,6 +87,9 @@ class WorkerProcess:
         self._reaping = threading.Lock()
         self._peak_bytes = 0
         self._oom_kills = oom_kills()
+        self._end: ProcessEndedError | None = None
+        self.examined: deque[Examine] = deque(maxlen=MOST_EARLIER)
+        self._mark = secrets.token_hex(16)
         with contextlib.ExitStack() as started:
             theirs_to_read, self._writing = _pipe(started)
             self._reading, theirs_to_write = _pipe(started)
@@ -81,7 +101,7 @@ class WorkerProcess:
             path = "\n".join(map(str, sys.path))
             self._process = subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
                 [sys.executable, "-P", "-u", "-c", _START, str(theirs_to_read), str(theirs_to_write), path],
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self.environment, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=theirs_to_print,
                 stderr=theirs_to_print,
@@ -133,39 +153,51 @@ class WorkerProcess:
         """Send one request. That nobody is there to read it any more is told by :meth:`receive`."""
         from attncheck.harness.workers.protocol import format_message
 
+        if request.kind == "examine":
+            self.examined.append(request)
         rest = memoryview(format_message(request))
         with contextlib.suppress(BrokenPipeError):
             while rest:
                 rest = rest[os.write(self._writing, rest) :]
 
-    def receive(self, limit_s: float | None = None) -> "Answer":
+    def receive(self, limit: "Limit | None" = None) -> "Answer":
         """Wait for the next answer, and return it; see :meth:`answer`."""
-        while (answer := self.answer(limit_s)) is None:
+        while (answer := self.answer(limit)) is None:
             wait_for_answers([self])
         return answer
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether :meth:`receive` returns or raises at once, or almost at once."""
-        return b"\n" in self._received or self.has_ended or bool(self._poll.poll(0))
+    def is_ready(self, limit: "Limit | None" = None) -> bool:
+        """Return whether :meth:`receive` returns or raises at once, or almost at once; see :meth:`answer`."""
+        is_there = b"\n" in self._received or self.has_ended or bool(self._poll.poll(0))
+        return is_there or self._is_late(limit)
 
-    def answer(self, limit_s: float | None = None) -> "Answer | None":
+    def answer(self, limit: "Limit | None" = None) -> "Answer | None":
         """Return the next answer; None: there is none yet.
 
-        A process that sends none for ``limit_s`` seconds, from the first call in vain, is killed with all it started.
+        A process that exceeds ``limit``, from the first call in vain, is killed with all it started.
 
         Raises:
-            ProcessEndedError: there will be none, since the process ended, or closed its pipe, or was killed.
+            ProcessEndedError: there will be none, since the process ended, or closed its pipe, or was killed. Every
+                later call raises the same.
         """
+        try:
+            return self._answer(limit)
+        except ProcessEndedError as ended:
+            self._end = ended
+            raise
+
+    def _answer(self, limit: "Limit | None") -> "Answer | None":
         from pydantic import ValidationError
 
         from attncheck.harness.workers.protocol import parse_answer
 
-        if self._waiting_since is None:
-            self._waiting_since = time.monotonic()
+        if self._end is not None:
+            raise self._end
+        is_late = self._is_late(limit)
         while b"\n" not in self._received:
             if len(self._received) > _LONGEST_ANSWER:
-                raise self._intruded()
+                self._kill()
+                raise self._ended(_INTRUDED)
             is_over = self.has_ended  # before the pipe is looked at: nothing comes behind it
             has_more = bool(self._poll.poll(0))
             if has_more:
@@ -173,11 +205,9 @@ class WorkerProcess:
                 self._received += chunk
                 is_over = not chunk
             if is_over:
-                raise ProcessEndedError(self._cause(), self.output())
-            is_late = limit_s is not None and time.monotonic() - self._waiting_since > limit_s
-            if is_late and b"\n" not in self._received:
-                self._kill()
-                raise ProcessEndedError(f"no answer within {limit_s:g} s", self.output())
+                raise self._ended(self._cause())
+            if limit is not None and is_late and b"\n" not in self._received:
+                raise self._timed_out(limit)
             if not has_more:
                 return None
         line, _, self._received = self._received.partition(b"\n")
@@ -185,7 +215,8 @@ class WorkerProcess:
         try:
             return parse_answer(bytes(line))
         except ValidationError:
-            raise self._intruded() from None
+            self._kill()
+            raise self._ended(_INTRUDED) from None
 
     def output(self, case: str | None = None, limit: int = KEPT) -> str:
         """Return the end of what was printed since ``case`` began, or the latest case; see :class:`PrintedOutput`."""
@@ -214,10 +245,31 @@ class WorkerProcess:
         if not self.has_ended:
             self._kill()
 
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._wait()
+    def _kill(self, *, politely: bool = False) -> bool:
+        """End the process with all it started; return False if it cannot be ended."""
+        has_ended = end_group(self._process.pid, self._wait, politely=politely)
+        end_marked(self._mark)
+        return has_ended
+
+    def _is_late(self, limit: "Limit | None") -> bool:
+        """Return whether the process exceeds ``limit``; the first call begins the count."""
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        return limit is not None and time.monotonic() - self._waiting_since > limit.seconds
+
+    def _timed_out(self, limit: "Limit") -> "ProcessEndedError":
+        """Return how the process ended that exceeded ``limit``: what it was doing, and that it was killed."""
+        state = state_words(self._process.pid)
+        print_stacks(self._process.pid, self.output)
+        stack = native_stack(self._process.pid)
+        words = [f"no answer in time; {limit}", *([state] if state else [])]
+        words += [] if self._kill(politely=True) else [f"process {self._process.pid} could not be killed, and is left"]
+        return self._ended("; ".join(words), stack, limit.seconds)
+
+    def _ended(self, cause: str, stack: str = "", limit_s: float | None = None) -> ProcessEndedError:
+        from attncheck.harness.run.outcomes import ProcessEnd
+
+        return ProcessEndedError(ProcessEnd(cause, self.output(), stack, limit_s))
 
     def _wait(self, limit_s: float = math.inf) -> bool:
         """Wait until the process has ended, for ``limit_s`` at most; return whether it has."""
@@ -229,32 +281,12 @@ class WorkerProcess:
             pause = min(2 * pause, 0.02)
         return True
 
-    def _intruded(self) -> ProcessEndedError:
-        self._kill()
-        return ProcessEndedError("stopped, since it wrote into attncheck's own pipe", self.output())
-
     def _cause(self) -> str:
         """In words, how the process ended."""
         if not self._wait(_GRACE_S):
             self._kill()
             return "stopped, since it closed attncheck's own pipe"
-        code = self._process.returncode
-        if code >= 0:
-            return f"left with exit code {code}"
-        if -code == signal.SIGKILL:
-            return f"killed by SIGKILL; {self._memory()}"
-        try:
-            return f"killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"killed by signal {-code}"
-
-    def _memory(self) -> str:
-        """In words, whether the kernel killed the process for want of memory."""
-        before, now, free = self._oom_kills, oom_kills(), free_host_bytes()
-        is_counted = before is not None and now is not None and now > before
-        figures = [f"peak memory of the process {self._peak_bytes / 2**30:.1f} GiB"]
-        figures += [] if free is None else [f"free memory {free / 2**30:.1f} GiB"]
-        return f"out of memory{', as the kernel counts' if is_counted else '?'} ({', '.join(figures)})"
+        return exit_words(self._process.returncode, self._peak_bytes, self._oom_kills)
 
 
 def wait_for_answers(processes: Iterable[WorkerProcess]) -> None:

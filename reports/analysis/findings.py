@@ -19,15 +19,17 @@ from attncheck.reports.run_file.records import (
     OURSELVES,
     UTILITIES,
     Crashed,
+    Ended,
     Errored,
     Failed,
     Passed,
     Record,
+    TimedOut,
     XFailed,
     XPassed,
 )
 
-Short = Failed | Errored | Crashed | XFailed | XPassed
+Short = Failed | Errored | Ended | XFailed | XPassed
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Finding:
                 return bool(self.example.meaning) and self.words != UNEXPLAINED
             case Errored():
                 return bool(raised_at(self.example.traceback))
-            case Crashed():
+            case Crashed() | TimedOut():
                 return bool(died_at(self.example.output))
             case _:
                 return False
@@ -105,7 +107,7 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
     described = {(case.suite, case.id): case for case in header.cases}
     groups: dict[tuple[str, str], list[Short]] = {}
     for record in asked:
-        if isinstance(record, Failed | Errored | Crashed | XFailed | XPassed):
+        if isinstance(record, Failed | Errored | Ended | XFailed | XPassed):
             words = record.reason if isinstance(record, XFailed) else record.finding
             groups.setdefault((record.backend, words), []).append(record)
     found = []

@@ -12,7 +12,17 @@ from attncheck.reports.analysis.summary import RunSummary, UnexaminedCases
 from attncheck.reports.analysis.verdicts import BackendVerdict
 from attncheck.reports.run_file.graph_levels import GraphLevel, GraphProbe
 from attncheck.reports.run_file.header import BackendInfo, RunHeader, SuiteInfo
-from attncheck.reports.run_file.records import OUTCOMES, UTILITIES, Crashed, Errored, Failed, Record, XPassed
+from attncheck.reports.run_file.records import (
+    OUTCOMES,
+    UTILITIES,
+    Crashed,
+    Ended,
+    Errored,
+    Failed,
+    Record,
+    TimedOut,
+    XPassed,
+)
 from attncheck.reports.run_file.store import Run
 
 
@@ -143,6 +153,19 @@ def cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
 
 
+def _recurrence(record: Ended) -> str:
+    match record.recurrence:
+        case "always":
+            return "; again when asked first in a fresh process"
+        case "after":
+            behind = f"case {record.after}" if record.after else "the cases before it"
+            return f"; only behind {behind}, not when asked first in a fresh process"
+        case "flaky":
+            return "; not again in a fresh process, neither first nor behind the cases before it"
+        case _:
+            return ""
+
+
 def what_happened(record: Record) -> str:
     """One line for a record that fell short; any other is told by its outcome."""
     match record:
@@ -150,8 +173,9 @@ def what_happened(record: Record) -> str:
             text = record.summary if record.graph is None else joined(record.summary)
         case Errored():
             text = f"{record.error_type} in {record.stage}: {_first_line(record.message)}"
-        case Crashed():
-            text = " ".join(f"{record.cause} during {record.stage}".split())
+        case Crashed() | TimedOut():
+            cause, semicolon, figures = record.cause.partition(";")
+            text = " ".join(f"{cause} during {record.stage}{semicolon}{figures}{_recurrence(record)}".split())
         case XPassed():
             text = f"passed, but was expected to fall short: {record.reason}"
         case _:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from attncheck.reports.run_file.causes import died_at, place_of, raised_at
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Crashed, Errored, Failed, Record
+from attncheck.reports.run_file.records import Ended, Errored, Failed, Record
 
 _FILE_OF_REFERENCE = re.compile(r"(?:^|:)(?P<path>[^:]+\.py)(?::|$)")
 
@@ -45,7 +45,7 @@ def backend_file(reference: str, root: str) -> str:
 def _lines_of(record: Record) -> Iterator[tuple[str, int | None]]:
     if isinstance(record, Errored):
         yield place_of(raised_at(record.traceback))
-    if isinstance(record, Crashed):
+    if isinstance(record, Ended):
         yield from (place_of(place) for place in died_at(record.output))
     if isinstance(record, Failed):
         yield from (place_of(line.strip()) for detail in record.details for line in reversed(detail.splitlines()))

@@ -6,7 +6,7 @@ A candidate that was handed over in Python has no name a shell could give; its l
 import shlex
 
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Crashed, Record
+from attncheck.reports.run_file.records import UTILITIES, Ended, Record
 
 
 def python_ref(name: str) -> str:
@@ -42,7 +42,7 @@ def _assignments(record: Record, header: RunHeader | None) -> str:
     if header is None:
         return ""
     required = next((info.required_environment for info in header.backends if info.name == record.backend), {})
-    blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if isinstance(record, Crashed) and header.device != "cpu" else {}
+    blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if isinstance(record, Ended) and header.device != "cpu" else {}
     values = {**blocking, **required}
     return "".join(f"{shlex.quote(name)}={shlex.quote(value)} " for name, value in values.items())
 

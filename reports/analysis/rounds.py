@@ -7,10 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attncheck.reports.run_file.records import BUDGET_SHARE, FALLEN_SHORT, Failed, Outcome, Passed, Record, RecordKey
+from attncheck.reports.run_file.record_base import RecordKey
+from attncheck.reports.run_file.records import BUDGET_SHARE, FALLEN_SHORT, Failed, Outcome, Passed, Record
 
 _WORST_FIRST: tuple[Outcome, ...] = (
     "crashed",
+    "timed_out",
     "errored",
     "failed",
     "xpassed",

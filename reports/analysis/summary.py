@@ -12,6 +12,7 @@ from typing import Literal
 
 from attncheck.reports.analysis.reasons import listed, without_first_figure
 from attncheck.reports.analysis.rounds import worst_rounds
+from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import (
     BUDGET_SHARE,
     EXAMINED,
@@ -21,7 +22,6 @@ from attncheck.reports.run_file.records import (
     Outcome,
     Passed,
     Record,
-    RecordKey,
     Unavailable,
     Unsupported,
     XFailed,

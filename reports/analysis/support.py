@@ -16,7 +16,7 @@ from attncheck.reports.run_file.records import (
     EXAMINED,
     FALLEN_SHORT,
     UTILITIES,
-    Crashed,
+    Ended,
     Failed,
     Passed,
     Record,
@@ -215,7 +215,7 @@ def _became(records: Iterable[Record]) -> str:
 
 
 def _how_short(claim: Record) -> str:
-    if isinstance(claim, Crashed) or (isinstance(claim, XFailed) and claim.underlying == "crashed"):
+    if isinstance(claim, Ended) or (isinstance(claim, XFailed) and claim.underlying in ("crashed", "timed_out")):
         return "died"
     is_unclear = isinstance(claim, Failed | XFailed) and claim.summary.startswith(UNCLEAR)
     return "unclear" if is_unclear else "wrong"

@@ -8,9 +8,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Crashed, Errored, Failed, Passed, Record, Unsupported, XFailed
+from attncheck.reports.run_file.records import (
+    UTILITIES,
+    Crashed,
+    Errored,
+    Failed,
+    Passed,
+    Record,
+    TimedOut,
+    Unsupported,
+    XFailed,
+)
 
-FunctionVerdict = Literal["equal", "drifted", "judged", "differs", "missing", "errored", "crashed", "stale", "expected"]
+FunctionVerdict = Literal[
+    "equal", "drifted", "judged", "differs", "missing", "errored", "crashed", "timed_out", "stale", "expected"
+]
 
 HEADINGS = ("function", "verdict", "questions", "equal", "drifted", "judged", "differ")
 
@@ -75,8 +87,8 @@ def _word(record: Record) -> FunctionVerdict:
             return "differs"
         case Errored():
             return "errored"
-        case Crashed():
-            return "crashed"
+        case Crashed() | TimedOut():
+            return record.outcome
         case XFailed():
             return "expected"
         case Unsupported():

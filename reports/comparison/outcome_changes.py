@@ -20,6 +20,7 @@ _STANDS: dict[Outcome, _Stand] = {
     "failed": "short",
     "errored": "short",
     "crashed": "short",
+    "timed_out": "short",
     "xfailed": "expected",
     "unsupported": "refused",
     "unavailable": "absent",

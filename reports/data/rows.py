@@ -13,6 +13,7 @@ from attncheck.reports.run_file.records import (
     Failed,
     Passed,
     Record,
+    TimedOut,
     Unavailable,
     Unsupported,
     XFailed,
@@ -100,7 +101,7 @@ def _what(record: Record) -> str:
             return "; ".join(record.reasons)
         case XFailed():
             return f"{record.underlying}: {record.summary} (expected: {record.reason})"
-        case Failed() | Errored() | Crashed() | XPassed():
+        case Failed() | Errored() | Crashed() | TimedOut() | XPassed():
             return phrases.what_happened(record)
 
 

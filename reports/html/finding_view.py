@@ -12,7 +12,7 @@ from attncheck.reports.analysis.repro import repro_command
 from attncheck.reports.analysis.summary import RunSummary
 from attncheck.reports.run_file.causes import died_at, raised_at
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Crashed, Errored, Failed, Record, XFailed
+from attncheck.reports.run_file.records import UTILITIES, Ended, Errored, Failed, Record, XFailed
 
 SHOWN = 40
 """Findings shown beside the records, which have all of them."""
@@ -107,7 +107,7 @@ def _shown(
     if isinstance(record, Errored):
         trail = record.traceback or record.message
         places = (place,) if (place := raised_at(record.traceback)) else ()
-    elif isinstance(record, Crashed):
+    elif isinstance(record, Ended):
         trail, places = record.output, tuple(died_at(record.output))
     meaning = (record.meaning or "") if isinstance(record, Failed) else ""
     return FindingView(

@@ -23,6 +23,7 @@ from attncheck.reports.run_file.records import (
     Failed,
     Passed,
     Record,
+    TimedOut,
     Unavailable,
     Unsupported,
     XFailed,
@@ -173,7 +174,7 @@ def _body(record: Record) -> Json:
         case Errored():
             told |= {"what": phrases.what_happened(record), "trail": record.traceback}
             told |= {} if record.message in record.traceback else {"message": record.message}
-        case Crashed():
+        case Crashed() | TimedOut():
             told |= {"what": phrases.what_happened(record), "trail": record.output}
         case Unsupported() | Unavailable():
             told |= {"reasons": record.reasons, "by": record.by if isinstance(record, Unsupported) else ""}

@@ -49,6 +49,7 @@ FUNCTION_TONES: Mapping[FunctionVerdict, Tone] = {
     "missing": "none",
     "errored": "bad",
     "crashed": "bad",
+    "timed_out": "bad",
     "stale": "warn",
     "expected": "warn",
 }

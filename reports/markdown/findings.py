@@ -9,7 +9,7 @@ from attncheck.reports.analysis.summary import RunSummary
 from attncheck.reports.analysis.verdicts import BackendVerdict
 from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Crashed, Errored, Failed, Record, XFailed
+from attncheck.reports.run_file.records import UTILITIES, Ended, Errored, Failed, Record, XFailed
 
 SHOWN_CASES = 12
 """Cases of a finding that are named; the run file has them all."""
@@ -85,7 +85,7 @@ def _details(record: Record, header: RunHeader) -> list[str]:
         lines += [markup.table(["figure", "value"], figures)] if figures else []
     if isinstance(record, Errored):
         lines.append(markup.fenced(record.traceback or record.message))
-    if isinstance(record, Crashed | Failed | Errored) and record.output:
+    if isinstance(record, Ended | Failed | Errored) and record.output:
         lines.append(f"The end of what it printed:\n\n{markup.fenced(record.output)}")
     lines.append(f"Repeat:\n\n{markup.fenced(repro_command(record, header), 'sh')}")
     return lines

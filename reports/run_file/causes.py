@@ -28,7 +28,7 @@ _PLACE = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+|\?\?\?),? in (?P
 
 _RAISED = re.compile(r'File "(?P<path>[^"]+)", line \d+')
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d[\d.]*/|^<")
-_HARNESS = "/attncheck/harness/"
+_HARNESS = re.compile(r"/attncheck/(?:harness/|backends/registry\.py)")
 _ATTNCHECK_INSTALLED = re.compile(r"/(?:site|dist)-packages/attncheck/")
 _THREAD = re.compile(r"(?P<current>Current )?[Tt]hread 0x[0-9a-f]+.* \(most recent call first\):")
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?:\d+|\?\?\?) in ')
@@ -60,14 +60,15 @@ def cause_of_error(error_type: str, stage: str, message: str, traceback: str) ->
     return f"{error_type} in {stage}" + (f": {without_figures(first)}" if first else "")
 
 
-def cause_of_crash(cause: str, stage: str, output: str) -> str:
+def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
     """Return what ended the process and the author's line where it did; without a line, the stage.
 
-    Figures, which stand behind a semicolon, are left out.
+    Figures, which are behind a semicolon, are left out. ``after``: the case behind which alone it ends.
     """
     cause = cause.partition(";")[0]
     place = _short_place(next(iter(died_at(output)), ""))
-    return f"{cause} at {place}" if place else f"{cause} during {stage}"
+    words = f"{cause} at {place}" if place else f"{cause} during {stage}"
+    return f"{words}, only after {after}" if after else words
 
 
 def without_figures(text: str) -> str:
@@ -133,6 +134,6 @@ def _frames(output: str) -> Iterator[tuple[str, str]]:
 
 def _is_foreign(path: str) -> bool:
     """Whether a file belongs to an installed library, to Python or to attncheck's harness."""
-    if _HARNESS in path:
+    if _HARNESS.search(path):
         return True
     return _INSTALLED.search(path) is not None and not _ATTNCHECK_INSTALLED.search(path)

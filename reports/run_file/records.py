@@ -3,33 +3,36 @@
 A run is a :class:`RunHeader`, any number of records, and a :class:`RunFooter`. A record names the backend, the case and
 the check, and has their outcome. Each outcome is a class of its own with the fields that outcome has: a failure has
 figures and a summary, an unsupported case has reasons, and nothing has both. A new measurement of a check is a field of
-:class:`_MeasuredRecord`, and of the harness's ``Measurements``.
+:class:`MeasuredRecord`, and of the harness's ``Measurements``.
 
 Models are strict about their keys: a line this version does not understand is an error, never half a record. A report
 renders on a laptop from these values alone.
 """
 
 import json
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 from pydantic_core import PydanticSerializationError
 
-from attncheck.reports.run_file.causes import cause_of_crash, cause_of_error, cause_of_failure
+from attncheck.reports.run_file.causes import cause_of_end, cause_of_error, cause_of_failure
 from attncheck.reports.run_file.graph_levels import GraphLevels
-from attncheck.reports.run_file.header import CheckName, RunHeader
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.run_file.record_base import LevelRecord, MeasuredRecord, RecordBase
 from attncheck.reports.run_file.timings import RunFileValue, Timing
 
 Figure = int | float
-Outcome = Literal["passed", "failed", "errored", "crashed", "unsupported", "unavailable", "xfailed", "xpassed"]
+Outcome = Literal[
+    "passed", "failed", "errored", "crashed", "timed_out", "unsupported", "unavailable", "xfailed", "xpassed"
+]
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 """Every outcome, in the order they are reported."""
 
-FALLEN_SHORT: frozenset[Outcome] = frozenset({"failed", "errored", "crashed", "xpassed"})
-"""Outcomes that make a run fail: a wrong answer, an error, a death, and an expected failure that no longer is one."""
+FALLEN_SHORT: frozenset[Outcome] = frozenset({"failed", "errored", "crashed", "timed_out", "xpassed"})
+"""Outcomes that make a run fail; ``xpassed`` is an expected failure that no longer occurs."""
 
-EXAMINED: frozenset[Outcome] = frozenset({"passed", "failed", "errored", "crashed", "xfailed", "xpassed"})
+EXAMINED: frozenset[Outcome] = FALLEN_SHORT | {"passed", "xfailed"}
 """Outcomes of a case that was really put to the backend; the others say why it was not."""
 
 UTILITIES = "utilities"
@@ -42,88 +45,7 @@ BUDGET_SHARE = "budget_share"
 """The figure that says which share of the error budget the worst row used; above 1.0 the answer is wrong."""
 
 
-class RecordKey(NamedTuple):
-    """What makes a record the same record: a run holds each key once."""
-
-    suite: str
-    case_id: str
-    case_hash: str
-    check: str
-    seed: int
-    backend: str
-    backend_version: str
-    environment: str
-    attncheck_version: str
-    round: int = 0
-
-    def __str__(self) -> str:
-        which = f", round {self.round}" if self.round else ""
-        return f"{self.suite}/{self.case_id}, check {self.check}, seed {self.seed}, backend {self.backend}{which}"
-
-
-class _RecordBase(RunFileValue):
-    """What every record says. ``backend_ref`` is what to type after ``--backend``; ``environment`` is a digest.
-
-    ``needs``: the features the case takes, and its sizes and forms as ``key=value`` (``head_size=64``). ``round``: in
-    which of the backend's processes it was asked, where it is asked in several, each time anew.
-    """
-
-    kind: Literal["record"] = "record"
-    suite: str
-    case_id: str
-    case_hash: str
-    check: CheckName
-    seed: int
-    backend: str
-    backend_ref: str
-    backend_version: str
-    environment: str
-    attncheck_version: str
-    round: int = 0
-    needs: tuple[str, ...] = ()
-    duration_s: float = 0.0
-
-    @property
-    def key(self) -> RecordKey:
-        """The identity of this record within a run."""
-        return RecordKey(**{name: getattr(self, name) for name in RecordKey._fields})
-
-    @property
-    def case(self) -> str:
-        """``suite/id``: what people call the case."""
-        return f"{self.suite}/{self.case_id}"
-
-
-class _LevelRecord(_RecordBase):
-    """What a record may carry besides its outcome, even where nothing was examined; None for other checks.
-
-    ``graph``: of the check ``cudagraph``.
-    """
-
-    graph: GraphLevels | None = None
-
-    @model_serializer(mode="wrap")
-    def _with_measurements_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The fields to write: what was measured is long, and comes behind the outcome."""
-        written: dict[str, Any] = write(self)
-        return written | {name: written.pop(name) for name in _MEASUREMENTS if name in written}
-
-
-class _MeasuredRecord(_LevelRecord):
-    """What a record may carry where the case was examined. A new kind of measurement is a field here.
-
-    ``chosen_kernels``: of the checks ``numerics`` and ``timing``, the kernels that a library chose, by the backend's
-    names; empty: not known. ``timing``: of the check ``timing``.
-    """
-
-    chosen_kernels: tuple[str, ...] = ()
-    timing: Timing | None = None
-
-
-_MEASUREMENTS = tuple(name for name in _MeasuredRecord.model_fields if name not in _RecordBase.model_fields)
-
-
-class Passed(_MeasuredRecord):
+class Passed(MeasuredRecord):
     """The check holds. ``figures`` measure by how much, ``notes`` say what a reader should know all the same."""
 
     outcome: Literal["passed"] = "passed"
@@ -131,7 +53,7 @@ class Passed(_MeasuredRecord):
     notes: tuple[str, ...] = ()
 
 
-class _ShortRecord(_RecordBase):
+class _ShortRecord(RecordBase):
     """What a record says where the backend fell short.
 
     ``finding``: records of one backend with the same words have one cause, and are one finding. Written by
@@ -151,7 +73,7 @@ class _ShortRecord(_RecordBase):
         raise NotImplementedError
 
 
-class Failed(_ShortRecord, _MeasuredRecord):
+class Failed(_ShortRecord, MeasuredRecord):
     """The answer is wrong. ``summary``: one line, where and how much; ``meaning``: the likely cause, if known.
 
     ``concerns``: the features that the likely cause is about. ``output``: the end of what the backend printed.
@@ -186,24 +108,48 @@ class Errored(_ShortRecord):
         return cause_of_error(self.error_type, self.stage, self.message, self.traceback)
 
 
-class Crashed(_ShortRecord):
-    """The backend's process died. ``stage`` is what it was doing (``check numerics``), ``cause`` what ended it.
+class _EndedRecord(_ShortRecord):
+    """The backend's process ended, or was ended, before it finished the check.
 
-    ``cause``: ``killed by SIGABRT``, ``left with exit code 3``. ``output``: the end of what the process printed, with
-    the stack that :mod:`faulthandler` leaves there. The checks of a case that the death kept from being made have the
-    same stage, cause and output.
+    ``stage``: what it was doing (``check numerics``). ``cause``: what ended it (``killed by SIGABRT``, ``left with exit
+    code 3``). ``output``: the end of what it printed, with the stack that :mod:`faulthandler` leaves there.
+    ``native_stack``: the stack of Python and C frames, if py-spy is installed; only of a check that timed out. Checks
+    of a case that were not made for this reason have the same values.
+
+    ``recurrence``: what a fresh process does with the same case. ``always``: it ends again with nothing before the
+    case; ``after``: it ends only behind the case ``after`` (or, if that is empty, behind the cases before it);
+    ``flaky``: it does not end again. Empty: this was not tried.
     """
 
-    outcome: Literal["crashed"] = "crashed"
     stage: str
     cause: str
     output: str = ""
+    native_stack: str = ""
+    recurrence: Literal["", "always", "after", "flaky"] = ""
+    after: str = ""
 
     def _words(self) -> str:
-        return cause_of_crash(self.cause, self.stage, self.output)
+        return cause_of_end(self.cause, self.stage, self.output, self.after)
 
 
-class Unsupported(_LevelRecord):
+class Crashed(_EndedRecord):
+    """The backend's process died, or attncheck ended it for its use of memory or of attncheck's own pipe."""
+
+    outcome: Literal["crashed"] = "crashed"
+
+
+class TimedOut(_EndedRecord):
+    """The backend exceeded a limit of ``limit_s`` seconds, and attncheck ended its process. ``cause``: which limit."""
+
+    outcome: Literal["timed_out"] = "timed_out"
+    limit_s: float
+
+
+Ended = Crashed | TimedOut
+"""A check that the backend's process did not finish."""
+
+
+class Unsupported(LevelRecord):
     """Not examined: the backend declares it cannot (``by`` backend), or no code of attncheck asks it yet."""
 
     outcome: Literal["unsupported"] = "unsupported"
@@ -211,18 +157,18 @@ class Unsupported(_LevelRecord):
     by: Literal["backend", "attncheck"] = "backend"
 
 
-class Unavailable(_RecordBase):
+class Unavailable(RecordBase):
     """Not examined: it cannot run on this machine."""
 
     outcome: Literal["unavailable"] = "unavailable"
     reasons: tuple[str, ...] = Field(min_length=1)
 
 
-class XFailed(_ShortRecord, _MeasuredRecord):
+class XFailed(_ShortRecord, MeasuredRecord):
     """Fell short, as expected. ``underlying`` and ``summary``: what happened; ``reason``: why it was expected."""
 
     outcome: Literal["xfailed"] = "xfailed"
-    underlying: Literal["failed", "errored", "crashed"]
+    underlying: Literal["failed", "errored", "crashed", "timed_out"]
     summary: str
     reason: str
 
@@ -230,7 +176,7 @@ class XFailed(_ShortRecord, _MeasuredRecord):
         return self.reason
 
 
-class XPassed(_ShortRecord, _MeasuredRecord):
+class XPassed(_ShortRecord, MeasuredRecord):
     """Passed, though expected to fall short for ``reason``."""
 
     outcome: Literal["xpassed"] = "xpassed"
@@ -241,29 +187,30 @@ class XPassed(_ShortRecord, _MeasuredRecord):
 
 
 Record = Annotated[
-    Passed | Failed | Errored | Crashed | Unsupported | Unavailable | XFailed | XPassed, Field(discriminator="outcome")
+    Passed | Failed | Errored | Crashed | TimedOut | Unsupported | Unavailable | XFailed | XPassed,
+    Field(discriminator="outcome"),
 ]
 """One examined property of one case of one backend."""
 
 
 def graph_of(record: Record) -> GraphLevels | None:
     """The CUDA-graph levels a record carries; None for other checks, and where nothing was examined."""
-    return record.graph if isinstance(record, _LevelRecord) else None
+    return record.graph if isinstance(record, LevelRecord) else None
 
 
 def timing_of(record: Record) -> Timing | None:
     """The times a record carries; None for other checks, and where nothing was timed."""
-    return record.timing if isinstance(record, _MeasuredRecord) else None
+    return record.timing if isinstance(record, MeasuredRecord) else None
 
 
 def chosen_kernels_of(record: Record) -> tuple[str, ...]:
     """Return the kernels that a library chose; empty where they are not known, and where nothing was examined."""
-    return record.chosen_kernels if isinstance(record, _MeasuredRecord) else ()
+    return record.chosen_kernels if isinstance(record, MeasuredRecord) else ()
 
 
 def without_outcome(record: Record) -> dict[str, Any]:
     """The fields of a record that stay where its outcome is replaced: its identity, and what was measured."""
-    return {name: getattr(record, name) for name in _MeasuredRecord.model_fields if name in type(record).model_fields}
+    return {name: getattr(record, name) for name in MeasuredRecord.model_fields if name in type(record).model_fields}
 
 
 class RunFooter(RunFileValue):

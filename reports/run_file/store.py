@@ -23,7 +23,8 @@ from pydantic import ValidationError
 from attncheck.errors import RunFileError
 from attncheck.reports.run_file.compression import open_new, open_to_append, read_bytes
 from attncheck.reports.run_file.header import FORMAT, RunHeader
-from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, RecordKey, RunFooter, format_line, parse_line
+from attncheck.reports.run_file.record_base import RecordKey
+from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, RunFooter, format_line, parse_line
 
 SYNC_EVERY_S = 1.0
 

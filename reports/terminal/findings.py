@@ -12,7 +12,7 @@ from attncheck.reports.analysis.summary import RunSummary
 from attncheck.reports.analysis.verdicts import BackendVerdict
 from attncheck.reports.run_file.causes import died_at, last_words, raised_at
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Crashed, Errored, Failed, Record
+from attncheck.reports.run_file.records import UTILITIES, Ended, Errored, Failed, Record
 from attncheck.reports.terminal.columns import WIDTH, Style, wrap
 
 SHOWN_FINDINGS = 6
@@ -124,9 +124,9 @@ def story(record: Record, header: RunHeader | None = None, *, width: int = WIDTH
         lines += [f"likely cause: {phrases.printable(record.meaning)}"] if record.meaning else []
     if isinstance(record, Errored) and (place := raised_at(record.traceback)):
         lines.append(phrases.printable(place))
-    if isinstance(record, Crashed):
+    if isinstance(record, Ended):
         lines += [phrases.printable(place) for place in died_at(record.output)]
-    if isinstance(record, Crashed | Failed | Errored):
+    if isinstance(record, Ended | Failed | Errored):
         words = [phrases.cut(phrases.one_line(line), PRINTED_WIDTH) for line in last_words(record.output)]
         lines += ["printed last:", *(f"  {word}" for word in words)] if words else []
     command = phrases.printable(repro_command(record, header))

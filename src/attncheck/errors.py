@@ -153,10 +153,13 @@ class SelectionError(QuestionError):
 
 
 class BackendLoadError(QuestionError):
-    """A backend named on the command line could not be loaded, or breaks the contract."""
+    """A backend named on the command line could not be loaded, or breaks the contract.
 
-    def __init__(self, ref: str, reason: str, *, allowed: str = "") -> None:
-        self.ref, self.reason, self.allowed = ref, reason, allowed
+    ``raised``: the type of the exception that the backend's own code raised meanwhile; empty: it raised none.
+    """
+
+    def __init__(self, ref: str, reason: str, *, allowed: str = "", raised: str = "") -> None:
+        self.ref, self.reason, self.allowed, self.raised = ref, reason, allowed, raised
         super().__init__(reason)
 
     def __str__(self) -> str:

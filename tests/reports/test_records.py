@@ -18,6 +18,7 @@ from attncheck.reports.run_file.records import (
     Passed,
     Record,
     RunFooter,
+    TimedOut,
     Unavailable,
     Unsupported,
     XFailed,
@@ -73,6 +74,7 @@ ONE_OF_EACH: list[Record] = [
     Failed(**WHO, figures={"worst_budget": math.inf}, summary="7 of 40 rows", meaning="window", details=("row 3",)),
     Errored(**WHO, stage="forward", error_type="RuntimeError", message="no", traceback="Traceback ..."),
     Crashed(**WHO, stage="check numerics", cause="killed by SIGABRT", output="free(): \x1b[31minvalid\n\x00 pointer"),
+    TimedOut(**WHO, stage="check lse", cause="no answer in time; the limit was 3 s", limit_s=3.0, recurrence="flaky"),
     Unsupported(**WHO, reasons=("head_size 80 is not one of 64",), by="attncheck"),
     Unavailable(**WHO, reasons=("needs CUDA",)),
     XFailed(**WHO, underlying="failed", summary="7 of 40 rows", reason="known"),
@@ -102,7 +104,9 @@ def test_a_line_comes_back_equal_and_of_its_class(line: RunHeader | Record | Run
     assert again == line
 
 
-@pytest.mark.parametrize("record", [r for r in ONE_OF_EACH if r.outcome not in ("errored", "crashed", "unavailable")])
+@pytest.mark.parametrize(
+    "record", [r for r in ONE_OF_EACH if r.outcome not in ("errored", "crashed", "timed_out", "unavailable")]
+)
 def test_levels_come_back_equal_with_every_probe(record: Record) -> None:
     again = parse_line(format_line(record.model_copy(update={"graph": LEVELS})))
     assert not isinstance(again, RunHeader | RunFooter)

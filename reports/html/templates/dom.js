@@ -12,10 +12,10 @@ function element(tag, attributes, ...children) {
 }
 
 const OUTCOME_TONES = {
-  passed: "good", failed: "bad", errored: "bad", crashed: "bad", xpassed: "bad",
+  passed: "good", failed: "bad", errored: "bad", crashed: "bad", timed_out: "bad", xpassed: "bad",
   xfailed: "warn", unsupported: "calm", unavailable: "none",
 };
-const FALLEN_SHORT = ["crashed", "errored", "failed", "xpassed"];
+const FALLEN_SHORT = ["crashed", "timed_out", "errored", "failed", "xpassed"];
 const NOT_EXAMINED = ["unsupported", "unavailable"];
 
 function chip(text, tone) {

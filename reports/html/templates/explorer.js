@@ -34,7 +34,7 @@ const speeds = catalogue.speeds.map(([run, backend, suite, caseId, part, median,
   caseId, part, median, low, high, rounds, spread, bytes, flops, share, isFastest,
 }));
 
-const SEVERITY = ["crashed", "errored", "failed", "xpassed", "xfailed", "passed", "unsupported", "unavailable"];
+const SEVERITY = ["crashed", "timed_out", "errored", "failed", "xpassed", "xfailed", "passed", "unsupported", "unavailable"];
 
 function severity(record) {
   return SEVERITY.indexOf(record.outcome);

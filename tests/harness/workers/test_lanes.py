@@ -9,9 +9,10 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.run.backend_description import BackendDescription, unloadable
 from attncheck.harness.run.evaluation import RunPlan, environment_of
-from attncheck.harness.run.outcomes import Circumstances, unavailable
+from attncheck.harness.run.outcomes import Circumstances, ProcessEnd, unavailable
 from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine
 from attncheck.harness.workers.supervisor import Supervisor
+from attncheck.harness.workers.time_limits import Limit, TimeLimits
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError
 from attncheck.reports.run_file.header import BackendInfo
@@ -40,17 +41,18 @@ class FakeProcess:
         self.pause = pool.pauses.get(ref, 0)
         self._pool, self._ref = pool, ref
         self._answers: list[Answer | Exception | None] = []
+        self.examined: list[Examine] = []
 
     def send(self, request: Examine) -> None:
         assert not self._answers, "asked before it has answered"
         self._pool.log.append(f"{self._pool.name}{self._ref} begins {request.case.partition('/')[2]}")
         case, check = request.case, request.checks[0]
         if request.case in self._pool.deadly:
-            self._answers = [Begun(stage=f"check {check}"), ProcessEndedError("killed by SIGSEGV", "")]
+            self._answers = [Begun(stage=f"check {check}"), ProcessEndedError(ProcessEnd("killed by SIGSEGV", ""))]
         else:
             self._answers = [*[None] * self.pause, passed(self._ref, case, check), Done()]
 
-    def answer(self, limit_s: float | None = None) -> Answer | None:
+    def answer(self, limit: Limit | None = None) -> Answer | None:
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -70,6 +72,7 @@ class FakePool:
         self.finished: list[str] = []
         self.twins: list[FakePool] = []
         self.twins_fail = False
+        self.limits = TimeLimits()
 
     def twin(self) -> "FakePool":
         twin = FakePool("", f"twin {len(self.twins)} of ", **self.pauses)
@@ -84,7 +87,7 @@ class FakePool:
         return self.processes.get(ref)
 
     def discard(self, ref: str) -> None:
-        del self.processes[ref]
+        self.processes.pop(ref, None)
 
     def prepare(self, ref: str) -> None:
         pass
@@ -217,7 +220,10 @@ def test_a_death_beside_another_process_costs_one_case(cases: list[Case]) -> Non
     ]
     (crash, _) = (record for record in records if isinstance(record, Crashed))
     assert (crash.cause, crash.stage) == ("killed by SIGSEGV", "check numerics")
-    assert sorted(line for line in workers.log if "started" in line) == ["a is started", "b is started"]
+    assert sorted(line for line in workers.log if "started" in line) == [
+        *["a is started"] * 2,  # one tries the case again
+        *["b is started"] * 2,
+    ]
 
 
 def test_one_that_could_not_be_loaded_keeps_no_process_from_its_work(cases: list[Case]) -> None:

@@ -11,16 +11,17 @@ from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import Finding, Holds, NotExamined
 from attncheck.harness.run.backend_description import BackendDescription, unloadable
 from attncheck.harness.run.evaluation import RunPlan, environment_of
-from attncheck.harness.run.outcomes import Circumstances, record_of
+from attncheck.harness.run.outcomes import Circumstances, ProcessEnd, record_of
 from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine
 from attncheck.harness.workers.supervisor import Supervisor
+from attncheck.harness.workers.time_limits import Limit, TimeLimits
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError
 from attncheck.reports.run_file.header import BackendInfo
 from attncheck.reports.run_file.records import Crashed, Record
 
 ENVIRONMENT = environment_of("cpu")
-DEATH = ProcessEndedError("killed by SIGSEGV", "the end of it")
+DEATH = ProcessEndedError(ProcessEnd("killed by SIGSEGV", "the end of it"))
 Deed = Finding | Exception | str
 """What a process does when it is asked: a finding, its end, or why the case cannot be put."""
 
@@ -39,6 +40,7 @@ class FakePool:
         self.alive = {ref: Process(self, ref, 0) for ref in refs}
         self.ending: list[str] = []
         self.starts = dict.fromkeys(refs, 1)
+        self.limits = TimeLimits()
 
     def keep_only(self, refs: Iterator[str]) -> None:
         kept = set(refs)
@@ -74,6 +76,7 @@ class Process:
         self.ref, self.number, self.has_ended = ref, number, False
         self._pool = pool
         self._answers: list[Answer | Exception] = []
+        self.examined: list[Examine] = []
 
     def send(self, request: Examine) -> None:
         pool, case = self._pool, self._pool.cases[request.case]
@@ -93,7 +96,7 @@ class Process:
             self._answers.append(record_of(who, case, known(self.ref), check, deed, 0.0))
         self._answers.append(Done(blind=deed if isinstance(deed, str) else None))
 
-    def answer(self, limit_s: float | None = None) -> Answer:
+    def answer(self, limit: Limit | None = None) -> Answer:
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer

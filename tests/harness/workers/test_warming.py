@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,9 +11,11 @@ from attncheck.cases.model import Case
 from attncheck.harness.run.backend_description import unloadable
 from attncheck.harness.run.environment import GpuModes
 from attncheck.harness.run.evaluation import RunPlan
+from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.harness.run.timing_rounds import Question
 from attncheck.harness.workers import warming
 from attncheck.harness.workers.protocol import Begun, Described, Done, Examine, Refused
+from attncheck.harness.workers.time_limits import Limit, TimeLimits
 from attncheck.harness.workers.warming import Warmers, WarmingAhead, most_processes, questions_to_warm
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError
@@ -33,12 +36,12 @@ class FakeProcess:
         self._asked.append(request.case.partition("/")[2])
         self._answers = [Begun(stage="check numerics"), Done()]
 
-    def receive(self) -> Any:
+    def receive(self, _limit: object = None) -> Any:
         if self._asked and self._asked[-1] == self._deadly:
-            raise ProcessEndedError("killed by SIGABRT", "")
+            raise ProcessEndedError(ProcessEnd("killed by SIGABRT", ""))
         if self._asked and self._asked[-1] == self._hanging:
             assert self._killed.wait(30), "not killed"
-            raise ProcessEndedError("killed by SIGKILL", "")
+            raise ProcessEndedError(ProcessEnd("killed by SIGKILL", ""))
         return self._answers.pop(0)
 
     def kill(self) -> None:
@@ -148,7 +151,7 @@ class Begins:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    def __call__(self, start: object, questions: list[Question], count: int) -> "Begins":
+    def __call__(self, start: object, questions: list[Question], count: int, *, loading: Limit) -> "Begins":
         self._log.append(f"{count} for {''.join(case.id for case, _ in questions)}")
         return self
 
@@ -197,7 +200,7 @@ def log_of(
     log: list[str] = []
     monkeypatch.setattr(warming, "Warmers", Begins(log))
     plan = RunPlan(tuple(case for case, _ in questions), checks=("timing",))
-    ahead = WarmingAhead(plan, cast(WorkerPool, None), is_on=is_on)
+    ahead = WarmingAhead(plan, cast(WorkerPool, SimpleNamespace(limits=TimeLimits())), is_on=is_on)
     for index in range(len(questions)):
         ahead.before("a", questions[index:])
         machine.now += seconds
@@ -232,7 +235,7 @@ def test_what_is_only_timed_is_examined_before_and_nothing_beside_the_times(
     log: list[str] = []
     monkeypatch.setattr(warming, "Warmers", Begins(log))
     plan = RunPlan(tuple(case for case, _ in questions), checks=("timing",))
-    ahead = WarmingAhead(plan, cast(WorkerPool, None), is_on=True)
+    ahead = WarmingAhead(plan, cast(WorkerPool, SimpleNamespace(limits=TimeLimits())), is_on=True)
     ahead.before_times(["a", "b"])
     ahead.close()
     assert log == ["4 for abcd", "waits", "ends"] * 2

@@ -10,6 +10,7 @@ from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription, unloadable
 from attncheck.harness.run.evaluation import RunPlan, environment_of
+from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import worker_pool as workers
 from attncheck.harness.workers.first_messages import WorkerError
@@ -24,6 +25,7 @@ from attncheck.harness.workers.protocol import (
     Refused,
     Request,
 )
+from attncheck.harness.workers.time_limits import Limit
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import BackendInfo
@@ -74,10 +76,10 @@ class Fake:
     def send(self, request: Request) -> None:
         self.requests.append(request)
 
-    def receive(self) -> Answer:
+    def receive(self, _limit: Limit) -> Answer:
         if isinstance(self.requests[-1], ChooseDevice):
             if self.ref in self.silent:
-                raise ProcessEndedError("killed by SIGABRT", "")
+                raise ProcessEndedError(ProcessEnd("killed by SIGABRT", ""))
             return self.device
         answer = self.script[self.ref][self._turn]
         if isinstance(answer, Exception):
@@ -186,14 +188,14 @@ def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works
 class Counting:
     """Receives as ``receive`` does, and notes which processes are alive then."""
 
-    def __init__(self, receive: Callable[[Fake], Answer]) -> None:
+    def __init__(self, receive: Callable[[Fake, Limit], Answer]) -> None:
         self._receive = receive
         self.alive: list[list[str]] = []
 
-    def __get__(self, fake: Fake, _: object = None) -> Callable[[], Answer]:
-        def receive() -> Answer:
+    def __get__(self, fake: Fake, _: object = None) -> Callable[[Limit], Answer]:
+        def receive(limit: Limit) -> Answer:
             self.alive.append([each.ref for each in fake.started if each.state == "alive"])
-            return self._receive(fake)
+            return self._receive(fake, limit)
 
         return receive
 
@@ -239,15 +241,13 @@ def test_one_that_requires_more_than_a_process_can_be_given_is_refused_alone(sta
     assert content == described("content").description
 
 
-def test_one_that_dies_as_it_is_loaded_says_how_and_what_it_said_last(started: list[Fake]) -> None:
-    Fake.script = {"dead": [ProcessEndedError("killed by SIGABRT", "loading\nno driver\n")]}
+def test_a_death_while_a_backend_is_loaded_is_part_of_its_description(started: list[Fake]) -> None:
+    Fake.script = {"dead": [ProcessEndedError(ProcessEnd("killed by SIGABRT", "loading\nno driver\n"))]}
     with assigned() as processes:
         (found,) = processes.describe(["dead"])
-    assert isinstance(found, BackendLoadError)
-    assert str(found) == (
-        "backend 'dead': its process ended (killed by SIGABRT) while it was loaded; it printed last: no driver; "
-        "with --in-process it is loaded under your debugger"
-    )
+    assert isinstance(found, BackendDescription)
+    assert not found.is_loaded
+    assert found.failure == ProcessEnd("killed by SIGABRT", "loading\nno driver\n")
 
 
 def test_our_own_fault_is_nobody_elses(started: list[Fake]) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.harness.workers import worker_process
+from attncheck.harness.workers import process_control, worker_process
 from attncheck.harness.workers.protocol import Examine
+from attncheck.harness.workers.time_limits import Limit
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 
 
@@ -56,7 +57,7 @@ def test_how_a_process_ended(monkeypatch: pytest.MonkeyPatch, code: str, cause: 
     text = f"print('last words', flush=True)\n{code}"
     with start(monkeypatch, text) as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
-    assert (caught.value.cause, caught.value.output) == (cause, "last words\n")
+    assert (caught.value.end.cause, caught.value.end.output) == (cause, "last words\n")
 
 
 def test_one_that_writes_into_the_pipe_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,21 +78,79 @@ def test_what_was_said_before_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> No
             process.receive()
 
 
-def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = """
-import time
+SILENT = """
+import faulthandler, signal, time
+faulthandler.register(signal.SIGUSR2)
 child = os.fork()
 if child: print(child, flush=True)
 say('{"kind":"begun","stage":"check lse"}')
+def hang():
+    time.sleep(600)
+hang()
+"""
+
+
+def test_a_silent_process_is_killed_at_its_limit_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "native_stack", lambda pid: f"frames of {pid}")
+    with start(monkeypatch, SILENT) as process:
+        assert process.receive(Limit(60)).kind == "begun"
+        assert process.receive(Limit(60)).kind == "begun"
+        with pytest.raises(ProcessEndedError, match=r"no answer in time; the limit was 0\.3 s \(as given\)$") as caught:
+            process.receive(Limit(0.3, "as given"))
+        assert process.has_ended
+        end = caught.value.end
+        assert (end.limit_s, end.native_stack) == (0.3, f"frames of {process._process.pid}")
+        child, *stack = end.output.splitlines()
+        assert any(line.endswith(" in hang") for line in stack)
+        assert wait_for(lambda: ended(int(child)))
+        with pytest.raises(ProcessEndedError) as again:
+            process.receive()
+        assert again.value.end == end
+
+
+def test_a_stopped_process_is_killed_and_described_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_control, "_STACK_S", 0.2)
+    with start(monkeypatch, "import signal; os.kill(os.getpid(), signal.SIGSTOP)") as process:
+        with pytest.raises(ProcessEndedError, match=r"no answer in time; .*; a signal has stopped the process$"):
+            process.receive(Limit(0.5))
+        assert process.has_ended
+
+
+def test_a_process_that_nothing_ends_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_control, "_STACK_S", 0.1)
+    monkeypatch.setattr(process_control, "_TERM_S", 0.1)
+    monkeypatch.setattr(process_control, "_KILL_S", 0.1)
+    code = "import signal, time\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\nprint('begins', flush=True)\ntime.sleep(60)"
+    kill = os.killpg
+    monkeypatch.setattr(process_control.os, "killpg", lambda pid, number: None)  # as a driver that holds it
+    monkeypatch.setattr(process_control, "end_marked", lambda mark: None)
+    monkeypatch.setattr(worker_process, "end_marked", lambda mark: None)
+    with start(monkeypatch, code) as process:
+        pid = process._process.pid
+        assert wait_for(process.output)
+        with pytest.raises(ProcessEndedError, match=rf"process {pid} could not be killed, and is left$"):
+            process.receive(Limit(0.1))
+    assert not ended(pid)
+    kill(pid, signal.SIGKILL)
+
+
+def test_a_daemon_that_left_the_session_ends_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+os.wait()
 time.sleep(600)
 """
     with start(monkeypatch, code) as process:
-        assert process.receive(60).kind == "begun"
-        assert process.receive(60).kind == "begun"
-        with pytest.raises(ProcessEndedError, match=r"no answer within 0\.3 s") as caught:
-            process.receive(0.3)
-        assert process.has_ended
-        assert wait_for(lambda: ended(int(caught.value.output)))
+        assert wait_for(lambda: process.output().strip())
+        daemon = int(process.output())
+        assert not ended(daemon)
+    assert wait_for(lambda: ended(daemon))
 
 
 def test_a_copy_that_holds_the_pipe_does_not_hide_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -123,7 +182,7 @@ def test_of_what_was_printed_the_end_is_kept_from_a_lines_start_on(monkeypatch: 
     code = "sys.stdout.buffer.write(b'\\xff{\\n' * 10**6 + b'end'); sys.stdout.flush(); os.abort()"
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
-    note, *lines = caught.value.output.split("\n")
+    note, *lines = caught.value.end.output.split("\n")
     assert lines[-1] == "end"
     assert set(lines[:-1]) == {"\ufffd{"}
     assert len(lines) - 1 == 20_000 // 3 - 1  # three bytes a line, and the first one is cut
@@ -139,12 +198,12 @@ def test_one_that_prints_without_end_waits_for_nobody_and_fills_no_disk(monkeypa
 
 def test_how_much_memory_a_killed_process_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "x = bytearray(b'x' * 2**28); os.kill(os.getpid(), 9)"
-    monkeypatch.setattr(worker_process, "oom_kills", lambda: 1)
-    monkeypatch.setattr(worker_process, "free_host_bytes", lambda: 3 * 2**29)
+    monkeypatch.setattr(process_control, "oom_kills", lambda: 1)
+    monkeypatch.setattr(process_control, "free_host_bytes", lambda: 3 * 2**29)
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
     pattern = r"killed by SIGKILL; out of memory\? \(peak memory of the process (\d+\.\d) GiB, free memory 1\.5 GiB\)"
-    found = re.fullmatch(pattern, caught.value.cause)
+    found = re.fullmatch(pattern, caught.value.end.cause)
     assert found is not None
     # Linux counts what this process held when it forked, as the peak of its child.
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -153,10 +212,11 @@ def test_how_much_memory_a_killed_process_had_is_told(monkeypatch: pytest.Monkey
 
 def test_a_kill_that_the_kernel_counts_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([1, 2])
-    monkeypatch.setattr(worker_process, "oom_kills", lambda: next(counts))
+    for module in (worker_process, process_control):
+        monkeypatch.setattr(module, "oom_kills", lambda: next(counts))
     with start(monkeypatch, "os.kill(os.getpid(), 9)") as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()
-    assert caught.value.cause.startswith("killed by SIGKILL; out of memory, as the kernel counts (peak memory")
+    assert caught.value.end.cause.startswith("killed by SIGKILL; out of memory, as the kernel counts (peak memory")
 
 
 def test_the_interpreter_is_this_one_with_its_path_and_the_environment(
@@ -169,7 +229,7 @@ def test_the_interpreter_is_this_one_with_its_path_and_the_environment(
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)] + [str(tmp_path)])
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="exit code 0") as caught:
         process.receive()
-    assert caught.value.output.split() == [sys.executable, "given", sys.path[0]]
+    assert caught.value.end.output.split() == [sys.executable, "given", sys.path[0]]
 
 
 def test_hundred_processes_leave_no_descriptor_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,15 @@ def change(before: Record, after: Record) -> OutcomeChange:
 
 # Rows: BASE; columns: NEW, in the order of OUTCOMES. w worse, b better, o other, = no change.
 TABLE = {
-    "passed": "= w w w w w o o",
-    "failed": "b = o o o o o b",
-    "errored": "b o = o o o o b",
-    "crashed": "b o o = o o o b",
-    "unsupported": "b w w w = o o b",
-    "unavailable": "b o o o o = o b",
-    "xfailed": "b o w w o o = b",
-    "xpassed": "o w w w w w o =",
+    "passed": "= w w w w w w o o",
+    "failed": "b = o o o o o o b",
+    "errored": "b o = o o o o o b",
+    "crashed": "b o o = o o o o b",
+    "timed_out": "b o o o = o o o b",
+    "unsupported": "b w w w w = o o b",
+    "unavailable": "b o o o o o = o b",
+    "xfailed": "b o w w w o o = b",
+    "xpassed": "o w w w w w w o =",
 }
 
 

@@ -1,0 +1,221 @@
+"""The examination of one question after the other, each through the process of its backend.
+
+If the process ends, the checks of the case that have no record yet are ``crashed`` or ``timed_out``, but for those that
+do not apply to it, and a fresh process takes the cases that follow. The case is asked again first, to find out whose
+fault it is. After the loss of the device, a fresh process makes the remaining checks. Where attncheck itself fails in a
+process, a fresh one is asked once more; if it fails again, the case is lost, and the rest of the run is not.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from attncheck.cases.model import Case
+from attncheck.errors import QuestionError
+from attncheck.harness.driver.observation import Raised
+from attncheck.harness.run.outcomes import OURSELVES, Circumstances, ProcessEnd, ended, record_of
+from attncheck.harness.workers.asking import WAITING, Stopped, Work, ask
+from attncheck.harness.workers.first_messages import WorkerError
+from attncheck.harness.workers.lanes import Place, start
+from attncheck.harness.workers.protocol import DeviceLost, Done, Examine, HarnessFailure
+from attncheck.harness.workers.recurrence import Recurrence, Replayed, find_recurrence
+from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.time_limits import Limit, TimeLimits
+from attncheck.harness.workers.warming import WarmingAhead
+from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.harness.workers.worker_process import WorkerProcess
+from attncheck.reports.run_file.causes import cause_of_end
+from attncheck.reports.run_file.graph_levels import CUDAGRAPH
+from attncheck.reports.run_file.records import Errored, Failed, Record
+from attncheck.reports.run_file.timings import TIMING
+
+_TRIES = 2
+"""Processes in which attncheck may fail before the case is lost."""
+
+_MOST_TRIED = 8
+"""Findings of a run whose cases are tried again."""
+
+_OUTPUT_BYTES = 4096
+"""Bytes of output in a record of a failure; that of a crash has more, with the stack."""
+
+
+class ProcessExaminer:
+    """Examines questions within ``limits``; ``circumstances`` are those of the records it makes itself."""
+
+    def __init__(self, circumstances: Circumstances, limits: TimeLimits, warming: WarmingAhead) -> None:
+        self.circumstances = circumstances
+        self._limits, self._warming = limits, warming
+        self._unstartable: dict[str, str] = {}
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._tried: set[tuple[str, str]] = set()
+
+    def begin_round(self, number: int) -> None:
+        """Give the records that follow this round, and try again to start processes that could not be started."""
+        self.circumstances = replace(self.circumstances, round=number)
+        self._unstartable.clear()
+
+    def work(self, place: Place, workers: WorkerPool, left: Sequence[Asked]) -> Work:
+        """Examine one question through the process of its backend in ``workers``; ``left``: those behind it."""
+        backend, case = place.asked.backend, place.asked.case
+        self._warming.before(backend.ref, [(each.case, each.checks) for each in (place.asked, *left)])
+        if self._left_s(place) <= 0:
+            cause = f"not asked; the time limit of the backend was {self._limits.backend_s:g} s"
+            self._end(place, Stopped(WAITING, ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)
+            return
+        place.began = time.monotonic()
+        if backend.ref not in self._unstartable:
+            try:
+                fault = yield from self._examine(place, workers)
+            except (QuestionError, OSError) as error:
+                cause = f"its process has ended, and no other could be started: {error}"
+                self._unstartable[backend.ref] = cause
+            else:
+                if fault is not None:
+                    raised = Raised(OURSELVES, WorkerError(backend.ref, fault), fault.error, fault.traceback)
+                    for check in place.due:
+                        place.records.append(record_of(self.circumstances, case, backend, check, raised, 0.0))
+                    place.due.clear()
+        if place.due:
+            self._end(place, Stopped("the start", ProcessEnd(self._unstartable[backend.ref])), place.due)
+        self._spent[backend.ref] += time.monotonic() - place.began
+
+    def _examine(
+        self, place: Place, workers: WorkerPool
+    ) -> Generator[WorkerProcess | None, None, HarnessFailure | None]:
+        """Make the checks that are due; return what of attncheck failed in two processes.
+
+        A process that lost the device is replaced for the checks behind. One in which attncheck failed is replaced
+        once: the backend may have spoilt it.
+
+        Raises:
+            QuestionError, OSError: a fresh process was needed, and could not be had.
+        """
+        faults: list[HarnessFailure] = []
+        while place.due and len(faults) < _TRIES:
+            fault = yield from self._examine_once(place, workers)
+            if fault is not None:
+                faults.append(fault)
+        return faults[-1] if place.due else None
+
+    def _examine_once(
+        self, place: Place, workers: WorkerPool
+    ) -> Generator[WorkerProcess | None, None, HarnessFailure | None]:
+        """Add the records of the checks that are due; return how attncheck failed in the process, if it did.
+
+        Raises:
+            QuestionError, OSError: a fresh process was needed, and could not be had.
+        """
+        ref, case, due = place.asked.backend.ref, place.asked.case, place.due
+        process = workers.process(ref) or (yield from start(workers, ref))
+        earlier = tuple(process.examined)
+
+        def take(record: Record) -> None:
+            if record.check in due:  # and was not made before a fault
+                due.remove(record.check)
+                place.records.append(_with_output(record, process, case))
+
+        end = yield from ask(process, self._request(place, due), partial(self._limit, place), take)
+        if isinstance(end, Done):
+            place.blind = end.blind
+            due.clear()
+            return None
+        goes_on = isinstance(end, DeviceLost)  # a fresh process makes the checks behind
+        if isinstance(end, DeviceLost):
+            record = end.record
+            end = Stopped(record.stage, ProcessEnd(record.cause, record.output + process.output(case.key)))
+        workers.discard(ref)
+        if isinstance(end, HarnessFailure):
+            return end
+        if end.stage.startswith(f"check {CUDAGRAPH}"):
+            workers.stop_sharing_probes(ref)
+        yield from self._settle(place, workers, end, earlier, goes_on=goes_on)
+        yield None  # the records are written before a process is started
+        return None
+
+    def _settle(
+        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[Examine], *, goes_on: bool
+    ) -> Work:
+        """Add the record of the check that ended the process, and of those behind it, unless the case ``goes_on``.
+
+        Each finding of a backend is tried again, if it takes no times. Where the case then goes well, the checks behind
+        have the records of that.
+        """
+        found = yield from self._recurrence(place, workers, stopped, earlier)
+        made: dict[str, Record] = {}
+        if found is not None:
+            stopped = replace(stopped, end=replace(stopped.end, recurrence=found.word, after=found.after))
+            made = {record.check: record for record in found.records}
+        for index, check in enumerate(tuple(place.due)):
+            if index and check in made:
+                place.due.remove(check)
+                place.records.append(made[check])
+            elif index == 0 or not goes_on:
+                self._end(place, stopped, [check])
+
+    def _recurrence(
+        self, place: Place, workers: WorkerPool, stopped: Stopped, earlier: Sequence[Examine]
+    ) -> Generator[WorkerProcess | None, None, Recurrence | None]:
+        """Try the case again; return None if this is not tried, or no process can be started."""
+        ref, end = place.asked.backend.ref, stopped.end
+        finding = (ref, cause_of_end(end.cause, stopped.stage, end.output))
+        is_known = finding in self._tried or len(self._tried) >= _MOST_TRIED
+        if is_known or place.asked.checks == (TIMING,) or self._left_s(place) <= 0:
+            return None
+        self._tried.add(finding)
+        replay = partial(self._replay, place, workers)
+        with suppress(QuestionError, OSError):  # the next case finds out, too
+            return (yield from find_recurrence(replay, self._request(place, place.asked.checks), earlier))
+        return None
+
+    def _replay(
+        self, place: Place, workers: WorkerPool, requests: Sequence[Examine]
+    ) -> Generator[WorkerProcess | None, None, Replayed]:
+        """Send ``requests`` to a fresh process; see :mod:`attncheck.harness.workers.recurrence`."""
+        ref = place.asked.backend.ref
+        workers.discard(ref)
+        process = yield from start(workers, ref)
+        records: list[Record] = []
+        for request in requests:
+            records.clear()
+            end = yield from ask(process, request, partial(self._limit, place), records.append)
+            if not isinstance(end, Done):
+                workers.discard(ref)
+                return Replayed(request is requests[-1] and not isinstance(end, HarnessFailure))
+        return Replayed(False, tuple(_with_output(record, process, place.asked.case) for record in records))
+
+    def _request(self, place: Place, checks: Sequence[str]) -> Examine:
+        return Examine(case=place.asked.case.key, checks=tuple(checks), round=self.circumstances.round)
+
+    def _left_s(self, place: Place) -> float:
+        """Return the seconds that are left to the backend of ``place``."""
+        at_work_s = 0.0 if place.began is None else time.monotonic() - place.began
+        return self._limits.backend_s - self._spent[place.asked.backend.ref] - at_work_s
+
+    def _limit(self, place: Place, stage: str, reference_s: float) -> Limit:
+        limit, left_s = self._limits.of_stage(stage, place.asked.case, reference_s), self._left_s(place)
+        if limit.seconds <= left_s:
+            return limit
+        return Limit(max(left_s, 0.0), f"what was left of the {self._limits.backend_s:g} s of the backend")
+
+    def _end(self, place: Place, stopped: Stopped, checks: Sequence[str]) -> None:
+        """Add records of ``checks``, which ``stopped`` kept from being made."""
+        from attncheck.harness.checks.case_checks import not_applicable  # loads torch, for what is rare
+
+        backend, case = place.asked.backend, place.asked.case
+        for check in tuple(checks):
+            place.due.remove(check)
+            if (skipped := not_applicable(check, case, backend.features)) is not None:
+                record = record_of(self.circumstances, case, backend, check, skipped, 0.0)
+            else:
+                record = ended(self.circumstances, case, backend, check, stopped.stage, stopped.end)
+            place.records.append(record)
+
+
+def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:
+    """Return a record of a failure or an error with the end of what its process printed during the case so far."""
+    if not isinstance(record, Failed | Errored):
+        return record
+    return record.model_copy(update={"output": process.output(case.key, _OUTPUT_BYTES)})

@@ -1,0 +1,117 @@
+"""Ending a process with all it started, and finding out what it was doing. Loads neither torch nor pydantic."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from attncheck.harness.problem.host_memory import free_host_bytes, oom_kills
+
+STACK_SIGNAL = signal.SIGUSR2
+"""The signal upon which a worker prints the Python stacks of its threads, even while C code holds the GIL."""
+
+MARK = "ATTNCHECK_WORKER"
+"""The environment variable whose value marks a worker and all that it starts."""
+
+_STACK = "(most recent call first):"
+_STACK_S = 2.0
+"""Seconds that a worker may take to print its stacks."""
+_NATIVE_STACK_S = 20.0
+_TERM_S, _KILL_S = 1.0, 10.0
+"""Seconds that a process may take to end after SIGTERM, and after SIGKILL."""
+
+
+def print_stacks(pid: int, printed: Callable[[], str]) -> None:
+    """Have the worker ``pid`` print its Python stacks, and wait until ``printed()`` holds them.
+
+    A worker that is stopped, or whose backend has taken the signal, prints none.
+    """
+    before = printed()
+    with suppress(ProcessLookupError):
+        os.kill(pid, STACK_SIGNAL)
+    deadline, latest = time.monotonic() + _STACK_S, before
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = printed()
+        if now.count(_STACK) > before.count(_STACK) and now == latest:
+            return
+        latest = now
+
+
+def native_stack(pid: int) -> str:
+    """Return the stacks of Python and C frames by py-spy; empty if it is not installed or may not look."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    if (program := shutil.which("py-spy", path=path)) is None:
+        return ""
+    for words in (["--native"], []):  # not everywhere can it read C frames
+        with suppress(OSError, subprocess.TimeoutExpired):
+            dumped = subprocess.run(  # noqa: S603 (a program of the user's own environment, and words of ours)
+                [program, "dump", *words, "--pid", str(pid)],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_NATIVE_STACK_S,
+                check=False,
+            )
+            if dumped.returncode == 0:
+                return dumped.stdout
+    return ""
+
+
+def state_words(pid: int) -> str:
+    """Return what keeps the process ``pid`` from running, as the kernel sees it; empty if it runs or sleeps."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][0]
+    except (OSError, IndexError):
+        return ""
+    return {"T": "a signal has stopped the process", "D": "the process waits in the kernel"}.get(state, "")
+
+
+def exit_words(code: int, peak_bytes: int, oom_kills_before: int | None) -> str:
+    """Return how a process ended by itself: its exit code, or the signal with what is known of the memory.
+
+    ``code``: negative for a signal. ``oom_kills_before``: of the control group, when the process started.
+    """
+    if code >= 0:
+        return f"left with exit code {code}"
+    if -code != signal.SIGKILL:
+        known = {each.value: each.name for each in signal.Signals}
+        return f"killed by {known.get(-code, f'signal {-code}')}"
+    now, free = oom_kills(), free_host_bytes()
+    is_counted = oom_kills_before is not None and now is not None and now > oom_kills_before
+    figures = [f"peak memory of the process {peak_bytes / 2**30:.1f} GiB"]
+    figures += [] if free is None else [f"free memory {free / 2**30:.1f} GiB"]
+    counted = ", as the kernel counts" if is_counted else "?"
+    return f"killed by SIGKILL; out of memory{counted} ({', '.join(figures)})"
+
+
+def end_group(pid: int, wait: Callable[[float], bool], *, politely: bool = False) -> bool:
+    """End the process group ``pid``; return False if it cannot be ended, as where a driver holds it.
+
+    ``wait``: waits for the process for so many seconds, and returns whether it has ended. ``politely``: by SIGTERM
+    first.
+    """
+    for number, seconds in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
+        if number == signal.SIGTERM and not politely:
+            continue
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+        if wait(seconds) and number == signal.SIGTERM:
+            with suppress(ProcessLookupError, PermissionError):  # what it started may ignore SIGTERM
+                os.killpg(pid, signal.SIGKILL)
+            return True
+    return wait(0)
+
+
+def end_marked(mark: str) -> None:
+    """End all processes whose environment has ``mark``: daemons, too, which have left the session. On Linux only."""
+    wanted, own = f"{MARK}={mark}".encode(), os.getpid()
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(place.name) != own and wanted in (place / "environ").read_bytes().split(b"\0"):
+                os.kill(int(place.name), signal.SIGKILL)

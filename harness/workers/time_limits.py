@@ -1,0 +1,81 @@
+"""Time limits of a backend: for loading it, for each stage of a case, and for all its cases together."""
+
+import math
+from dataclasses import dataclass
+
+from attncheck.cases.model import Case
+from attncheck.errors import SelectionError
+from attncheck.harness.problem.memory_estimate import needed_bytes
+from attncheck.reports.run_file.timings import TIMING
+
+FLOOR_S = 300.0
+"""Seconds that each stage gets by default. A kernel is compiled in it, for minutes where many are tuned."""
+
+REFERENCE_FACTOR = 10.0
+"""How many times the reference's own time each stage gets besides."""
+
+LEAST_LOADING_S = 60.0
+"""Seconds that loading gets at least. torch is imported in it, perhaps from a slow disk."""
+
+PREPARATION = "the preparation of the case"
+_PREPARED_BYTES_PER_S = 1e7
+"""Bytes of a case that the slowest machine prepares in a second, inputs and truth."""
+
+_TIMED_PARTS = 40
+"""Samplings of one check ``timing``, at most."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """``seconds`` without an answer, or ``math.inf``; ``words`` say where they come from."""
+
+    seconds: float = math.inf
+    words: str = ""
+
+    def __str__(self) -> str:
+        return f"the limit was {self.seconds:.4g} s{self.words and f' ({self.words})'}"
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """Time limits of a run.
+
+    ``case_s``: seconds without an answer to a question about a case; None: scaled by the reference's own time.
+    ``backend_s``: seconds that the processes of one backend may be at work together. ``sampling_s``: seconds that the
+    check ``timing`` samples one part of a step. ``math.inf`` is no limit.
+    """
+
+    case_s: float | None = None
+    backend_s: float = math.inf
+    sampling_s: float = 0.0
+
+    @property
+    def of_loading(self) -> Limit:
+        """The limit for a process to start, import a backend and describe it."""
+        return Limit(FLOOR_S) if self.case_s is None else Limit(max(self.case_s, LEAST_LOADING_S))
+
+    def of_stage(self, stage: str, case: Case, reference_s: float = 0.0) -> Limit:
+        """Return the limit of a stage of ``case``. ``reference_s``: seconds that the reference took for the case."""
+        if self.case_s is not None:
+            return Limit(self.case_s)
+        if stage == PREPARATION:
+            return Limit(FLOOR_S + needed_bytes(case) / _PREPARED_BYTES_PER_S)
+        words = f"{FLOOR_S:g} s, and {REFERENCE_FACTOR:g} times the {reference_s:.3g} s that the reference took"
+        limit_s = FLOOR_S + REFERENCE_FACTOR * reference_s
+        if stage == f"check {TIMING}":
+            limit_s += _TIMED_PARTS * self.sampling_s
+            words += f", and {_TIMED_PARTS * self.sampling_s:g} s for samples"
+        return Limit(limit_s, words)
+
+
+def read_limit(option: str, seconds: float | None) -> float | None:
+    """Return the limit that an option gives; 0 is no limit, None stays None.
+
+    Raises:
+        SelectionError: it is negative or no number.
+    """
+    if seconds is None:
+        return None
+    if not seconds >= 0:
+        raise SelectionError(f"{option} {seconds:g}: give seconds, or 0 for no limit")
+    return seconds or math.inf
