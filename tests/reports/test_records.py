@@ -130,7 +130,7 @@ def test_another_outcome_keeps_who_was_asked_and_what_was_measured() -> None:
 
 
 def test_most_records_have_no_levels() -> None:
-    assert [graph_of(record) for record in ONE_OF_EACH] == [None] * 8
+    assert [graph_of(record) for record in ONE_OF_EACH] == [None] * 9
 
 
 @pytest.mark.parametrize("change", [{"measured": "SOME"}, {"recorder": "metal"}, {"seconds": 3}])
@@ -196,7 +196,7 @@ def test_a_line_from_before_kernels_were_recorded_is_read() -> None:
     assert written.pop("chosen_kernels") == ["flash"]
     again = parse_line(json.dumps(written))
     assert again == ONE_OF_EACH[0]
-    assert [chosen_kernels_of(record) for record in ONE_OF_EACH] == [()] * 8
+    assert [chosen_kernels_of(record) for record in ONE_OF_EACH] == [()] * 9
 
 
 def test_a_record_that_names_its_finding_keeps_it() -> None:
@@ -212,7 +212,7 @@ def test_records_of_one_cause_have_one_finding_whatever_the_figures() -> None:
         Failed(**WHO, summary=f"{count} slots are {what}") for count, what in ((3, "wrong"), (41, "wrong"), (3, "lost"))
     )
     assert first.finding == second.finding != other.finding
-    assert ONE_OF_EACH[7].finding != ONE_OF_EACH[6].finding == "known"
+    assert ONE_OF_EACH[8].finding != ONE_OF_EACH[7].finding == "known"
 
 
 def test_an_expected_failure_keeps_the_kernels_that_ran() -> None:

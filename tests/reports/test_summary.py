@@ -12,10 +12,10 @@ Make = Callable[..., Record]
 def test_every_outcome_has_its_place(make: Make) -> None:
     found = tally([make(outcome) for outcome in OUTCOMES])
     assert [found[outcome] for outcome in OUTCOMES] == [1] * 9
-    assert found.examined == 6
+    assert found.examined == 7
     assert found.not_examined == 2
     assert found["passed"] == 1  # an expected failure is none
-    assert found.short == 4  # failed, errored, crashed, xpassed
+    assert found.short == 5  # failed, errored, crashed, timed_out, xpassed
 
 
 def test_the_worst_share_is_over_passes_and_failures(make: Make) -> None:

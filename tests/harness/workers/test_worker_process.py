@@ -120,7 +120,7 @@ def test_a_process_that_nothing_ends_is_left_and_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(process_control, "_STACK_S", 0.1)
     monkeypatch.setattr(process_control, "_TERM_S", 0.1)
     monkeypatch.setattr(process_control, "_KILL_S", 0.1)
-    code = "import signal, time\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\nprint('begins', flush=True)\ntime.sleep(60)"
+    code = "import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
     kill = os.killpg
     monkeypatch.setattr(process_control.os, "killpg", lambda pid, number: None)  # as a driver that holds it
     monkeypatch.setattr(process_control, "end_marked", lambda mark: None)
@@ -132,6 +132,7 @@ def test_a_process_that_nothing_ends_is_left_and_named(monkeypatch: pytest.Monke
             process.receive(Limit(0.1))
     assert not ended(pid)
     kill(pid, signal.SIGKILL)
+    process._process.wait()
 
 
 def test_a_daemon_that_left_the_session_ends_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
