@@ -15,6 +15,8 @@ from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
 from attncheck.harness.workers.first_messages import assignment_of, chosen_device_of, description_of
+from attncheck.harness.workers.memory_limits import MemoryLimits
+from attncheck.harness.workers.memory_watch import MemoryWatch
 from attncheck.harness.workers.printed_output import Show
 from attncheck.harness.workers.protocol import Assignment, ChooseDevice, Prepare
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
@@ -40,16 +42,20 @@ class WorkerPool:
         show: Show | None = None,
         spare: WorkerProcess | None = None,
         prepare: Prepare | None = None,
+        memory: MemoryLimits | None = None,
     ) -> None:
         """``show``: is given what the processes print, line by line, with the name of the backend.
 
         ``spare``: a process that was started ahead, without a backend; the pool closes it. ``prepare``: what the
-        processes import before their backend; None: all checks.
+        processes import before their backend; None: all checks. ``memory``: what each may hold; None: no limits.
         """
         self._show, self._spare = show, spare
         self._prepare = prepare or Prepare()
+        self._memory = memory or MemoryLimits()
+        self._watch = MemoryWatch(self._memory.host)
         if spare is not None:
             spare.prepare(self._prepare)
+            self._watch.add(spare)
         free = free_host_bytes()
         self._room = sys.maxsize if free is None else max(free // (2 * _PROCESS_BYTES), _LEAST_ROOM)
         self._prepared: set[str] = set()
@@ -82,6 +88,7 @@ class WorkerPool:
         twin = WorkerPool(self._show)
         twin._environments, twin._infos, twin._assignment = self._environments, self._infos, self._assignment
         twin._prepare, twin._unshared = self._prepare, self._unshared
+        twin._memory, twin._watch = self._memory, self._watch
         self._twins.append(twin)
         return twin
 
@@ -247,7 +254,8 @@ class WorkerPool:
     def _assignment_of(self, ref: str) -> Assignment:
         if self._assignment is None:
             raise RuntimeError("assign() comes before the first process is used")
-        return self._assignment.model_copy(update={"shares_probes": ref not in self._unshared})
+        update = {"shares_probes": ref not in self._unshared, "memory": self._memory}
+        return self._assignment.model_copy(update=update)
 
     def _start(self, ref: str) -> None:
         if ref in self._processes:
@@ -264,6 +272,7 @@ class WorkerPool:
         """Start a process that has no backend yet."""
         process = WorkerProcess(environment, self._show if is_shown else None)
         process.prepare(self._prepare)
+        self._watch.add(process)
         return process
 
     def _missing(self, ref: str, found: BackendDescription | QuestionError) -> dict[str, str]:

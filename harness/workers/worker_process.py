@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Self
 
 from attncheck.errors import InternalError
-from attncheck.harness.problem.host_memory import free_host_bytes, oom_kills
+from attncheck.harness.problem.control_group import oom_kills
+from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.workers.printed_output import KEPT, PrintedOutput, Show
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class WorkerProcess:
         self._is_closed = False
         self._reaping = threading.Lock()
         self._peak_bytes = 0
+        self._ended_for = ""
         self._oom_kills = oom_kills()
         with contextlib.ExitStack() as started:
             theirs_to_read, self._writing = _pipe(started)
@@ -104,6 +106,11 @@ class WorkerProcess:
     def fileno(self) -> int:
         """The pipe that answers come from."""
         return self._reading
+
+    @property
+    def identity(self) -> int:
+        """The number of the process, and of its session."""
+        return self._process.pid
 
     @property
     def has_ended(self) -> bool:
@@ -214,6 +221,14 @@ class WorkerProcess:
         if not self.has_ended:
             self._kill()
 
+    def end_for(self, cause: str) -> None:
+        """Kill the process with all it started, and have :meth:`receive` tell ``cause``. It waits for nothing."""
+        with self._reaping:
+            if self._process.returncode is None:
+                self._ended_for = cause
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -241,6 +256,8 @@ class WorkerProcess:
         code = self._process.returncode
         if code >= 0:
             return f"left with exit code {code}"
+        if -code == signal.SIGKILL and self._ended_for:
+            return self._ended_for
         if -code == signal.SIGKILL:
             return f"killed by SIGKILL; {self._memory()}"
         try:

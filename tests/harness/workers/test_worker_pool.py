@@ -58,6 +58,7 @@ class Fake:
         self.printed = SimpleNamespace(label="")
         self.requests: list[Request] = []
         self._turn = 0
+        self.identity, self.has_ended = 0, True
         self.started.append(self)
 
     def prepare(self, request: Prepare) -> None:
