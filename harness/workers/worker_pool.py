@@ -119,7 +119,7 @@ class WorkerPool:
         ``wanted``: by the user; ``wishes``: by the suites. A process whose backend ended it is passed over.
 
         Raises:
-            QuestionError: the device that the user wants is not there.
+            QuestionError: the device that the user wants is not there, or no process lives long enough to tell.
             WorkerError: attncheck itself failed in the process.
         """
         request = ChooseDevice(wanted=wanted, wishes=tuple(wishes))
@@ -129,7 +129,12 @@ class WorkerPool:
                 return chosen_device_of(process)
         self._spare = self._spare or self._new()
         self._spare.send(request)
-        return chosen_device_of(self._spare)
+        try:
+            return chosen_device_of(self._spare)
+        except ProcessEndedError as ended:
+            raise QuestionError(
+                f"a process without a backend ended before it named the device: {ended.cause}"
+            ) from None
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
         """Assign the run of ``plan`` to the processes."""
