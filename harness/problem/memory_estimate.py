@@ -91,6 +91,6 @@ def _free_device_bytes(device: "torch.device") -> int | None:
 
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
     # What torch keeps for itself between allocations counts as taken to the driver, and is there to be used again.
     return min(free + reserved, allowed) - allocated

@@ -39,7 +39,7 @@ def keep_within(limits: MemoryLimits, device: str) -> None:
             import torch
 
             total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(limits.device / total, 1.0), device)
+            torch.cuda.set_per_process_memory_fraction(min(limits.device / total, 1.0), torch.device(device).index)
     elif limits.host is not None and sys.platform == "linux":
         held = own_memory()
         bound = held.data + max(limits.host - held.resident, 0) + limits.host // 8

@@ -88,7 +88,10 @@ class MemoryWatch:
             return None
         free = free_host_bytes()
         is_short = free is not None and free < self._reserve
-        held = held_bytes({*watched, *self._dying}, 0 if is_short else self._limit)
+        try:
+            held = held_bytes({*watched, *self._dying}, 0 if is_short else self._limit)
+        except OSError:  # no descriptor is left, for now
+            return _LONGEST_S
         self._dying = {session for session in self._dying if held[session]}
         alive = {session: held[session] for session in watched.keys() - self._dying}
         # The memory of one that was killed comes back only after a while.
@@ -134,11 +137,12 @@ def held_bytes(sessions: Collection[int], enough: int | None) -> dict[int, int]:
     What they share is counted once where they would hold more than ``enough`` otherwise: that takes long to find out.
     """
     members: dict[int, list[int]] = {session: [] for session in sessions}
-    for entry in os.scandir(_PROC):
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):  # it has ended
-                members.get(os.getsid(int(entry.name)), []).append(int(entry.name))
-    return {session: _held(processes, enough) for session, processes in members.items()}
+    with os.scandir(_PROC) as entries:
+        processes = [int(entry.name) for entry in entries if entry.name.isdecimal()]
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            members.get(os.getsid(process), []).append(process)
+    return {session: _held(found, enough) for session, found in members.items()}
 
 
 def _held(processes: Collection[int], enough: int | None) -> int:
