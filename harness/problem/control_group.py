@@ -14,15 +14,16 @@ _ROOT = Path("/sys/fs/cgroup")
 def free_group_bytes() -> int | None:
     """Return the memory that the control groups leave; None if none of them has a limit.
 
-    Cached pages of files that no process has used for long are free: the kernel takes them back.
+    Cached pages of files count as free, as in MemAvailable of the machine: the kernel takes them back.
     """
     found: list[int] = []
     for folder in _folders("memory"):
         limits = [_number(folder, name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
         used = _number(folder, "memory.current") or _number(folder, "memory.usage_in_bytes")
         if used is not None and (given := [limit for limit in limits if limit is not None]):
-            stat = _table(folder, "memory.stat")  # of version 1, `total_` is with the groups in it
-            cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+            stat = _table(folder, "memory.stat")  # in version 1, `total_` includes the groups below
+            names = ("inactive_file", "active_file")
+            cached = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in names)
             found.append(max(min(given) - used + cached, 0))
     return min(found, default=None)
 

@@ -42,7 +42,7 @@ def test_without_groups_or_limits_the_machine_counts(group: Path, monkeypatch: p
 
 
 def test_the_narrowest_group_around_the_process_counts(group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stat = f"anon {GIB}\ninactive_file {GIB // 2}\nactive_file {GIB}"
+    stat = f"anon {GIB}\ninactive_file {GIB // 4}\nactive_file {GIB // 4}"
     write(group / "slice/pod", memory__max=8 * GIB, memory__current=2 * GIB, memory__stat=stat)
     assert free_group_bytes() == 6.5 * GIB
     write(group / "slice", memory__max=9 * GIB, memory__current=5 * GIB, memory__stat="inactive_file 0")
