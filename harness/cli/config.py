@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 
 from attncheck.errors import CaseFileError
 
@@ -49,6 +49,8 @@ class Config(BaseModel):
     seed: Annotated[int, Field(ge=0, strict=True)] | None = None
     case_timeout: Annotated[float, Field(ge=0)] | None = None
     backend_timeout: Annotated[float, Field(ge=0)] | None = None
+    memory_limit: ByteSize | None = None
+    device_memory_limit: ByteSize | None = None
     output: Path | None = None
     keep: Annotated[int, Field(ge=1, strict=True)] = KEEP
     cache: Annotated[bool, Field(strict=True)] = True

@@ -39,6 +39,8 @@ def run(
     device: arguments.Device = None,
     case_timeout: arguments.CaseTimeout = None,
     backend_timeout: arguments.BackendTimeout = None,
+    memory_limit: arguments.MemoryLimit = None,
+    device_memory_limit: arguments.DeviceMemoryLimit = None,
     seed: arguments.Seed = None,
     output: arguments.Output = None,
     resume: arguments.Resume = None,
@@ -78,7 +80,7 @@ def run(
     from attncheck.harness.cli.last_failed import only_failed
     from attncheck.harness.cli.run_execution import execute_run
     from attncheck.harness.cli.run_files import kept_folder, newest_run
-    from attncheck.harness.cli.run_options import RunOptions, read_jobs
+    from attncheck.harness.cli.run_options import RunOptions, read_jobs, read_size
     from attncheck.harness.run.patterns import choose_checks, split_commas
     from attncheck.harness.run.sharding import read_shard
 
@@ -108,6 +110,8 @@ def run(
         device=device or config.device,
         case_timeout=config.case_timeout if case_timeout is None else case_timeout,
         backend_timeout=config.backend_timeout if backend_timeout is None else backend_timeout,
+        memory_limit=read_size("--memory-limit", memory_limit, config.memory_limit),
+        device_memory_limit=read_size("--device-memory-limit", device_memory_limit, config.device_memory_limit),
         seed=(config.seed or 0) if seed is None else seed,
         output=output,
         resume=resume,

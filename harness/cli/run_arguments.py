@@ -168,6 +168,23 @@ BackendTimeout = Annotated[
         "cases is timed_out. Default: no limit.",
     ),
 ]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        metavar="SIZE",
+        help="Kill the process of a backend that holds more, such as 4GiB, with all it started. Default: what the host "
+        "has, but for a reserve.",
+    ),
+]
+DeviceMemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        "--device-memory-limit",
+        metavar="SIZE",
+        help="Bytes of GPU memory that torch may take in the process of a backend, such as 40GiB. Default: all.",
+    ),
+]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, metavar="N", help="Seed of the inputs. Default: 0.")]
 ExitFirst = Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first record that falls short.")]
 MaxFail = Annotated[

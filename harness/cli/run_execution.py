@@ -92,8 +92,8 @@ def execute_run(
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
     make_dump_folder(options.dump)
     show = show_printed if options.show_output else None
-    limits = replace(options.limits, sampling_s=timing.limit_s)
-    with WorkerPool(show, spare, preparation_of(selection), limits) as pool:
+    limits = replace(options.time_limits, sampling_s=timing.limit_s)
+    with WorkerPool(show, spare, preparation_of(selection), limits, options.memory_limits) as pool:
         if options.backend_refs is not None and not options.in_process:
             pool.start(first_refs(options.backend_refs, selection.suites))
 

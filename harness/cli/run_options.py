@@ -4,15 +4,35 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
 from attncheck.errors import SelectionError
 from attncheck.harness.cli.config import KEEP
 from attncheck.harness.run.selection import Selection, select_cases
 from attncheck.harness.run.sharding import Shard
+from attncheck.harness.workers.memory_limits import MemoryLimits, size_in_words
 from attncheck.harness.workers.time_limits import TimeLimits, read_limit
 from attncheck.reports.run_file.records import UTILITIES
 
 PROVIDER_SUITES = ("smoke", "named_batches", "padding")
 """Default suites of a run of providers without backends: their batches become the questions."""
+
+_LEAST_MEMORY = 2**29
+"""Bytes that a process holds about that has loaded torch and the checks."""
+
+
+def read_size(option: str, text: str | None, default: int | None = None) -> int | None:
+    """Return the bytes that ``text`` gives, such as ``4GiB``, ``4G`` or ``4294967296``; None means ``default``.
+
+    Raises:
+        SelectionError: it is no size.
+    """
+    if text is None:
+        return default
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise SelectionError(f"{option} {text!r}: give a size, such as 512MiB, 4GiB or a number of bytes") from None
 
 
 def read_jobs(text: str | None) -> int | None:
@@ -61,6 +81,8 @@ class RunOptions:
     device: str | None = None
     case_timeout: float | None = None
     backend_timeout: float | None = None
+    memory_limit: int | None = None
+    device_memory_limit: int | None = None
     seed: int = 0
     output: Path | None = None
     resume: Path | None = None
@@ -86,6 +108,10 @@ class RunOptions:
                     f"{option} {seconds:g} kills the process of a backend, and --in-process starts none; "
                     "leave out one of them"
                 )
+        self._check_memory("--memory-limit", self.memory_limit)
+        self._check_memory("--device-memory-limit", self.device_memory_limit)
+        if self.device == "cpu" and self.device_memory_limit is not None:
+            raise SelectionError("--device-memory-limit is for a GPU, and --device cpu has none; leave out one of them")
         if self.jobs is not None and self.jobs > 1 and self.in_process:
             raise SelectionError(f"--jobs {self.jobs} and --in-process, which is one process; leave out one of them")
         if self.resume is not None:
@@ -116,8 +142,23 @@ class RunOptions:
                 f"check {self.backend_checks[0]!r} examines a backend, and there is none; give --backend"
             )
 
+    def _check_memory(self, option: str, limit: int | None) -> None:
+        if limit is not None and limit < _LEAST_MEMORY:
+            raise SelectionError(
+                f"{option} {limit}: give {size_in_words(_LEAST_MEMORY)} or more; torch takes most of it"
+            )
+        if limit is not None and self.in_process:
+            raise SelectionError(
+                f"{option} {limit} is for the process of a backend, and --in-process starts none; leave out one of them"
+            )
+
     @property
-    def limits(self) -> TimeLimits:
+    def memory_limits(self) -> MemoryLimits:
+        """What the process of a backend may hold."""
+        return MemoryLimits(self.memory_limit, self.device_memory_limit)
+
+    @property
+    def time_limits(self) -> TimeLimits:
         """The time limits of the processes of backends."""
         backend_s = read_limit("--backend-timeout", self.backend_timeout)
         return TimeLimits(read_limit("--case-timeout", self.case_timeout), math.inf if backend_s is None else backend_s)

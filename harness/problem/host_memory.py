@@ -1,11 +1,57 @@
-"""How much memory the host has left, and whether it ran out. Loads no torch."""
+"""How much memory the host, the container and this process have left. Loads no torch."""
 
 import os
+import resource
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+from attncheck.harness.problem.control_group import free_group_bytes
 
 
 def free_host_bytes() -> int | None:
-    """Memory the kernel could hand out without swapping; None where it does not tell."""
+    """Return the memory that the kernel could hand out without swapping; None if it is not known.
+
+    The limits of control groups count, such as those of a container.
+    """
+    free = [each for each in (_free_machine_bytes(), free_group_bytes()) if each is not None]
+    return min(free, default=None)
+
+
+_REFUSALS = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+"""What libraries say where an allocation failed and they raise no MemoryError."""
+
+
+@dataclass(frozen=True)
+class OwnMemory:
+    """Bytes of this process: ``resident``, and ``data``, which is what RLIMIT_DATA limits."""
+
+    resident: int
+    data: int
+
+
+def own_memory() -> OwnMemory:
+    """Return the memory of this process, which Linux tells."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    resident, data = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmData"))
+    return OwnMemory(resident, data)
+
+
+def free_own_bytes() -> int | None:
+    """Return the memory that this process may still allocate by its RLIMIT_DATA; None if it has no such limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit == resource.RLIM_INFINITY or sys.platform != "linux":
+        return None
+    return max(limit - own_memory().data, 0)
+
+
+def is_refused_memory(error_type: str, message: str) -> bool:
+    """Return whether an error of this type and message says that an allocation failed, on the host or a GPU."""
+    return error_type.endswith("MemoryError") or any(words in message for words in _REFUSALS)
+
+
+def _free_machine_bytes() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         fields = dict(line.split(":", 1) for line in lines)
@@ -13,14 +59,3 @@ def free_host_bytes() -> int | None:
     except (OSError, KeyError, ValueError, IndexError):
         pages = os.sysconf_names.get("SC_AVPHYS_PAGES")
         return None if pages is None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def oom_kills() -> int | None:
-    """Return how many processes of this control group the kernel has killed for want of memory; None if not known."""
-    try:
-        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        group = next(line.removeprefix("0::/") for line in groups if line.startswith("0::/"))  # of version 2
-        events = Path("/sys/fs/cgroup", group, "memory.events").read_text(encoding="ascii").split()
-        return int(events[events.index("oom_kill") + 1])
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from attncheck.cases.model import Case
-from attncheck.harness.problem.host_memory import free_host_bytes
+from attncheck.harness.problem.host_memory import free_host_bytes, free_own_bytes
 from attncheck.harness.problem.layer_sizes import naive_layer, stored_sizes
 from attncheck.reference.spec import (
     AttentionType,
@@ -73,7 +73,12 @@ def _num_weights(layer: LayerSpec) -> int:
 def shortage(case: Case, device: "torch.device") -> str | None:
     """Why ``case`` does not fit ``device`` (and the host) right now, with the GiB it needs; None: it does."""
     needed = needed_bytes(case)
-    for name, free in (("the host", free_host_bytes()), (str(device), _free_device_bytes(device))):
+    room = {
+        "the host": free_host_bytes(),
+        "the process": free_own_bytes(),
+        str(device): _free_device_bytes(device),
+    }
+    for name, free in room.items():
         if free is not None and needed > 0.9 * free:
             return f"the case needs about {needed / 2**30:.1f} GiB, {name} has {free / 2**30:.1f} GiB free"
     return None
@@ -84,6 +89,8 @@ def _free_device_bytes(device: "torch.device") -> int | None:
         return None
     import torch
 
-    free, _ = torch.cuda.mem_get_info(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
     # What torch keeps for itself between allocations counts as taken to the driver, and is there to be used again.
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(free + reserved, allowed) - allocated

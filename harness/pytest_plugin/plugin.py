@@ -76,6 +76,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="stop the processes of a backend when they have been at work for so long together (default: no limit)",
     )
     group.addoption(
+        "--attncheck-memory-limit",
+        default=None,
+        metavar="SIZE",
+        help="kill the process of a backend that holds more, such as 4GiB, with all it started",
+    )
+    group.addoption(
+        "--attncheck-device-memory-limit",
+        default=None,
+        metavar="SIZE",
+        help="GPU memory that torch may take in the process of a backend, such as 40GiB",
+    )
+    group.addoption(
         "--attncheck-in-process",
         action="store_true",
         help="examine backends in the process of pytest, not each in one of its own: for debuggers and profilers",

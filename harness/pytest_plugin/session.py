@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from attncheck.errors import QuestionError
-from attncheck.harness.cli.run_options import RunOptions
+from attncheck.harness.cli.run_options import RunOptions, read_size
 from attncheck.harness.pytest_plugin.backend_tests import BackendTests
 from attncheck.harness.pytest_plugin.items import CheckItem, Root, module_items
 from attncheck.harness.pytest_plugin.question import Question
@@ -51,6 +51,10 @@ class PytestSession:
                 device=option("attncheck_device"),
                 case_timeout=option("attncheck_case_timeout"),
                 backend_timeout=option("attncheck_backend_timeout"),
+                memory_limit=read_size("--attncheck-memory-limit", option("attncheck_memory_limit")),
+                device_memory_limit=read_size(
+                    "--attncheck-device-memory-limit", option("attncheck_device_memory_limit")
+                ),
                 seed=option("attncheck_seed"),
                 dump=None if option("attncheck_dump") is None else Path(option("attncheck_dump")).absolute(),
                 in_process=option("attncheck_in_process"),

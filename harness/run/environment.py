@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import attncheck
+from attncheck.harness.problem.control_group import group_cores
 from attncheck.reports.run_file.header import Environment
 
 
@@ -76,10 +77,10 @@ def device_memory(device: str) -> int | None:
 
 
 def usable_cores() -> int:
-    """The CPU cores this process may use, which in a container are often fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the CPU cores this process may use, at least 1; a container often has fewer than its machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = group_cores()
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def _is_cuda(device: str) -> bool:

@@ -24,6 +24,7 @@ from attncheck.harness.checks.findings import Broken, Finding, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SelectedCases, SharedByChecks
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.observation import capture_exception
+from attncheck.harness.problem.host_memory import is_refused_memory
 from attncheck.harness.problem.memory_estimate import shortage
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.run.environment import collect_environment
@@ -178,11 +179,10 @@ class Examiner:
             self._faults[case] = error.with_traceback(None)  # whose frames hold the case's tensors
             self.blind.append(error)
             return
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            reason = f"out of memory while the truth was computed: {error}"
-            yield from gone((reason,))
-            return
-        except RuntimeError as error:  # the backend's declarations ran before, and may have lost the device
+        except (MemoryError, RuntimeError) as error:  # the declarations, which ran before, may have lost the device
+            if is_refused_memory(type(error).__name__, str(error)):
+                yield from gone((f"out of memory while the truth was computed: {error}",))
+                return
             if not is_device_error(error, self.device):
                 raise
             yield from same_for_all(capture_exception(OURSELVES, error))
@@ -197,6 +197,8 @@ class Examiner:
                 finding = failure.raised
             except Exception as error:  # noqa: BLE001 (ours: one case is lost and told, the rest of the run is not)
                 finding = capture_exception(OURSELVES, error)
+                if is_refused_memory(type(error).__name__, finding.message):
+                    finding = NotExamined((f"out of memory during the check: {finding.message}",), "attncheck")
             took = perf_counter() - began
             if isinstance(finding, Broken) and self.plan.dump is not None:  # a caller may stop at this record
                 note = self._dump(case_checks, self.plan.dump, backend.name)

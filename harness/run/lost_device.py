@@ -41,7 +41,7 @@ def until_device_is_lost(records: Iterable[Record], device: "torch.device") -> I
         yield record
 
 
-def is_device_error(error: RuntimeError, device: "torch.device") -> bool:
+def is_device_error(error: Exception, device: "torch.device") -> bool:
     """Whether CUDA raised ``error``, or the device is lost; running out of memory is neither."""
     return _is_lasting(type(error).__name__, str(error)) or _loss(device) is not None
 

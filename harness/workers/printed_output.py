@@ -1,7 +1,8 @@
 """What a backend's process prints: read as it comes, and the end of it kept, apart for each case.
 
 The process writes into a pipe that a thread empties, so that nothing is held on disk and the process waits for nobody.
-The worker marks in the stream where a case begins: it may be some cases ahead of the run that listens.
+The worker marks in the stream where a case begins: it may be some cases ahead of the run that listens. What a case
+prints beyond 64 MiB is read as well, since a full pipe would stop the backend, but is not shown.
 """
 
 import codecs
@@ -15,7 +16,16 @@ KEPT = 20_000
 KEPT_OF_EARLIER = 4096
 """Bytes kept of each case before the latest."""
 
-_READ = 2**16
+SHOWN = 2**26
+"""Bytes shown of each case."""
+
+_READ = 2**20
+"""Bytes read at once: as much as a pipe may hold."""
+
+_LONGEST_LINE = 2**16
+"""Characters after which a line is shown before it ends."""
+
+_DROPPED = f"[{SHOWN // 2**20} MiB of this case are shown; the rest is dropped]\n"
 _MARK, _END = b"\0attncheck begins ", b"\0\n"
 _LONGEST_MARK = 4096  # a pipe takes so much in one piece
 
@@ -41,6 +51,7 @@ class PrintedOutput:
         self._kept: dict[str, bytearray] = {"": bytearray()}
         self._printed: dict[str, int] = {"": 0}
         self._case = ""
+        self._left = SHOWN
         self._pending = b""
         self._line = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -61,7 +72,8 @@ class PrintedOutput:
         if printed > len(end):
             end = end.partition(b"\n")[2] or end
         dropped = printed - len(end)
-        note = f"[{dropped} bytes before this are not kept]\n" if dropped else ""
+        cut = f"; of a case that prints more than {SHOWN // 2**20} MiB no more is shown" if printed > SHOWN else ""
+        note = f"[{dropped} bytes before this are not kept{cut}]\n" if dropped else ""
         return note + end.decode("utf-8", "replace")
 
     def close(self) -> None:
@@ -88,7 +100,7 @@ class PrintedOutput:
     def _read(self) -> bool:
         """Take what is in the pipe; return whether more may come."""
         with self._lock:
-            for _ in range(2**20 // _READ + 1):  # as much as a pipe may hold: another thread may print without end
+            for _ in range(2):  # the process may print without end
                 try:
                     chunk = os.read(self._reading, _READ)
                 except BlockingIOError:
@@ -117,18 +129,24 @@ class PrintedOutput:
     def _begin(self, case: str) -> None:
         del self._kept[self._case][:-KEPT_OF_EARLIER]
         self._case = case
-        self._kept[case], self._printed[case] = bytearray(), 0
+        self._kept[case], self._printed[case], self._left = bytearray(), 0, SHOWN
 
     def _keep(self, text: bytes) -> None:
         kept = self._kept[self._case]
         self._printed[self._case] += len(text)
         kept += text[-KEPT:]
         del kept[:-KEPT]
-        if self._show is not None:
-            self._tell(self._decoder.decode(text))
+        if self._show is None or not self._left:
+            return
+        self._tell(self._decoder.decode(text[: self._left], final=len(text) >= self._left))
+        self._left = max(self._left - len(text), 0)
+        if not self._left:
+            self._tell(("\n" if self._line else "") + _DROPPED)
 
     def _tell(self, text: str) -> None:
         lines, _, self._line = (self._line + text).rpartition("\n")
+        if len(self._line) > _LONGEST_LINE:
+            lines, self._line = f"{lines}\n{self._line}" if lines else self._line, ""
         if lines and self._show is not None:
             self._show(self.label, lines)
 

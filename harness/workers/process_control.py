@@ -1,16 +1,32 @@
-"""Ending a process with all it started, and finding out what it was doing. Loads neither torch nor pydantic."""
+"""Starting a worker, ending it with all it started, and finding out what it was doing.
 
+Loads neither torch nor pydantic.
+"""
+
+import contextlib
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from attncheck.harness.problem.host_memory import free_host_bytes, oom_kills
+from attncheck.harness.problem.control_group import oom_kills
+from attncheck.harness.problem.host_memory import free_host_bytes
+
+_START = """\
+import sys
+sys.path[:] = sys.argv.pop().split(chr(10))
+from attncheck.harness.workers.worker import main
+main(sys.argv[1:])
+"""
+_ROOM = 2**20
+"""Bytes of answers, and of output, that wait to be read; Linux gives no more to everybody."""
 
 STACK_SIGNAL = signal.SIGUSR2
 """The signal upon which a worker prints the Python stacks of its threads, even while C code holds the GIL."""
@@ -24,6 +40,50 @@ _STACK_S = 2.0
 _NATIVE_STACK_S = 20.0
 _TERM_S, _KILL_S = 1.0, 10.0
 """Seconds that a process may take to end after SIGTERM, and after SIGKILL."""
+
+
+@dataclass(frozen=True)
+class StartedWorker:
+    """A worker, and the ends of its pipes: ``writing`` requests, ``reading`` answers, ``printed`` output."""
+
+    process: subprocess.Popen[bytes]
+    writing: int
+    reading: int
+    printed: int
+
+
+def start_worker(environment: Mapping[str, str]) -> StartedWorker:
+    """Start a worker in a session of its own; raises OSError where that fails, and leaves no descriptor open."""
+    with contextlib.ExitStack() as started:
+        theirs_to_read, writing = _pipe(started)
+        reading, theirs_to_write = _pipe(started)
+        printed, theirs_to_print = _pipe(started)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # as much as it may have to say before it is listened to
+            for ours in (reading, printed):
+                with contextlib.suppress(OSError):
+                    fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _ROOM)
+        path = "\n".join(map(str, sys.path))
+        process = subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
+            [sys.executable, "-P", "-u", "-c", _START, str(theirs_to_read), str(theirs_to_write), path],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=theirs_to_print,
+            stderr=theirs_to_print,
+            pass_fds=(theirs_to_read, theirs_to_write),
+            start_new_session=True,
+        )
+        started.pop_all()
+    for theirs in (theirs_to_read, theirs_to_write, theirs_to_print):
+        os.close(theirs)
+    return StartedWorker(process, writing, reading, printed)
+
+
+def _pipe(started: contextlib.ExitStack) -> tuple[int, int]:
+    """Reading and writing end, closed again if the process cannot be started."""
+    ends = os.pipe()
+    for end in ends:
+        started.callback(os.close, end)
+    return ends
 
 
 def print_stacks(pid: int, printed: Callable[[], str]) -> None:

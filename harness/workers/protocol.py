@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.workers.memory_limits import MemoryLimits
 from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.header import Environment
 from attncheck.reports.run_file.records import Crashed, Record
@@ -70,7 +71,7 @@ class Assignment(_Message):
     ``shares_probes``: as in :class:`~attncheck.harness.run.evaluation.RunPlan`. ``digests``: of each suite as
     the run has read it; a file that reads otherwise by now is refused. ``environment``: the run's circumstances, whose
     digest the records carry. ``timing``: how the check of that name takes its times. ``dump``, ``truths``: absolute
-    paths.
+    paths. ``memory``: what the process keeps within.
     """
 
     kind: Literal["assignment"] = "assignment"
@@ -86,6 +87,7 @@ class Assignment(_Message):
     truths: str | None = None
     environment: Environment
     timing: TimingSettings
+    memory: MemoryLimits = MemoryLimits()
 
 
 class Examine(_Message):

@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
+from attncheck.harness.workers.memory_limits import MemoryLimits, keep_within, with_limit_named
 from attncheck.harness.workers.printed_output import mark_of
 from attncheck.harness.workers.process_control import STACK_SIGNAL
 from attncheck.harness.workers.protocol import (
@@ -190,6 +191,7 @@ def _serve(pipes: WorkerPipes) -> None:
     try:
         if isinstance(backend, QuestionError):
             raise backend
+        keep_within(assignment.memory, assignment.device)
         description = describe_backend(backend, assignment.device)
         examiner = _examiner(assignment, description, stores_truths=load.ref in BUILTIN)
     except QuestionError as error:
@@ -199,7 +201,7 @@ def _serve(pipes: WorkerPipes) -> None:
     pipes.send(Described(description=description))
     cases = {case.key: case for case in examiner.plan.cases}
     while isinstance(request := pipes.receive(), Examine):
-        _examine(pipes, examiner, backend, cases[request.case], request)
+        _examine(pipes, examiner, backend, cases[request.case], request, assignment.memory)
 
 
 def _next_request(pipes: WorkerPipes) -> Request | None:
@@ -257,6 +259,7 @@ def _examine(
     backend: "LoadedBackend | UnavailableBackend",
     case: "Case",
     request: Examine,
+    memory: MemoryLimits,
 ) -> None:
     from attncheck.harness.run.lost_device import DeviceLostError
 
@@ -268,7 +271,7 @@ def _examine(
         for record in examiner.records(case, backend, begin, checks=request.checks, round_number=request.round):
             if record.outcome in FALLEN_SHORT:
                 flush_c_streams()  # the run adds what was printed
-            pipes.send(_without_debugger(record))
+            pipes.send(with_limit_named(_without_debugger(record), memory))
     except DeviceLostError as lost:
         pipes.send(DeviceLost(record=lost.record))
         os._exit(1)  # what Python does at its end may wait for the device

@@ -16,6 +16,8 @@ from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
 from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.harness.workers.first_messages import assignment_of, chosen_device_of, description_of
+from attncheck.harness.workers.memory_limits import MemoryLimits
+from attncheck.harness.workers.memory_watch import MemoryWatch
 from attncheck.harness.workers.printed_output import Show
 from attncheck.harness.workers.protocol import Assignment, ChooseDevice, Prepare
 from attncheck.harness.workers.time_limits import TimeLimits
@@ -43,17 +45,22 @@ class WorkerPool:
         spare: WorkerProcess | None = None,
         prepare: Prepare | None = None,
         limits: TimeLimits | None = None,
+        memory: MemoryLimits | None = None,
     ) -> None:
         """``show``: is given what the processes print, line by line, with the name of the backend.
 
         ``spare``: a process that was started ahead, without a backend; the pool closes it. ``prepare``: what the
         processes import before their backend; None: all checks. ``limits``: the time limits; None: the default ones.
+        ``memory``: what each process may hold; None: no limits.
         """
         self.limits = limits or TimeLimits()
         self._show, self._spare = show, spare
         self._prepare = prepare or Prepare()
+        self._memory = memory or MemoryLimits()
+        self._watch = MemoryWatch(self._memory.host)
         if spare is not None:
             spare.prepare(self._prepare)
+            self._watch.add(spare)
         free = free_host_bytes()
         self._room = sys.maxsize if free is None else max(free // (2 * _PROCESS_BYTES), _LEAST_ROOM)
         self._prepared: set[str] = set()
@@ -86,6 +93,7 @@ class WorkerPool:
         twin = WorkerPool(self._show, limits=self.limits)
         twin._environments, twin._infos, twin._assignment = self._environments, self._infos, self._assignment
         twin._prepare, twin._unshared = self._prepare, self._unshared
+        twin._memory, twin._watch = self._memory, self._watch
         self._twins.append(twin)
         return twin
 
@@ -116,7 +124,7 @@ class WorkerPool:
         ``wanted``: by the user; ``wishes``: by the suites. A process whose backend ended it is passed over.
 
         Raises:
-            QuestionError: the device that the user wants is not there.
+            QuestionError: the device that the user wants is not there, or no process lives long enough to tell.
             WorkerError: attncheck itself failed in the process.
         """
         request = ChooseDevice(wanted=wanted, wishes=tuple(wishes))
@@ -126,7 +134,12 @@ class WorkerPool:
                 return chosen_device_of(process, self.limits.of_loading)
         self._spare = self._spare or self._new()
         self._spare.send(request)
-        return chosen_device_of(self._spare, self.limits.of_loading)
+        try:
+            return chosen_device_of(self._spare, self.limits.of_loading)
+        except ProcessEndedError as ended:
+            raise QuestionError(
+                f"a process without a backend ended before it named the device: {ended.end.cause}"
+            ) from None
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
         """Assign the run of ``plan`` to the processes."""
@@ -253,7 +266,8 @@ class WorkerPool:
     def _assignment_of(self, ref: str) -> Assignment:
         if self._assignment is None:
             raise RuntimeError("assign() comes before the first process is used")
-        return self._assignment.model_copy(update={"shares_probes": ref not in self._unshared})
+        update = {"shares_probes": ref not in self._unshared, "memory": self._memory}
+        return self._assignment.model_copy(update=update)
 
     def _start(self, ref: str) -> None:
         if ref in self._processes:
@@ -270,6 +284,7 @@ class WorkerPool:
         """Start a process that has no backend yet."""
         process = WorkerProcess(environment, self._show if is_shown else None)
         process.prepare(self._prepare)
+        self._watch.add(process)
         return process
 
     def _missing(self, ref: str, found: BackendDescription | QuestionError) -> dict[str, str]:

@@ -7,12 +7,11 @@ told by the process itself, and not only by its pipe, which a copy it made may s
 """
 
 import contextlib
-import fcntl
 import math
 import os
 import secrets
 import select
-import subprocess
+import signal
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Self
 
 from attncheck.errors import InternalError
-from attncheck.harness.problem.host_memory import oom_kills
+from attncheck.harness.problem.control_group import oom_kills
 from attncheck.harness.workers.printed_output import KEPT, PrintedOutput, Show
 from attncheck.harness.workers.process_control import (
     MARK,
@@ -30,6 +29,7 @@ from attncheck.harness.workers.process_control import (
     exit_words,
     native_stack,
     print_stacks,
+    start_worker,
     state_words,
 )
 
@@ -38,19 +38,10 @@ if TYPE_CHECKING:
     from attncheck.harness.workers.protocol import Answer, Examine, Prepare, Request
     from attncheck.harness.workers.time_limits import Limit
 
-_START = """\
-import sys
-sys.path[:] = sys.argv.pop().split(chr(10))
-from attncheck.harness.workers.worker import main
-main(sys.argv[1:])
-"""
 _LOOK_EVERY_MS = 200
 """How often a silent process is looked after."""
 _GRACE_S = 5.0
 """How long a process may take to end that was asked to, or has closed its pipe."""
-
-_ROOM = 2**20
-"""Bytes of answers, and of output, that wait to be read; Linux gives no more to everybody."""
 
 MOST_EARLIER = 64
 """Requests about cases that are remembered."""
@@ -86,32 +77,14 @@ class WorkerProcess:
         self._is_closed = False
         self._reaping = threading.Lock()
         self._peak_bytes = 0
+        self._ended_for = ""
         self._oom_kills = oom_kills()
         self._end: ProcessEndedError | None = None
         self.examined: deque[Examine] = deque(maxlen=MOST_EARLIER)
         self._mark = secrets.token_hex(16)
-        with contextlib.ExitStack() as started:
-            theirs_to_read, self._writing = _pipe(started)
-            self._reading, theirs_to_write = _pipe(started)
-            printed, theirs_to_print = _pipe(started)
-            if hasattr(fcntl, "F_SETPIPE_SZ"):  # as much as it may have to say before it is listened to
-                for ours in (self._reading, printed):
-                    with contextlib.suppress(OSError):
-                        fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _ROOM)
-            path = "\n".join(map(str, sys.path))
-            self._process = subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
-                [sys.executable, "-P", "-u", "-c", _START, str(theirs_to_read), str(theirs_to_write), path],
-                env={**os.environ, **self.environment, MARK: self._mark},
-                stdin=subprocess.DEVNULL,
-                stdout=theirs_to_print,
-                stderr=theirs_to_print,
-                pass_fds=(theirs_to_read, theirs_to_write),
-                start_new_session=True,
-            )
-            started.pop_all()
-        for theirs in (theirs_to_read, theirs_to_write, theirs_to_print):
-            os.close(theirs)
-        self.printed = PrintedOutput(printed, "", show)
+        started = start_worker({**os.environ, **self.environment, MARK: self._mark})
+        self._process, self._writing, self._reading = started.process, started.writing, started.reading
+        self.printed = PrintedOutput(started.printed, "", show)
         self._poll = select.poll()
         self._poll.register(self._reading, select.POLLIN)
 
@@ -124,6 +97,11 @@ class WorkerProcess:
     def fileno(self) -> int:
         """The pipe that answers come from."""
         return self._reading
+
+    @property
+    def identity(self) -> int:
+        """The number of the process, and of its session."""
+        return self._process.pid
 
     @property
     def has_ended(self) -> bool:
@@ -245,6 +223,13 @@ class WorkerProcess:
         if not self.has_ended:
             self._kill()
 
+    def end_for(self, cause: str) -> None:
+        """Kill the process with all it started, and have :meth:`receive` raise with ``cause``. It waits for nothing."""
+        with self._reaping:
+            if self._process.returncode is None:
+                self._ended_for = cause
+                end_group(self._process.pid, lambda _: False)
+
     def _kill(self, *, politely: bool = False) -> bool:
         """End the process with all it started; return False if it cannot be ended."""
         has_ended = end_group(self._process.pid, self._wait, politely=politely)
@@ -257,7 +242,7 @@ class WorkerProcess:
             self._waiting_since = time.monotonic()
         return limit is not None and time.monotonic() - self._waiting_since > limit.seconds
 
-    def _timed_out(self, limit: "Limit") -> "ProcessEndedError":
+    def _timed_out(self, limit: "Limit") -> ProcessEndedError:
         """Return how the process ended that exceeded ``limit``: what it was doing, and that it was killed."""
         state = state_words(self._process.pid)
         print_stacks(self._process.pid, self.output)
@@ -286,7 +271,10 @@ class WorkerProcess:
         if not self._wait(_GRACE_S):
             self._kill()
             return "stopped, since it closed attncheck's own pipe"
-        return exit_words(self._process.returncode, self._peak_bytes, self._oom_kills)
+        code = self._process.returncode
+        if code == -signal.SIGKILL and self._ended_for:
+            return self._ended_for
+        return exit_words(code, self._peak_bytes, self._oom_kills)
 
 
 def wait_for_answers(processes: Iterable[WorkerProcess]) -> None:
@@ -295,11 +283,3 @@ def wait_for_answers(processes: Iterable[WorkerProcess]) -> None:
     for process in processes:
         poll.register(process, select.POLLIN)
     poll.poll(_LOOK_EVERY_MS)
-
-
-def _pipe(started: contextlib.ExitStack) -> tuple[int, int]:
-    """Reading and writing end, closed again if the process cannot be started."""
-    ends = os.pipe()
-    for end in ends:
-        started.callback(os.close, end)
-    return ends

@@ -25,6 +25,9 @@ from attncheck.reports.run_file.records import (
 )
 from attncheck.reports.run_file.store import Run
 
+_FIGURES = re.compile(r"([^(;]*)(;.*)", re.DOTALL)
+"""What ended a process, and the figures behind it."""
+
 
 def plural(count: int, noun: str) -> str:
     """``1 case``, ``2 cases``."""
@@ -174,8 +177,9 @@ def what_happened(record: Record) -> str:
         case Errored():
             text = f"{record.error_type} in {record.stage}: {_first_line(record.message)}"
         case Crashed() | TimedOut():
-            cause, semicolon, figures = record.cause.partition(";")
-            text = " ".join(f"{cause} during {record.stage}{semicolon}{figures}{_recurrence(record)}".split())
+            cause = _FIGURES.match(record.cause)
+            what, figures = (cause[1], cause[2]) if cause else (record.cause, "")
+            text = " ".join(f"{what} during {record.stage}{figures}{_recurrence(record)}".split())
         case XPassed():
             text = f"passed, but was expected to fall short: {record.reason}"
         case _:

@@ -6,7 +6,7 @@ A candidate that was handed over in Python has no name a shell could give; its l
 import shlex
 
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import UTILITIES, Ended, Record
+from attncheck.reports.run_file.records import UTILITIES, Crashed, Ended, Record, TimedOut
 
 
 def python_ref(name: str) -> str:
@@ -16,6 +16,8 @@ def python_ref(name: str) -> str:
 
 def repro_command(record: Record, header: RunHeader | None = None) -> str:
     """``attncheck run ...`` for this backend, case, check and seed alone, in one plain process.
+
+    What ran out of memory is repeated in a process of its own, where a run watches it.
 
     The header adds what a record does not say: the file of a suite that is not built in, and the device. A seed of 0
     is the default and left out. What the backend's process must be started with stands before the command.
@@ -31,7 +33,9 @@ def repro_command(record: Record, header: RunHeader | None = None) -> str:
         words += ["--seed", str(record.seed)]
     if header is not None:
         words += ["--device", header.device]
-    return _assignments(record, header) + shlex.join([*words, "--in-process"])
+    if not (isinstance(record, TimedOut) or (isinstance(record, Crashed) and "out of memory" in record.cause)):
+        words.append("--in-process")
+    return _assignments(record, header) + shlex.join(words)
 
 
 def _assignments(record: Record, header: RunHeader | None) -> str:

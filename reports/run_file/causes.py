@@ -26,6 +26,7 @@ _DETAIL = re.compile(r", first: |; worst | at row \d| reaches? \d+ of ")
 _NUMBERS = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:, -?\d+(?:\.\d+)?)*(?![\w])")
 _PLACE = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+|\?\?\?),? in (?P<function>.+)')
 
+_BYTES = re.compile(r" \((?:limit|the host had) [^()]*\)$")
 _RAISED = re.compile(r'File "(?P<path>[^"]+)", line \d+')
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d[\d.]*/|^<")
 _HARNESS = re.compile(r"/attncheck/(?:harness/|backends/registry\.py)")
@@ -63,9 +64,9 @@ def cause_of_error(error_type: str, stage: str, message: str, traceback: str) ->
 def cause_of_end(cause: str, stage: str, output: str, after: str = "") -> str:
     """Return what ended the process and the author's line where it did; without a line, the stage.
 
-    Figures, which are behind a semicolon, are left out. ``after``: the case behind which alone it ends.
+    Figures behind a semicolon, and those of memory, are left out. ``after``: the case behind which alone it ends.
     """
-    cause = cause.partition(";")[0]
+    cause = _BYTES.sub("", cause.partition(";")[0])
     place = _short_place(next(iter(died_at(output)), ""))
     words = f"{cause} at {place}" if place else f"{cause} during {stage}"
     return f"{words}, only after {after}" if after else words

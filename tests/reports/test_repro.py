@@ -47,6 +47,12 @@ def test_a_crash_on_a_gpu_is_repeated_with_launches_that_wait(make: Make, header
     assert repro_command(make("failed"), on_gpu).startswith("attncheck run ")
 
 
+def test_what_ran_out_of_memory_is_repeated_where_a_run_watches_it(make: Make, header: RunHeader) -> None:
+    line = repro_command(make("crashed", cause="out of memory (limit 4 GiB, it took 4.13 GiB)"), header)
+    assert line.endswith("--check numerics --device cpu")
+    assert repro_command(make("crashed"), header).endswith("--device cpu --in-process")
+
+
 def test_a_suite_file_is_named_by_its_path_and_quoted(make: Make, header: RunHeader) -> None:
     words = shlex.split(repro_command(make("failed", suite="mine"), header))
     assert words[words.index("--suite") + 1] == "./my suite.yaml"

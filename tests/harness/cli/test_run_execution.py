@@ -72,7 +72,7 @@ def test_processes_share_the_cores_of_a_cpu_and_a_gpu_is_for_one_and_its_warmers
 ) -> None:
     given: list[tuple[int, bool]] = []
 
-    def supervise(*_: Any, jobs: int, warms: bool, limit_s: float | None) -> None:
+    def supervise(*_: Any, jobs: int, warms: bool) -> None:
         given.append((jobs, warms))
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)

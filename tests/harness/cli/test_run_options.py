@@ -9,7 +9,7 @@ import pytest
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import app as cli
 from attncheck.harness.cli.last_failed import only_failed
-from attncheck.harness.cli.run_options import RunOptions, read_jobs
+from attncheck.harness.cli.run_options import RunOptions, read_jobs, read_size
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
@@ -132,3 +132,11 @@ def test_the_number_of_processes_is_a_number_or_auto() -> None:
     assert RunOptions(jobs=1, in_process=True).jobs == 1
     with pytest.raises(SelectionError, match="--jobs 2 and --in-process"):
         RunOptions(jobs=2, in_process=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MiB", 2**29), ("4GiB", 2**32), ("1.5GiB", 3 * 2**29), ("4G", 4 * 10**9), ("4294967296", 2**32), (None, 7)],
+)
+def test_sizes_are_read_with_their_units(text: str | None, size: int) -> None:
+    assert read_size("--memory-limit", text, 7) == size

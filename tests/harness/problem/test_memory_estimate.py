@@ -1,17 +1,48 @@
-"""Memory that a case needs beside what the device has."""
+"""Memory that a case needs beside what the device, the host and the process have."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from attncheck.harness.problem import memory_estimate
 from attncheck.harness.problem.memory_estimate import shortage
 
+GIB = 2**30
 
-def test_what_torch_keeps_for_itself_is_free(monkeypatch: pytest.MonkeyPatch, make_case: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (0, 2**40))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 2**20)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 2**34)
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What a GPU of 1024 GiB says of its memory; ``fraction``: of 1024, that torch may take."""
+    held = {"free": 0, "allocated": 0, "reserved": 0, "fraction": 1024}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (held["free"], 1024 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: held["allocated"])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: held["reserved"])
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: held["fraction"] / 1024)
+    return held
+
+
+def test_what_torch_keeps_for_itself_is_free(held: dict[str, int], make_case: Any) -> None:
+    held |= {"allocated": 2**20, "reserved": 16 * GIB}
     assert shortage(make_case(), torch.device("cuda:0")) is None
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 2**20)
+    held["reserved"] = 2**20
     assert "cuda:0 has 0.0 GiB free" in str(shortage(make_case(), torch.device("cuda:0")))
+
+
+def test_torch_may_be_allowed_a_part_of_what_is_free(
+    held: dict[str, int], make_case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_estimate, "needed_bytes", lambda _case: 2 * GIB)
+    held |= {"free": 1000 * GIB, "fraction": 4}
+    assert shortage(make_case(), torch.device("cuda:0")) is None
+    held |= {"allocated": 3 * GIB, "reserved": 3 * GIB}
+    found = shortage(make_case(), torch.device("cuda:0"))
+    assert found == "the case needs about 2.0 GiB, cuda:0 has 1.0 GiB free"
+
+
+def test_the_process_may_have_less_than_the_host(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "needed_bytes", lambda _case: 2 * GIB)
+    monkeypatch.setattr(memory_estimate, "free_host_bytes", lambda: 64 * GIB)
+    assert shortage(make_case(), torch.device("cpu")) is None
+    monkeypatch.setattr(memory_estimate, "free_own_bytes", lambda: GIB)
+    assert shortage(make_case(), torch.device("cpu")) == "the case needs about 2.0 GiB, the process has 1.0 GiB free"

@@ -46,6 +46,11 @@ class Dying(Wrong):
         def forward(self, *args, **kwargs):
             os.abort()
 
+class Huge(Wrong):
+    class Impl(ReferenceImpl):
+        def forward(self, *args, **kwargs):
+            bytearray(2**36)
+
 class Nowhere(ReferenceBackend):
     @classmethod
     def unavailable_reasons(cls, device): return ["needs a moon"]
@@ -170,6 +175,16 @@ def test_a_wrong_question_is_a_usage_error(folder: pytest.Pytester) -> None:
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert any("did you mean 'reference'?" in line for line in result.errlines)
     assert not any("INTERNALERROR" in line for line in (*result.outlines, *result.errlines))
+
+
+def test_a_limit_of_memory_is_kept_and_named(folder: pytest.Pytester) -> None:
+    words = ("--attncheck-backend", "wrong.py:Huge", "--attncheck-case", "decode", "--attncheck-check", "numerics")
+    result = run(folder, *OURS, *words, "--attncheck-memory-limit", "1GiB")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*MemoryError in forward: (no message) (--memory-limit: 1 GiB)*"])
+    result = run(folder, *OURS, *words, "--attncheck-memory-limit", "much")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--attncheck-memory-limit 'much': give a size, such as 512MiB*"])
 
 
 def test_without_its_options_the_plugin_costs_nothing(pytester: pytest.Pytester) -> None:

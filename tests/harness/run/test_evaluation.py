@@ -184,16 +184,29 @@ def test_a_codec_that_cannot_read_back_errs_under_the_check_that_reads(
     assert found["numerics"] == "passed"
 
 
+@pytest.mark.parametrize("error", [MemoryError("no more"), RuntimeError("can't allocate memory: no more")])
 def test_a_truth_that_runs_out_of_memory_is_unavailable(
+    error: Exception, make_case: Any, monkeypatch: pytest.MonkeyPatch, examine: Any
+) -> None:
+    def full(*_args: Any, **_options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("attncheck.harness.truth.truth_cache.truth_of", full)
+    record = examine(ReferenceBackend, make_case())["numerics"]
+    assert record.outcome == "unavailable"
+    assert record.reasons == (f"out of memory while the truth was computed: {error}",)
+
+
+def test_a_check_of_ours_that_runs_out_of_memory_accuses_nobody(
     make_case: Any, monkeypatch: pytest.MonkeyPatch, examine: Any
 ) -> None:
     def full(*_args: Any, **_options: Any) -> None:
         raise MemoryError("no more")
 
-    monkeypatch.setattr("attncheck.harness.truth.truth_cache.truth_of", full)
+    monkeypatch.setattr("attncheck.harness.checks.case_checks.CaseChecks.examine", full)
     record = examine(ReferenceBackend, make_case())["numerics"]
-    assert record.outcome == "unavailable"
-    assert record.reasons == ("out of memory while the truth was computed: no more",)
+    assert (record.outcome, record.by) == ("unsupported", "attncheck")
+    assert record.reasons == ("out of memory during the check: no more",)
 
 
 def test_truths_are_computed_once_for_all_examiners(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from attncheck.harness.workers import printed_output
 from attncheck.harness.workers.printed_output import KEPT, KEPT_OF_EARLIER, PrintedOutput, mark_of
 
 
@@ -63,3 +64,44 @@ def test_whole_lines_are_shown_as_they_come_and_the_last_at_the_end(pipe: tuple[
     os.write(pipe[1], "\u00fc".encode()[-1:] + mark_of("s/c") + b"!")
     printed.close()
     assert shown[1:] == [("mine", "\u00fc!")]
+
+
+def test_of_more_than_a_case_may_show_the_rest_is_dropped_and_the_next_case_is_shown(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(printed_output, "SHOWN", 1000)
+    shown: list[str] = []
+    printed = PrintedOutput(pipe[0], "mine", lambda _label, text: shown.extend(text.split("\n")))
+    os.write(pipe[1], mark_of("s/a") + b"x" * 99 + b"\n" + b"\xc3\xbc" * 600 + b"\nthe end\n")
+    os.write(pipe[1], mark_of("s/b") + b"short\n")
+    printed.close()
+    assert shown[0] == "x" * 99
+    assert set(shown[1]) == {"\u00fc"}
+    assert shown[2:] == [printed_output._DROPPED.strip(), "short"]
+    assert printed.of("s/a").endswith("\nthe end\n")
+    assert printed.of("s/b") == "short\n"
+
+
+def test_that_a_case_was_cut_stands_in_what_is_kept_of_it(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(printed_output, "SHOWN", 50_000)
+    printed = PrintedOutput(pipe[0], "mine")
+    os.write(pipe[1], b"x" * 50_000)
+    assert printed.of().splitlines()[0] == "[30000 bytes before this are not kept]"
+    os.write(pipe[1], b"x")
+    assert "is shown]" in printed.of().splitlines()[0]
+    printed.close()
+
+
+def test_a_line_without_end_is_shown_in_pieces_and_takes_no_memory(pipe: tuple[int, int]) -> None:
+    shown: list[str] = []
+    printed = PrintedOutput(pipe[0], "mine", lambda _label, text: shown.append(text))
+    block = b"x" * 2**20
+    for _ in range(8):
+        rest = memoryview(block)
+        while rest:
+            rest = rest[os.write(pipe[1], rest) :]
+    assert len(printed._line) <= printed_output._LONGEST_LINE
+    printed.close()
+    assert "".join(shown) == "x" * 2**23

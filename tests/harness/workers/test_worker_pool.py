@@ -14,6 +14,8 @@ from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import worker_pool as workers
 from attncheck.harness.workers.first_messages import WorkerError
+from attncheck.harness.workers.memory_limits import MemoryLimits
+from attncheck.harness.workers.memory_watch import MemoryWatch
 from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
@@ -60,6 +62,7 @@ class Fake:
         self.printed = SimpleNamespace(label="")
         self.requests: list[Request] = []
         self._turn = 0
+        self.identity, self.has_ended = 0, True
         self.started.append(self)
 
     def prepare(self, request: Prepare) -> None:
@@ -155,6 +158,29 @@ def test_where_no_process_lives_one_without_a_backend_chooses_and_is_used_later(
         assert processes.choose_device((), "cpu")[0] == "cpu"
         processes.start(["b"])
     assert [fake.ref for fake in started] == ["a", "b"]
+
+
+def test_where_even_that_one_ends_the_reason_is_told(started: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fake, "silent", ("a", ""))
+    with WorkerPool() as processes:
+        processes.start(["a"])
+        with pytest.raises(QuestionError, match="ended before it named the device: killed by SIGABRT"):
+            processes.choose_device((), "cpu")
+
+
+def test_every_process_is_watched_and_told_its_limits(started: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[object] = []
+    monkeypatch.setattr(MemoryWatch, "add", lambda _watch, process: watched.append(process))
+    limits = MemoryLimits(host=4 * 2**30, device=2**30)
+    Fake.script = {"a": [described("a")] * 3}
+    with WorkerPool(None, Fake(), memory=limits) as processes:  # type: ignore[arg-type]
+        processes.assign(ASSIGNMENT)
+        processes.describe(["a"])
+        extra = processes.start_extra("a")
+        processes.twin().restart("a")
+        extra.close()
+    assert watched == started
+    assert [[asked.memory for asked in fake.received] for fake in started] == [[limits]] * 3
 
 
 def test_a_device_that_is_not_there_is_refused(started: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:

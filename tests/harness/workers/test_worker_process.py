@@ -20,7 +20,7 @@ from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerPr
 def start(monkeypatch: pytest.MonkeyPatch, code: str) -> WorkerProcess:
     """A process that runs ``code`` where the worker would be; ``say(text)`` writes a line into its pipe."""
     say = "import os, sys\nsay = lambda text: os.write(int(sys.argv[2]), text.encode() + b'\\n')\n"
-    monkeypatch.setattr(worker_process, "_START", say + code)
+    monkeypatch.setattr(process_control, "_START", say + code)
     return WorkerProcess({"ATTNCHECK_TEST": "given"})
 
 
@@ -194,12 +194,17 @@ def test_one_that_prints_without_end_waits_for_nobody_and_fills_no_disk(monkeypa
     code = "for _ in range(200): os.write(1, b'x' * 2**20)\nos._exit(0)"
     with start(monkeypatch, code) as process:
         assert wait_for(lambda: process.has_ended)  # nobody listens to it meanwhile
-        assert process.output().startswith(f"[{200 * 2**20 - 20_000} bytes before this are not kept]\nx")
+        note, _, kept = process.output().partition("\n")
+        assert note.startswith(
+            f"[{200 * 2**20 - 20_000} bytes before this are not kept; of a case that prints more than 64"
+        )
+        assert kept == "x" * 20_000
 
 
 def test_how_much_memory_a_killed_process_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "x = bytearray(b'x' * 2**28); os.kill(os.getpid(), 9)"
-    monkeypatch.setattr(process_control, "oom_kills", lambda: 1)
+    for module in (worker_process, process_control):
+        monkeypatch.setattr(module, "oom_kills", lambda: 1)
     monkeypatch.setattr(process_control, "free_host_bytes", lambda: 3 * 2**29)
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError) as caught:
         process.receive()

@@ -68,6 +68,7 @@ class PretendDevice:
         self.is_lost = self.is_capturing = False
         self.num_captures = 0
         self.sync_debug_mode = 0
+        self.memory_fraction = 1.0
         self.clock = SimulatedClock()
         self.stream_class = type("Stream", (Stream,), {"pretend": self})
         self.event_class = type("Event", (Event,), {"pretend": self})
@@ -92,7 +93,7 @@ class PretendDevice:
         size = tensor.untyped_storage().nbytes()
         self._held[key], self._sizes[key] = StorageWeakRef(tensor.untyped_storage()), size
         if len(self._held) >= self._sweep_at or size > self.settings.total_memory // 64:
-            free = self.settings.total_memory - self.allocated()
+            free = int(self.memory_fraction * self.settings.total_memory) - self.allocated()
             if free < 0:
                 self.release(tensor)
                 raise torch.OutOfMemoryError(

@@ -66,6 +66,9 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
     def set_sync_debug_mode(mode: int | str) -> None:
         device.sync_debug_mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)  # type: ignore[call-overload]
 
+    def set_memory_fraction(fraction: float, _device: object = None) -> None:
+        device.memory_fraction = fraction
+
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -80,6 +83,8 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
         ),
         "memory_reserved": lambda _device=None: device.allocated(),
         "memory_allocated": lambda _device=None: device.allocated(),
+        "get_per_process_memory_fraction": lambda _device=None: device.memory_fraction,
+        "set_per_process_memory_fraction": set_memory_fraction,
         "empty_cache": lambda: None,
         "synchronize": synchronize,
         "device": device_context,

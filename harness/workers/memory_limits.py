@@ -1,0 +1,59 @@
+"""Limits to the memory of a backend's process: as they are written, and as the process keeps them itself.
+
+The run watches the process besides (``memory_watch.py``). Importing this module loads neither torch nor pydantic.
+"""
+
+import resource
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attncheck.harness.problem.host_memory import is_refused_memory, own_memory
+
+if TYPE_CHECKING:
+    from attncheck.reports.run_file.records import Record
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Bytes that the process of a backend may hold, with all it started, and on a GPU; None: no limit."""
+
+    host: int | None = None
+    device: int | None = None
+
+
+def size_in_words(size: int) -> str:
+    """Return ``size`` bytes as in ``4.13 GiB``, or ``600 MiB``."""
+    unit, name = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
+    return f"{round(size / unit, 2):g} {name}"
+
+
+def keep_within(limits: MemoryLimits, device: str) -> None:
+    """Let this process, which examines on ``device``, get an error where it allocates far beyond ``limits``.
+
+    On a CPU the system refuses memory an eighth above the limit of the host. CUDA reserves far more than it uses, so
+    there torch alone refuses memory, above the limit of the device.
+    """
+    if device != "cpu":
+        if limits.device is not None:
+            import torch
+
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(limits.device / total, 1.0), torch.device(device).index)
+    elif limits.host is not None and sys.platform == "linux":
+        held = own_memory()
+        bound = held.data + max(limits.host - held.resident, 0) + limits.host // 8
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        if most == resource.RLIM_INFINITY or bound < most:
+            resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+
+
+def with_limit_named(record: "Record", limits: MemoryLimits) -> "Record":
+    """Return ``record``, with the limit in its message if an allocation was refused."""
+    if record.outcome != "errored" or not is_refused_memory(record.error_type, record.message):
+        return record
+    is_of_device = record.error_type == "OutOfMemoryError"  # torch's
+    option, limit = ("--device-memory-limit", limits.device) if is_of_device else ("--memory-limit", limits.host)
+    if limit is None:
+        return record
+    return record.model_copy(update={"message": f"{record.message} ({option}: {size_in_words(limit)})"})
