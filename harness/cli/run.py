@@ -9,7 +9,16 @@ import typer
 
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import run_arguments as arguments
-from attncheck.harness.cli.output import Color, ColorChoice, show_printed, terminal_width, use_color
+from attncheck.harness.cli.interruption import interruptible
+from attncheck.harness.cli.output import (
+    Color,
+    ColorChoice,
+    printing_to_stdout,
+    say,
+    show_printed,
+    terminal_width,
+    use_color,
+)
 
 if TYPE_CHECKING:
     from attncheck.harness.cli.run_execution import FinishedRun
@@ -65,6 +74,8 @@ def run(
     each in a fresh process that is alone. Every record goes into a run file, which `attncheck report` reads.
     """
     began = time.monotonic()
+    if not in_process:  # where Python cannot interrupt a kernel
+        context.with_resource(interruptible())
     refs = (*(backends or ()), *(backend or ()))
     spare = None
     if not in_process and (refs or not provider):
@@ -132,11 +143,12 @@ def run(
         return watch_run(options, spare, color=use_color(color))
 
     def print_result(finished: "FinishedRun") -> None:
-        _print_report(finished, quiet=quiet, color=use_color(color))
-        if durations is not None:
-            _print_durations(finished.records, durations or None)
-        where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
-        typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
+        with printing_to_stdout(finished.path):
+            _print_report(finished, quiet=quiet, color=use_color(color))
+            if durations is not None:
+                _print_durations(finished.records, durations or None)
+            where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
+            typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
 
     finished = execute_run(options, _print_opening if not quiet else _print_nothing, print_result, spare)
     if finished.ended_by is not None:
@@ -147,7 +159,8 @@ def run(
 def _print_opening(header: "RunHeader") -> None:
     from attncheck.reports.terminal import run as terminal
 
-    typer.echo(terminal.opening(header, width=terminal_width()))
+    with printing_to_stdout():
+        typer.echo(terminal.opening(header, width=terminal_width()))
 
 
 def _print_nothing(header: "RunHeader") -> None:
@@ -202,7 +215,7 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
     records = finished.records
     ours = [record for record in records if record.outcome == "errored" and record.stage == OURSELVES]
     if ours:
-        typer.echo(f"attncheck itself failed at {ours[0].case}: {ours[0].error_type}: {ours[0].message}", err=True)
+        say(f"attncheck itself failed at {ours[0].case}: {ours[0].error_type}: {ours[0].message}")
         return 3
     if finished.unmet or any(record.outcome in FALLEN_SHORT for record in records):
         return 1

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from attncheck.errors import QuestionError, RunFileError, SelectionError
-from attncheck.harness.cli.interruption import interruptible, signal_of
+from attncheck.errors import QuestionError, SelectionError, WriteError
+from attncheck.harness.cli.interruption import signal_of
 from attncheck.harness.cli.output import show_printed
 from attncheck.harness.cli.resuming import found_in, read_part
 from attncheck.harness.cli.run_files import make_dump_folder, open_run
@@ -57,7 +57,7 @@ class FinishedRun:
 
     ``blind``: why cases could not be examined. ``unmet``: a line for each expectation that counts as a failure;
     ``unseen``: for each that only did not show. ``stopped``: why the run ended early, empty: it did not. ``ended_by``:
-    what is raised once the report is shown: a signal, or a run file that could not be written.
+    what is raised once the report is shown: a signal, or a run file or a stdout that could not be written.
     """
 
     path: Path | None
@@ -67,7 +67,7 @@ class FinishedRun:
     unmet: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     stopped: str = ""
-    ended_by: KeyboardInterrupt | RunFileError | None = None
+    ended_by: KeyboardInterrupt | WriteError | None = None
 
 
 def execute_run(
@@ -162,7 +162,6 @@ def _execute(
             path = writer.path
             begin(header)
             with (
-                contextlib.nullcontext() if options.in_process else interruptible(),  # Python cannot stop a kernel
                 contextlib.closing(examiner.run()) as examined,
                 progress_for(
                     count,
@@ -184,12 +183,13 @@ def _execute(
             for error in (*blind, *unmet):
                 writer.fail(error)
         return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped)
-    except (KeyboardInterrupt, RunFileError) as error:
-        if not records:
+    except (KeyboardInterrupt, WriteError) as error:
+        if not records and path is None:
             raise
-        how = "stopped, since the run file cannot be written"
         if isinstance(error, KeyboardInterrupt):
             how = f"interrupted by {signal_of(error).name}"
+        else:
+            how = f"stopped, since {error.name} cannot be written"
         stopped = f"{how}: {tally.done} of {tally.cases} cases"
         return FinishedRun(path, header, tuple(records), stopped=stopped, ended_by=error)
 
