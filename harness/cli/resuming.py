@@ -29,12 +29,12 @@ def read_part(path: Path, header: RunHeader) -> Run:
         say(f"note: {path}: its header was cut off; the run begins anew")
         return Run(str(path), header, ())
     run = read_run(path)
+    if run.complete:
+        raise RunFileError(str(path), "is complete; there is nothing to resume")
     if not path.read_bytes().endswith(b"\n"):
         if not run.cut_line:  # its last record has no end of line, and is examined again
             run = replace(run, records=run.records[:-1])
         say(f"note: {path}: the last line was cut off, and is written again")
-    if run.complete:
-        raise RunFileError(str(path), "is complete; there is nothing to resume")
     if differences := question_differences(run.header, header):
         raise RunFileError(
             str(path), f"cannot be resumed by this command, whose question differs in {', '.join(differences)}"

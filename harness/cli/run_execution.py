@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from attncheck.harness.run.preparation import PreparedRun, RunSettings
 
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
+_AT_FIRST = "at the first record that fell short (--exitfirst)"
 _DEVICE_LOST = "when this process lost the device (a run without --in-process goes on in a fresh one)"
 
 
@@ -135,7 +136,8 @@ def _execute(
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
     one_process = (_ONE_PROCESS,) if is_timed and pool is None else ()
     notes = (*prepared.notes, *one_process, *prepared.choice_notes, *options.notes)
-    header = make_header(prepared.selection, plan, infos, environment, command=options.command, notes=notes)
+    asked = (prepared.selection, plan, infos, environment)
+    header = make_header(*asked, expect=options.expect, command=options.command, notes=notes)
     if functions is not None:
         from attncheck.harness.providers.records import examine_providers, header_with_providers
 
@@ -286,14 +288,8 @@ def _examine(
         for record in found:
             short += keep(record)
             if maxfail is not None and short >= maxfail:
-                return _stopped(maxfail)
+                return _AT_FIRST if maxfail == 1 else f"when {maxfail} records had fallen short (--maxfail {maxfail})"
     except DeviceLostError as lost:
         keep(lost.record)
         return _DEVICE_LOST
     return ""
-
-
-def _stopped(maxfail: int) -> str:
-    if maxfail == 1:
-        return "at the first record that fell short (--exitfirst)"
-    return f"when {maxfail} records had fallen short (--maxfail {maxfail})"

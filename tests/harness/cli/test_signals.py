@@ -15,6 +15,10 @@ import pytest
 
 from attncheck.reports.run_file.store import read_run
 
+Start = Callable[..., "subprocess.Popen[str]"]
+Workers = Callable[[int], list[int]]
+IsAlive = Callable[[int], bool]
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HANGS = "__import__('pathlib').Path('began').touch(); __import__('ctypes').PyDLL(None).sleep(60)"
 """Hangs in C, and holds the lock of the interpreter."""
@@ -37,26 +41,13 @@ def wait_for(is_there: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def workers_of(pid: int) -> list[int]:
-    """Children that lead a session; a preloaded process has another one."""
-    paths = Path(f"/proc/{pid}/task").glob("*/children")
-    found = [int(each) for path in paths for each in path.read_text().split()]
-    return [each for each in found if os.getsid(each) == each]
-
-
-def is_alive(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
 def catches(pid: int, number: int) -> bool:
     (mask,) = re.findall(r"^SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 @pytest.fixture
-def start(folder: Path, preloaded: None) -> Callable[..., "subprocess.Popen[str]"]:
+def start(folder: Path, preloaded: None) -> Start:
     """``start(forward=TEXT, top=TEXT)``: a run of a backend with these statements in its forward, or in its module."""
 
     def start(forward: str = "", top: str = "", **streams: int) -> "subprocess.Popen[str]":
@@ -72,7 +63,7 @@ def start(folder: Path, preloaded: None) -> Callable[..., "subprocess.Popen[str]
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_while_a_backend_hangs_in_its_import_ends_the_run(
-    start: Callable[..., "subprocess.Popen[str]"], number: signal.Signals
+    start: Start, workers_of: Workers, is_alive: IsAlive, number: signal.Signals
 ) -> None:
     process = start(top=HANGS)
     wait_for(Path("began").exists)
@@ -85,7 +76,9 @@ def test_a_signal_while_a_backend_hangs_in_its_import_ends_the_run(
 
 
 def test_a_signal_before_the_first_record_leaves_a_file_that_can_be_resumed(
-    start: Callable[..., "subprocess.Popen[str]"],
+    start: Start,
+    workers_of: Workers,
+    is_alive: IsAlive,
 ) -> None:
     process = start(forward=HANGS)
     wait_for(Path("began").exists)
@@ -101,7 +94,7 @@ def test_a_signal_before_the_first_record_leaves_a_file_that_can_be_resumed(
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_second_signal_ends_a_run_whose_report_is_not_read(
-    start: Callable[..., "subprocess.Popen[str]"], number: signal.Signals
+    start: Start, workers_of: Workers, is_alive: IsAlive, number: signal.Signals
 ) -> None:
     reading, writing = os.pipe()
     process = start(forward=HANGS, stdout=writing)
@@ -125,7 +118,9 @@ def test_a_second_signal_ends_a_run_whose_report_is_not_read(
 
 
 def test_the_processes_of_a_run_that_is_killed_end_though_they_hang(
-    start: Callable[..., "subprocess.Popen[str]"],
+    start: Start,
+    workers_of: Workers,
+    is_alive: IsAlive,
 ) -> None:
     process = start(forward=HANGS)
     wait_for(Path("began").exists)
