@@ -48,6 +48,7 @@ class Config(BaseModel):
     device: str | None = None
     seed: Annotated[int, Field(ge=0, strict=True)] | None = None
     case_timeout: Annotated[float, Field(ge=0)] | None = None
+    pass_env: Names = ()
     output: Path | None = None
     keep: Annotated[int, Field(ge=1, strict=True)] = KEEP
     cache: Annotated[bool, Field(strict=True)] = True

@@ -19,6 +19,7 @@ from attncheck.harness.cli.output import (
     terminal_width,
     use_color,
 )
+from attncheck.harness.workers.passed_environment import read_patterns
 
 if TYPE_CHECKING:
     from attncheck.harness.cli.run_execution import FinishedRun
@@ -47,6 +48,7 @@ def run(
     function: arguments.Functions = None,
     device: arguments.Device = None,
     case_timeout: arguments.CaseTimeout = None,
+    pass_env: arguments.PassEnv = None,
     seed: arguments.Seed = None,
     output: arguments.Output = None,
     resume: arguments.Resume = None,
@@ -82,7 +84,8 @@ def run(
         from attncheck.harness.workers.worker_process import WorkerProcess
 
         # Before anything else is imported: it loads torch meanwhile, which takes longest.
-        spare = context.with_resource(WorkerProcess(show=show_printed if show_output else None))
+        show = show_printed if show_output else None
+        spare = context.with_resource(WorkerProcess(show=show, pass_env=read_patterns(pass_env or ())))
 
     from attncheck.harness.cli.config import read_config
     from attncheck.harness.cli.last_failed import only_failed
@@ -117,6 +120,7 @@ def run(
         kernels=kernels,
         device=device or config.device,
         case_timeout=config.case_timeout if case_timeout is None else case_timeout,
+        pass_env=read_patterns(pass_env or config.pass_env),
         seed=(config.seed or 0) if seed is None else seed,
         output=output,
         resume=resume,

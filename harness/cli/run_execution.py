@@ -93,7 +93,7 @@ def execute_run(
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
     make_dump_folder(options.dump)
     show = show_printed if options.show_output else None
-    with WorkerPool(show, spare, preparation_of(selection)) as pool:
+    with WorkerPool(show, spare, preparation_of(selection), options.pass_env) as pool:
         if options.backend_refs is not None and not options.in_process:
             pool.start(first_refs(options.backend_refs, selection.suites))
 

@@ -15,6 +15,7 @@ from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
 from attncheck.harness.workers.first_messages import assignment_of, chosen_device_of, description_of
+from attncheck.harness.workers.passed_environment import passed_environment
 from attncheck.harness.workers.printed_output import Show
 from attncheck.harness.workers.protocol import Assignment, ChooseDevice, Prepare
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
@@ -40,12 +41,16 @@ class WorkerPool:
         show: Show | None = None,
         spare: WorkerProcess | None = None,
         prepare: Prepare | None = None,
+        pass_env: Sequence[str] = (),
     ) -> None:
         """``show``: is given what the processes print, line by line, with the name of the backend.
 
         ``spare``: a process that was started ahead, without a backend; the pool closes it. ``prepare``: what the
-        processes import before their backend; None: all checks.
+        processes import before their backend; None: all checks. ``pass_env``: patterns of the variables that they get
+        besides the usual ones.
         """
+        self._pass_env = tuple(pass_env)
+        self._inherited = passed_environment(os.environ, pass_env)
         self._show, self._spare = show, spare
         self._prepare = prepare or Prepare()
         if spare is not None:
@@ -79,7 +84,7 @@ class WorkerPool:
 
     def twin(self) -> "WorkerPool":
         """Return a pool for one more process of each backend described here; it is closed with this one."""
-        twin = WorkerPool(self._show)
+        twin = WorkerPool(self._show, pass_env=self._pass_env)
         twin._environments, twin._infos, twin._assignment = self._environments, self._infos, self._assignment
         twin._prepare, twin._unshared = self._prepare, self._unshared
         self._twins.append(twin)
@@ -253,7 +258,8 @@ class WorkerPool:
         if ref in self._processes:
             return
         process, self._spare = self._spare, None
-        if process is None or not self._environments.get(ref, {}).items() <= process.environment.items():
+        needed = self._inherited | self._environments.get(ref, {})
+        if process is None or not needed.items() <= (process.inherited | process.environment).items():
             self._spare = process
             process = self._new(self._environments.get(ref))
         self._environments[ref] = process.environment
@@ -262,11 +268,11 @@ class WorkerPool:
 
     def _new(self, environment: Mapping[str, str] | None = None, *, is_shown: bool = True) -> WorkerProcess:
         """Start a process that has no backend yet."""
-        process = WorkerProcess(environment, self._show if is_shown else None)
+        process = WorkerProcess(environment, self._show if is_shown else None, self._pass_env)
         process.prepare(self._prepare)
         return process
 
     def _missing(self, ref: str, found: BackendDescription | QuestionError) -> dict[str, str]:
         if isinstance(found, QuestionError):
             return {}
-        return missing_variables(found.info.required_environment, {**os.environ, **self._environments.get(ref, {})})
+        return missing_variables(found.info.required_environment, self._inherited | self._environments.get(ref, {}))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 from attncheck.errors import InternalError
 from attncheck.harness.problem.host_memory import free_host_bytes, oom_kills
+from attncheck.harness.workers.passed_environment import passed_environment
 from attncheck.harness.workers.printed_output import KEPT, PrintedOutput, Show
 
 if TYPE_CHECKING:
@@ -55,12 +56,16 @@ class ProcessEndedError(InternalError):
 class WorkerProcess:
     """A process that loads torch, and then waits for the backend to load; see ``protocol.py``.
 
-    ``environment``: on top of this process's, also as an attribute. ``show`` is given what the process prints. ``ref``:
+    ``inherited``: what it gets of this process's environment, by ``pass_env`` of :func:`passed_environment`.
+    ``environment``: on top of that, also as an attribute. ``show`` is given what the process prints. ``ref``:
     of its backend, empty before :meth:`load`. To be closed, whatever happens; a context manager closes it by itself.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None, show: Show | None = None) -> None:
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, show: Show | None = None, pass_env: Iterable[str] = ()
+    ) -> None:
         self.ref = ""
+        self.inherited = passed_environment(os.environ, pass_env)
         self.environment = dict(environment or {})
         self._is_prepared = False
         self._finishing_since: float | None = None
@@ -81,7 +86,7 @@ class WorkerProcess:
             words = (theirs_to_read, theirs_to_write, os.getpid(), "\n".join(map(str, sys.path)))
             self._process = subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
                 [sys.executable, "-P", "-u", "-c", _START, *map(str, words)],
-                env={**os.environ, **self.environment},
+                env=self.inherited | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=theirs_to_print,
                 stderr=theirs_to_print,
