@@ -17,11 +17,14 @@ Shell = Callable[..., tuple[int, str]]
 WORDS = ["run", "--suite", "small.yaml", "--backend", "reference", "--device", "cpu"]
 TYPED = " ".join(["attncheck", *WORDS])
 FRESH = f"{sys.executable} -m {TYPED}"
-LIMITED = (
-    "import resource, sys\nlimit = int(sys.argv.pop(1))\nresource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))\n"
-    "from attncheck.__main__ import main\nsys.exit(main())"
-)
-"""A process that cannot write files beyond its first argument."""
+LIMITED = """\
+import resource, sys
+sys.dont_write_bytecode = True  # it would be cut off as well
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+from attncheck.__main__ import main
+sys.exit(main())
+"""  # a process that writes no file of more bytes than its first argument
 
 
 def outcomes(path: Path | str) -> list[tuple[str, str, str]]:
@@ -34,7 +37,7 @@ def test_a_file_that_cannot_grow_keeps_whole_records_and_is_resumed(
 ) -> None:
     assert cli.main([*WORDS, "--in-process", "--output", "whole.jsonl"]) == 0
     limit = int((folder / "whole.jsonl").stat().st_size * share)
-    command = [sys.executable, "-c", LIMITED, str(limit), *WORDS, "--output", "cut.jsonl"]
+    command = [sys.executable, "-c", LIMITED, str(limit), *WORDS, "--in-process", "--output", "cut.jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 3
     safe = len(read_run("cut.jsonl").records)
@@ -51,7 +54,7 @@ def test_a_file_that_cannot_grow_keeps_whole_records_and_is_resumed(
 
 
 def test_a_file_that_cannot_hold_the_header_is_removed(folder: Path, preloaded: None) -> None:
-    command = [sys.executable, "-c", LIMITED, "100", *WORDS, "--output", "cut.jsonl"]
+    command = [sys.executable, "-c", LIMITED, "100", *WORDS, "--in-process", "--output", "cut.jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (3, "error: cut.jsonl cannot be written: File too large\n")
     assert not (folder / "cut.jsonl").exists()
