@@ -57,7 +57,9 @@ def test_a_run_that_is_killed_and_resumed_is_that_of_a_run_left_alone(
         while any(map(is_alive, workers)):
             assert time.monotonic() - killed < DEAD_WITHIN_S
             time.sleep(0.005)
+        kept = cut.read_bytes().rpartition(b"\n")[0] if cut.exists() else b""
         if not cut.exists() or lacks_header(cut) or not read_run(cut).complete:
             assert started("--resume" if cut.exists() else "--output", cut.name).wait(60) == 1
         assert read_run(cut).complete
+        assert cut.read_bytes().startswith(kept)
         assert records(cut) == records(path)

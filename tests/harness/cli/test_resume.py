@@ -2,10 +2,6 @@
 
 import json
 import shlex
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -107,28 +103,6 @@ def test_a_file_that_is_no_run_is_left_as_it_is(header, tmp_path):
     with pytest.raises(RunFileError, match="is no run file"):
         read_part(path, header)
     assert path.read_text() == "notes of mine"
-
-
-def test_a_run_that_was_killed_loses_nothing_that_it_found(whole, tmp_path, monkeypatch, preloaded, capsys):
-    monkeypatch.chdir(tmp_path)
-    words = [word for word in OPTIONS if word != "--in-process"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "attncheck", "run", *words, "--output", "cut.jsonl"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    path, deadline = tmp_path / "cut.jsonl", time.monotonic() + 60
-    while time.monotonic() < deadline and not (path.exists() and path.read_bytes().count(b"\n") > 2):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    found = records(path.read_text().rpartition("\n")[0])
-    assert len(found) >= 1
-    if b'"footer"' not in path.read_bytes():  # else it was too late
-        assert run(*OPTIONS, "--resume", "cut.jsonl") == 0
-    text = path.read_text()
-    assert records(text)[: len(found)] == found
-    assert sorted(map(str, records(text))) == sorted(map(str, records(whole)))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -45,7 +46,8 @@ def test_a_file_that_cannot_grow_keeps_whole_records_and_is_resumed(
         f"error: cut.jsonl cannot be written: File too large; its first {safe} records can be read, as by "
         "`attncheck report`"
     )
-    assert "stopped, since cut.jsonl cannot be written" in done.stdout
+    assert re.search(r"^reference +[12]/[12] ", done.stdout, re.MULTILINE)  # the table of what was found
+    assert re.search(r"^stopped, since cut.jsonl cannot be written: [12] of 2 cases", done.stdout, re.MULTILINE)
     assert outcomes("cut.jsonl") == outcomes("whole.jsonl")[:safe]
     assert not read_run("cut.jsonl").complete
     assert cli.main([*WORDS, "--in-process", "--resume", "cut.jsonl"]) == 0
@@ -79,7 +81,7 @@ def test_a_full_disk_ends_the_run_and_what_it_holds_can_be_read(folder: Path) ->
     assert not read_run("kept.jsonl").complete
 
 
-def test_a_read_only_folder_is_told(folder: Path) -> None:
+def test_a_read_only_folder_is_an_error(folder: Path) -> None:
     done = in_mount("ro", f"{FRESH} --output small/run.jsonl")
     assert (done.returncode, done.stderr) == (
         3,
@@ -87,7 +89,7 @@ def test_a_read_only_folder_is_told(folder: Path) -> None:
     )
 
 
-def test_a_closed_stdout_is_told_before_anything_is_examined(folder: Path) -> None:
+def test_a_closed_stdout_is_an_error_before_anything_is_examined(folder: Path) -> None:
     done = subprocess.run(["bash", "-c", f"exec {FRESH} >&-"], stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         3,
