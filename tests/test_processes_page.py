@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from attncheck.harness.workers.passed_environment import DEFAULT
+
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "processes.md").read_text(encoding="utf-8")
 ((NAME, FILE),) = re.findall(r"^```python\n(# (?:\S+)\n)(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 (APART, OUTPUT), (HERE, _) = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
@@ -21,3 +23,9 @@ def test_in_process_it_ends_the_run_and_says_where(shell, tmp_path):
     code, printed = shell(HERE, tmp_path)
     assert code in (-6, 128 + 6), printed  # SIGABRT, as bash tells it or as it is
     assert 'crashing.py", line 11 in forward' in printed
+
+
+def test_the_variables_that_a_backend_gets_are_listed():
+    (section,) = re.findall(r"^## What a backend sees of the environment\n(.*?)^## ", TEXT, re.MULTILINE | re.DOTALL)
+    items = "".join(re.findall(r"^(?:- |  ).*\n", section, re.MULTILINE))
+    assert set(re.findall(r"`(.+?)`", items)) == set(DEFAULT)

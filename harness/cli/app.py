@@ -1,11 +1,10 @@
 """The command line: names the commands, and turns whatever happens into one of its exit codes.
 
-0 all as expected, 1 a backend fell short, 2 the question was wrong, 3 attncheck itself failed; interrupted: 130 by
-SIGINT, 143 by SIGTERM, 129 by SIGHUP.
+0 all as expected, 1 a backend fell short, 2 the question was wrong, 3 attncheck itself failed or cannot write;
+interrupted: 130 by SIGINT, 143 by SIGTERM, 129 by SIGHUP.
 Loads neither torch nor pydantic: a command does, when it runs.
 """
 
-import contextlib
 import errno
 import functools
 import io
@@ -20,9 +19,10 @@ from typing import Annotated, ParamSpec
 
 import typer
 
-from attncheck.errors import BackendUnavailableError, QuestionError
+from attncheck.errors import BackendUnavailableError, QuestionError, WriteError
 from attncheck.harness.cli import compare, doctor, expect, list_names, new, recommend, report, run, show, warm
 from attncheck.harness.cli.interruption import signal_of
+from attncheck.harness.cli.output import drop_stdout, say
 from attncheck.harness.cli.usage import HELP, usage_error_in_words
 
 OK, FELL_SHORT, WRONG_QUESTION, OWN_FAULT = 0, 1, 2, 3
@@ -55,40 +55,37 @@ def exit_code(work: Callable[[], int]) -> int:
     """The exit code of ``work``: its own, or that of what it raised, told in one line on stderr."""
     try:
         return work()
+    except WriteError as error:
+        say(f"error: {error}")
+        return OWN_FAULT
     except (QuestionError, BackendUnavailableError) as error:
         for line in str(error).splitlines():  # a file may have several mistakes
-            _say(f"error: {line}")
+            say(f"error: {line}")
         return WRONG_QUESTION
     except KeyboardInterrupt as interrupt:
-        number = signal_of(interrupt)
-        _say(f"interrupted by {number.name}")
-        return _SIGNALLED + number
+        return _interrupted(interrupt)
     except BrokenPipeError:
         # The reader left, as `attncheck list | head` does. What could be said was said.
-        _drop_stdout()
+        drop_stdout()
         return OK
     except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code may even call sys.exit)
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            _say(f"error: {error.filename or 'what is printed'} cannot be written: {error.strerror}")
-            _drop_stdout()
-            return WRONG_QUESTION
+            say(f"error: {error.filename or 'stdout'} cannot be written: {error.strerror}")
+            drop_stdout()
+            return OWN_FAULT
         if os.environ.get(SHOW_TRACEBACK):
             traceback.print_exc()
-        _say(f"attncheck itself failed: {type(error).__name__}: {error}")
+        say(f"attncheck itself failed: {type(error).__name__}: {error}")
         if not os.environ.get(SHOW_TRACEBACK):
-            _say(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output")
+            say(f"set {SHOW_TRACEBACK}=1 to see where; please report it with that output")
         return OWN_FAULT
 
 
-def _say(text: str) -> None:
-    """Print a line on stderr, if there is anybody left to read it."""
-    with contextlib.suppress(OSError):
-        typer.echo(text, err=True)
-
-
-def _drop_stdout() -> None:
-    """Print nothing more: the interpreter flushes stdout at its end, and would fail again."""
-    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for the interpreter's last flush)
+def _interrupted(interrupt: KeyboardInterrupt) -> int:
+    """Say which signal ended the command, and return its exit code."""
+    number = signal_of(interrupt)
+    say(f"interrupted by {number.name}")
+    return _SIGNALLED + number
 
 
 class SchemaSubject(StrEnum):
@@ -161,7 +158,8 @@ def attncheck_command(
 ) -> None:
     """Examine attention backends: YAML-written cases, a float64 truth, a verdict for each backend.
 
-    Exit codes: 0 all as expected, 1 a backend fell short, 2 the question was wrong, 3 attncheck itself failed.
+    Exit codes: 0 all as expected, 1 a backend fell short, 2 the question was wrong, 3 attncheck itself failed or cannot
+    write.
     """
 
 
@@ -185,16 +183,35 @@ app.add_typer(new_app, name="new")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of ``arguments`` (default: the process's own) and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if _fill_closed_streams():
+        say("error: stdout is closed; send it to a file, or to /dev/null")
+        return OWN_FAULT
     _print_any_text()
     try:
         code = app(words, prog_name="attncheck", obj=("attncheck", *words), standalone_mode=False)
     except _UsageError as error:
         message = usage_error_in_words(error)
-        _say(message if message.startswith(HELP) else f"error: {message}")
+        say(message if message.startswith(HELP) else f"error: {message}")
         return WRONG_QUESTION
+    except typer.Abort as aborted:  # by a signal, before the command began or after it
+        cause = aborted.__cause__
+        return _interrupted(cause if isinstance(cause, KeyboardInterrupt) else KeyboardInterrupt())
     except SystemExit as left:  # how completion ends
         code = left.code
     return code if isinstance(code, int) else OK
+
+
+def _fill_closed_streams() -> bool:
+    """Open /dev/null in place of closed standard streams, so that no pipe gets their numbers.
+
+    Return whether stdout was closed.
+    """
+    is_closed = sys.stdout is None
+    for name in ("stdin", "stdout", "stderr"):  # by their numbers, the lowest that are free
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(null, "r" if name == "stdin" else "w", encoding="utf-8"))
+    return is_closed
 
 
 def _print_any_text() -> None:

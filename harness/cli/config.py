@@ -51,6 +51,7 @@ class Config(BaseModel):
     backend_timeout: Annotated[float, Field(ge=0)] | None = None
     memory_limit: ByteSize | None = None
     device_memory_limit: ByteSize | None = None
+    pass_env: Names = ()
     output: Path | None = None
     keep: Annotated[int, Field(ge=1, strict=True)] = KEEP
     cache: Annotated[bool, Field(strict=True)] = True

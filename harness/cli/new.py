@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from attncheck.errors import QuestionError
+from attncheck.errors import QuestionError, unwritable
 
 
 class BackendKind(StrEnum):
@@ -50,7 +50,7 @@ def new_backend(
             with path.open("x", encoding="utf-8", newline="\n") as file:
                 file.write(text)
     except OSError as error:
-        raise QuestionError(f"--output {output}: {error.filename} cannot be written: {error.strerror}") from error
+        raise unwritable(f"--output {output}: {error.filename}", error) from error
     typer.echo(f"written: {', '.join(map(str, paths))}")
     typer.echo(f"  {shlex.join(['attncheck', 'run', '--backend', backend_ref(kind, name, output)])}")
     typer.echo(f"  {shlex.join(['pytest', str(paths[1])])}")

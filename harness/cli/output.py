@@ -4,14 +4,14 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attncheck.errors import QuestionError
+from attncheck.errors import QuestionError, WriteError, unwritable
 
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 """The environment variable in which GitHub Actions names the file that a step adds its summary to."""
@@ -61,7 +61,8 @@ def write_output(text: str, output: Path | None, *, is_summary: bool = False) ->
     ``is_summary``: for GitHub, which without ``--output`` gets it behind what the step's summary holds already.
 
     Raises:
-        QuestionError: the file cannot be written.
+        QuestionError: the file is named wrongly.
+        WriteError: the disk is full or read-only.
     """
     named = os.environ.get(STEP_SUMMARY) if is_summary else None
     if output is not None:
@@ -77,10 +78,32 @@ def _write(path: Path, text: str, *, mode: str, name: str) -> None:
         with path.open(mode, encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise QuestionError(f"{name} cannot be written: {error.strerror}") from error
+        raise unwritable(name, error) from error
+
+
+def drop_stdout() -> None:
+    """Print nothing more: the interpreter flushes stdout at its end, and would fail again."""
+    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for the interpreter's last flush)
+
+
+@contextlib.contextmanager
+def printing_to_stdout(run_file: Path | None = None) -> Iterator[None]:
+    """Raise WriteError, which names ``run_file``, where stdout takes no more."""
+    try:
+        yield
+    except OSError as error:
+        drop_stdout()
+        safe = "" if run_file is None else f"the run file is {run_file}"
+        raise WriteError("stdout", error, safe=safe) from error
+
+
+def say(text: str) -> None:
+    """Print a line on stderr; where nothing reads it, the command goes on."""
+    with contextlib.suppress(OSError):
+        typer.echo(text, err=True)
 
 
 def show_printed(backend: str, lines: str) -> None:
     """Print what the process of a backend printed, on stderr: stdout holds the report alone."""
-    with contextlib.suppress(OSError, ValueError):  # a reader that left ends no run
-        typer.echo("\n".join(f"{backend} | {line}" for line in lines.split("\n")), err=True)
+    with contextlib.suppress(ValueError):  # stderr is closed
+        say("\n".join(f"{backend} | {line}" for line in lines.split("\n")))

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from attncheck.harness.cli.output import say
 from attncheck.reports.analysis.phrases import what_happened
 from attncheck.reports.run_file.records import EXAMINED, FALLEN_SHORT, Record
 from attncheck.reports.run_file.timings import TIMING
@@ -90,15 +90,13 @@ class ProgressLines:
         is_short = record.outcome in FALLEN_SHORT
         if self._verbose and not is_short:
             line = f"{record.outcome}  {record.backend}  {record.case}  {record.check}  {record.duration_s:.2f} s"
-            typer.echo(line, err=True)
+            say(line)
         elif is_short and (self._verbose or self._tally.short <= TOLD_AT_ONCE):
-            typer.echo(
-                f"{record.outcome}  {record.backend}  {record.case}  {record.check}: {what_happened(record)}", err=True
-            )
+            say(f"{record.outcome}  {record.backend}  {record.case}  {record.check}: {what_happened(record)}")
         if time.monotonic() - self._said >= LINE_EVERY_S:
             self._said = time.monotonic()
             done = f"case {self._tally.done} of {self._tally.cases}, {self._tally.short} fell short"
-            typer.echo(", ".join(part for part in (done, self._tally.left) if part), err=True)
+            say(", ".join(part for part in (done, self._tally.left) if part))
 
 
 class ProgressBar:

@@ -5,13 +5,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import typer
-
 from attncheck.errors import RunFileError
+from attncheck.harness.cli.output import say
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.merging import question_differences
 from attncheck.reports.run_file.records import EXAMINED, Record
-from attncheck.reports.run_file.store import Run, read_run
+from attncheck.reports.run_file.store import Run, lacks_header, read_run
 from attncheck.reports.run_file.timings import TIMING
 
 Found = tuple[str, str, str, int]
@@ -26,13 +25,16 @@ def read_part(path: Path, header: RunHeader) -> Run:
     """
     if path.suffix != ".jsonl":
         raise RunFileError(str(path), "cannot be continued: only a file named .jsonl can be written on")
+    if lacks_header(path):
+        say(f"note: {path}: its header was cut off; the run begins anew")
+        return Run(str(path), header, ())
     run = read_run(path)
+    if run.complete:
+        raise RunFileError(str(path), "is complete; there is nothing to resume")
     if not path.read_bytes().endswith(b"\n"):
         if not run.cut_line:  # its last record has no end of line, and is examined again
             run = replace(run, records=run.records[:-1])
-        typer.echo(f"note: {path}: the last line was cut off, and is written again", err=True)
-    if run.complete:
-        raise RunFileError(str(path), "is complete; there is nothing to resume")
+        say(f"note: {path}: the last line was cut off, and is written again")
     if differences := question_differences(run.header, header):
         raise RunFileError(
             str(path), f"cannot be resumed by this command, whose question differs in {', '.join(differences)}"

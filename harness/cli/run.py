@@ -9,7 +9,17 @@ import typer
 
 from attncheck.errors import SelectionError
 from attncheck.harness.cli import run_arguments as arguments
-from attncheck.harness.cli.output import Color, ColorChoice, show_printed, terminal_width, use_color
+from attncheck.harness.cli.interruption import interruptible
+from attncheck.harness.cli.output import (
+    Color,
+    ColorChoice,
+    printing_to_stdout,
+    say,
+    show_printed,
+    terminal_width,
+    use_color,
+)
+from attncheck.harness.workers.passed_environment import read_patterns
 
 if TYPE_CHECKING:
     from attncheck.harness.cli.run_execution import FinishedRun
@@ -41,6 +51,7 @@ def run(
     backend_timeout: arguments.BackendTimeout = None,
     memory_limit: arguments.MemoryLimit = None,
     device_memory_limit: arguments.DeviceMemoryLimit = None,
+    pass_env: arguments.PassEnv = None,
     seed: arguments.Seed = None,
     output: arguments.Output = None,
     resume: arguments.Resume = None,
@@ -68,13 +79,16 @@ def run(
     each in a fresh process that is alone. Every record goes into a run file, which `attncheck report` reads.
     """
     began = time.monotonic()
+    if not in_process:  # where Python cannot interrupt a kernel
+        context.with_resource(interruptible())
     refs = (*(backends or ()), *(backend or ()))
     spare = None
     if not in_process and (refs or not provider):
         from attncheck.harness.workers.worker_process import WorkerProcess
 
         # Before anything else is imported: it loads torch meanwhile, which takes longest.
-        spare = context.with_resource(WorkerProcess(show=show_printed if show_output else None))
+        show = show_printed if show_output else None
+        spare = context.with_resource(WorkerProcess(show=show, pass_env=read_patterns(pass_env or ())))
 
     from attncheck.harness.cli.config import read_config
     from attncheck.harness.cli.last_failed import only_failed
@@ -112,6 +126,7 @@ def run(
         backend_timeout=config.backend_timeout if backend_timeout is None else backend_timeout,
         memory_limit=read_size("--memory-limit", memory_limit, config.memory_limit),
         device_memory_limit=read_size("--device-memory-limit", device_memory_limit, config.device_memory_limit),
+        pass_env=read_patterns(pass_env or config.pass_env),
         seed=(config.seed or 0) if seed is None else seed,
         output=output,
         resume=resume,
@@ -138,11 +153,12 @@ def run(
         return watch_run(options, spare, color=use_color(color))
 
     def print_result(finished: "FinishedRun") -> None:
-        _print_report(finished, quiet=quiet, color=use_color(color))
-        if durations is not None:
-            _print_durations(finished.records, durations or None)
-        where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
-        typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
+        with printing_to_stdout(finished.path):
+            _print_report(finished, quiet=quiet, color=use_color(color))
+            if durations is not None:
+                _print_durations(finished.records, durations or None)
+            where = "no run file (--no-output)" if finished.path is None else f"run file: {finished.path}"
+            typer.echo(f"{time.monotonic() - began:.1f} s, {where}")
 
     finished = execute_run(options, _print_opening if not quiet else _print_nothing, print_result, spare)
     if finished.ended_by is not None:
@@ -153,7 +169,8 @@ def run(
 def _print_opening(header: "RunHeader") -> None:
     from attncheck.reports.terminal import run as terminal
 
-    typer.echo(terminal.opening(header, width=terminal_width()))
+    with printing_to_stdout():
+        typer.echo(terminal.opening(header, width=terminal_width()))
 
 
 def _print_nothing(header: "RunHeader") -> None:
@@ -208,7 +225,7 @@ def _exit_code(finished: "FinishedRun", *, by_name: bool) -> int:
     records = finished.records
     ours = [record for record in records if record.outcome == "errored" and record.stage == OURSELVES]
     if ours:
-        typer.echo(f"attncheck itself failed at {ours[0].case}: {ours[0].error_type}: {ours[0].message}", err=True)
+        say(f"attncheck itself failed at {ours[0].case}: {ours[0].error_type}: {ours[0].message}")
         return 3
     if finished.unmet or any(record.outcome in FALLEN_SHORT for record in records):
         return 1

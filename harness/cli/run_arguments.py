@@ -185,6 +185,15 @@ DeviceMemoryLimit = Annotated[
         help="Bytes of GPU memory that torch may take in the process of a backend, such as 40GiB. Default: all.",
     ),
 ]
+PassEnv = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pass-env",
+        metavar="PATTERN",
+        help="Environment variables that the processes of backends get besides the usual ones (docs/processes.md): "
+        "names or shell patterns, separated by commas. May be repeated.",
+    ),
+]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, metavar="N", help="Seed of the inputs. Default: 0.")]
 ExitFirst = Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first record that falls short.")]
 MaxFail = Annotated[

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from attncheck.errors import QuestionError, RunFileError, SelectionError
-from attncheck.harness.cli.interruption import interruptible, signal_of
+from attncheck.errors import QuestionError, SelectionError, WriteError
+from attncheck.harness.cli.interruption import signal_of
 from attncheck.harness.cli.output import show_printed
 from attncheck.harness.cli.resuming import found_in, read_part
 from attncheck.harness.cli.run_files import make_dump_folder, open_run
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from attncheck.harness.run.preparation import PreparedRun, RunSettings
 
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
+_AT_FIRST = "at the first record that fell short (--exitfirst)"
 _DEVICE_LOST = "when this process lost the device (a run without --in-process goes on in a fresh one)"
 
 
@@ -57,7 +58,7 @@ class FinishedRun:
 
     ``blind``: why cases could not be examined. ``unmet``: a line for each expectation that counts as a failure;
     ``unseen``: for each that only did not show. ``stopped``: why the run ended early, empty: it did not. ``ended_by``:
-    what is raised once the report is shown: a signal, or a run file that could not be written.
+    what is raised once the report is shown: a signal, or a run file or a stdout that could not be written.
     """
 
     path: Path | None
@@ -67,7 +68,7 @@ class FinishedRun:
     unmet: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     stopped: str = ""
-    ended_by: KeyboardInterrupt | RunFileError | None = None
+    ended_by: KeyboardInterrupt | WriteError | None = None
 
 
 def execute_run(
@@ -92,8 +93,8 @@ def execute_run(
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
     make_dump_folder(options.dump)
     show = show_printed if options.show_output else None
-    limits = replace(options.time_limits, sampling_s=timing.limit_s)
-    with WorkerPool(show, spare, preparation_of(selection), limits, options.memory_limits) as pool:
+    limits, memory = replace(options.time_limits, sampling_s=timing.limit_s), options.memory_limits
+    with WorkerPool(show, spare, preparation_of(selection), limits, memory, options.pass_env) as pool:
         if options.backend_refs is not None and not options.in_process:
             pool.start(first_refs(options.backend_refs, selection.suites))
 
@@ -136,7 +137,8 @@ def _execute(
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
     one_process = (_ONE_PROCESS,) if is_timed and pool is None else ()
     notes = (*prepared.notes, *one_process, *prepared.choice_notes, *options.notes)
-    header = make_header(prepared.selection, plan, infos, environment, command=options.command, notes=notes)
+    asked = (prepared.selection, plan, infos, environment)
+    header = make_header(*asked, expect=options.expect, command=options.command, notes=notes)
     if functions is not None:
         from attncheck.harness.providers.records import examine_providers, header_with_providers
 
@@ -163,7 +165,6 @@ def _execute(
             path = writer.path
             begin(header)
             with (
-                contextlib.nullcontext() if options.in_process else interruptible(),  # Python cannot stop a kernel
                 contextlib.closing(examiner.run()) as examined,
                 progress_for(
                     count,
@@ -185,12 +186,13 @@ def _execute(
             for error in (*blind, *unmet):
                 writer.fail(error)
         return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped)
-    except (KeyboardInterrupt, RunFileError) as error:
-        if not records:
+    except (KeyboardInterrupt, WriteError) as error:
+        if not records and path is None:
             raise
-        how = "stopped, since the run file cannot be written"
         if isinstance(error, KeyboardInterrupt):
             how = f"interrupted by {signal_of(error).name}"
+        else:
+            how = f"stopped, since {error.name} cannot be written"
         stopped = f"{how}: {tally.done} of {tally.cases} cases"
         return FinishedRun(path, header, tuple(records), stopped=stopped, ended_by=error)
 
@@ -286,14 +288,8 @@ def _examine(
         for record in found:
             short += keep(record)
             if maxfail is not None and short >= maxfail:
-                return _stopped(maxfail)
+                return _AT_FIRST if maxfail == 1 else f"when {maxfail} records had fallen short (--maxfail {maxfail})"
     except DeviceLostError as lost:
         keep(lost.record)
         return _DEVICE_LOST
     return ""
-
-
-def _stopped(maxfail: int) -> str:
-    if maxfail == 1:
-        return "at the first record that fell short (--exitfirst)"
-    return f"when {maxfail} records had fallen short (--maxfail {maxfail})"

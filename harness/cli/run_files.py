@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-import typer
-
-from attncheck.errors import QuestionError, RunFileError
+from attncheck.errors import RunFileError, unwritable
+from attncheck.harness.cli.output import say
 from attncheck.harness.truth.shared_folder import user_cache
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
@@ -100,7 +99,8 @@ def open_run(
     ``keep`` runs.
 
     Raises:
-        RunFileError: ``output`` exists, or cannot be written.
+        RunFileError: ``output`` exists.
+        QuestionError, WriteError: it cannot be written.
     """
     if earlier is not None:
         with RunWriter(Path(earlier.path), header, earlier) as continued:
@@ -127,10 +127,9 @@ def _writer(output: Path | None, folder: Path | None, header: RunHeader) -> RunW
         Path(probe).unlink()
     except OSError as error:
         path = _free_path(Path(tempfile.mkdtemp(prefix="attncheck-")))
-        typer.echo(
+        say(
             f"note: no run file can be written in {folder}: {error.strerror}; it is {path} instead. "
-            "--output FILE names another, --no-output writes none",
-            err=True,
+            "--output FILE names another, --no-output writes none"
         )
         return RunWriter(path, header)
     return RunWriter(_free_path(folder), header)
@@ -162,4 +161,4 @@ def make_dump_folder(dump: Path | None) -> None:
     try:
         dump.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise QuestionError(f"--dump {dump} cannot be a folder: {error.strerror}") from error
+        raise unwritable(f"--dump {dump}", error) from error

@@ -92,6 +92,7 @@ class RunOptions:
     expect: Path | None = None
     dump: Path | None = None
     in_process: bool = False
+    pass_env: tuple[str, ...] = ()
     jobs: int | None = None
     show_output: bool = False
     warm: bool = True

@@ -26,6 +26,7 @@ def warm(
     case: arguments.Cases = None,
     check: arguments.Checks = None,
     device: arguments.Device = None,
+    pass_env: arguments.PassEnv = None,
     no_cache: arguments.NoCache = False,
 ) -> int:
     """Compile kernels ahead of a run: examine its cases in several processes at once, and drop the records.
@@ -37,10 +38,11 @@ def warm(
     from attncheck.harness.run.backend_choice import first_refs
     from attncheck.harness.run.selection import select_cases
     from attncheck.harness.truth.shared_folder import truths_folder
+    from attncheck.harness.workers.passed_environment import read_patterns
     from attncheck.harness.workers.worker_pool import WorkerPool
 
     selection = select_cases(suite or (), case or (), check or (), settings or ())
-    with WorkerPool() as pool:
+    with WorkerPool(pass_env=read_patterns(pass_env or ())) as pool:
         pool.start(first_refs(backend or (), selection.suites))
 
         from attncheck.harness.run.preparation import RunSettings, prepare_run

@@ -173,7 +173,8 @@ class _Watch:
     def _prepare_spare(self) -> None:
         """Start the process for the next round, if it is not there."""
         if self._spare is None or self._spare.has_ended:
-            self._spare = WorkerProcess(self._environment, show_printed if self._options.show_output else None)
+            show = show_printed if self._options.show_output else None
+            self._spare = WorkerProcess(self._environment, show, self._options.pass_env)
         self._spare.prepare(self._prepare)
 
     def _show_result(self, finished: FinishedRun, shown: RoundLines) -> None:

@@ -93,6 +93,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="examine backends in the process of pytest, not each in one of its own: for debuggers and profilers",
     )
     group.addoption(
+        "--attncheck-pass-env",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="let the processes of backends see these environment variables as well; may be repeated",
+    )
+    group.addoption(
         "--attncheck-no-cache",
         action="store_true",
         help="compute every truth here: read and store none in the user's cache",

@@ -16,6 +16,7 @@ from attncheck.harness.pytest_plugin.items import CheckItem, Root, module_items
 from attncheck.harness.pytest_plugin.question import Question
 from attncheck.harness.run.expectation_file import LocatedExpectation, load_expectations
 from attncheck.harness.run.expectations import Expectations
+from attncheck.harness.workers.passed_environment import read_patterns
 from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.analysis import phrases
 from attncheck.reports.run_file.records import Record
@@ -58,6 +59,7 @@ class PytestSession:
                 seed=option("attncheck_seed"),
                 dump=None if option("attncheck_dump") is None else Path(option("attncheck_dump")).absolute(),
                 in_process=option("attncheck_in_process"),
+                pass_env=read_patterns(option("attncheck_pass_env")),
                 cache=not option("attncheck_no_cache"),
             )
             if option("attncheck_expect") is not None and not option("runxfail"):

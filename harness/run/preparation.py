@@ -21,8 +21,9 @@ from attncheck.harness.run.plan import RunPlan, UnavailableBackend
 from attncheck.harness.run.selection import Selection, check_seed, default_cases, default_suites
 from attncheck.harness.run.sharding import Shard
 from attncheck.reference.spec import BACKEND_CHECKS, DEFAULT_CHECKS
-from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RecordOptions, RunHeader, SuiteInfo
 from attncheck.reports.run_file.store import now
+from attncheck.reports.run_file.timings import TIMING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,10 +166,16 @@ def make_header(
     backends: Sequence[BackendInfo],
     environment: Environment,
     *,
+    expect: Path | None = None,
     command: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> RunHeader:
     """The header of the run that ``plan`` and ``backends`` describe; the suites' own notes join ``notes``."""
+    checks = plan.checks or _checks_asked(plan)
+    options = RecordOptions(expect="" if expect is None else _digest_of(expect))
+    if TIMING in checks:
+        times = {"time_limit": plan.timing.limit_s, "warm_cache": plan.timing.warm, "kernels": plan.timing.kernels}
+        options = options.model_copy(update=times)
     counts = {suite.name: sum(case.suite == suite.name for case in plan.cases) for suite in selection.suites}
     return RunHeader(
         started=now(),
@@ -181,12 +188,13 @@ def make_header(
             CaseInfo(suite=c.suite, id=c.id, shape=shape_of(c), description=c.description, keys=keys_of(c))
             for c in plan.cases
         ),
-        checks=plan.checks or _checks_asked(plan),
+        checks=checks,
         device=plan.device,
         seed=plan.seed,
         rounds=plan.rounds,
         shard=plan.shard,
         backends=tuple(map(_with_digest, backends)),
+        options=options,
         command=tuple(command),
         notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),
     )
@@ -195,9 +203,12 @@ def make_header(
 def _with_digest(backend: BackendInfo) -> BackendInfo:
     """Return ``backend`` with the digest of the file that its reference names, if that is one."""
     file = Path(backend.ref.rpartition(":")[0] or backend.ref)
-    if file.suffix != ".py" or not file.is_file():
-        return backend
-    return backend.model_copy(update={"digest": sha256(file.read_bytes()).hexdigest()[:12]})
+    return backend.model_copy(update={"digest": _digest_of(file)}) if file.suffix == ".py" else backend
+
+
+def _digest_of(file: Path) -> str:
+    """Return 12 hex digits of the SHA-256 of ``file``; empty: it is no file."""
+    return sha256(file.read_bytes()).hexdigest()[:12] if file.is_file() else ""
 
 
 def _checks_asked(plan: RunPlan) -> tuple[str, ...]:

@@ -62,9 +62,9 @@ def start_worker(environment: Mapping[str, str]) -> StartedWorker:
             for ours in (reading, printed):
                 with contextlib.suppress(OSError):
                     fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _ROOM)
-        path = "\n".join(map(str, sys.path))
+        words = (theirs_to_read, theirs_to_write, os.getpid(), "\n".join(map(str, sys.path)))
         process = subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
-            [sys.executable, "-P", "-u", "-c", _START, str(theirs_to_read), str(theirs_to_write), path],
+            [sys.executable, "-P", "-u", "-c", _START, *map(str, words)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=theirs_to_print,

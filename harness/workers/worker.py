@@ -112,12 +112,14 @@ def flush_c_streams() -> None:
 def main(words: list[str]) -> None:
     """What :mod:`attncheck.harness.workers.worker_process` starts: serve the run, as the process of a backend.
 
-    ``words``: the descriptors of the pipe to read and the pipe to write.
+    ``words``: the descriptors of the pipe to read and the pipe to write, and the id of the process of the run.
     """
-    reading, writing = words
+    reading, writing, run = words
     sys.argv[:] = ["attncheck"]
     if sys.platform == "linux":  # a run that is killed tells nobody, and this process may be busy for hours
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(run):
+        return  # it was killed before
     # A kernel that kills the process says at least where, even if the backend closed what it prints to.
     printing = os.dup(2)
     faulthandler.enable(printing)

@@ -18,6 +18,7 @@ from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.harness.workers.first_messages import assignment_of, chosen_device_of, description_of
 from attncheck.harness.workers.memory_limits import MemoryLimits
 from attncheck.harness.workers.memory_watch import MemoryWatch
+from attncheck.harness.workers.passed_environment import passed_environment
 from attncheck.harness.workers.printed_output import Show
 from attncheck.harness.workers.protocol import Assignment, ChooseDevice, Prepare
 from attncheck.harness.workers.time_limits import TimeLimits
@@ -46,14 +47,18 @@ class WorkerPool:
         prepare: Prepare | None = None,
         limits: TimeLimits | None = None,
         memory: MemoryLimits | None = None,
+        pass_env: Sequence[str] = (),
     ) -> None:
         """``show``: is given what the processes print, line by line, with the name of the backend.
 
         ``spare``: a process that was started ahead, without a backend; the pool closes it. ``prepare``: what the
         processes import before their backend; None: all checks. ``limits``: the time limits; None: the default ones.
-        ``memory``: what each process may hold; None: no limits.
+        ``memory``: what each process may hold; None: no limits. ``pass_env``: patterns of the variables that they get
+        besides the usual ones.
         """
         self.limits = limits or TimeLimits()
+        self._pass_env = tuple(pass_env)
+        self._inherited = passed_environment(os.environ, pass_env)
         self._show, self._spare = show, spare
         self._prepare = prepare or Prepare()
         self._memory = memory or MemoryLimits()
@@ -90,7 +95,7 @@ class WorkerPool:
 
     def twin(self) -> "WorkerPool":
         """Return a pool for one more process of each backend described here; it is closed with this one."""
-        twin = WorkerPool(self._show, limits=self.limits)
+        twin = WorkerPool(self._show, limits=self.limits, pass_env=self._pass_env)
         twin._environments, twin._infos, twin._assignment = self._environments, self._infos, self._assignment
         twin._prepare, twin._unshared = self._prepare, self._unshared
         twin._memory, twin._watch = self._memory, self._watch
@@ -273,7 +278,8 @@ class WorkerPool:
         if ref in self._processes:
             return
         process, self._spare = self._spare, None
-        if process is None or not self._environments.get(ref, {}).items() <= process.environment.items():
+        needed = self._inherited | self._environments.get(ref, {})
+        if process is None or not needed.items() <= (process.inherited | process.environment).items():
             self._spare = process
             process = self._new(self._environments.get(ref))
         self._environments[ref] = process.environment
@@ -282,7 +288,7 @@ class WorkerPool:
 
     def _new(self, environment: Mapping[str, str] | None = None, *, is_shown: bool = True) -> WorkerProcess:
         """Start a process that has no backend yet."""
-        process = WorkerProcess(environment, self._show if is_shown else None)
+        process = WorkerProcess(environment, self._show if is_shown else None, self._pass_env)
         process.prepare(self._prepare)
         self._watch.add(process)
         return process
@@ -290,4 +296,4 @@ class WorkerPool:
     def _missing(self, ref: str, found: BackendDescription | QuestionError) -> dict[str, str]:
         if isinstance(found, QuestionError):
             return {}
-        return missing_variables(found.info.required_environment, {**os.environ, **self._environments.get(ref, {})})
+        return missing_variables(found.info.required_environment, self._inherited | self._environments.get(ref, {}))

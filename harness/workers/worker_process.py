@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 from attncheck.errors import InternalError
 from attncheck.harness.problem.control_group import oom_kills
+from attncheck.harness.workers.passed_environment import passed_environment
 from attncheck.harness.workers.printed_output import KEPT, PrintedOutput, Show
 from attncheck.harness.workers.process_control import (
     MARK,
@@ -62,13 +63,17 @@ class ProcessEndedError(InternalError):
 class WorkerProcess:
     """A process that loads torch, and then waits for the backend to load; see ``protocol.py``.
 
-    ``environment``: on top of this process's, also as an attribute. ``show`` is given what the process prints. ``ref``:
-    of its backend, empty before :meth:`load`. ``examined``: its latest requests about cases. To be closed, whatever
-    happens; a context manager closes it by itself.
+    ``inherited``: what it gets of this process's environment, by ``pass_env`` of :func:`passed_environment`.
+    ``environment``: on top of that, also as an attribute. ``show`` is given what the process prints. ``ref``: of its
+    backend, empty before :meth:`load`. ``examined``: its latest requests about cases. To be closed, whatever happens; a
+    context manager closes it by itself.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None, show: Show | None = None) -> None:
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, show: Show | None = None, pass_env: Iterable[str] = ()
+    ) -> None:
         self.ref = ""
+        self.inherited = passed_environment(os.environ, pass_env)
         self.environment = dict(environment or {})
         self._is_prepared = False
         self._finishing_since: float | None = None
@@ -82,7 +87,7 @@ class WorkerProcess:
         self._end: ProcessEndedError | None = None
         self.examined: deque[Examine] = deque(maxlen=MOST_EARLIER)
         self._mark = secrets.token_hex(16)
-        started = start_worker({**os.environ, **self.environment, MARK: self._mark})
+        started = start_worker({**self.inherited, **self.environment, MARK: self._mark})
         self._process, self._writing, self._reading = started.process, started.writing, started.reading
         self.printed = PrintedOutput(started.printed, "", show)
         self._poll = select.poll()

@@ -89,6 +89,19 @@ class CaseInfo(RunFileValue):
     keys: dict[str, bool | int | float | str] = Field(default_factory=dict)
 
 
+class RecordOptions(RunFileValue):
+    """Options that change records and that no other field of the header shows.
+
+    ``time_limit``, ``warm_cache``, ``kernels``: of the check ``timing``; None: it is not made. ``expect``: 12 hex
+    digits of the SHA-256 of the file; empty: none was given.
+    """
+
+    time_limit: float | None = None
+    warm_cache: bool | None = None
+    kernels: bool | None = None
+    expect: str = ""
+
+
 class RunHeader(RunFileValue):
     """First line of a run file. ``started`` is an ISO 8601 time with its offset; ``command`` the words typed.
 
@@ -109,6 +122,7 @@ class RunHeader(RunFileValue):
     rounds: int = 1
     shard: str = ""
     backends: tuple[BackendInfo, ...]
+    options: RecordOptions = RecordOptions()
     command: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -20,13 +20,14 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from attncheck.errors import RunFileError
+from attncheck.errors import RunFileError, WriteError, unwritable
 from attncheck.reports.run_file.compression import open_new, open_to_append, read_bytes
 from attncheck.reports.run_file.header import FORMAT, RunHeader
 from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, RunFooter, format_line, parse_line
 
 SYNC_EVERY_S = 1.0
+_BEGINNING = b'{"kind"'
 
 
 def now() -> str:
@@ -44,9 +45,10 @@ class RunWriter:
     """Writes one run; a context manager. Leaving it in good order writes the footer, an exception leaves it out.
 
     Raises:
-        RunFileError: on entering, when ``path`` exists already (runs are never overwritten), cannot be written, or is
-            named as a form of compression that cannot be written line by line (``.gz`` can); later, when the disk is
-            full. What was written before stays readable.
+        RunFileError: on entering, when ``path`` exists already (runs are never overwritten), or is named as a form of
+            compression that cannot be written line by line (``.gz`` can).
+        QuestionError: on entering, when ``path`` is in no folder.
+        WriteError: on entering or later, when the disk is full or read-only. What was written before stays readable.
         ValueError: from :meth:`add`, for a record whose key was written before.
     """
 
@@ -69,14 +71,22 @@ class RunWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_new(self.path) if self._earlier is None else open_to_append(self.path)
         except OSError as error:
-            raise RunFileError(str(self.path), f"cannot be written: {error.strerror}") from error
-        if self._earlier is None:
-            self._write(self.header)
-        else:
+            raise unwritable(str(self.path), error) from error
+        if self._file.tell() == 0:  # new, or cut off within its header
+            self._begin()
+        if self._earlier is not None:
             self._keys.update(record.key for record in self._earlier.records)
             self._counts.update(record.outcome for record in self._earlier.records)
             self._written = 1 + len(self._earlier.records)
         return self
+
+    def _begin(self) -> None:
+        """Write the header; a file that cannot hold it is removed."""
+        try:
+            self._write(self.header)
+        except WriteError as error:
+            self.path.unlink()
+            raise WriteError(error.name, error.cause) from error
 
     def add(self, record: Record) -> None:
         """Write one record; it is in the file when this returns."""
@@ -121,12 +131,13 @@ class RunWriter:
             raise self._unwritten(error) from error
         self._written += 1
 
-    def _unwritten(self, error: OSError) -> RunFileError:
-        """The error of a disk that takes no more: what is safe."""
+    def _unwritten(self, error: OSError) -> WriteError:
+        """Return the error of a disk that takes no more, with what is safe."""
         safe = max(self._written - 1, 0)  # the header is no record
-        return RunFileError(
+        return WriteError(
             str(self.path),
-            f"cannot be written: {error.strerror}; its first {safe} records can be read, as by `attncheck report`",
+            error,
+            safe=f"its first {safe} records can be read, as by `attncheck report`",
         )
 
 
@@ -190,6 +201,15 @@ def read_run(path: Path | str) -> Run:
     if footer is not None:
         _compare_counts(path, len(lines), footer.counts, count_outcomes(records.values()))
     return Run(path, header, tuple(records.values()), footer)
+
+
+def lacks_header(path: Path) -> bool:
+    """Return whether a plain run file is empty, or was cut off within its header; False where it cannot be read."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return b"\n" not in content and _BEGINNING.startswith(content[: len(_BEGINNING)])
 
 
 def _is_json(text: bytes) -> bool:

@@ -1,5 +1,6 @@
 """``python -m attncheck`` and the ``attncheck`` script."""
 
+import signal
 import sys
 
 
@@ -15,6 +16,9 @@ def main() -> int:
         # Only what is broken before the command line stands can arrive here, such as a missing dependency.
         sys.stderr.write(f"attncheck itself failed: {type(error).__name__}: {error}\n")
         return 3
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that catches KeyboardInterrupt
 
 
 if __name__ == "__main__":

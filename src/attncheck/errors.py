@@ -16,6 +16,7 @@
     |   |-- BlindCaseError           a case whose truth does not notice what it asks about
     |   |-- RunFileError             a run file that cannot be trusted: path, line, why
     |   `-- MissingExtraError        something asked for needs a package that is not installed
+    |-- WriteError                   a full disk, a read-only folder, a closed stdout: exit code 3
     |-- BackendUnavailableError      a registered backend cannot run on this machine: an outcome, not a fault
     |-- ExaminationFailedError       an examination did not pass, and the caller demands it (also an AssertionError)
     |-- DeviceLostError              a backend lost the device: the process cannot use it any more
@@ -39,11 +40,18 @@ Errors are fields; ``str()`` renders them, and nothing else in attncheck compose
 anything outside this tree, that reaches the command line is a fault of attncheck itself: exit code 3.
 """
 
+import errno
 from collections.abc import Sequence
 from difflib import get_close_matches
 
 SHOWN_ERRORS = 10
 """Mistakes of one file that are shown at once."""
+
+_MACHINE_FAULTS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),  # the disk is full or broken
+    *(errno.EROFS, errno.EACCES, errno.EPERM),  # the folder is read-only
+    errno.EPIPE,  # nothing reads the pipe any more
+)
 
 
 class AttncheckError(Exception):
@@ -209,6 +217,25 @@ class RunFileError(QuestionError):
 
     def __str__(self) -> str:
         return f"{self.path}{'' if self.line is None else f':{self.line}'}: {self.reason}"
+
+
+class WriteError(AttncheckError):
+    """A file, or stdout, cannot be written, and the question is not to blame; ``safe``: what of it can be read."""
+
+    def __init__(self, name: str, cause: OSError, *, safe: str = "") -> None:
+        self.name, self.cause, self.safe = name, cause, safe
+        super().__init__(name)
+
+    def __str__(self) -> str:
+        message = f"{self.name} cannot be written: {self.cause.strerror or self.cause}"
+        return f"{message}; {self.safe}" if self.safe else message
+
+
+def unwritable(name: str, error: OSError) -> WriteError | QuestionError:
+    """Return the error of what ``name`` names: WriteError where the machine is to blame for ``error``."""
+    if error.errno in _MACHINE_FAULTS:
+        return WriteError(name, error)
+    return QuestionError(f"{name} cannot be written: {error.strerror}")
 
 
 class MissingExtraError(QuestionError):

@@ -25,7 +25,7 @@ def run_attncheck(tmp_path: Path, preloaded: None) -> RunCommand:
         paths = [str(Path(__file__).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         if settings is not None:
-            env["PRETEND_CUDA"] = json.dumps(asdict(settings))
+            env["ATTNCHECK_PRETEND_CUDA"] = json.dumps(asdict(settings))
         device = "cpu" if settings is None else "cuda"
         command = [sys.executable, "-m", "attncheck", "run", "--device", device, "--output", str(output), *words]
         done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -1,12 +1,13 @@
-"""Read by every Python that starts with this folder on ``PYTHONPATH``: ``PRETEND_CUDA`` gives it a CUDA device.
+"""Read by every Python that starts with this folder on ``PYTHONPATH``.
 
-The variable holds the fields of ``pretend_cuda.Settings`` as JSON. The product has no part in it.
+``ATTNCHECK_PRETEND_CUDA`` gives it a CUDA device. The variable holds the fields of ``pretend_cuda.Settings`` as
+JSON. The product has no part in it.
 """
 
 import json
 import os
 
-if "PRETEND_CUDA" in os.environ:
+if "ATTNCHECK_PRETEND_CUDA" in os.environ:
     import atexit
     from contextlib import ExitStack
     from unittest.mock import patch
@@ -15,7 +16,7 @@ if "PRETEND_CUDA" in os.environ:
 
     entered = ExitStack()
     device = entered.enter_context(
-        pretend_cuda.present(pretend_cuda.Settings(**json.loads(os.environ["PRETEND_CUDA"])))
+        pretend_cuda.present(pretend_cuda.Settings(**json.loads(os.environ["ATTNCHECK_PRETEND_CUDA"])))
     )
     atexit.register(device.close)
 

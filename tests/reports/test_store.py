@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.errors import RunFileError
+from attncheck.errors import QuestionError, RunFileError
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record, graph_of
 from attncheck.reports.run_file.store import RunWriter, read_run
@@ -67,9 +67,9 @@ def test_a_run_is_never_overwritten(write: Write, make: Make, header: RunHeader)
     assert path.read_bytes() == before
 
 
-def test_a_place_that_cannot_be_written_is_a_run_file_error(tmp_path: Path, header: RunHeader) -> None:
+def test_a_place_in_no_folder_is_a_wrong_question(tmp_path: Path, header: RunHeader) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunFileError, match="cannot be written"), RunWriter(tmp_path / "file" / "run.jsonl", header):
+    with pytest.raises(QuestionError, match="cannot be written"), RunWriter(tmp_path / "file" / "run.jsonl", header):
         pass
 
 

@@ -1,6 +1,8 @@
 """A folder to type commands in: a suite of two small questions, and backends that are wrong."""
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,27 @@ def the_run() -> Callable[[Path], Path]:
         return path
 
     return the_run
+
+
+@pytest.fixture
+def workers_of() -> Callable[[int], list[int]]:
+    """``workers_of(pid)``: the processes of backends that a run has, each of which leads a session."""
+
+    def workers_of(pid: int) -> list[int]:
+        paths = Path(f"/proc/{pid}/task").glob("*/children")
+        found = [int(each) for path in paths for each in path.read_text().split()]
+        return [each for each in found if os.getsid(each) == each]
+
+    return workers_of
+
+
+@pytest.fixture
+def is_alive() -> Callable[[int], bool]:
+    """``is_alive(pid)``: whether there is such a process, and it has not ended."""
+
+    def is_alive(pid: int) -> bool:
+        with suppress(OSError):
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return False
+
+    return is_alive

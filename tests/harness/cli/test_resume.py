@@ -2,15 +2,13 @@
 
 import json
 import shlex
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
+from attncheck.errors import RunFileError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.resuming import found_in, resume_command
+from attncheck.harness.cli.resuming import found_in, read_part, resume_command
+from attncheck.reports.run_file.store import RunWriter, read_run
 
 WORDS = ["--backend", "reference", "--backend", "torch_sdpa", "--suite", "smoke", "--case", "decode.*,soft-cap"]
 OPTIONS = [*WORDS, "--check", "numerics,lse,cache_write", "--in-process", "--no-cache", "--quiet"]
@@ -67,26 +65,44 @@ def test_a_torn_last_line_is_written_again(cut, whole, capsys, whole_line):
     assert "the last line was cut off" in capsys.readouterr().err
 
 
-def test_a_run_that_was_killed_loses_nothing_that_it_found(whole, tmp_path, monkeypatch, preloaded, capsys):
-    monkeypatch.chdir(tmp_path)
-    words = [word for word in OPTIONS if word != "--in-process"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "attncheck", "run", *words, "--output", "cut.jsonl"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    path, deadline = tmp_path / "cut.jsonl", time.monotonic() + 60
-    while time.monotonic() < deadline and not (path.exists() and path.read_bytes().count(b"\n") > 2):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    found = records(path.read_text().rpartition("\n")[0])
-    assert len(found) >= 1
-    if b'"footer"' not in path.read_bytes():  # else it was too late
-        assert run(*OPTIONS, "--resume", "cut.jsonl") == 0
-    text = path.read_text()
-    assert records(text)[: len(found)] == found
-    assert sorted(map(str, records(text))) == sorted(map(str, records(whole)))
+def test_a_cut_at_any_byte_of_the_last_two_lines_costs_only_what_it_tears(header, make_record, write_run, tmp_path):
+    found = [make_record("passed", case_id="a"), make_record("failed", case_id="b", summary="größer: 7 of 40 rows")]
+    content = write_run(tmp_path / "whole.jsonl", header, *found).read_bytes()
+    path = tmp_path / "cut.jsonl"
+    *_, last, footer = content.splitlines(keepends=True)
+    for end in range(
+        len(content) - len(last) - len(footer), len(content) - 1
+    ):  # the rest lacks a newline, and is whole
+        path.write_bytes(content[:end])
+        part = read_part(path, header)
+        assert part.records == tuple(found[: 2 if end >= len(content) - len(footer) else 1])
+        if end % 32:
+            continue
+        with RunWriter(path, header, part) as writer:
+            for record in found[len(part.records) :]:
+                writer.add(record)
+        assert read_run(path).records == tuple(found)
+        assert read_run(path).complete
+
+
+def test_a_file_that_was_cut_within_its_header_is_begun_anew(header, make_record, write_run, tmp_path, capsys):
+    record = make_record("passed")
+    path = write_run(tmp_path / "cut.jsonl", header, record)
+    content = path.read_bytes()
+    for end in range(0, content.index(b"\n"), 17):
+        path.write_bytes(content[:end])
+        with RunWriter(path, header, read_part(path, header)) as writer:
+            writer.add(record)
+        assert read_run(path).records == (record,)
+        assert "its header was cut off; the run begins anew" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_run_is_left_as_it_is(header, tmp_path):
+    path = tmp_path / "notes.jsonl"
+    path.write_text("notes of mine")
+    with pytest.raises(RunFileError, match="is no run file"):
+        read_part(path, header)
+    assert path.read_text() == "notes of mine"
 
 
 @pytest.mark.parametrize(
@@ -96,14 +112,37 @@ def test_a_run_that_was_killed_loses_nothing_that_it_found(whole, tmp_path, monk
         (["--check", "containment"], "checks"),
         (["--backend", "flex_attention"], "backends"),
         (["--shard", "1/2"], "shard ('' and '1/2')"),
+        (["--expect", "known.yaml"], "options.expect ('' and '"),
     ],
 )
 def test_another_question_is_refused_by_what_differs(cut, words, reason, capsys):
     path = cut(4)
+    (path.parent / "known.yaml").write_text(
+        "- {backend: torch_sdpa, case: smoke/decode.float16, check: numerics, outcome: failed, reason: known}\n"
+    )
     before = path.read_text()
     assert run(*OPTIONS, *words, "--resume", "cut.jsonl") == 2
     assert f"whose question differs in {reason}" in capsys.readouterr().err
     assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--time-limit", "0.02"], "options.time_limit (0.01 and 0.02)"),
+        (["--warm-cache"], "options.warm_cache (False and True)"),
+        (["--kernels"], "options.kernels (False and True)"),
+    ],
+)
+def test_times_taken_otherwise_are_another_question(tmp_path, monkeypatch, words, reason, capsys):
+    monkeypatch.chdir(tmp_path)
+    timed = ["torch_sdpa", "--suite", "smoke", "--case", "decode.float16", "--check", "timing", "--time-limit", "0.01"]
+    timed = [*timed, "--in-process", "-q"]
+    assert run(*timed, "--output", "cut.jsonl") == 0
+    path = tmp_path / "cut.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    assert run(*timed, *words, "--resume", "cut.jsonl") == 2
+    assert f"differs in {reason}" in capsys.readouterr().err
 
 
 def test_an_edited_backend_is_another_question(tmp_path, monkeypatch, capsys):

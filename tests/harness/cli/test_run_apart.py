@@ -159,3 +159,34 @@ def test_a_crash_when_stopping_at_the_first(run: Attncheck) -> None:
     assert run("--backend", "mine.py:Aborting", "--backend", "reference", "--case", "pre*", "--exitfirst") == 1
     (record,) = read_run("out.jsonl").records
     assert isinstance(record, Crashed)
+
+
+SHOWS = """\
+import os, pathlib
+from attncheck.backends.candidates.reference import ReferenceBackend
+pathlib.Path("seen").write_text(" ".join(os.environ))
+class Mine(ReferenceBackend): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("table", "words", "seen"),
+    [
+        ("", [], {"ATTNCHECK_OF_MINE"}),
+        ("", ["--pass-env", "DEPLOY_*,VLLM_API_KEY"], {"ATTNCHECK_OF_MINE", "DEPLOY_TOKEN", "VLLM_API_KEY"}),
+        ("", ["--pass-env", "*"], {"ATTNCHECK_OF_MINE", "DEPLOY_TOKEN", "VLLM_API_KEY", "DATABASE"}),
+        ("[tool.attncheck]\npass_env = 'DATA*'\n", [], {"ATTNCHECK_OF_MINE", "DATABASE"}),
+        ("[tool.attncheck]\npass_env = 'DATA*'\n", ["--pass-env", "DEP*"], {"ATTNCHECK_OF_MINE", "DEPLOY_TOKEN"}),
+        ("", ["--in-process"], {"ATTNCHECK_OF_MINE", "DEPLOY_TOKEN", "VLLM_API_KEY", "DATABASE"}),
+    ],
+)
+def test_a_backend_sees_of_the_environment_what_it_may_need(
+    run: Attncheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, words: list[str], seen: set[str]
+) -> None:
+    variables = {"ATTNCHECK_OF_MINE", "DEPLOY_TOKEN", "VLLM_API_KEY", "DATABASE"}
+    for name in variables:
+        monkeypatch.setenv(name, "x")
+    (tmp_path / "shows.py").write_text(SHOWS)
+    (tmp_path / "pyproject.toml").write_text(table)
+    assert run("./shows.py:Mine", "--case", "decode", *words) == 0
+    assert variables & {*(tmp_path / "seen").read_text().split()} == seen

@@ -245,3 +245,14 @@ def test_a_device_lost_in_process_fails_its_item_and_ends_the_session(folder: py
             "! attncheck: backend Losing, case small/capped.x-1: the device was lost (*) during check numerics, in*",
         ]
     )
+
+
+@pytest.mark.parametrize(("words", "is_seen"), [((), "False"), (("--attncheck-pass-env", "DEPLOY_*"), "True")])
+def test_a_backend_sees_the_variables_that_it_is_passed(
+    folder: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], is_seen: str
+) -> None:
+    monkeypatch.setenv("DEPLOY_TOKEN", "x")
+    shows = "pathlib.Path('seen').write_text(str('DEPLOY_TOKEN' in os.environ))\n"
+    (folder.path / "shows.py").write_text(WRONG + shows)
+    folder.runpytest_subprocess(*OURS, "--attncheck-backend", "./shows.py:Nowhere", *words)
+    assert (folder.path / "seen").read_text() == is_seen

@@ -1,6 +1,7 @@
 """The processes of a run: what they are started with, and what is told of one that does not come up."""
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from attncheck.harness.workers import worker_pool as workers
 from attncheck.harness.workers.first_messages import WorkerError
 from attncheck.harness.workers.memory_limits import MemoryLimits
 from attncheck.harness.workers.memory_watch import MemoryWatch
+from attncheck.harness.workers.passed_environment import passed_environment
 from attncheck.harness.workers.protocol import (
     Answer,
     Assignment,
@@ -57,7 +59,10 @@ class Fake:
     device: Answer = DeviceChosen(device="cpu", notes=("as wished",), environment=environment_of("cpu"))
     silent: tuple[str, ...] = ()
 
-    def __init__(self, environment: dict[str, str] | None = None, show: object = None) -> None:
+    def __init__(
+        self, environment: dict[str, str] | None = None, show: object = None, pass_env: Sequence[str] = ()
+    ) -> None:
+        self.inherited = passed_environment(os.environ, pass_env)
         self.ref, self.environment, self.state = "", dict(environment or {}), "alive"
         self.printed = SimpleNamespace(label="")
         self.requests: list[Request] = []
@@ -132,6 +137,21 @@ def test_the_process_that_was_started_ahead_gets_the_first_backend(started: list
         assert [fake.ref for fake in started] == ["a", "b"]
         assert started[0] is spare
         assert [fake.requests for fake in started] == [[asked]] * 2
+
+
+def test_one_that_was_started_ahead_and_lacks_a_variable_gets_no_backend(
+    started: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_MINE", "1")
+    monkeypatch.setenv("OF_OTHERS", "1")
+    Fake.script = {"a": [described("a", OF_OTHERS="1")] * 2}
+    with WorkerPool(None, Fake(), pass_env=["OF_MINE"]) as processes:  # type: ignore[arg-type]
+        processes.assign(ASSIGNMENT)
+        processes.start(["a"])
+        assert [fake.ref for fake in started] == ["", "a"]
+        assert [fake.inherited.get("OF_MINE") for fake in started] == [None, "1"]
+        processes.describe(["a"])
+        assert started[-1].environment == {"OF_OTHERS": "1"}  # which this process has, and it has not
 
 
 def test_one_that_was_started_ahead_and_is_not_needed_ends(started: list[Fake]) -> None:

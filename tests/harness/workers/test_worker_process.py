@@ -231,7 +231,7 @@ def test_the_interpreter_is_this_one_with_its_path_and_the_environment(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     Path("json.py").write_text("raise RuntimeError('taken from the current directory')")
-    code = "print(sys.executable, os.environ['ATTNCHECK_TEST'], sys.argv[3].split(chr(10))[0])\nimport json"
+    code = "print(sys.executable, os.environ['ATTNCHECK_TEST'], sys.argv[-1].split(chr(10))[0])\nimport json"
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)] + [str(tmp_path)])
     with start(monkeypatch, code) as process, pytest.raises(ProcessEndedError, match="exit code 0") as caught:
         process.receive()
