@@ -163,6 +163,8 @@ def _story(record: Record, header: RunHeader, finding: Finding | None) -> str:
         text += f"\n\n{record.traceback.rstrip()}"
     if isinstance(record, Ended) and record.output:
         text += f"\n\nthe end of what it printed:\n{record.output.rstrip()}"
+    if isinstance(record, Ended) and record.native_stack:
+        text += f"\n\nits stacks, by py-spy:\n{record.native_stack.rstrip()}"
     return text
 
 

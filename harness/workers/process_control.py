@@ -119,7 +119,8 @@ def native_stack(pid: int) -> str:
                 check=False,
             )
             if dumped.returncode == 0:
-                return dumped.stdout
+                _, thread, stacks = dumped.stdout.partition("\nThread ")
+                return f"Thread {stacks}" if thread else dumped.stdout
     return ""
 
 

@@ -38,6 +38,16 @@ def repro_command(record: Record, header: RunHeader | None = None) -> str:
     return _assignments(record, header) + shlex.join(words)
 
 
+def sanitizer_command(record: Record, header: RunHeader | None = None) -> str:
+    """Return the command that repeats a crash on a GPU under compute-sanitizer; empty for other records."""
+    is_crash = isinstance(record, Crashed) and not record.backend_ref.startswith("<")
+    if not is_crash or header is None or header.device == "cpu":
+        return ""
+    assignments = _assignments(record, header)
+    command = repro_command(record, header).removeprefix(assignments)
+    return f"{assignments}compute-sanitizer --target-processes all {command}"
+
+
 def _assignments(record: Record, header: RunHeader | None) -> str:
     """``NAME=value`` for each environment variable that the repetition needs, and a space: those the backend requires.
 

@@ -108,7 +108,7 @@ def _shown(
         trail = record.traceback or record.message
         places = (place,) if (place := raised_at(record.traceback)) else ()
     elif isinstance(record, Ended):
-        trail, places = record.output, tuple(died_at(record.output))
+        trail, places = record.output + record.native_stack, tuple(died_at(record.output))
     meaning = (record.meaning or "") if isinstance(record, Failed) else ""
     return FindingView(
         record=record,

@@ -175,7 +175,7 @@ def _body(record: Record) -> Json:
             told |= {"what": phrases.what_happened(record), "trail": record.traceback}
             told |= {} if record.message in record.traceback else {"message": record.message}
         case Crashed() | TimedOut():
-            told |= {"what": phrases.what_happened(record), "trail": record.output}
+            told |= {"what": phrases.what_happened(record), "trail": record.output + record.native_stack}
         case Unsupported() | Unavailable():
             told |= {"reasons": record.reasons, "by": record.by if isinstance(record, Unsupported) else ""}
         case XFailed():

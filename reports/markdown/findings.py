@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding
-from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.repro import repro_command, sanitizer_command
 from attncheck.reports.analysis.summary import RunSummary
 from attncheck.reports.analysis.verdicts import BackendVerdict
 from attncheck.reports.markdown import markup
@@ -87,7 +87,10 @@ def _details(record: Record, header: RunHeader) -> list[str]:
         lines.append(markup.fenced(record.traceback or record.message))
     if isinstance(record, Ended | Failed | Errored) and record.output:
         lines.append(f"The end of what it printed:\n\n{markup.fenced(record.output)}")
-    lines.append(f"Repeat:\n\n{markup.fenced(repro_command(record, header), 'sh')}")
+    if isinstance(record, Ended) and record.native_stack:
+        lines.append(f"Its stacks, by py-spy:\n\n{markup.fenced(record.native_stack)}")
+    commands = "\n".join(filter(None, [repro_command(record, header), sanitizer_command(record, header)]))
+    lines.append(f"Repeat:\n\n{markup.fenced(commands, 'sh')}")
     return lines
 
 

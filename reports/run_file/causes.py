@@ -114,6 +114,12 @@ def died_at(output: str) -> tuple[str, ...]:
     return tuple((own or [place for _, place in frames])[:SHOWN_FRAMES])
 
 
+def native_frames(stack: str) -> tuple[str, ...]:
+    """Return the innermost frames of the first thread that py-spy lists, at most three: ``sleep (libc.so.6)``."""
+    thread, _, _ = stack.partition("\nThread ")
+    return tuple(line.strip() for line in thread.splitlines()[1 : 1 + SHOWN_FRAMES] if line.startswith("    "))
+
+
 def last_words(output: str) -> tuple[str, ...]:
     """The last lines printed that are no part of a stack, at most four, as they were printed."""
     lines = [line.strip() for line in output.splitlines()]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.findings import Finding
-from attncheck.reports.analysis.repro import repro_command
+from attncheck.reports.analysis.repro import repro_command, sanitizer_command
 from attncheck.reports.analysis.summary import RunSummary
 from attncheck.reports.analysis.verdicts import BackendVerdict
-from attncheck.reports.run_file.causes import died_at, last_words, raised_at
+from attncheck.reports.run_file.causes import died_at, last_words, native_frames, raised_at
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import UTILITIES, Ended, Errored, Failed, Record
 from attncheck.reports.terminal.columns import WIDTH, Style, wrap
@@ -126,10 +126,12 @@ def story(record: Record, header: RunHeader | None = None, *, width: int = WIDTH
         lines.append(phrases.printable(place))
     if isinstance(record, Ended):
         lines += [phrases.printable(place) for place in died_at(record.output)]
+        lines += [f"in {phrases.one_line(frame)}" for frame in native_frames(record.native_stack)]
     if isinstance(record, Ended | Failed | Errored):
         words = [phrases.cut(phrases.one_line(line), PRINTED_WIDTH) for line in last_words(record.output)]
         lines += ["printed last:", *(f"  {word}" for word in words)] if words else []
     command = phrases.printable(repro_command(record, header))
+    sanitizer = phrases.printable(sanitizer_command(record, header))
     # A path is pasted, too.
     folded = (line if line.startswith("File ") else wrap(line, width=width) for line in lines)
-    return "\n".join([*folded, f"repeat: {command}"])
+    return "\n".join([*folded, f"repeat: {command}", *([f"or: {sanitizer}"] if sanitizer else [])])

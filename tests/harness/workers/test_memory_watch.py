@@ -9,6 +9,7 @@ import pytest
 
 from attncheck.harness.workers import memory_watch, process_control
 from attncheck.harness.workers.memory_watch import MemoryWatch, causes, held_bytes, reserve_of, seconds_to_wait
+from attncheck.harness.workers.time_limits import Limit
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 
 MIB, GIB = 2**20, 2**30
@@ -64,7 +65,7 @@ def test_one_that_takes_too_much_is_killed_and_the_others_are_not(monkeypatch: p
         watch.add(quiet)
         watch.add(process)
         with pytest.raises(ProcessEndedError) as caught:
-            process.receive(60)
+            process.receive(Limit(60))
         assert not quiet.has_ended
     found = re.fullmatch(r"out of memory \(limit 100 MiB, it took ([\d.]+) (MiB|GiB)\)", caught.value.end.cause)
     assert found is not None
@@ -83,7 +84,7 @@ time.sleep(60)
     with start(monkeypatch, code) as process:
         watch.add(process)
         with pytest.raises(ProcessEndedError, match=r"out of memory \(limit 150 MiB, it took \d\d\d"):
-            process.receive(60)
+            process.receive(Limit(60))
         session, deadline = process.identity, time.monotonic() + 60
         while held_bytes([session], None)[session] and time.monotonic() < deadline:
             time.sleep(0.01)
