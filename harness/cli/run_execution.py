@@ -19,7 +19,7 @@ from attncheck.errors import QuestionError, SelectionError, WriteError
 from attncheck.harness.cli.interruption import signal_of
 from attncheck.harness.cli.output import show_printed
 from attncheck.harness.cli.resuming import found_in, read_part
-from attncheck.harness.cli.run_files import make_dump_folder, open_run
+from attncheck.harness.cli.run_files import make_dump_folder, measured_costs, open_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
@@ -147,7 +147,7 @@ def _execute(
     records: list[Record] = [] if earlier is None else list(earlier.records)
     plan = replace(plan, found=found_in(records, plan.rounds))
     prepared = replace(prepared, plan=plan)
-    examiner = case_examiner(prepared, pool, warms=options.warm, jobs=options.jobs)
+    examiner = case_examiner(prepared, pool, warms=options.warm, jobs=options.jobs, folder=options.folder)
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
     expectations = _expectations(options.expect, prepared.selection, plan, functions, header)
     if expectations is not None:
@@ -203,14 +203,15 @@ def case_examiner(
     *,
     warms: bool = True,
     jobs: int | None = None,
+    folder: Path | None = None,
 ) -> CaseExaminer:
     """Return what examines the plan: this process, or those of ``pool``.
 
-    ``warms``: on a GPU, other processes compile kernels ahead of the run. ``jobs``: processes at work at once; None:
-    one on a GPU, on a CPU as many as there are cores and memory for.
+    ``warms``: on a GPU, other processes compile kernels ahead of the run. ``jobs``: processes at work at once; None: as
+    many as there are cores and memory for, but one a GPU. ``folder``: of kept runs, which say how long checks take.
 
     Raises:
-        SelectionError: several processes at once on a GPU.
+        SelectionError: more processes at once than GPUs.
     """
     from attncheck.harness.workers.supervisor import Supervisor
     from attncheck.harness.workers.warming import most_processes
@@ -221,10 +222,14 @@ def case_examiner(
 
         return Examiner(plan, environment)
     is_gpu = plan.device != "cpu"
-    if is_gpu and (jobs or 1) > 1:
-        raise SelectionError(f"--jobs {jobs} on {plan.device}: processes would share its memory; give --jobs 1 or auto")
-    jobs = jobs or (1 if is_gpu else most_processes(plan.device))
-    return Supervisor(plan, prepared.backends, pool, environment, jobs=jobs, warms=warms and is_gpu)
+    gpus = max(len(pool.gpus), 1)
+    if is_gpu and (jobs or 1) > gpus:
+        raise SelectionError(
+            f"--jobs {jobs} on {plan.device}: one process a GPU, and GPUs to use: {gpus}; give --jobs {gpus} or auto"
+        )
+    jobs = jobs or (min(gpus, most_processes("cpu")) if is_gpu else most_processes("cpu"))
+    costs = measured_costs(folder, environment.device_name) if jobs > 1 else None
+    return Supervisor(plan, prepared.backends, pool, environment, jobs=jobs, warms=warms and is_gpu, costs=costs)
 
 
 def _plan_providers(options: RunOptions, plan: "RunPlan") -> "ProviderPlan | None":

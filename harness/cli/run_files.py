@@ -18,10 +18,14 @@ from attncheck.errors import RunFileError, unwritable
 from attncheck.harness.cli.output import say
 from attncheck.harness.truth.shared_folder import user_cache
 from attncheck.reports.run_file.header import RunHeader
-from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.records import Record, RunFooter, parse_line
 from attncheck.reports.run_file.store import Run, RunWriter
 
 RESULTS = Path("results")
+
+_NEWEST, _READ_S = 4, 0.05
+"""Runs that tell what checks cost, and seconds after which no more of them is read."""
+
 _NAME = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?\.jsonl")
 """How attncheck names run files: date, time, process, and a number where that name was taken. No other is deleted."""
 
@@ -86,6 +90,26 @@ def drop_old_runs(folder: Path, keep: int) -> None:
             path.unlink(missing_ok=True)
             if is_cache and not any(path.parent.iterdir()):
                 path.parent.rmdir()
+
+
+def measured_costs(folder: Path | None, device_name: str) -> dict[tuple[str, str, str], float]:
+    """Return the seconds that checks took on this device in the newest runs of ``folder``; see ``schedule.Costs``.
+
+    What cannot be read is left out: nothing but the division of work depends on it.
+    """
+    costs: dict[tuple[str, str, str], float] = {}
+    deadline = time.monotonic() + _READ_S
+    for path in kept_runs(folder)[: -_NEWEST - 1 : -1] if folder else ():
+        with contextlib.suppress(OSError, ValueError), path.open(encoding="utf-8") as lines:
+            for line in lines:
+                found = parse_line(line)
+                if time.monotonic() > deadline:
+                    return costs
+                if isinstance(found, RunHeader) and found.environment.device_name != device_name:
+                    break
+                if not isinstance(found, RunHeader | RunFooter):
+                    costs.setdefault((found.backend_ref, found.case_hash, found.check), found.duration_s)
+    return costs
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ class ProcessExaminer:
     def work(self, place: Place, workers: WorkerPool, left: Sequence[Asked]) -> Work:
         """Examine one question through the process of its backend in ``workers``; ``left``: those behind it."""
         backend, case = place.asked.backend, place.asked.case
-        self._warming.before(backend.ref, [(each.case, each.checks) for each in (place.asked, *left)])
+        self._warming.before(backend.ref, [(each.case, each.checks) for each in (place.asked, *left)], workers)
         if self._left_s(place) <= 0:
             cause = f"not asked; the time limit of the backend was {self._limits.backend_s:g} s"
             self._end(place, Stopped(WAITING, ProcessEnd(cause, limit_s=self._limits.backend_s)), place.due)

@@ -1,12 +1,20 @@
 """What a run and the process of a backend exchange before the first case: the device, the run, the backend."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.errors import InternalError, QuestionError
 from attncheck.harness.run.backend_description import BackendDescription, LoadError, unloaded
-from attncheck.harness.workers.protocol import Assignment, Described, DeviceChosen, HarnessFailure, Prepare, Refused
+from attncheck.harness.workers.protocol import (
+    Assignment,
+    ChooseDevice,
+    Described,
+    DeviceChosen,
+    HarnessFailure,
+    Prepare,
+    Refused,
+)
 from attncheck.harness.workers.time_limits import Limit
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
 from attncheck.reports.run_file.header import Environment
@@ -47,17 +55,27 @@ def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environm
     )
 
 
-def chosen_device_of(process: WorkerProcess, limit: Limit) -> tuple[str, tuple[str, ...], Environment]:
-    """Return the device that ``process`` chose, notes on the choice, and the environment there.
+def device_chosen_by(processes: Iterable[WorkerProcess], request: ChooseDevice, limit: Limit) -> DeviceChosen:
+    """Return the answer of the first of ``processes`` that lives long enough; the last one has no backend.
 
     Raises:
-        QuestionError: the device that the user wants is not there.
+        QuestionError: the device that the user wants is not there, or no process lives long enough.
         WorkerError: attncheck itself failed in the process.
-        ProcessEndedError: the process ended.
     """
+    cause = ""
+    for process in processes:
+        process.send(request)
+        try:
+            return _chosen_device_of(process, limit)
+        except ProcessEndedError as ended:
+            cause = ended.end.cause
+    raise QuestionError(f"a process without a backend ended before it named the device: {cause}")
+
+
+def _chosen_device_of(process: WorkerProcess, limit: Limit) -> DeviceChosen:
     match answer := process.receive(limit):
         case DeviceChosen():
-            return answer.device, answer.notes, answer.environment
+            return answer
         case Refused():
             raise QuestionError(answer.reason)
         case HarnessFailure():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from attncheck.errors import QuestionError
 from attncheck.harness.workers.asking import Work
-from attncheck.harness.workers.schedule import Asked, Schedule
+from attncheck.harness.workers.schedule import Asked, Costs, Schedule
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import WorkerProcess, wait_for_answers
 from attncheck.reports.run_file.records import Record
@@ -31,7 +31,7 @@ class Place:
 class _Lane:
     """One process at a time. ``ref``: its backend. ``place``: its question; None while a process starts.
 
-    ``twins``: processes of this lane for backends that another lane has begun.
+    ``twins``: processes of this lane for backends that another lane has begun; on a GPU of its own, for all backends.
     """
 
     number: int
@@ -45,6 +45,8 @@ class _Lane:
 class Lanes:
     """Examines ``places`` by ``examine``, with ``count`` processes of ``workers`` and of twins of it at work at once.
 
+    Where ``workers`` has several GPUs, each lane uses one, the first lane by ``workers`` itself.
+
     ``leave``: called when a lane is done with a backend, whose process ends by itself then; None: all processes stay.
     """
 
@@ -54,12 +56,14 @@ class Lanes:
         count: int,
         workers: WorkerPool,
         examine: Callable[[Place, WorkerPool, Sequence[Asked]], Work],
-        leave: Callable[[], None] | None,
+        leave: Callable[[str], None] | None,
+        costs: Costs | None = None,
     ) -> None:
         """``examine``: is given the questions to the same backend that no lane has taken, too."""
         self._places, self._workers, self._examine, self._on_leaving = places, workers, examine, leave
-        self._schedule = Schedule([place.asked for place in places])
-        self._lanes = [_Lane(number, workers) for number in range(count)]
+        self._schedule = Schedule([place.asked for place in places], costs=costs)
+        pools = [workers, *map(workers.twin, workers.gpus[1:count])] if workers.gpus else [None] * count
+        self._lanes = [_Lane(number, workers, twins=pool) for number, pool in enumerate(pools)]
 
     def run(self) -> Iterator[tuple[Place, Record | None]]:
         """Yield every record with its place, and each place once more without one when it is over."""
@@ -101,13 +105,15 @@ class Lanes:
             if lane.ref is not None and self._schedule.has_left(lane.ref, lane.number):
                 return False  # until there is memory
             self._leave(lane)
-            if (ref := self._schedule.unbegun) is not None:
+            ref = self._schedule.to_begin(lane.number)
+            if ref is not None and lane.twins in (None, self._workers):
                 self._begin(lane, ref)
-            elif (ref := self._schedule.to_help(lane.number)) is not None:
-                lane.work = self._help(lane, ref)
-                return True
-            else:
+                continue
+            ref = ref or self._schedule.to_help(lane.number)
+            if ref is None:
                 return False
+            lane.work = self._help(lane, ref)
+            return True
         lane.place = self._places[index]
         lane.work = self._examine(lane.place, lane.workers, self._schedule.left(lane.ref))
         return True
@@ -119,26 +125,27 @@ class Lanes:
         process = self._workers.process(ref)
         if process is not None and process.has_ended:
             self._workers.discard(ref)  # before it was asked anything: that costs no case
-        if (following := self._schedule.unbegun) is not None:
+        if (following := self._schedule.to_begin(lane.number)) is not None:
             self._workers.prepare(following)
 
     def _help(self, lane: _Lane, ref: str) -> Work:
-        """Start one more process of a backend. Where that fails, the lanes at work examine the rest."""
+        """Start one more process of a backend. Where that fails, other lanes examine the rest."""
         lane.twins = lane.twins or self._workers.twin()
         lane.ref, lane.workers = ref, lane.twins
         self._schedule.begin(ref)
         try:
-            yield from start(lane.workers, ref)
+            if lane.workers.process(ref) is None:
+                yield from start(lane.workers, ref)
         except (QuestionError, OSError):
-            self._schedule.refuse_help(ref)
-            self._schedule.leave(ref)
+            lane.workers.discard(ref)
+            self._schedule.refuse(ref, lane.number)
             lane.ref = None
 
     def _leave(self, lane: _Lane) -> None:
         if lane.ref is not None and self._on_leaving is not None:
             self._schedule.leave(lane.ref)
             lane.workers.finish(lane.ref)
-            self._on_leaving()
+            self._on_leaving(lane.ref)
         lane.ref = None
 
 

@@ -8,10 +8,16 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attncheck.harness.problem.host_memory import is_refused_memory, own_memory
+from attncheck.harness.problem.host_memory import free_host_bytes, is_refused_memory, own_memory
 
 if TYPE_CHECKING:
     from attncheck.reports.run_file.records import Record
+
+_PROCESS_BYTES = 2**30
+"""What a process with a CUDA build of torch may take of the host before its first case; estimated."""
+
+_LEAST_ROOM = 2
+"""Processes there are at once on the smallest host: one at work, and the next."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,12 @@ class MemoryLimits:
 
     host: int | None = None
     device: int | None = None
+
+
+def room_on_host() -> int:
+    """Return how many processes of backends may be there at once: half the free memory of the host is for cases."""
+    free = free_host_bytes()
+    return sys.maxsize if free is None else max(free // (2 * _PROCESS_BYTES), _LEAST_ROOM)
 
 
 def size_in_words(size: int) -> str:

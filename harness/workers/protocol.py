@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.gpus import Gpu
 from attncheck.harness.workers.memory_limits import MemoryLimits
 from attncheck.reference.spec import BACKEND_CHECKS
 from attncheck.reports.run_file.header import Environment
@@ -71,7 +72,8 @@ class Assignment(_Message):
     ``shares_probes``: as in :class:`~attncheck.harness.run.evaluation.RunPlan`. ``digests``: of each suite as
     the run has read it; a file that reads otherwise by now is refused. ``environment``: the run's circumstances, whose
     digest the records carry. ``timing``: how the check of that name takes its times. ``dump``, ``truths``: absolute
-    paths. ``memory``: what the process keeps within.
+    paths. ``memory``: what the process keeps within. ``gpu``: the UUID of the GPU that the process has to use, in that
+    very environment; None: this is not compared.
     """
 
     kind: Literal["assignment"] = "assignment"
@@ -88,6 +90,7 @@ class Assignment(_Message):
     environment: Environment
     timing: TimingSettings
     memory: MemoryLimits = MemoryLimits()
+    gpu: str | None = None
 
 
 class Examine(_Message):
@@ -100,12 +103,16 @@ class Examine(_Message):
 
 
 class DeviceChosen(_Message):
-    """The device of a run, notes on the choice, and the environment of an examination on it."""
+    """The device of a run, notes on the choice, and the environment of an examination on it.
+
+    ``gpus``: those that processes may use side by side; empty: the device is not all of them.
+    """
 
     kind: Literal["device_chosen"] = "device_chosen"
     device: str
     notes: tuple[str, ...]
     environment: Environment
+    gpus: tuple[Gpu, ...] = ()
 
 
 class Described(_Message):

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +17,10 @@ _START_S = 5.0
 """Seconds one more process of a backend may take until its first case; estimated."""
 
 _SAMPLE = 5
-"""Cases of a backend whose pace tells how long the others take."""
+"""Cases of a backend whose pace, or whose times in earlier runs, tell how long the others take."""
+
+Costs = Mapping[tuple[str, str, str], float]
+"""Seconds that a check took in earlier runs, by reference of the backend, hash of the case and check."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class Asked:
             return None
         return (self.backend.ref, self.case.layer, replace(self.case.cache, num_blocks=None, first_block=None))
 
+    def cost(self, costs: Costs) -> float | None:
+        """Return the seconds that the checks took in earlier runs; None: one of them was not made."""
+        each = [costs.get((self.backend.ref, self.case.hash, check)) for check in self.checks]
+        return None if None in each else sum(filter(None, each))
+
 
 class Schedule:
     """Hands out the questions ``asked`` by their index, the first ones first.
@@ -44,8 +52,11 @@ class Schedule:
     under way at a time.
     """
 
-    def __init__(self, asked: Sequence[Asked], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, asked: Sequence[Asked], clock: Callable[[], float] = time.monotonic, costs: Costs | None = None
+    ) -> None:
         self._asked, self._clock = asked, clock
+        self._cost_s = [each.cost(costs) if costs else None for each in asked]
         self._waiting: dict[str, list[int]] = {}
         for index, each in enumerate(asked):
             if each.backend.is_loaded:
@@ -54,13 +65,13 @@ class Schedule:
         self._lanes: Counter[str] = Counter()
         self._over: Counter[str] = Counter()
         self._owners: dict[Hashable, int] = {}
-        self._alone: set[str] = set()
+        self._refused: set[tuple[str, int]] = set()
         self._large: Asked | None = None
 
-    @property
-    def unbegun(self) -> str | None:
-        """The first backend that no lane has begun; None: there is none."""
-        return next((ref for ref in self._waiting if ref not in self._began), None)
+    def to_begin(self, lane: int) -> str | None:
+        """Return the first backend that no lane has begun and ``lane`` may begin; None: there is none."""
+        waiting = (ref for ref, left in self._waiting.items() if left and (ref, lane) not in self._refused)
+        return next((ref for ref in waiting if ref not in self._began), None)
 
     def begin(self, ref: str) -> None:
         """Count one more lane as at work for the backend ``ref``."""
@@ -75,10 +86,17 @@ class Schedule:
         """Return a backend of which so much is left that one more process is worth its start; None: there is none."""
         for ref, began in self._began.items():
             took, over, lanes = self._clock() - began, self._over[ref], self._lanes[ref]
-            if ref in self._alone or not lanes or (over < _SAMPLE and took < 2 * _START_S):
+            if (ref, lane) in self._refused or not lanes:
                 continue
-            seconds_left = took * lanes / (over + 1) * len(self._open(ref, lane))
-            if seconds_left / (lanes + 1) > _START_S:
+            left = self._open(ref, lane)
+            known = [cost for index in left if (cost := self._cost_s[index]) is not None]
+            if len(known) >= _SAMPLE:
+                each_s = sum(known) / len(known)
+            elif over >= _SAMPLE or took >= 2 * _START_S:
+                each_s = took * lanes / (over + 1)
+            else:
+                continue
+            if each_s * len(left) / (lanes + 1) > _START_S:
                 return ref
         return None
 
@@ -111,9 +129,12 @@ class Schedule:
         if self._large is asked:
             self._large = None
 
-    def refuse_help(self, ref: str) -> None:
-        """Let no more lanes help with the backend ``ref``."""
-        self._alone.add(ref)
+    def refuse(self, ref: str, lane: int) -> None:
+        """Let ``lane`` leave the backend ``ref`` for good; where no other is at work for it, another may begin it."""
+        self._refused.add((ref, lane))
+        self.leave(ref)
+        if not self._lanes[ref]:
+            del self._began[ref]
 
     def _open(self, ref: str, lane: int) -> list[int]:
         """The questions left that no other lane has to take."""

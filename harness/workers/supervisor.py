@@ -16,7 +16,7 @@ from attncheck.harness.run.plan import RunPlan
 from attncheck.harness.run.timing_rounds import RoundQuestions, rotated, timed_questions, untimed_questions
 from attncheck.harness.workers.examining import ProcessExaminer
 from attncheck.harness.workers.lanes import Lanes, Place
-from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.schedule import Asked, Costs
 from attncheck.harness.workers.warming import WarmingAhead
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.header import Environment
@@ -38,8 +38,9 @@ class Supervisor:
         *,
         jobs: int = 1,
         warms: bool = False,
+        costs: Costs | None = None,
     ) -> None:
-        """``jobs``: processes at work at once, but for the check ``timing``.
+        """``jobs``: processes at work at once, but for the check ``timing``. ``costs``: what checks took before.
 
         ``warms``: other processes compile kernels ahead of the run.
         """
@@ -48,8 +49,8 @@ class Supervisor:
         self._faulty: set[str] = set()
         self._at_work: str | None = None
         self._unexamined: dict[str, set[str]] = {}
-        self._jobs = jobs
-        self._warming = WarmingAhead(plan, workers, is_on=warms)
+        self._jobs, self._costs = jobs, costs
+        self._warming = WarmingAhead(plan, workers, jobs, is_on=warms)
         circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
         self._examiner = ProcessExaminer(circumstances, workers.limits, self._warming)
 
@@ -116,7 +117,8 @@ class Supervisor:
         for place in places:
             if not place.asked.backend.is_loaded:
                 self._miss(place)
-        lanes = Lanes(places, jobs, self._workers, self._examiner.work, None if keeps_process else self._warming.finish)
+        leave = None if keeps_process else self._warming.finish
+        lanes = Lanes(places, jobs, self._workers, self._examiner.work, leave, self._costs)
         for place, record in lanes.run():
             if record is not None:
                 yield record

@@ -8,6 +8,7 @@ and leaves them in the caches on disk. Its records are dropped: nothing that hap
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from attncheck.cases.model import Case
 from attncheck.harness.problem.host_memory import free_host_bytes
@@ -38,14 +39,14 @@ _CASE_LIMIT_S = 600.0
 """Seconds after which a warmer that is still at one case is ended."""
 
 
-def most_processes(device: str) -> int:
-    """Return how many processes may examine cases on ``device`` at once; at least 1.
+def most_processes(device: str, lanes: int = 1) -> int:
+    """Return how many processes may examine cases at once on ``device``, or on each GPU of ``lanes``; at least 1.
 
     Limits are the cores, the free memory of the host, half the memory of the GPU, and its exclusive mode.
     """
-    limits = [_MOST, usable_cores()]
+    limits = [_MOST, usable_cores() // lanes]
     if (free := free_host_bytes()) is not None:
-        limits.append(free // _HOST_BYTES)
+        limits.append(free // _HOST_BYTES // lanes)
     if (memory := device_memory(device)) is not None:
         limits.append(memory // 2 // _DEVICE_BYTES)
     if (modes := gpu_modes(device)) is not None and not modes.is_shared:
@@ -167,50 +168,61 @@ class Warmers:
         process.close()
 
 
+@dataclass
+class _Seen:
+    """What was seen of a backend: how many ``kernels`` there were at first, and when its latest case ``began``."""
+
+    kernels: int
+    began: float
+    warmers: Warmers | None = None
+
+
 class WarmingAhead:
-    """Starts warmers for the backend that a run is examining, once it was seen to compile kernels.
+    """Starts warmers for each backend that a run is examining, once it was seen to compile kernels.
 
     Kernels that are compiled already cost nothing: no case adds one, and no warmer is started.
     """
 
-    def __init__(self, plan: RunPlan, workers: WorkerPool, *, is_on: bool) -> None:
-        self._plan, self._workers, self._is_on = plan, workers, is_on
-        self._warmers: Warmers | None = None
-        self._kernels: int | None = None
-        self._began = 0.0
+    def __init__(self, plan: RunPlan, workers: WorkerPool, lanes: int = 1, *, is_on: bool) -> None:
+        """``lanes``: GPUs at work at once."""
+        self._plan, self._workers, self._lanes, self._is_on = plan, workers, lanes, is_on
+        self._seen: dict[str, _Seen] = {}
 
-    def before(self, ref: str, left: Sequence[Question]) -> None:
-        """Take note that the run comes to the first of ``left``, all that ``ref`` has not been asked yet."""
+    def before(self, ref: str, left: Sequence[Question], workers: WorkerPool) -> None:
+        """Take note that the run comes to the first of ``left``, all that ``ref`` has not been asked yet.
+
+        Warmers are started in ``workers``, and so use its GPU.
+        """
         if not self._is_on:
             return
-        if self._warmers is not None:
-            self._warmers.skip(left[0][0])
-        elif self._kernels is None:
-            self._kernels = kernel_count()
-        elif time.monotonic() - self._began > _SLOW_S and kernel_count() > self._kernels:
-            self._warmers = self._start(ref, left[1:])
-        self._began = time.monotonic()
+        now = time.monotonic()
+        seen = self._seen.setdefault(ref, _Seen(kernel_count(), now)) if ref not in self._seen else self._seen[ref]
+        if seen.warmers is not None:
+            seen.warmers.skip(left[0][0])
+        elif now - seen.began > _SLOW_S and kernel_count() > seen.kernels:
+            seen.warmers = self._start(workers, ref, left[1:], self._lanes)
+        seen.began = now
 
-    def finish(self) -> None:
-        """End the warmers of the backend that was examined; comes before the next one."""
-        if self._warmers is not None:
-            self._warmers.close()
-        self._warmers = self._kernels = None
+    def finish(self, ref: str) -> None:
+        """End the warmers of the backend ``ref``, which a lane has examined; comes before its next one."""
+        seen = self._seen.pop(ref, None)
+        if seen is not None and seen.warmers is not None:
+            seen.warmers.close()
 
     def before_times(self, refs: Iterable[str]) -> None:
         """Examine what is only timed, backend after backend, and return when the warmers have ended."""
         for ref in refs if self._is_on else ():
-            self._warmers = self._start(ref, questions_to_warm(self._plan, ref))
-            self._warmers.wait()
-            self.finish()
+            warmers = self._start(self._workers, ref, questions_to_warm(self._plan, ref))
+            warmers.wait()
+            warmers.close()
 
     def close(self) -> None:
         """End the warmers; no others are started, since times are taken next."""
         self._is_on = False
-        self.finish()
+        for ref in tuple(self._seen):
+            self.finish(ref)
 
-    def _start(self, ref: str, questions: Sequence[Question]) -> Warmers:
-        """Start as many warmers as have room beside the run's own process."""
-        count = most_processes(self._plan.device) - 1
-        loading = self._workers.limits.of_loading
-        return Warmers(lambda: self._workers.start_extra(ref), questions, count, loading=loading)
+    def _start(self, workers: WorkerPool, ref: str, questions: Sequence[Question], lanes: int = 1) -> Warmers:
+        """Start as many warmers as have room beside the run's own processes."""
+        count = most_processes(self._plan.device, lanes) - 1
+        return Warmers(lambda: workers.start_extra(ref), questions, count, loading=workers.limits.of_loading)

@@ -171,6 +171,7 @@ def _serve(pipes: WorkerPipes) -> None:
         from attncheck.harness.checks.case_checks import import_checks
         from attncheck.harness.run.backend_loading import describe_backend, load_backend
         from attncheck.harness.run.evaluation import Examiner  # noqa: F401 (before the backend)
+        from attncheck.harness.run.gpus import refuse_other_gpu
 
         prepare = pipes.receive()
         if not isinstance(prepare, Prepare):
@@ -193,6 +194,8 @@ def _serve(pipes: WorkerPipes) -> None:
     try:
         if isinstance(backend, QuestionError):
             raise backend
+        if assignment.gpu is not None:
+            refuse_other_gpu(assignment.device, assignment.gpu, assignment.environment)
         keep_within(assignment.memory, assignment.device)
         description = describe_backend(backend, assignment.device)
         examiner = _examiner(assignment, description, stores_truths=load.ref in BUILTIN)
@@ -216,12 +219,14 @@ def _next_request(pipes: WorkerPipes) -> Request | None:
 def _choose_device(request: ChooseDevice) -> DeviceChosen | Refused:
     from attncheck.harness.run.backend_choice import suite_device
     from attncheck.harness.run.evaluation import environment_of
+    from attncheck.harness.run.gpus import gpus_alike
 
     try:
         device, notes = suite_device(request.wishes, request.wanted)
     except QuestionError as error:
         return Refused(reason=str(error))
-    return DeviceChosen(device=device, notes=notes, environment=environment_of(device))
+    gpus, gpu_notes = gpus_alike(device)
+    return DeviceChosen(device=device, notes=(*notes, *gpu_notes), environment=environment_of(device), gpus=gpus)
 
 
 def _examiner(assignment: Assignment, description: "BackendDescription", *, stores_truths: bool = False) -> "Examiner":

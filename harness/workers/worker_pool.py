@@ -5,36 +5,28 @@ there at a time: a process ends once its backend has described itself, and start
 """
 
 import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from attncheck.errors import BackendLoadError, QuestionError
-from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
+from attncheck.harness.run.gpus import Gpu
 from attncheck.harness.run.outcomes import ProcessEnd
-from attncheck.harness.workers.first_messages import assignment_of, chosen_device_of, description_of
-from attncheck.harness.workers.memory_limits import MemoryLimits
+from attncheck.harness.workers.first_messages import assignment_of, description_of, device_chosen_by
+from attncheck.harness.workers.memory_limits import MemoryLimits, room_on_host
 from attncheck.harness.workers.memory_watch import MemoryWatch
 from attncheck.harness.workers.passed_environment import passed_environment
 from attncheck.harness.workers.printed_output import Show
 from attncheck.harness.workers.protocol import Assignment, ChooseDevice, Prepare
 from attncheck.harness.workers.time_limits import TimeLimits
-from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
+from attncheck.harness.workers.worker_process import WorkerProcess
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 if TYPE_CHECKING:
     from attncheck.harness.run.plan import RunPlan
     from attncheck.harness.run.selection import Selection
-
-
-_PROCESS_BYTES = 2**30
-"""What a process with a CUDA build of torch may take of the host before its first case; estimated."""
-
-_LEAST_ROOM = 2
-"""Processes there are at once on the smallest host: one at work, and the next."""
 
 
 class WorkerPool:
@@ -57,6 +49,8 @@ class WorkerPool:
         besides the usual ones.
         """
         self.limits = limits or TimeLimits()
+        self.gpus: tuple[Gpu, ...] = ()
+        self._gpu: Gpu | None = None
         self._pass_env = tuple(pass_env)
         self._inherited = passed_environment(os.environ, pass_env)
         self._show, self._spare = show, spare
@@ -66,8 +60,7 @@ class WorkerPool:
         if spare is not None:
             spare.prepare(self._prepare)
             self._watch.add(spare)
-        free = free_host_bytes()
-        self._room = sys.maxsize if free is None else max(free // (2 * _PROCESS_BYTES), _LEAST_ROOM)
+        self._room = room_on_host()
         self._prepared: set[str] = set()
         self._processes: dict[str, WorkerProcess] = {}
         self._environments: dict[str, dict[str, str]] = {}
@@ -93,10 +86,15 @@ class WorkerPool:
         for twin in self._twins:
             twin.close(at_once=at_once)
 
-    def twin(self) -> "WorkerPool":
-        """Return a pool for one more process of each backend described here; it is closed with this one."""
+    def twin(self, gpu: Gpu | None = None) -> "WorkerPool":
+        """Return a pool for one more process of each backend described here; it is closed with this one.
+
+        ``gpu``: the one that its processes see; None: they see what those of this pool see.
+        """
         twin = WorkerPool(self._show, limits=self.limits, pass_env=self._pass_env)
-        twin._environments, twin._infos, twin._assignment = self._environments, self._infos, self._assignment
+        alone = {} if gpu is None else gpu.variables
+        twin._environments = {ref: {**each, **alone} for ref, each in self._environments.items()}
+        twin._gpu, twin._infos, twin._assignment = gpu, self._infos, self._assignment
         twin._prepare, twin._unshared = self._prepare, self._unshared
         twin._memory, twin._watch = self._memory, self._watch
         self._twins.append(twin)
@@ -126,25 +124,23 @@ class WorkerPool:
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
         """Return the device of the run, notes on the choice, and the environment there, as one of the processes has it.
 
-        ``wanted``: by the user; ``wishes``: by the suites. A process whose backend ended it is passed over.
+        ``wanted``: by the user; ``wishes``: by the suites. A process whose backend ended it is passed over. From then
+        on ``gpus`` holds those that processes may use side by side.
 
         Raises:
             QuestionError: the device that the user wants is not there, or no process lives long enough to tell.
             WorkerError: attncheck itself failed in the process.
         """
         request = ChooseDevice(wanted=wanted, wishes=tuple(wishes))
-        for process in self._processes.values():
-            process.send(request)
-            with suppress(ProcessEndedError):
-                return chosen_device_of(process, self.limits.of_loading)
+        chosen = device_chosen_by(self._to_choose(), request, self.limits.of_loading)
+        self.gpus = chosen.gpus
+        return chosen.device, chosen.notes, chosen.environment
+
+    def _to_choose(self) -> Iterator[WorkerProcess]:
+        """Yield the processes that may choose the device, at last one without a backend."""
+        yield from self._processes.values()
         self._spare = self._spare or self._new()
-        self._spare.send(request)
-        try:
-            return chosen_device_of(self._spare, self.limits.of_loading)
-        except ProcessEndedError as ended:
-            raise QuestionError(
-                f"a process without a backend ended before it named the device: {ended.end.cause}"
-            ) from None
+        yield self._spare
 
     def begin(self, selection: "Selection", plan: "RunPlan", environment: Environment) -> None:
         """Assign the run of ``plan`` to the processes."""
@@ -271,7 +267,8 @@ class WorkerPool:
     def _assignment_of(self, ref: str) -> Assignment:
         if self._assignment is None:
             raise RuntimeError("assign() comes before the first process is used")
-        update = {"shares_probes": ref not in self._unshared, "memory": self._memory}
+        gpu = None if self._gpu is None else self._gpu.uuid
+        update = {"shares_probes": ref not in self._unshared, "memory": self._memory, "gpu": gpu}
         return self._assignment.model_copy(update=update)
 
     def _start(self, ref: str) -> None:

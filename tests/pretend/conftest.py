@@ -33,6 +33,7 @@ def run_attncheck(tmp_path: Path, preloaded: None) -> RunCommand:
         header, *records, footer = map(parse_line, output.read_text(encoding="utf-8").splitlines())
         assert isinstance(footer, RunFooter)
         assert footer.errors == ()
+        output.unlink()
         return header, records
 
     return run

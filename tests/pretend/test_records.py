@@ -13,7 +13,6 @@ from collections import Counter
 
 import pytest
 from pretend_cuda import Settings
-from pretend_cuda.stand_ins import NAME
 
 VALUES = ("numerics", "lse", "cache_write", "containment", "refusals")
 GRAPHS = ("cudagraph",)
@@ -69,7 +68,7 @@ def test_records_are_those_of_the_cpu(run_attncheck, tmp_path, backends, suite, 
     assert [comparable(record) for record in found] == [comparable(record) for record in expected]
     assert Counter(record.outcome for record in found)["passed"] >= len(cases)
     environment = header.environment
-    assert (environment.device, environment.device_name) == ("cuda", NAME)
+    assert (environment.device, environment.device_name) == ("cuda", "Pretend GPU")
     assert environment.capability == "9.0"
     recorders = {record.graph.recorder for record in found if getattr(record, "graph", None)}
     assert recorders <= {"cuda"}
@@ -94,3 +93,33 @@ def test_a_device_that_another_process_holds_is_no_crash_of_the_command(run_attn
     words = ["--backend", "torch_sdpa", "--backend", "reference", "--case", "alibi", "--check", "numerics"]
     _, found = run_attncheck(words, Settings(lock=str(tmp_path / "lock")))
     assert {record.outcome for record in found} == {"passed"}
+
+
+def test_each_gpu_has_a_process_and_records_are_those_of_one(run_attncheck, tmp_path):
+    """The second GPU begins the second backend, the third one, of another kind, nothing; no two processes share one."""
+    words = ["--backend", "torch_sdpa", "--backend", "reference", "--suite", "smoke", "--check", "numerics,lse"]
+    words += ["--case", "alibi", "--case", "padded-decode"]
+    settings = Settings(
+        names=("Pretend GPU", "Pretend GPU", "Another GPU"), lock=str(tmp_path / "lock"), report=str(tmp_path)
+    )
+    serial, expected = run_attncheck([*words, "--jobs", "1"], settings)
+    assert used_gpus(tmp_path) == {0}
+    header, found = run_attncheck([*words, "--jobs", "2"], settings)
+    assert used_gpus(tmp_path) == {0, 1}
+    timeless = {"duration_s"}
+    assert [each.model_dump(exclude=timeless) for each in found] == [
+        each.model_dump(exclude=timeless) for each in expected
+    ]
+    assert {record.outcome for record in found} == {"passed", "unsupported"}
+    assert (header.environment, header.notes) == (serial.environment, serial.notes)
+    assert [note for note in header.notes if note.startswith("GPU 2 (Another GPU, compute capability 9.0, 80.0 GiB)")]
+
+
+def used_gpus(folder):
+    """Return the numbers of the GPUs that processes launched something on, and forget the reports of the processes."""
+    used = set()
+    for path in folder.glob("*.json"):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        used |= {report["gpus"][0]} if report["launches"] else set()
+        path.unlink()
+    return used

@@ -11,6 +11,7 @@ from attncheck.harness.cli.run_execution import case_examiner, execute_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.evaluation import RunPlan, environment_of
+from attncheck.harness.run.gpus import Gpu
 from attncheck.harness.run.preparation import PreparedRun
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers.worker_pool import WorkerPool
@@ -58,34 +59,43 @@ def test_options_that_contradict_each_other_are_no_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "cores", "wanted", "expected"),
+    ("device", "gpus", "cores", "wanted", "expected"),
     [
-        ("cpu", 2, None, (2, False)),
-        ("cpu", 1, None, (1, False)),
-        ("cpu", 2, 3, (3, False)),
-        ("cuda:0", 2, None, (1, True)),
-        ("cuda:0", 2, 1, (1, True)),
+        ("cpu", 0, 2, None, (2, False)),
+        ("cpu", 0, 1, None, (1, False)),
+        ("cpu", 0, 2, 3, (3, False)),
+        ("cuda:0", 0, 2, None, (1, True)),
+        ("cuda:0", 0, 2, 1, (1, True)),
+        ("cuda", 3, 4, None, (3, True)),
+        ("cuda", 3, 2, None, (2, True)),
+        ("cuda", 3, 2, 3, (3, True)),
     ],
 )
 def test_processes_share_the_cores_of_a_cpu_and_a_gpu_is_for_one_and_its_warmers(
-    device: str, cores: int, wanted: int | None, expected: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
+    device: str, gpus: int, cores: int, wanted: int | None, expected: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[tuple[int, bool]] = []
 
-    def supervise(*_: Any, jobs: int, warms: bool) -> None:
+    def supervise(*_: Any, jobs: int, warms: bool, costs: object) -> None:
         given.append((jobs, warms))
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr("attncheck.harness.workers.supervisor.Supervisor", supervise)
-    prepared = prepared_for(device)
-    case_examiner(prepared, WorkerPool(), jobs=wanted)
-    case_examiner(prepared, WorkerPool(), jobs=wanted, warms=False)
+    prepared, pool = prepared_for(device), WorkerPool()
+    pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))
+    case_examiner(prepared, pool, jobs=wanted)
+    case_examiner(prepared, pool, jobs=wanted, warms=False)
     assert given == [expected, (expected[0], False)]
 
 
-def test_several_processes_on_a_gpu_are_refused() -> None:
-    with pytest.raises(SelectionError, match=r"--jobs 2 on cuda:0: .* give --jobs 1 or auto"):
-        case_examiner(prepared_for("cuda:0"), WorkerPool(), jobs=2)
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cuda:0"), (1, "cuda"), (3, "cuda")])
+def test_more_processes_than_gpus_are_refused(gpus: int, device: str) -> None:
+    pool, most = WorkerPool(), max(gpus, 1)
+    pool.gpus = tuple(Gpu(str(index)) for index in range(gpus))
+    expected = rf"--jobs {most + 1} on {device}: .* GPUs to use: {most}; give --jobs {most} or auto"
+    with pytest.raises(SelectionError, match=expected):
+        case_examiner(prepared_for(device), pool, jobs=most + 1)
+    case_examiner(prepared_for(device), pool, jobs=most)
 
 
 def prepared_for(device: str) -> PreparedRun:

@@ -9,6 +9,7 @@ from attncheck.cases.model import Case
 from attncheck.errors import QuestionError
 from attncheck.harness.run.backend_description import BackendDescription, unloadable
 from attncheck.harness.run.evaluation import RunPlan, environment_of
+from attncheck.harness.run.gpus import Gpu
 from attncheck.harness.run.outcomes import Circumstances, ProcessEnd, unavailable
 from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine
 from attncheck.harness.workers.supervisor import Supervisor
@@ -64,6 +65,8 @@ class FakeProcess:
 class FakePool:
     """Stands for the pool. ``pauses``: how long the processes of a backend take for each case."""
 
+    gpus: tuple[Gpu, ...] = ()
+
     def __init__(self, refs: str, name: str = "", **pauses: int) -> None:
         self.name, self.pauses = name, pauses
         self.log: list[str] = []
@@ -74,8 +77,8 @@ class FakePool:
         self.twins_fail = False
         self.limits = TimeLimits()
 
-    def twin(self) -> "FakePool":
-        twin = FakePool("", f"twin {len(self.twins)} of ", **self.pauses)
+    def twin(self, gpu: Gpu | None = None) -> "FakePool":
+        twin = FakePool("", f"{gpu.uuid}: " if gpu else f"twin {len(self.twins)} of ", **self.pauses)
         twin.log, twin.deadly, twin.twins_fail = self.log, self.deadly, self.twins_fail
         self.twins.append(twin)
         return twin
@@ -194,6 +197,29 @@ def test_one_more_process_that_cannot_be_started_costs_nothing(
     assert [line for line in workers.log if "twin" in line] == []
 
 
+def test_each_lane_begins_and_helps_on_its_own_gpu(
+    cases: list[Case], help_at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second lane begins ``b`` in a process of its own; the first one then helps with ``b`` on its own GPU."""
+    monkeypatch.setattr("attncheck.harness.workers.schedule._SAMPLE", 1)
+    workers = FakePool("ab", a=1, b=9)
+    workers.gpus = (Gpu("GPU-0"), Gpu("GPU-1"), Gpu("GPU-2"))
+    assert in_order(examine(workers, cases, *map(known, "ab"))) == everything("ab", cases)
+    assert [twin.name for twin in workers.twins] == ["GPU-1: "]
+    assert workers.log[:3] == ["a begins first", "GPU-1: b is started", "GPU-1: b begins first"]
+    begun = {line.partition(" begins ")[0] for line in workers.log if " begins " in line}
+    assert begun == {"a", "b", "GPU-1: b"}
+    assert (workers.finished, workers.twins[0].finished) == (["a", "b"], ["b"])
+
+
+def test_a_gpu_on_which_no_process_starts_is_left_to_the_others(cases: list[Case]) -> None:
+    workers = FakePool("ab", a=1)
+    workers.gpus = (Gpu("GPU-0"), Gpu("GPU-1"))
+    workers.twins_fail = True
+    assert in_order(examine(workers, cases, *map(known, "ab"))) == everything("ab", cases)
+    assert [line for line in workers.log if "GPU-1" in line] == []
+
+
 def test_what_needs_much_memory_is_examined_one_at_a_time(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     large = {"second", "third"}
     monkeypatch.setattr(
@@ -252,7 +278,7 @@ def test_warmers_are_told_of_each_case_that_is_untimed_and_end_before_the_next_b
     cases = (make_case(name="first"), make_case(name="second"))
     plan = RunPlan(cases=cases, checks=("numerics",))
     list(Supervisor(plan, [known("a"), known("b")], cast(WorkerPool, FakePool("ab")), ENVIRONMENT, warms=True).run())
-    assert log == ["a: first second", "a: second", "finish", "b: first second", "b: second", "finish", "close"]
+    assert log == ["a: first second", "a: second", "finish a", "b: first second", "b: second", "finish b", "close"]
 
 
 def test_what_is_only_timed_is_warmed_before_the_first_round(make_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,14 +296,14 @@ class Noting:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    def before(self, ref: str, left: Sequence[tuple[Case, Any]]) -> None:
+    def before(self, ref: str, left: Sequence[tuple[Case, Any]], _workers: WorkerPool) -> None:
         self._log.append(f"{ref}: {' '.join(case.id for case, _ in left)}")
 
     def before_times(self, refs: Iterable[str]) -> None:
         self._log.append(f"times of {' '.join(refs)}")
 
-    def finish(self) -> None:
-        self._log.append("finish")
+    def finish(self, ref: str) -> None:
+        self._log.append(f"finish {ref}")
 
     def close(self) -> None:
         self._log.append("close")

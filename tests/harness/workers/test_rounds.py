@@ -32,6 +32,8 @@ class FakePool:
     ``deeds``: by backend, case and round, what is not ``Holds``.
     """
 
+    gpus = ()
+
     def __init__(self, cases: Iterable[Case], refs: str) -> None:
         self.cases = {case.key: case for case in cases}
         self.log: list[str] = []

@@ -36,9 +36,9 @@ def test_questions_come_in_their_order_and_backends_too(make_case: MakeCase) -> 
     cases = [make_case(name=name) for name in "xyz"]
     gone = Asked(unloadable("gone", "gone", ("no library",)), cases[0], ("numerics",))
     schedule = Schedule([gone, *asked("a", *cases), *asked("b", *cases)])
-    assert schedule.unbegun == "a"
+    assert schedule.to_begin(0) == "a"
     schedule.begin("a")
-    assert schedule.unbegun == "b"
+    assert schedule.to_begin(0) == "b"
     assert drained(schedule, "a", 0) == [1, 2, 3]
     assert not schedule.has_left("a", 0)
     assert [each.case.id for each in schedule.left("b")] == ["x", "y", "z"]
@@ -72,8 +72,27 @@ def test_one_more_process_starts_where_much_is_left(make_case: MakeCase, each_s:
         clock.now += each_s
         schedule.finish(questions[number])
     assert schedule.to_help(1) == expected
-    schedule.refuse_help("a")
-    assert schedule.to_help(1) is None
+    schedule.begin("a")
+    schedule.refuse("a", 1)
+    assert (schedule.to_help(1), schedule.to_help(2)) == (None, expected)
+
+
+def test_where_earlier_runs_tell_the_times_a_process_starts_at_once(make_case: MakeCase) -> None:
+    """Of 8 cases 5 are known to take 3 s each, so that all take 24 s."""
+    questions = asked("a", *(make_case((1, number), name=f"case{number}") for number in range(1, 9)))
+    seconds = {("a", each.case.hash, "numerics"): 3.0 for each in questions[:5]}
+    others = {("b", each.case.hash, "numerics"): 3.0 for each in questions}
+    for costs, expected in ((seconds, "a"), (dict.fromkeys(seconds, 0.01), None), (others, None)):
+        schedule = Schedule(questions, Clock(), costs)
+        schedule.begin("a")
+        assert schedule.to_help(1) == expected
+
+
+def test_a_backend_that_a_lane_cannot_start_is_begun_by_another(make_case: MakeCase) -> None:
+    schedule = Schedule(asked("a", make_case()))
+    schedule.begin("a")
+    schedule.refuse("a", 1)
+    assert (schedule.to_begin(1), schedule.to_begin(0)) == (None, "a")
 
 
 def test_no_process_helps_with_what_another_lane_has_to_take(make_case: MakeCase) -> None:

@@ -33,6 +33,8 @@ Script = list[list[Answer | Exception]]
 class FakePool:
     """Stands for the processes: each case gets the next script of its backend; ``restarts`` says which starts fail."""
 
+    gpus = ()
+
     def __init__(self, restarts: list[Exception | None] | None = None, **scripts: Script) -> None:
         self.scripts, self._restarts = scripts, restarts or []
         self.alive = set(scripts)

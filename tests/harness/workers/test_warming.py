@@ -183,7 +183,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(warming, "kernel_count", machine.kernel_count)
     monkeypatch.setattr(warming, "time", machine)
-    monkeypatch.setattr(warming, "most_processes", lambda device: 5)
+    monkeypatch.setattr(warming, "most_processes", lambda device, lanes: 5)
     return machine
 
 
@@ -200,12 +200,13 @@ def log_of(
     log: list[str] = []
     monkeypatch.setattr(warming, "Warmers", Begins(log))
     plan = RunPlan(tuple(case for case, _ in questions), checks=("timing",))
-    ahead = WarmingAhead(plan, cast(WorkerPool, SimpleNamespace(limits=TimeLimits())), is_on=is_on)
+    workers = cast(WorkerPool, SimpleNamespace(limits=TimeLimits()))
+    ahead = WarmingAhead(plan, workers, is_on=is_on)
     for index in range(len(questions)):
-        ahead.before("a", questions[index:])
+        ahead.before("a", questions[index:], workers)
         machine.now += seconds
         machine.kernels += added
-    ahead.finish()
+    ahead.finish("a")
     return log
 
 
@@ -235,12 +236,13 @@ def test_what_is_only_timed_is_examined_before_and_nothing_beside_the_times(
     log: list[str] = []
     monkeypatch.setattr(warming, "Warmers", Begins(log))
     plan = RunPlan(tuple(case for case, _ in questions), checks=("timing",))
-    ahead = WarmingAhead(plan, cast(WorkerPool, SimpleNamespace(limits=TimeLimits())), is_on=True)
+    workers = cast(WorkerPool, SimpleNamespace(limits=TimeLimits()))
+    ahead = WarmingAhead(plan, workers, is_on=True)
     ahead.before_times(["a", "b"])
     ahead.close()
     assert log == ["4 for abcd", "waits", "ends"] * 2
     for index in range(len(questions)):
-        ahead.before("a", questions[index:])
+        ahead.before("a", questions[index:], workers)
         machine.now, machine.kernels = machine.now + 3, machine.kernels + 1
     assert len(log) == 6
 

@@ -11,8 +11,10 @@ from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.checks.timing.settings import TimingSettings
 from attncheck.harness.run.backend_description import BackendDescription, unloadable
 from attncheck.harness.run.evaluation import RunPlan, environment_of
+from attncheck.harness.run.gpus import Gpu
 from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.harness.run.selection import select_cases
+from attncheck.harness.workers import memory_limits
 from attncheck.harness.workers import worker_pool as workers
 from attncheck.harness.workers.first_messages import WorkerError
 from attncheck.harness.workers.memory_limits import MemoryLimits
@@ -203,6 +205,31 @@ def test_every_process_is_watched_and_told_its_limits(started: list[Fake], monke
     assert [[asked.memory for asked in fake.received] for fake in started] == [[limits]] * 3
 
 
+def test_processes_of_a_twin_see_one_gpu_and_have_to_use_it(
+    started: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = tuple(Gpu(f"GPU-{index}", {"CUDA_VISIBLE_DEVICES": str(index)}) for index in range(2))
+    chosen = DeviceChosen(device="cuda", notes=(), environment=environment_of("cpu"), gpus=gpus)
+    monkeypatch.setattr(Fake, "device", chosen)
+    Fake.script = {"a": [described("a", ATTNCHECK_NEED="1")] * 5}
+    with assigned() as processes:
+        processes.start(["a"])
+        processes.choose_device((), None)
+        processes.describe(["a"])
+        twin = processes.twin(processes.gpus[1])
+        twin.restart("a")
+        twin.start_extra("a").close()
+        processes.restart("a")
+    alone = {"ATTNCHECK_NEED": "1", "CUDA_VISIBLE_DEVICES": "1"}
+    assert [fake.environment for fake in started[1:]] == [
+        {"ATTNCHECK_NEED": "1"},
+        alone,
+        alone,
+        {"ATTNCHECK_NEED": "1"},
+    ]
+    assert [asked.gpu for fake in started[1:] for asked in fake.received] == [None, "GPU-1", "GPU-1", None]
+
+
 def test_a_device_that_is_not_there_is_refused(started: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fake, "device", Refused(reason="device 'cuda': torch finds no GPU"))
     with WorkerPool() as processes, pytest.raises(QuestionError, match="torch finds no GPU"):
@@ -212,7 +239,7 @@ def test_a_device_that_is_not_there_is_refused(started: list[Fake], monkeypatch:
 def test_a_host_with_little_memory_holds_few_and_the_next_starts_while_one_works(
     started: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "free_host_bytes", lambda: 6 * 2**30)
+    monkeypatch.setattr(memory_limits, "free_host_bytes", lambda: 6 * 2**30)
     monkeypatch.setattr(Fake, "receive", counting := Counting(Fake.receive))
     refs = list("abcde")
     Fake.script = {ref: [described(ref)] * 3 for ref in refs}

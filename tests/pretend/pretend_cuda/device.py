@@ -31,11 +31,13 @@ _FIRST_SWEEP = 4096
 class Settings:
     """A device and its faults.
 
+    ``names``: of each GPU of the machine. ``CUDA_VISIBLE_DEVICES`` may leave some; the first of them is the device.
     ``lost_at``: the launch that loses the device, counted from 1; 0: none. ``failing_capture``: the capture that fails;
     0: none. ``lock``: a file that a process with a context locks, as in exclusive-process mode; empty: no such mode.
     ``report``: a folder in which each process leaves what it did; empty: none does.
     """
 
+    names: tuple[str, ...] = ("Pretend GPU",)
     capability: tuple[int, int] = (9, 0)
     num_sms: int = 132
     total_memory: int = 80 * 2**30
@@ -60,6 +62,7 @@ class PretendDevice:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.visible = visible_gpus(len(settings.names))
         self.launches: Counter[str] = Counter()
         self.float8_operators: Counter[str] = Counter()
         self.acts: list[Act] = []
@@ -120,7 +123,7 @@ class PretendDevice:
         if self.is_lost:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         if self.settings.lock and self._lock is None:
-            lock = os.open(self.settings.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+            lock = os.open(f"{self.settings.lock}{self.visible[0]}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -135,6 +138,7 @@ class PretendDevice:
             self._lock = None
         if self.settings.report:
             written = {
+                "gpus": self.visible,
                 "launches": self.launches,
                 "float8": self.float8_operators,
                 "acts": [asdict(act) for act in self.acts],
@@ -182,6 +186,12 @@ class PretendDevice:
             self.is_capturing = False
         if self.num_captures == self.settings.failing_capture:
             raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+
+
+def visible_gpus(count: int) -> list[int]:
+    """Return the numbers of the GPUs that this process sees of ``count``."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(range(count)) if given is None else list(map(int, given.split(",")))
 
 
 def storage_key(tensor: Tensor) -> int:

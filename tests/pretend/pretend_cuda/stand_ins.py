@@ -12,25 +12,30 @@ from pretend_cuda.clock import CYCLES_PER_NS, KERNEL_NS, Stream
 from pretend_cuda.device import CUDA, PretendDevice
 from pretend_cuda.functions import is_cuda
 
-NAME = "Pretend GPU"
-
 
 def cuda_names(device: PretendDevice) -> dict[str, Any]:
     """Return what stands in for names of ``torch.cuda``."""
     settings = device.settings
-    properties = SimpleNamespace(
-        name=NAME,
-        major=settings.capability[0],
-        minor=settings.capability[1],
-        multi_processor_count=settings.num_sms,
-        total_memory=settings.total_memory,
-        L2_cache_size=settings.l2_cache_size,
-        shared_memory_per_block=48 * 1024,
-        shared_memory_per_block_optin=227 * 1024,
-        max_threads_per_multi_processor=2048,
-        warp_size=32,
-        uuid="11111111-2222-3333-4444-555555555555",
-    )
+    properties = [
+        SimpleNamespace(
+            name=settings.names[number],
+            major=settings.capability[0],
+            minor=settings.capability[1],
+            multi_processor_count=settings.num_sms,
+            total_memory=settings.total_memory,
+            L2_cache_size=settings.l2_cache_size,
+            shared_memory_per_block=48 * 1024,
+            shared_memory_per_block_optin=227 * 1024,
+            max_threads_per_multi_processor=2048,
+            warp_size=32,
+            uuid=f"11111111-2222-3333-4444-{number:012}",
+        )
+        for number in device.visible
+    ]
+
+    def properties_of(named: object = None) -> SimpleNamespace:
+        index = named if isinstance(named, int) else torch.device(named or "cuda").index  # type: ignore[call-overload]
+        return properties[index or 0]
 
     def answered(value: Any) -> Any:
         device.answer()
@@ -72,12 +77,12 @@ def cuda_names(device: PretendDevice) -> dict[str, Any]:
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: len(properties),
         "current_device": lambda: 0,
         "set_device": lambda _device: device.answer(),
-        "get_device_properties": lambda _device=None: properties,
+        "get_device_properties": properties_of,
         "get_device_capability": lambda _device=None: tuple(settings.capability),
-        "get_device_name": lambda _device=None: NAME,
+        "get_device_name": lambda named=None: properties_of(named).name,
         "mem_get_info": lambda _device=None: answered(
             (settings.total_memory - device.allocated(), settings.total_memory)
         ),
