@@ -114,25 +114,35 @@ def main(words: list[str]) -> None:
 
     ``words``: the descriptors of the pipe to read and the pipe to write, and the id of the process of the run.
     """
-    reading, writing, run = words
+    reading, writing, run = map(int, words)
+    serve(reading, writing, run)
+    _leave()
+
+
+def serve(
+    reading: int, writing: int, run: int, handed_over: "LoadedBackend | UnavailableBackend | None" = None
+) -> None:
+    """Serve the process ``run`` through these descriptors until it asks nothing more.
+
+    ``handed_over``: the backend, if it is loaded already; None: it is loaded as the run asks.
+    """
     sys.argv[:] = ["attncheck"]
     if sys.platform == "linux":  # a run that is killed tells nobody, and this process may be busy for hours
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(run):
+    if os.getppid() != run:
         return  # it was killed before
     # A kernel that kills the process says at least where, even if the backend closed what it prints to.
     printing = os.dup(2)
     faulthandler.enable(printing)
     faulthandler.register(STACK_SIGNAL, printing)
-    pipes = WorkerPipes(int(reading), int(writing), printing)
+    pipes = WorkerPipes(reading, writing, printing)
     try:
-        _serve(pipes)
+        _serve(pipes, handed_over)
     except PipeClosedError:
         sys.exit("a pipe between attncheck and this process is closed")
     except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's where nothing of it is expected)
         line = traceback.format_exception_only(error)[-1].strip()
         pipes.send(HarnessFailure(error=line, traceback="".join(traceback.format_exception(error))))
-    _leave()
 
 
 def _leave() -> None:
@@ -165,7 +175,7 @@ def _imports_kept() -> Iterator[None]:
         gc.enable()
 
 
-def _serve(pipes: WorkerPipes) -> None:
+def _serve(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBackend | None") -> None:
     with _imports_kept():
         from attncheck.backends.registry import BUILTIN
         from attncheck.harness.checks.case_checks import import_checks
@@ -184,7 +194,7 @@ def _serve(pipes: WorkerPipes) -> None:
         return
     backend: LoadedBackend | UnavailableBackend | QuestionError
     try:
-        backend = load_backend(load.ref, prepare.checks, functions=prepare.functions)
+        backend = handed_over or load_backend(load.ref, prepare.checks, functions=prepare.functions)
     except QuestionError as error:
         backend = error
     assignment = _next_request(pipes)

@@ -20,9 +20,10 @@ from attncheck.harness.workers.memory_limits import MemoryLimits
 from attncheck.harness.workers.memory_watch import MemoryWatch
 from attncheck.harness.workers.passed_environment import passed_environment
 from attncheck.harness.workers.printed_output import Show
+from attncheck.harness.workers.process_control import start_worker
 from attncheck.harness.workers.protocol import Assignment, ChooseDevice, Prepare
 from attncheck.harness.workers.time_limits import TimeLimits
-from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
+from attncheck.harness.workers.worker_process import ProcessEndedError, StartWorker, WorkerProcess
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 if TYPE_CHECKING:
@@ -48,14 +49,16 @@ class WorkerPool:
         limits: TimeLimits | None = None,
         memory: MemoryLimits | None = None,
         pass_env: Sequence[str] = (),
+        start: StartWorker = start_worker,
     ) -> None:
         """``show``: is given what the processes print, line by line, with the name of the backend.
 
         ``spare``: a process that was started ahead, without a backend; the pool closes it. ``prepare``: what the
         processes import before their backend; None: all checks. ``limits``: the time limits; None: the default ones.
         ``memory``: what each process may hold; None: no limits. ``pass_env``: patterns of the variables that they get
-        besides the usual ones.
+        besides the usual ones. ``start`` starts each of them.
         """
+        self._start_worker = start
         self.limits = limits or TimeLimits()
         self._pass_env = tuple(pass_env)
         self._inherited = passed_environment(os.environ, pass_env)
@@ -95,7 +98,7 @@ class WorkerPool:
 
     def twin(self) -> "WorkerPool":
         """Return a pool for one more process of each backend described here; it is closed with this one."""
-        twin = WorkerPool(self._show, limits=self.limits, pass_env=self._pass_env)
+        twin = WorkerPool(self._show, limits=self.limits, pass_env=self._pass_env, start=self._start_worker)
         twin._environments, twin._infos, twin._assignment = self._environments, self._infos, self._assignment
         twin._prepare, twin._unshared = self._prepare, self._unshared
         twin._memory, twin._watch = self._memory, self._watch
@@ -288,7 +291,7 @@ class WorkerPool:
 
     def _new(self, environment: Mapping[str, str] | None = None, *, is_shown: bool = True) -> WorkerProcess:
         """Start a process that has no backend yet."""
-        process = WorkerProcess(environment, self._show if is_shown else None, self._pass_env)
+        process = WorkerProcess(environment, self._show if is_shown else None, self._pass_env, self._start_worker)
         process.prepare(self._prepare)
         self._watch.add(process)
         return process
