@@ -37,7 +37,7 @@ from attncheck.harness.truth.shared_folder import truths_folder
 from attncheck.harness.workers.process_control import fork_worker
 from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.time_limits import TimeLimits, read_limit
-from attncheck.harness.workers.worker import serve
+from attncheck.harness.workers.worker import serve, serve_cases
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import python_ref
@@ -232,7 +232,8 @@ def _apart(candidate: Candidate, kernel_options: dict[str, Any], timeout: float)
             f"timeout= copies this process, which has used CUDA, so that the copy cannot; give a reference to "
             f"{backend.name}, such as ./mine.py:{backend.name}"
         )
-    return backend.ref, WorkerPool(limits=limits, start=lambda _: fork_worker(partial(serve, handed_over=backend)))
+    work = partial(serve_cases, handed_over=backend)
+    return backend.ref, WorkerPool(limits=limits, start=lambda _: fork_worker(partial(serve, work=work)))
 
 
 def _listed(names: str | Iterable[str]) -> tuple[str, ...]:

@@ -31,7 +31,8 @@ from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 
 if TYPE_CHECKING:
-    from attncheck.harness.providers.plan import ProviderPlan
+    from attncheck.harness.cli.provider_process import InProcessProviders, ProviderExaminer
+    from attncheck.harness.providers.records import PlannedProviders
     from attncheck.harness.run.expectations import Expectations, HasNames
     from attncheck.harness.run.plan import RunPlan
     from attncheck.harness.run.preparation import PreparedRun, RunSettings
@@ -94,7 +95,13 @@ def execute_run(
     make_dump_folder(options.dump)
     show = show_printed if options.show_output else None
     limits, memory = replace(options.time_limits, sampling_s=timing.limit_s), options.memory_limits
-    with WorkerPool(show, spare, preparation_of(selection), limits, memory, options.pass_env) as pool:
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(WorkerPool(show, spare, preparation_of(selection), limits, memory, options.pass_env))
+        providers = None
+        if options.providers:
+            from attncheck.harness.cli.provider_process import providers_of
+
+            providers = stack.enter_context(providers_of(options, selection.cases, show))
         if options.backend_refs is not None and not options.in_process:
             pool.start(first_refs(options.backend_refs, selection.suites))
 
@@ -109,7 +116,8 @@ def execute_run(
             shard=options.shard,
             truths=truths_folder() if options.cache else None,
         )
-        finished = _execute(options, selection, settings, None if options.in_process else pool, begin, see)
+        processes = None if options.in_process else pool
+        finished = _execute(options, selection, settings, processes, providers, begin, see)
         if finished.ended_by is not None:
             pool.close(at_once=True)
         if end is not None:
@@ -122,6 +130,7 @@ def _execute(
     selection: Selection,
     settings: "RunSettings",
     pool: WorkerPool | None,
+    providers: "ProviderExaminer | InProcessProviders | None",
     begin: Callable[[RunHeader], None],
     see: Callable[[Record], None] | None,
 ) -> FinishedRun:
@@ -130,9 +139,10 @@ def _execute(
     from attncheck.harness.run.preparation import make_header, prepare_run
     from attncheck.harness.run.timing_rounds import count_questions
 
-    prepared = prepare_run(selection, options.backend_refs, settings, pool=pool)
+    chooser = providers.chooser if providers is not None and options.backend_refs is None else None
+    prepared = prepare_run(selection, options.backend_refs, settings, pool=pool, chooser=chooser)
     plan, environment = prepared.plan, prepared.environment
-    functions = _plan_providers(options, plan)
+    functions = None if providers is None else providers.plan(plan.cases, plan.device)
     infos = [each.info for each in prepared.backends]
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
     one_process = (_ONE_PROCESS,) if is_timed and pool is None else ()
@@ -140,7 +150,7 @@ def _execute(
     asked = (prepared.selection, plan, infos, environment)
     header = make_header(*asked, expect=options.expect, command=options.command, notes=notes)
     if functions is not None:
-        from attncheck.harness.providers.records import examine_providers, header_with_providers
+        from attncheck.harness.providers.records import header_with_providers
 
         header = header_with_providers(header, functions)
     earlier = None if options.resume is None else read_part(options.resume, header)
@@ -175,7 +185,7 @@ def _execute(
                     color=options.color,
                 ) as progress,
             ):
-                found = itertools.chain(examined, examine_providers(functions, circumstances) if functions else ())
+                found = itertools.chain(examined, providers.run(circumstances) if providers else ())
                 judged = found if expectations is None else map(expectations.apply, found)
                 stopped = _examine(
                     judged, records, (tally.see, writer.add, see or progress.see), maxfail=options.maxfail
@@ -227,20 +237,11 @@ def case_examiner(
     return Supervisor(plan, prepared.backends, pool, environment, jobs=jobs, warms=warms and is_gpu)
 
 
-def _plan_providers(options: RunOptions, plan: "RunPlan") -> "ProviderPlan | None":
-    """Return the plan of the providers; None if the run has none."""
-    if not options.providers:
-        return None
-    from attncheck.harness.providers.plan import plan_providers
-
-    return plan_providers(options.providers, options.functions, plan.cases, plan.device, options.seed)
-
-
 def _expectations(
     file: Path | None,
     selection: Selection,
     plan: "RunPlan",
-    functions: "ProviderPlan | None",
+    functions: "PlannedProviders | None",
     header: RunHeader,
 ) -> "Expectations | None":
     if file is None:
@@ -251,9 +252,9 @@ def _expectations(
     known: tuple[HasNames, ...] = ()
     selected: tuple[HasNames, ...] = ()
     if functions is not None:
-        from attncheck.harness.providers.records import known_subjects, selected_subjects
+        from attncheck.harness.providers.records import SubjectIdentity
 
-        known, selected = known_subjects(functions), selected_subjects(functions)
+        known, selected = (tuple(map(SubjectIdentity, keys)) for keys in (functions.known, functions.subjects))
     return Expectations(
         load_expectations(file),
         cases=(*selection.all_cases, *known),

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -119,12 +119,10 @@ def main(words: list[str]) -> None:
     _leave()
 
 
-def serve(
-    reading: int, writing: int, run: int, handed_over: "LoadedBackend | UnavailableBackend | None" = None
-) -> None:
+def serve(reading: int, writing: int, run: int, work: Callable[[WorkerPipes], None] | None = None) -> None:
     """Serve the process ``run`` through these descriptors until it asks nothing more.
 
-    ``handed_over``: the backend, if it is loaded already; None: it is loaded as the run asks.
+    ``work``: answers its requests; None: :func:`serve_cases`.
     """
     sys.argv[:] = ["attncheck"]
     if sys.platform == "linux":  # a run that is killed tells nobody, and this process may be busy for hours
@@ -137,7 +135,7 @@ def serve(
     faulthandler.register(STACK_SIGNAL, printing)
     pipes = WorkerPipes(reading, writing, printing)
     try:
-        _serve(pipes, handed_over)
+        (work or serve_cases)(pipes)
     except PipeClosedError:
         sys.exit("a pipe between attncheck and this process is closed")
     except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's where nothing of it is expected)
@@ -175,7 +173,8 @@ def _imports_kept() -> Iterator[None]:
         gc.enable()
 
 
-def _serve(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBackend | None") -> None:
+def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBackend | None" = None) -> None:
+    """Examine cases of one backend as the run asks; ``handed_over``: the backend, if it is loaded already."""
     with _imports_kept():
         from attncheck.backends.registry import BUILTIN
         from attncheck.harness.checks.case_checks import import_checks
@@ -189,7 +188,7 @@ def _serve(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBackend 
         for library in prepare.libraries:
             with suppress(ImportError):
                 import_module(library)
-    load = _next_request(pipes)
+    load = next_request(pipes)
     if not isinstance(load, Load):
         return
     backend: LoadedBackend | UnavailableBackend | QuestionError
@@ -197,7 +196,7 @@ def _serve(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBackend 
         backend = handed_over or load_backend(load.ref, prepare.checks, functions=prepare.functions)
     except QuestionError as error:
         backend = error
-    assignment = _next_request(pipes)
+    assignment = next_request(pipes)
     if not isinstance(assignment, Assignment):
         return
     try:
@@ -216,7 +215,7 @@ def _serve(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBackend 
         _examine(pipes, examiner, backend, cases[request.case], request, assignment.memory)
 
 
-def _next_request(pipes: WorkerPipes) -> Request | None:
+def next_request(pipes: WorkerPipes) -> Request | None:
     """Return the next request after having answered those for a device."""
     while isinstance(request := pipes.receive(), ChooseDevice):
         pipes.send(_choose_device(request))
