@@ -18,9 +18,9 @@ from pydantic_core import PydanticSerializationError
 from attncheck.reports.run_file.causes import cause_of_crash, cause_of_error, cause_of_failure
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.header import CheckName, RunHeader
-from attncheck.reports.run_file.timings import RunFileValue, Timing
+from attncheck.reports.run_file.timings import RunFileValue, Timing, Whole
 
-Figure = int | float
+Figure = Whole | float
 Outcome = Literal["passed", "failed", "errored", "crashed", "unsupported", "unavailable", "xfailed", "xpassed"]
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
