@@ -1,6 +1,8 @@
 """Run files from strangers: read or refused, and what was read is shown by every format as text and nothing else."""
 
+import gzip
 import json
+import lzma
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +46,7 @@ GRAPH = {
 }
 TRACE = 'Traceback:\n  File "mine.py", line 12, in forward\n'
 STYLE = Style(100)
+PACKED: list[tuple[str, Callable[[bytes], bytes]]] = [(".gz", gzip.compress), (".xz", partial(lzma.compress, preset=0))]
 
 
 @pytest.fixture
@@ -116,7 +119,11 @@ def test_whatever_a_run_file_holds(base: Path, tmp_path: Path, count: int) -> No
                 changed = _fitted(changed)
             each_line = changed if isinstance(changed, list) else [changed]
             data = b"".join(written(chance, line) + b"\n" for line in each_line)
-        run = answered(read_run, tmp_path / "any.jsonl", data)
+        ending, pack = chance.choice([("", bytes)] * 8 + PACKED)
+        data = pack(data)
+        if ending and chance.random() < 0.7:
+            data = damaged(chance, [data])
+        run = answered(read_run, tmp_path / f"any.jsonl{ending}", data)
         with suppress(QuestionError):
             if run is not None:
                 text = _shown(run, known, chance)
