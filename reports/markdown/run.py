@@ -62,10 +62,10 @@ def _circumstances(run: Run) -> str:
         "Policy": f"TF32 {'on' if env.tf32 else 'off'}, "
         f"deterministic algorithms {'on' if env.deterministic else 'off'}",
         "Started": header.started + (f", finished {run.footer.finished}" if run.footer else ""),
-        "Notes": "; ".join(header.notes),
     }
     lines = [f"- {name}: {markup.escaped(value)}" for name, value in facts.items() if value]
     lines += [f"- Command: {markup.code(shlex.join(header.command))}"] if header.command else []
+    lines += [f"- Notes: {markup.escaped('; '.join(header.notes))}"] if header.notes else []
     return "\n".join(lines)
 
 
