@@ -14,10 +14,10 @@ PROVIDER = """
 import ctypes, os, time
 from attncheck.reference import *
 
-def is_valid_kv_cache_layout(*args):
+def is_valid_kv_cache_layout(*args, **kwargs):
     time.sleep(600)
 
-def reshape_query_for_spec_decode(*args):
+def reshape_query_for_spec_decode(*args, **kwargs):
     os._exit(3)
 """
 FUNCTIONS = ("reshape_*", "is_valid_kv_cache_layout", "get_kv_cache_layout")
