@@ -48,6 +48,10 @@ def run(
     dump: arguments.Dump = None,
     in_process: arguments.InProcess = False,
     jobs: arguments.Jobs = None,
+    executor: arguments.Executor = arguments.ExecutorChoice.LOCAL,
+    ray_address: arguments.RayAddress = None,
+    ray_resources: arguments.RayResources = None,
+    ray_runtime_env: arguments.RayRuntimeEnv = None,
     show_output: arguments.ShowOutput = False,
     no_warm: arguments.NoWarm = False,
     no_cache: arguments.NoCache = False,
@@ -67,7 +71,8 @@ def run(
     began = time.monotonic()
     refs = (*(backends or ()), *(backend or ()))
     spare = None
-    if not in_process and (refs or not provider):
+    is_ray = executor is arguments.ExecutorChoice.RAY
+    if not in_process and not is_ray and (refs or not provider):
         from attncheck.harness.workers.worker_process import WorkerProcess
 
         # Before anything else is imported: it loads torch meanwhile, which takes longest.
@@ -75,6 +80,7 @@ def run(
 
     from attncheck.harness.cli.config import read_config
     from attncheck.harness.cli.last_failed import only_failed
+    from attncheck.harness.cli.ray_options import read_ray
     from attncheck.harness.cli.run_execution import execute_run
     from attncheck.harness.cli.run_files import kept_folder, newest_run
     from attncheck.harness.cli.run_options import RunOptions, read_jobs
@@ -116,6 +122,7 @@ def run(
         dump=dump,
         in_process=in_process,
         jobs=read_jobs(jobs),
+        ray=read_ray(ray_address, ray_resources or (), ray_runtime_env, is_used=is_ray),
         show_output=show_output,
         warm=not no_warm,
         cache=config.cache and not no_cache,

@@ -1,11 +1,20 @@
 """The arguments and options of ``attncheck run`` as types of its parameters: names, help, completion."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from attncheck.harness.cli import completion
+
+
+class ExecutorChoice(StrEnum):
+    """Where backends are examined."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
 
 # What is examined.
 BackendArguments = Annotated[
@@ -184,6 +193,36 @@ Jobs = Annotated[
         metavar="N|auto",
         help="Processes of backends at work side by side; while times are taken there is one. Default: auto, on a "
         "CPU as many as there are cores and memory for, on a GPU 1.",
+    ),
+]
+Executor = Annotated[
+    ExecutorChoice,
+    typer.Option("--executor", help="Where backends are examined: on this machine, or on the nodes of a Ray cluster."),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="The Ray cluster; local starts one on this machine. Default: $RAY_ADDRESS, else the cluster that this "
+        "machine is part of.",
+    ),
+]
+RayResources = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ray-resources",
+        metavar="NAME=AMOUNT",
+        help="What each actor takes of its node, such as CPU=4, memory=8e9, accelerator_type:H100=0.001, separated by "
+        "commas. May be repeated. Default: one CPU, and one GPU unless the device is cpu.",
+    ),
+]
+RayRuntimeEnv = Annotated[
+    Path | None,
+    typer.Option(
+        "--ray-runtime-env",
+        metavar="FILE",
+        help="The runtime environment of the actors, as YAML or JSON: working_dir, pip, env_vars, and so on.",
     ),
 ]
 ShowOutput = Annotated[

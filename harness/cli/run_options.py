@@ -7,6 +7,7 @@ from attncheck.errors import SelectionError
 from attncheck.harness.cli.config import KEEP
 from attncheck.harness.run.selection import Selection, select_cases
 from attncheck.harness.run.sharding import Shard
+from attncheck.harness.workers.ray_cluster import RaySettings
 from attncheck.reports.run_file.records import UTILITIES
 
 PROVIDER_SUITES = ("smoke", "named_batches", "padding")
@@ -35,8 +36,9 @@ class RunOptions:
 
     Empty: the option was not given, and its default counts. ``checks``, ``skip``: names, with patterns resolved.
     ``keys``: only these ``suite/id``, where there are any; ``first``: these before the others. ``folder``: where a run
-    file without ``output`` is written, of which the newest ``keep`` stay; None: none is written. ``color``: the
-    progress may have colours. ``notes``, ``command``: where options are from, and what was typed, for the run file.
+    file without ``output`` is written, of which the newest ``keep`` stay; None: none is written. ``ray``: the cluster
+    that examines the cases; None: this machine does. ``color``: the progress may have colours. ``notes``, ``command``:
+    where options are from, and what was typed, for the run file.
 
     Raises:
         SelectionError: a check or a pattern that no backend or provider of the run is examined by, or a limit that
@@ -71,6 +73,7 @@ class RunOptions:
     dump: Path | None = None
     in_process: bool = False
     jobs: int | None = None
+    ray: RaySettings | None = None
     show_output: bool = False
     warm: bool = True
     cache: bool = True
@@ -89,6 +92,15 @@ class RunOptions:
             )
         if self.jobs is not None and self.jobs > 1 and self.in_process:
             raise SelectionError(f"--jobs {self.jobs} and --in-process, which is one process; leave out one of them")
+        if self.ray is not None:
+            refused = {
+                "--in-process": self.in_process,
+                "--provider": self.providers,
+                "--dump": self.dump,
+                "--show-output": self.show_output,
+            }
+            for name in (name for name, is_given in refused.items() if is_given):
+                raise SelectionError(f"--executor ray does not go with {name}; leave out one of them")
         if self.resume is not None:
             refused = {"--output": self.output, "--provider": self.providers, "--last-failed": self.keys}
             for name in (name for name, is_given in refused.items() if is_given):

@@ -186,18 +186,18 @@ def make_header(
         seed=plan.seed,
         rounds=plan.rounds,
         shard=plan.shard,
-        backends=tuple(map(_with_digest, backends)),
+        backends=tuple(each.model_copy(update={"digest": file_digest(each.ref)}) for each in backends),
         command=tuple(command),
         notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),
     )
 
 
-def _with_digest(backend: BackendInfo) -> BackendInfo:
-    """Return ``backend`` with the digest of the file that its reference names, if that is one."""
-    file = Path(backend.ref.rpartition(":")[0] or backend.ref)
+def file_digest(ref: str) -> str:
+    """Return 12 hex digits of the SHA-256 of the file that the reference of a backend names; empty: it names none."""
+    file = Path(ref.rpartition(":")[0] or ref)
     if file.suffix != ".py" or not file.is_file():
-        return backend
-    return backend.model_copy(update={"digest": sha256(file.read_bytes()).hexdigest()[:12]})
+        return ""
+    return sha256(file.read_bytes()).hexdigest()[:12]
 
 
 def _checks_asked(plan: RunPlan) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ fresh one is asked once more; if it fails again, the case is lost and told, the 
 """
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import attncheck
@@ -20,7 +20,7 @@ from attncheck.harness.driver.observation import Raised
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.outcomes import OURSELVES, Circumstances, crashed, record_of, unavailable
 from attncheck.harness.run.plan import RunPlan
-from attncheck.harness.run.timing_rounds import RoundQuestions, rotated, timed_questions, untimed_questions
+from attncheck.harness.run.timing_rounds import RoundQuestions, rotated, timed_questions
 from attncheck.harness.workers.first_messages import WorkerError
 from attncheck.harness.workers.lanes import Lanes, Place, Work, start
 from attncheck.harness.workers.protocol import (
@@ -33,7 +33,7 @@ from attncheck.harness.workers.protocol import (
     HarnessFailure,
     Refused,
 )
-from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.schedule import Asked, untimed
 from attncheck.harness.workers.warming import WarmingAhead
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
@@ -103,11 +103,7 @@ class Supervisor:
         return self._examine_all([Asked(backend, case, checks)], keeps_process=True)
 
     def _run_untimed(self) -> Iterator[Record]:
-        asked = [
-            Asked(backend, case, checks)
-            for backend in self._descriptions
-            for case, checks in untimed_questions(self._plan, backend.ref).questions
-        ]
+        asked = untimed(self._plan, self._descriptions)
         if not asked:
             self._warming.before_times(each.ref for each in self._descriptions if not each.unavailable_reasons)
             return  # and the processes are still fresh
@@ -244,15 +240,21 @@ class Supervisor:
 
     def _crash(self, place: Place, stage: str, cause: str, output: str = "") -> None:
         """Add the records of the checks that are due, and were not made."""
-        from attncheck.harness.checks.case_checks import not_applicable  # loads torch, for what is rare
+        place.records += crash_records(self._circumstances, place.asked, place.due, stage, cause, output)
 
-        backend, case = place.asked.backend, place.asked.case
-        for check in place.due:
-            if (skipped := not_applicable(check, case, backend.features)) is not None:
-                record = record_of(self._circumstances, case, backend, check, skipped, 0.0)
-            else:
-                record = crashed(self._circumstances, case, backend, check, stage, cause, output)
-            place.records.append(record)
+
+def crash_records(
+    circumstances: Circumstances, asked: Asked, due: Iterable[str], stage: str, cause: str, output: str = ""
+) -> Iterator[Record]:
+    """Yield a record of each check in ``due``, none of which was made: ``crashed``, unless it asks nothing."""
+    from attncheck.harness.checks.case_checks import not_applicable  # loads torch, for what is rare
+
+    backend, case = asked.backend, asked.case
+    for check in due:
+        if (skipped := not_applicable(check, case, backend.features)) is not None:
+            yield record_of(circumstances, case, backend, check, skipped, 0.0)
+        else:
+            yield crashed(circumstances, case, backend, check, stage, cause, output)
 
 
 def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:
