@@ -157,7 +157,7 @@ def _execute(
             ):
                 found = itertools.chain(examined, examine_providers(functions, circumstances) if functions else ())
                 judged = found if expectations is None else map(expectations.apply, found)
-                stopped = _examine(
+                stopped = take_records(
                     judged, records, (tally.see, writer.add, see or progress.see), maxfail=options.maxfail
                 )
             blind = tuple(map(str, examiner.blind))
@@ -215,7 +215,7 @@ def _expectations(
     )
 
 
-def _examine(
+def take_records(
     found: Iterator[Record],
     records: list[Record],
     see: Sequence[Callable[[Record], None]],

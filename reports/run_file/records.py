@@ -83,6 +83,10 @@ class _RecordBase(RunFileValue):
     needs: tuple[str, ...] = ()
     duration_s: float = 0.0
 
+    def model_post_init(self, _context: Any) -> None:
+        """Share the set of fields among all records: a set for each takes more memory than all of its values."""
+        object.__setattr__(self, "__pydantic_fields_set__", _FIELDS)
+
     @property
     def key(self) -> RecordKey:
         """The identity of this record within a run."""
@@ -92,6 +96,10 @@ class _RecordBase(RunFileValue):
     def case(self) -> str:
         """``suite/id``: what people call the case."""
         return f"{self.suite}/{self.case_id}"
+
+
+_FIELDS = set(_RecordBase.model_fields)
+"""What pydantic is told of every record; it reads it for ``exclude_unset`` alone, which a run file does without."""
 
 
 class _LevelRecord(_RecordBase):
