@@ -173,7 +173,7 @@ def _execute(
         if isinstance(error, KeyboardInterrupt):
             how = f"interrupted by {signal_of(error).name}"
         elif isinstance(error, ClusterError):
-            how = "stopped, since the cluster has no node left"
+            how = "stopped, since the cluster is lost"
         stopped = f"{how}: {tally.done} of {tally.cases} cases"
         return FinishedRun(path, header, tuple(records), stopped=stopped, ended_by=error)
 

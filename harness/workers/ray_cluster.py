@@ -177,16 +177,12 @@ class RayCluster:
         """Wait for answers, and return all there are. A node that has refused or is lost takes no more questions.
 
         Raises:
-            ClusterError: no node is left, or none joins the run in time.
+            ClusterError: no node is left, none joins the run in time, or the connection to the cluster is lost.
         """
         if not self._pending:
             raise ClusterError(self._name, f"no node is left; {self._last_words}")
-        is_at_work = any(node.chosen for node in self._pending.values())
-        if not self._ray.wait(list(self._pending), timeout=None if is_at_work else _PATIENCE_S)[0]:
-            raise ClusterError(self._name, f"no node has joined the run within {_PATIENCE_S:g} s")
-        ready, _ = self._ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
         answers = []
-        for reference in ready:
+        for reference in self._ready():
             node = self._pending.pop(reference)
             has_joined = node.chosen is not None
             answer = self._answer(node, reference)
@@ -194,6 +190,18 @@ class RayCluster:
                 self._leave(node, answer, is_replaced=has_joined and isinstance(answer, Lost))
             answers.append((node, answer))
         return answers
+
+    def _ready(self) -> list[Any]:
+        """Wait for an answer, and return the references of all there are."""
+        references = list(self._pending)
+        is_at_work = any(node.chosen for node in self._pending.values())
+        try:
+            if not self._ray.wait(references, timeout=None if is_at_work else _PATIENCE_S)[0]:
+                raise ClusterError(self._name, f"no node has joined the run within {_PATIENCE_S:g} s")
+            ready: list[Any] = self._ray.wait(references, num_returns=len(references), timeout=0)[0]
+        except OSError as error:
+            raise ClusterError(self._name, f"the connection was lost: {_cause(error)}") from error
+        return ready
 
     def _answer(self, node: Node, reference: Any) -> Answer:
         try:
@@ -204,6 +212,8 @@ class RayCluster:
             return HarnessFailure(error=_cause(error), traceback=str(error))
         except self._ray.exceptions.RayError as error:
             return Lost(_cause(error))
+        except OSError as error:
+            raise ClusterError(self._name, f"the connection was lost: {_cause(error)}") from error
         return answer if node.chosen is not None else self._joined(node, *answer)
 
     def _joined(self, node: Node, name: str, line: bytes) -> Refused | None:

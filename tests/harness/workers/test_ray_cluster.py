@@ -263,6 +263,21 @@ def test_a_lost_node_is_replaced(ray: FakeRay, opened: Opener, notes: list[str])
     assert cluster.wait() == [(other, Examined(()))]
 
 
+@pytest.mark.parametrize("call", ["wait", "get"])
+def test_a_lost_connection_ends_the_run(
+    ray: FakeRay, opened: Opener, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def lost(*_: Any, **__: Any) -> None:
+        raise OSError("Broken pipe")
+
+    cluster = opened()
+    ray.answers.append(Examined(()))
+    cluster.ask(cluster.start(1), asked())
+    monkeypatch.setattr(ray, call, lost)
+    with pytest.raises(ClusterError, match="Ray cluster 'auto': the connection was lost: Broken pipe"):
+        cluster.wait()
+
+
 def test_an_exception_of_attncheck_on_a_node_is_a_fault_of_its_own(ray: FakeRay, opened: Opener) -> None:
     cluster = opened()
     ray.answers.append(RayTaskError("Traceback ...\nKeyError: 3"))
