@@ -117,6 +117,7 @@ class RayCluster:
         self._digests: dict[str, str] = {}
         self._pending: dict[Any, Node] = {}
         self._last_words = ""
+        self._noted: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -249,7 +250,9 @@ class RayCluster:
     def _leave(self, node: Node, answer: Lost | Refused, *, is_replaced: bool) -> None:
         why = f"was lost: {answer.cause}" if isinstance(answer, Lost) else f"takes no part: {answer.reason}"
         self._last_words = f"{node.name} {why}"
-        self._note(self._last_words)
+        if self._last_words not in self._noted:  # several actors may be on one machine
+            self._noted.add(self._last_words)
+            self._note(self._last_words)
         self._ray.kill(node.actor)
         if is_replaced:
             self._add()
@@ -257,6 +260,7 @@ class RayCluster:
 
 def _connected(name: str, settings: RaySettings) -> Any:
     """Return the module ray, connected to the cluster called ``name``."""
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # else it prints the log of a lost node to stdout
     try:
         import ray
     except ImportError as error:

@@ -213,15 +213,16 @@ def test_nodes_work_in_the_folder_of_the_run_unless_ray_brings_one(ray: FakeRay,
 
 
 def test_a_node_with_another_environment_takes_no_part(ray: FakeRay, opened: Opener, notes: list[str]) -> None:
+    ray.offered |= {"CPU": 4.0}
     cluster = opened()
-    ray.joins += [joining(OTHER), joining()]
-    cluster.start(3)
+    ray.joins += [joining(OTHER), joining(), joining(OTHER)]
+    cluster.start(4)
     answers = [answer for _, answer in cluster.wait()]
     reason = "it has torch '2.12.0', and the run torch '2.13.0'"
-    assert answers == [Refused(reason=reason), None]
-    assert notes == [f"near takes no part: {reason}"]
-    assert len(ray.killed) == 1
-    assert len(ray.options) == 3  # and no other was started in its place
+    assert answers == [Refused(reason=reason), None, Refused(reason=reason)]
+    assert notes == [f"near takes no part: {reason}"]  # once for the machine
+    assert len(ray.killed) == 2
+    assert len(ray.options) == 4  # and no other was started in their place
 
 
 def test_a_first_node_that_refuses_ends_the_run(ray: FakeRay, notes: list[str]) -> None:
