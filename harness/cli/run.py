@@ -80,10 +80,9 @@ def run(
 
     from attncheck.harness.cli.config import read_config
     from attncheck.harness.cli.last_failed import only_failed
-    from attncheck.harness.cli.ray_options import read_ray
     from attncheck.harness.cli.run_execution import execute_run
     from attncheck.harness.cli.run_files import kept_folder, newest_run
-    from attncheck.harness.cli.run_options import RunOptions, read_jobs
+    from attncheck.harness.cli.run_options import RunOptions, read_jobs, read_ray
     from attncheck.harness.run.patterns import choose_checks, split_commas
     from attncheck.harness.run.sharding import read_shard
 

@@ -6,7 +6,7 @@ import pytest
 
 from attncheck.errors import CaseFileError, SelectionError
 from attncheck.harness.cli import app as cli
-from attncheck.harness.cli.ray_options import read_ray
+from attncheck.harness.cli.run_options import read_ray
 from attncheck.harness.workers.ray_cluster import RaySettings
 
 
