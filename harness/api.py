@@ -39,6 +39,7 @@ from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.time_limits import TimeLimits, read_limit
 from attncheck.harness.workers.worker import serve, serve_cases
 from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.harness.workers.worker_settings import WorkerSettings
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import RunSummary, RunVerdict, summarise
@@ -223,9 +224,9 @@ def examine(
 
 def _apart(candidate: Candidate, kernel_options: dict[str, Any], timeout: float) -> tuple[str, WorkerPool]:
     """Return the reference of the candidate, and what starts its processes."""
-    limits = TimeLimits(read_limit("timeout=", timeout))
+    settings = WorkerSettings(TimeLimits(read_limit("timeout=", timeout)))
     if isinstance(candidate, str) and not kernel_options:
-        return candidate, WorkerPool(limits=limits)
+        return candidate, WorkerPool(settings=settings)
     backend = _load(candidate, kernel_options)
     if torch.cuda.is_initialized():
         raise SelectionError(
@@ -233,7 +234,7 @@ def _apart(candidate: Candidate, kernel_options: dict[str, Any], timeout: float)
             f"{backend.name}, such as ./mine.py:{backend.name}"
         )
     work = partial(serve_cases, handed_over=backend)
-    return backend.ref, WorkerPool(limits=limits, start=lambda _: fork_worker(partial(serve, work=work)))
+    return backend.ref, WorkerPool(settings=settings, start=lambda _: fork_worker(partial(serve, work=work)))
 
 
 def _listed(names: str | Iterable[str]) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class ProviderExaminer:
 
     def __init__(self, options: RunOptions, cases: Sequence[Case], show: Show | None = None) -> None:
         self._options, self._cases, self._show = options, cases, show
-        self._limits = options.time_limits
+        self._limits = options.worker_settings.limits
         self._process: WorkerProcess | None = None
         self._request: PlanProviders | None = None
         self._planned = PlannedProviders()

@@ -199,17 +199,17 @@ def make_header(
         seed=plan.seed,
         rounds=plan.rounds,
         shard=plan.shard,
-        backends=tuple(map(_with_digest, backends)),
+        backends=tuple(each.model_copy(update={"digest": file_digest(each.ref)}) for each in backends),
         options=options,
         command=tuple(command),
         notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),
     )
 
 
-def _with_digest(backend: BackendInfo) -> BackendInfo:
-    """Return ``backend`` with the digest of the file that its reference names, if that is one."""
-    file = Path(backend.ref.rpartition(":")[0] or backend.ref)
-    return backend.model_copy(update={"digest": _digest_of(file)}) if file.suffix == ".py" else backend
+def file_digest(ref: str) -> str:
+    """Return 12 hex digits of the SHA-256 of the file that the reference of a backend names; empty: it names none."""
+    file = Path(ref.rpartition(":")[0] or ref)
+    return _digest_of(file) if file.suffix == ".py" else ""
 
 
 def _digest_of(file: Path) -> str:

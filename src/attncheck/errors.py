@@ -13,6 +13,7 @@
     |   |-- BackendLoadError         a named backend could not be imported, or breaks the contract
     |   |-- ProviderLoadError        a named provider of utilities could not be imported
     |   |-- DeviceError              a device that is not there
+    |   |-- ClusterError             a Ray cluster that is not there, or has no node for the run
     |   |-- BlindCaseError           a case whose truth does not notice what it asks about
     |   |-- RunFileError             a run file that cannot be trusted: path, line, why
     |   `-- MissingExtraError        something asked for needs a package that is not installed
@@ -197,6 +198,17 @@ class DeviceError(QuestionError):
 
     def __str__(self) -> str:
         return f"device {self.device!r}: {self.reason}"
+
+
+class ClusterError(QuestionError):
+    """A Ray cluster that cannot be reached, has no room, or has lost or refused every node."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        self.address, self.reason = address, reason
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"Ray cluster {self.address!r}: {self.reason}"
 
 
 class BlindCaseError(QuestionError):
