@@ -96,7 +96,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 def test_records_are_those_of_a_serial_run_though_a_node_is_killed(cluster: Any, folder: Path) -> None:
     """One backend aborts in a case, which costs this case alone. A node is killed while it is at work."""
     ray, (victim, _) = cluster
-    words = ["./mine.py:Slow", "reference", "--suite", "small.yaml"]
+    words = ["./mine.py:Slow", "reference", "--suite", "small.yaml", "--pass-env", "RAY_RAYLET_PID"]
     run = start(folder, *words, "--executor", "ray", "--ray-address", ray.address, "--output", "ray.jsonl")
     (raylet,) = victim.all_processes["raylet"]
     at_work, deadline = folder / f"at-{raylet.process.pid}", time.monotonic() + 60
