@@ -133,7 +133,7 @@ def load_object(obj: object) -> LoadedBackend:
     Raises :class:`BackendLoadError`, and :class:`BackendUnavailableError` where its library cannot be imported here.
     """
     name = getattr(obj, "__qualname__", type(obj).__name__)
-    module = getattr(obj, "__module__", "")
+    module = getattr(obj, "__module__", "") or ""  # None of code that exec ran
     by_file = module == "__main__" or module.startswith(_FILE_MODULE)  # names that another process cannot import
     place = getattr(sys.modules.get(module), "__file__", None) if by_file else None
     ref = f"{place or module}:{name}"

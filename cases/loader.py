@@ -1,6 +1,6 @@
 """Finding and loading suites: the built-in ones by name, any other by its file.
 
-A file is read whole, at most :data:`MAX_BYTES`, and recognised by its keys as one of ours or as a configuration of
+A file is recognised by its keys as one of ours or as a configuration of
 vLLM's attention benchmarks.
 """
 
@@ -11,13 +11,10 @@ from pathlib import Path
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.overrides import read_defaults, split_variant
 from attncheck.cases.suite_file import FILE_KEYS, read_suite
-from attncheck.cases.tree import Place, Table, describe
+from attncheck.cases.tree import Table, describe
 from attncheck.cases.vllm_bench import is_vllm_bench, read_vllm_bench
-from attncheck.cases.yaml_tree import parse_yaml
-from attncheck.errors import CaseFileError, UnknownNameError
-
-MAX_BYTES = 2**20
-"""A case file may be this large."""
+from attncheck.cases.yaml_tree import parse_yaml, read_text
+from attncheck.errors import UnknownNameError
 
 _SUITES = Path(__file__).parent / "suites"
 
@@ -55,7 +52,8 @@ def load_suite(name_or_path: str) -> Suite:
 
 def load_file(path: Path, over: Table | None = None) -> Suite:
     """The suite in a file of either kind, ``over`` laid over its defaults; raises :class:`CaseFileError`."""
-    root = parse_yaml(_read(path), str(path))
+    text = read_text(path, instead=f"built-in suites: {', '.join(suite_names())}")
+    root = parse_yaml(text, str(path))
     if not isinstance(root, Table):
         raise root.place.fault(
             f"a case file is a mapping, and this is {describe(root)}", allowed="begin with suite: and cases:"
@@ -90,29 +88,3 @@ def select(cases: Iterable[Case], patterns: Sequence[str]) -> tuple[Case, ...]:
         return any(fnmatchcase(name, glob) for name in names for glob in (pattern, f"{pattern}.*"))
 
     return tuple(case for case in cases if not patterns or any(is_meant(case, pattern) for pattern in patterns))
-
-
-def _read(path: Path) -> str:
-    """The text of a file, with the place of what is no text."""
-    start = Place(str(path), 1, 1, "")
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except IsADirectoryError as error:
-        raise CaseFileError(
-            "this is a directory", file=str(path), allowed="name one file (or a built-in suite)"
-        ) from error
-    except FileNotFoundError as error:
-        known = ", ".join(suite_names())
-        raise CaseFileError("there is no such file", file=str(path), allowed=f"built-in suites: {known}") from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise CaseFileError(f"cannot be read: {reason}", file=str(path)) from error
-    if len(data) > MAX_BYTES:
-        raise start.fault(f"larger than {MAX_BYTES} bytes", allowed="use matrix, or split the file")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        before = data[: error.start]
-        place = Place(str(path), before.count(b"\n") + 1, error.start - before.rfind(b"\n"), "")
-        raise place.fault(f"byte 0x{data[error.start]:02X} is not UTF-8", allowed="save the file as UTF-8") from error

@@ -24,6 +24,9 @@ from attncheck.reference.spec import BACKEND_CHECKS, FORMER_CHECKS, CacheSpec, I
 MAX_CASES = 100_000
 """A file may describe this many cases, matrices multiplied out."""
 
+MAX_CONTENT = 5_000_000
+"""What these cases may hold in all: values, and half of the characters of texts."""
+
 FILE_KEYS = ("suite", "description", "defaults", "cases")
 ASKED_KEYS = ("layer", "cache", "batch", "path", "checks", "tolerance", "inputs")
 """What defaults and matrices may give."""
@@ -69,6 +72,7 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
     if not isinstance(written, Items) or not written.items:
         raise _not_a("list of cases", "cases", written)
     cases: list[Case] = []
+    content = 0
     left_out: dict[str, CaseFileError] = {}
     seen: dict[str, Case] = {}
     mistakes = Mistakes()
@@ -77,6 +81,13 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
             if not isinstance(item, Table):
                 raise _not_a("mapping with an id and a batch", "a case", item)
             known_keys(item, CASE_KEYS, "a case")
+            content += _content_of(item, defaults)
+            if content > MAX_CONTENT:
+                raise item.place.fault(
+                    "up to here the cases hold too many values in all",
+                    value=content,
+                    allowed=f"at most {MAX_CONTENT} a file: shorten an axis or a batch, or split the file",
+                )
             for full, case, place in _expand(item, defaults, name, len(cases)):
                 if isinstance(case, CaseFileError):
                     if over is None or case.file != item.place.file or not _is_right(item, own, name, full):
@@ -102,6 +113,25 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
         for full, error in left_out.items()
     )
     return Suite(name=name, description=description, cases=tuple(cases), path=path, notes=notes)
+
+
+def _content_of(item: Table, defaults: Table) -> int:
+    """Return how much the cases hold that one entry of ``cases`` stands for; of a wrong matrix, as if it had none."""
+    matrix = item.entries.get("matrix")
+    own = _weight(defaults) + sum(_weight(value) for name, value in item.entries.items() if name != "matrix")
+    axes = (
+        [axis.items for axis in matrix.entries.values() if isinstance(axis, Items)] if isinstance(matrix, Table) else []
+    )
+    count = math.prod(len(axis) for axis in axes)
+    varied = sum(_weight(value) * count // len(axis) for axis in axes for value in axis)
+    return own * count + varied
+
+
+def _weight(tree: Tree) -> int:
+    """Return the number of values in a tree, and half of the characters of its texts."""
+    if isinstance(tree, Scalar):
+        return 1 + len(tree.text) // 2
+    return 1 + sum(map(_weight, tree.items if isinstance(tree, Items) else tree.entries.values()))
 
 
 def _is_right(item: Table, defaults: Table, suite: str, name: str) -> bool:

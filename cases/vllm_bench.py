@@ -13,7 +13,7 @@ from typing import get_args
 from attncheck.cases.consistency import check_meaning
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.paths import implied_path
-from attncheck.cases.suite_file import MAX_CASES
+from attncheck.cases.suite_file import MAX_CASES, MAX_CONTENT
 from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, plain
 from attncheck.cases.validation import text_of, validate
 from attncheck.cases.vllm_batches import Batch, items_of, read_batches
@@ -95,6 +95,11 @@ def read_vllm_bench(root: Table, path: Path) -> Suite:
         raise root.names["model_parameter_sweep"].fault(
             f"{len(batches)} batches of {len(geometries)} models are {len(batches) * len(geometries)} cases",
             allowed=f"at most {MAX_CASES} cases a file: split it",
+        )
+    requests = sum(len(batch.requests) for batch in batches) * len(geometries)
+    if requests > MAX_CONTENT:
+        raise root.place.fault(
+            f"the cases hold {requests} requests in all", allowed=f"at most {MAX_CONTENT} a file: split it"
         )
     name = _UNSAFE.sub("-", path.stem) or "benchmark"
     cases: dict[str, Case] = {}

@@ -8,19 +8,25 @@ of what the keys mean.
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import yaml
 
 from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, Value, describe, join_key
 from attncheck.errors import CaseFileError
 
+MAX_BYTES = 2**20
+"""A file may be this large."""
 MAX_NODES = 100_000
 """A file may hold this many values, aliases counted as often as they are used."""
 MAX_DEPTH = 40
 """Values may be nested this deep."""
 _MAX_DIGITS = 40
 
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
+)
+"""Control characters, those that turn the direction of writing, line separators, and what is no character."""
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _SPECIAL: Mapping[str, Value] = (
@@ -39,6 +45,32 @@ _ADVICE = (
     ("could not find expected ':'", "a key is followed by a colon and a blank"),
     ("unexpected end of stream", "see whether a quote is not closed"),
 )
+
+
+def read_text(path: Path, *, instead: str = "") -> str:
+    """Return the text of a file; ``instead``: what could be named where there is none.
+
+    Raises :class:`CaseFileError` for a file that cannot be read, is longer than :data:`MAX_BYTES` or is no UTF-8 text.
+    """
+    start = Place(str(path), 1, 1, "")
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except IsADirectoryError as error:
+        raise CaseFileError("this is a directory", file=str(path), allowed="name one file") from error
+    except FileNotFoundError as error:
+        raise CaseFileError("there is no such file", file=str(path), allowed=instead) from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CaseFileError(f"cannot be read: {reason}", file=str(path)) from error
+    if len(data) > MAX_BYTES:
+        raise start.fault(f"larger than {MAX_BYTES} bytes", allowed="split the file; in a case file, use matrix")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start]
+        place = Place(str(path), before.count(b"\n") + 1, error.start - before.rfind(b"\n"), "")
+        raise place.fault(f"byte 0x{data[error.start]:02X} is not UTF-8", allowed="save the file as UTF-8") from error
 
 
 def parse_yaml(text: str, file: str) -> Tree:

@@ -5,8 +5,9 @@ raises, and a lost GPU.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from os import PathLike, fspath
 from pathlib import Path
@@ -33,6 +34,12 @@ from attncheck.harness.run.plan import UnavailableBackend
 from attncheck.harness.run.preparation import RunSettings, make_header, prepare_run
 from attncheck.harness.run.selection import check_timed, select_cases
 from attncheck.harness.truth.shared_folder import truths_folder
+from attncheck.harness.workers.process_control import fork_worker
+from attncheck.harness.workers.supervisor import Supervisor
+from attncheck.harness.workers.time_limits import TimeLimits, read_limit
+from attncheck.harness.workers.worker import serve, serve_cases
+from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.harness.workers.worker_settings import WorkerSettings
 from attncheck.reports.analysis import phrases
 from attncheck.reports.analysis.repro import python_ref
 from attncheck.reports.analysis.summary import RunSummary, RunVerdict, summarise
@@ -160,6 +167,7 @@ def examine(
     seed: int = 0,
     stop_at_first: bool = False,
     timing: TimingSettings | None = None,
+    timeout: float | None = None,
     **kernel_options: Any,
 ) -> Examination:
     """Examine one candidate and return typed records and a verdict.
@@ -176,6 +184,9 @@ def examine(
         seed: seed of the inputs.
         stop_at_first: return with the first record that falls short.
         timing: how the check ``timing`` takes its times, once, in this process; None: as the command line does.
+        timeout: seconds for each check of a case; the candidate is examined in a process of its own, and what ends or
+            hangs there is a record. A reference is loaded in a fresh process; a class or a function is examined in a
+            copy of this one (by fork), which has no use of CUDA if this one has used it. None: here, without a limit.
         kernel_options: for a function, what :func:`attncheck.kernel_backend` takes (``name=``, ``features=``, ...).
 
     Raises:
@@ -188,20 +199,42 @@ def examine(
     if timing is not None:
         check_timed(selection, "timing=")
     settings = RunSettings(device=device, seed=seed, timing=timing or TimingSettings(), truths=truths_folder())
-    backend = _load(candidate, kernel_options)
-    prepared = prepare_run(selection, (backend.ref,), settings, loaded=(backend,))
-    clocks = TimingCheck(torch.device(prepared.plan.device), prepared.plan.timing)
-    examiner = Examiner(prepared.plan, prepared.environment, clocks)
-    infos = [each.info for each in prepared.backends]
-    header = make_header(prepared.selection, prepared.plan, infos, prepared.environment, notes=prepared.notes)
-    records: list[Record] = []
-    for record in examiner.run():
-        records.append(record)
-        if stop_at_first and record.outcome in FALLEN_SHORT:
-            break
-    if examiner.blind:
-        raise examiner.blind[0]
+    with ExitStack() as stack:
+        if timeout is None:
+            backend = _load(candidate, kernel_options)
+            prepared = prepare_run(selection, (backend.ref,), settings, loaded=(backend,))
+            clocks = TimingCheck(torch.device(prepared.plan.device), prepared.plan.timing)
+            examiner: Examiner | Supervisor = Examiner(prepared.plan, prepared.environment, clocks)
+        else:
+            ref, pool = _apart(candidate, kernel_options, timeout)
+            stack.enter_context(pool)
+            prepared = prepare_run(selection, (ref,), settings, pool=pool)
+            examiner = Supervisor(prepared.plan, prepared.backends, pool, prepared.environment)
+        infos = [each.info for each in prepared.backends]
+        header = make_header(prepared.selection, prepared.plan, infos, prepared.environment, notes=prepared.notes)
+        records: list[Record] = []
+        for record in examiner.run():
+            records.append(record)
+            if stop_at_first and record.outcome in FALLEN_SHORT:
+                break
+        if examiner.blind:
+            raise examiner.blind[0]
     return Examination(header, tuple(records), RunFooter(finished=now(), counts=count_outcomes(records)))
+
+
+def _apart(candidate: Candidate, kernel_options: dict[str, Any], timeout: float) -> tuple[str, WorkerPool]:
+    """Return the reference of the candidate, and what starts its processes."""
+    settings = WorkerSettings(TimeLimits(read_limit("timeout=", timeout)))
+    if isinstance(candidate, str) and not kernel_options:
+        return candidate, WorkerPool(settings=settings)
+    backend = _load(candidate, kernel_options)
+    if torch.cuda.is_initialized():
+        raise SelectionError(
+            f"timeout= copies this process, which has used CUDA, so that the copy cannot; give a reference to "
+            f"{backend.name}, such as ./mine.py:{backend.name}"
+        )
+    work = partial(serve_cases, handed_over=backend)
+    return backend.ref, WorkerPool(settings=settings, start=lambda _: fork_worker(partial(serve, work=work)))
 
 
 def _listed(names: str | Iterable[str]) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def _suite(
         errors=holding("error"),
         skipped=holding("skipped"),
         time=_seconds(sum(float(case.get("time", "0")) for case in cases)),
-        timestamp=header.started.partition("+")[0],
+        timestamp=_text(header.started.partition("+")[0]),
         hostname="localhost",  # what its schema says of a host that is not known
     )
     if properties:
@@ -153,7 +153,7 @@ def _case(
 def _story(record: Record, header: RunHeader, finding: Finding | None) -> str:
     """Return everything known of a failure: its finding, the shape of its case, and the line that repeats it."""
     text = story(record, header)
-    case = header.case(record.suite, record.case_id)
+    case = header.case_by_name.get((record.suite, record.case_id))
     if case is not None:
         text = f"{case.description or case.id}: {case.shape}\n{text}"
     if finding is not None:

@@ -36,6 +36,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["ATTNCHECK_NO_CACHE"] = "1"
 
 settings.register_profile("attncheck", derandomize=True, deadline=None, database=None)
+settings.register_profile("fuzz", settings.get_profile("attncheck"), max_examples=100_000)
 settings.load_profile("attncheck")
 
 

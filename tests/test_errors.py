@@ -15,6 +15,16 @@ INDENT = 4
 ENTRY = re.compile(r"^( [ |`-]*)(\w+Error)\b", re.MULTILINE)
 
 
+def test_a_message_is_one_line_of_bounded_length_whatever_a_file_holds() -> None:
+    assert errors.readable("a.yaml:1:2: key: reason") == "a.yaml:1:2: key: reason"
+    assert errors.readable("\x1b[2J\n\u202e\ud800é") == r"\x1b[2J\n\u202e\ud800é"
+    long = str(errors.CaseFileError("r" * 10_000, file="a.yaml", line=1, allowed="write less"))
+    assert long.startswith("a.yaml:1: rrr")
+    assert long.endswith("rrr; write less")
+    assert len(long) == errors.LONGEST_MESSAGE + len(" ... ")
+    assert len(str(errors.RunFileError("a.jsonl", "r" * 10_000, line=3))) == len(long)
+
+
 def is_builtin(name: str) -> bool:
     found = getattr(builtins, name, None)
     return isinstance(found, type) and issubclass(found, BaseException)

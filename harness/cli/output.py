@@ -75,7 +75,7 @@ def write_output(text: str, output: Path | None, *, is_summary: bool = False) ->
 
 def _write(path: Path, text: str, *, mode: str, name: str) -> None:
     try:
-        with path.open(mode, encoding="utf-8") as file:
+        with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
     except OSError as error:
         raise unwritable(name, error) from error

@@ -39,6 +39,8 @@ class NoProgress:
 class Tally:
     """How many of the run's questions have begun, and how many records fell short.
 
+    Keeps nothing of a question: its records come one after another.
+
     A question is a case put to a process of a backend: for its times in every round, for all other checks once. What is
     not examined in the first round is not asked in the others.
     """
@@ -48,14 +50,14 @@ class Tally:
         self.done = self.short = 0
         self._began = time.monotonic()
         self._rounds = rounds
-        self._begun: set[tuple[str, str, str, int, bool]] = set()
+        self._latest: tuple[str, str, str, int, bool] | None = None
 
     def see(self, record: Record) -> None:
         """One more record."""
         is_timed = record.check == TIMING
         question = (record.backend, record.suite, record.case_id, record.round, is_timed)
-        if question not in self._begun:
-            self._begun.add(question)
+        if question != self._latest:
+            self._latest = question
             is_spared = is_timed and record.round == 0 and record.outcome not in EXAMINED
             self.done += self._rounds if is_spared else 1
         self.short += record.outcome in FALLEN_SHORT

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from attncheck.errors import SelectionError
+from attncheck.harness.cli import process_arguments as processes
 from attncheck.harness.cli import run_arguments as arguments
 from attncheck.harness.cli.interruption import interruptible
 from attncheck.harness.cli.output import (
@@ -47,11 +48,11 @@ def run(
     kernels: arguments.Kernels = False,
     function: arguments.Functions = None,
     device: arguments.Device = None,
-    case_timeout: arguments.CaseTimeout = None,
-    backend_timeout: arguments.BackendTimeout = None,
-    memory_limit: arguments.MemoryLimit = None,
-    device_memory_limit: arguments.DeviceMemoryLimit = None,
-    pass_env: arguments.PassEnv = None,
+    case_timeout: processes.CaseTimeout = None,
+    backend_timeout: processes.BackendTimeout = None,
+    memory_limit: processes.MemoryLimit = None,
+    device_memory_limit: processes.DeviceMemoryLimit = None,
+    pass_env: processes.PassEnv = None,
     seed: arguments.Seed = None,
     output: arguments.Output = None,
     resume: arguments.Resume = None,
@@ -60,11 +61,15 @@ def run(
     maxfail: arguments.MaxFail = None,
     expect: arguments.Expect = None,
     dump: arguments.Dump = None,
-    in_process: arguments.InProcess = False,
-    jobs: arguments.Jobs = None,
+    in_process: processes.InProcess = False,
+    jobs: processes.Jobs = None,
+    executor: processes.Executor = processes.ExecutorChoice.LOCAL,
+    ray_address: processes.RayAddress = None,
+    ray_resources: processes.RayResources = None,
+    ray_runtime_env: processes.RayRuntimeEnv = None,
     show_output: arguments.ShowOutput = False,
-    no_warm: arguments.NoWarm = False,
-    no_cache: arguments.NoCache = False,
+    no_warm: processes.NoWarm = False,
+    no_cache: processes.NoCache = False,
     quiet: arguments.Quiet = False,
     verbose: arguments.Verbose = False,
     durations: arguments.Durations = None,
@@ -83,7 +88,8 @@ def run(
         context.with_resource(interruptible())
     refs = (*(backends or ()), *(backend or ()))
     spare = None
-    if not in_process and (refs or not provider):
+    is_ray = executor is processes.ExecutorChoice.RAY
+    if not in_process and not is_ray and (refs or not provider):
         from attncheck.harness.workers.worker_process import WorkerProcess
 
         # Before anything else is imported: it loads torch meanwhile, which takes longest.
@@ -94,7 +100,7 @@ def run(
     from attncheck.harness.cli.last_failed import only_failed
     from attncheck.harness.cli.run_execution import execute_run
     from attncheck.harness.cli.run_files import kept_folder, newest_run
-    from attncheck.harness.cli.run_options import RunOptions, read_jobs, read_size
+    from attncheck.harness.cli.run_options import RunOptions, read_jobs, read_ray, read_size
     from attncheck.harness.run.patterns import choose_checks, split_commas
     from attncheck.harness.run.sharding import read_shard
 
@@ -137,6 +143,7 @@ def run(
         dump=dump,
         in_process=in_process,
         jobs=read_jobs(jobs),
+        ray=read_ray(ray_address, ray_resources or (), ray_runtime_env, is_used=is_ray),
         show_output=show_output,
         warm=not no_warm,
         cache=config.cache and not no_cache,

@@ -149,51 +149,6 @@ Kernels = Annotated[
 Device = Annotated[
     str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda or cuda:N. Default: cuda where a GPU is.")
 ]
-CaseTimeout = Annotated[
-    float | None,
-    typer.Option(
-        "--case-timeout",
-        metavar="SECONDS",
-        help="Kill the process of a backend that finishes no check of a case for so long; the check is timed_out. It "
-        "covers the compiling of kernels, and of the check timing all samples. 0: no limit. Default: 300, and 10 times "
-        "what the reference takes.",
-    ),
-]
-BackendTimeout = Annotated[
-    float | None,
-    typer.Option(
-        "--backend-timeout",
-        metavar="SECONDS",
-        help="Stop the processes of a backend when they have been at work for so long together; what is left of its "
-        "cases is timed_out. Default: no limit.",
-    ),
-]
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option(
-        "--memory-limit",
-        metavar="SIZE",
-        help="Kill the process of a backend that holds more, such as 4GiB, with all it started. Default: what the host "
-        "has, but for a reserve.",
-    ),
-]
-DeviceMemoryLimit = Annotated[
-    str | None,
-    typer.Option(
-        "--device-memory-limit",
-        metavar="SIZE",
-        help="Bytes of GPU memory that torch may take in the process of a backend, such as 40GiB. Default: all.",
-    ),
-]
-PassEnv = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pass-env",
-        metavar="PATTERN",
-        help="Environment variables that the processes of backends get besides the usual ones (docs/processes.md): "
-        "names or shell patterns, separated by commas. May be repeated.",
-    ),
-]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, metavar="N", help="Seed of the inputs. Default: 0.")]
 ExitFirst = Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first record that falls short.")]
 MaxFail = Annotated[
@@ -203,24 +158,6 @@ Expect = Annotated[Path | None, typer.Option("--expect", metavar="FILE", help="E
 Dump = Annotated[
     Path | None,
     typer.Option("--dump", metavar="DIR", help="Write the tensors of each failing case into this folder."),
-]
-InProcess = Annotated[
-    bool,
-    typer.Option(
-        "--in-process",
-        help="Examine backends in this process, not each in one of its own, and without a progress display: for "
-        "debuggers, profilers, sanitizers.",
-    ),
-]
-Jobs = Annotated[
-    str | None,
-    typer.Option(
-        "--jobs",
-        "-j",
-        metavar="N|auto",
-        help="Processes of backends at work side by side; while times are taken there is one. Default: auto, on a "
-        "CPU as many as there are cores and memory for, on a GPU 1.",
-    ),
 ]
 ShowOutput = Annotated[
     bool,
@@ -232,20 +169,6 @@ ShowOutput = Annotated[
     ),
 ]
 
-NoCache = Annotated[
-    bool,
-    typer.Option(
-        "--no-cache",
-        help="Compute every truth here: read and store none in the user's cache (see `attncheck doctor`).",
-    ),
-]
-NoWarm = Annotated[
-    bool,
-    typer.Option(
-        "--no-warm",
-        help="On a GPU, start no other processes that compile kernels ahead of the run (see `attncheck warm`).",
-    ),
-]
 
 # What is written.
 Output = Annotated[

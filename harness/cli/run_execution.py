@@ -9,47 +9,34 @@ import faulthandler
 import gc
 import io
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from attncheck.errors import QuestionError, SelectionError, WriteError
+from attncheck.errors import ClusterError, WriteError
+from attncheck.harness.cli.executors import Processes, case_examiner, open_processes, open_providers
 from attncheck.harness.cli.interruption import signal_of
-from attncheck.harness.cli.output import show_printed
 from attncheck.harness.cli.resuming import found_in, read_part
-from attncheck.harness.cli.run_files import make_dump_folder, measured_costs, open_run
+from attncheck.harness.cli.run_files import make_dump_folder, open_run
 from attncheck.harness.cli.run_options import RunOptions
-from attncheck.harness.run.backend_choice import first_refs
 from attncheck.harness.run.selection import Selection, choose_rounds, choose_timing
 from attncheck.harness.truth.shared_folder import truths_folder
-from attncheck.harness.workers.first_messages import preparation_of
-from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import WorkerProcess
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import FALLEN_SHORT, Record
 
 if TYPE_CHECKING:
-    from attncheck.harness.providers.plan import ProviderPlan
+    from attncheck.harness.cli.provider_process import InProcessProviders, ProviderExaminer
+    from attncheck.harness.providers.records import PlannedProviders
     from attncheck.harness.run.expectations import Expectations, HasNames
     from attncheck.harness.run.plan import RunPlan
-    from attncheck.harness.run.preparation import PreparedRun, RunSettings
+    from attncheck.harness.run.preparation import RunSettings
 
 _ONE_PROCESS = "timed in this one process: how far times of different processes lie apart is not known"
 _AT_FIRST = "at the first record that fell short (--exitfirst)"
 _DEVICE_LOST = "when this process lost the device (a run without --in-process goes on in a fresh one)"
-
-
-class CaseExaminer(Protocol):
-    """Examines the cases of a plan, in this process or in others."""
-
-    @property
-    def blind(self) -> list[QuestionError]:
-        """Cases that could not be examined at all."""
-
-    def run(self) -> Generator[Record, None, None]:
-        """Every record, as it is found."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,8 @@ class FinishedRun:
 
     ``blind``: why cases could not be examined. ``unmet``: a line for each expectation that counts as a failure;
     ``unseen``: for each that only did not show. ``stopped``: why the run ended early, empty: it did not. ``ended_by``:
-    what is raised once the report is shown: a signal, or a run file or a stdout that could not be written.
+    what is raised once the report is shown: a signal, a run file or a stdout that could not be written, or a lost
+    cluster.
     """
 
     path: Path | None
@@ -68,7 +56,7 @@ class FinishedRun:
     unmet: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     stopped: str = ""
-    ended_by: KeyboardInterrupt | WriteError | None = None
+    ended_by: KeyboardInterrupt | WriteError | ClusterError | None = None
 
 
 def execute_run(
@@ -92,12 +80,10 @@ def execute_run(
     is_timed = options.backend_refs is not None and selection.is_timed
     rounds = choose_rounds(options.rounds, is_timed=is_timed, in_process=options.in_process)
     make_dump_folder(options.dump)
-    show = show_printed if options.show_output else None
-    limits, memory = replace(options.time_limits, sampling_s=timing.limit_s), options.memory_limits
-    with WorkerPool(show, spare, preparation_of(selection), limits, memory, options.pass_env) as pool:
-        if options.backend_refs is not None and not options.in_process:
-            pool.start(first_refs(options.backend_refs, selection.suites))
-
+    with (
+        open_processes(options, selection, spare, timing.limit_s) as processes,
+        open_providers(options, selection) as providers,
+    ):
         from attncheck.harness.run.preparation import RunSettings
 
         settings = RunSettings(
@@ -109,9 +95,10 @@ def execute_run(
             shard=options.shard,
             truths=truths_folder() if options.cache else None,
         )
-        finished = _execute(options, selection, settings, None if options.in_process else pool, begin, see)
+        apart = None if options.in_process else processes
+        finished = _execute(options, selection, settings, apart, providers, begin, see)
         if finished.ended_by is not None:
-            pool.close(at_once=True)
+            processes.close(at_once=True)
         if end is not None:
             end(finished)
         return finished
@@ -121,7 +108,8 @@ def _execute(
     options: RunOptions,
     selection: Selection,
     settings: "RunSettings",
-    pool: WorkerPool | None,
+    processes: Processes | None,
+    providers: "ProviderExaminer | InProcessProviders | None",
     begin: Callable[[RunHeader], None],
     see: Callable[[Record], None] | None,
 ) -> FinishedRun:
@@ -130,24 +118,25 @@ def _execute(
     from attncheck.harness.run.preparation import make_header, prepare_run
     from attncheck.harness.run.timing_rounds import count_questions
 
-    prepared = prepare_run(selection, options.backend_refs, settings, pool=pool)
+    chooser = providers.chooser if providers is not None and options.backend_refs is None else None
+    prepared = prepare_run(selection, options.backend_refs, settings, pool=processes, chooser=chooser)
     plan, environment = prepared.plan, prepared.environment
-    functions = _plan_providers(options, plan)
+    functions = None if providers is None else providers.plan(plan.cases, plan.device)
     infos = [each.info for each in prepared.backends]
     is_timed = options.backend_refs is not None and prepared.selection.is_timed
-    one_process = (_ONE_PROCESS,) if is_timed and pool is None else ()
+    one_process = (_ONE_PROCESS,) if is_timed and processes is None else ()
     notes = (*prepared.notes, *one_process, *prepared.choice_notes, *options.notes)
     asked = (prepared.selection, plan, infos, environment)
     header = make_header(*asked, expect=options.expect, command=options.command, notes=notes)
     if functions is not None:
-        from attncheck.harness.providers.records import examine_providers, header_with_providers
+        from attncheck.harness.providers.records import header_with_providers
 
         header = header_with_providers(header, functions)
     earlier = None if options.resume is None else read_part(options.resume, header)
     records: list[Record] = [] if earlier is None else list(earlier.records)
     plan = replace(plan, found=found_in(records, plan.rounds))
     prepared = replace(prepared, plan=plan)
-    examiner = case_examiner(prepared, pool, warms=options.warm, jobs=options.jobs, folder=options.folder)
+    examiner = case_examiner(prepared, processes, warms=options.warm, jobs=options.jobs, folder=options.folder)
     circumstances = Circumstances(options.seed, environment.digest, environment.attncheck)
     expectations = _expectations(options.expect, prepared.selection, plan, functions, header)
     if expectations is not None:
@@ -175,9 +164,9 @@ def _execute(
                     color=options.color,
                 ) as progress,
             ):
-                found = itertools.chain(examined, examine_providers(functions, circumstances) if functions else ())
+                found = itertools.chain(examined, providers.run(circumstances) if providers else ())
                 judged = found if expectations is None else map(expectations.apply, found)
-                stopped = _examine(
+                stopped = take_records(
                     judged, records, (tally.see, writer.add, see or progress.see), maxfail=options.maxfail
                 )
             blind = tuple(map(str, examiner.blind))
@@ -186,66 +175,24 @@ def _execute(
             for error in (*blind, *unmet):
                 writer.fail(error)
         return FinishedRun(path, header, tuple(records), blind, unmet, unseen, stopped)
-    except (KeyboardInterrupt, WriteError) as error:
+    except (KeyboardInterrupt, WriteError, ClusterError) as error:
         if not records and path is None:
             raise
         if isinstance(error, KeyboardInterrupt):
             how = f"interrupted by {signal_of(error).name}"
+        elif isinstance(error, ClusterError):
+            how = "stopped, since the cluster is lost"
         else:
             how = f"stopped, since {error.name} cannot be written"
         stopped = f"{how}: {tally.done} of {tally.cases} cases"
         return FinishedRun(path, header, tuple(records), stopped=stopped, ended_by=error)
 
 
-def case_examiner(
-    prepared: "PreparedRun",
-    pool: WorkerPool | None,
-    *,
-    warms: bool = True,
-    jobs: int | None = None,
-    folder: Path | None = None,
-) -> CaseExaminer:
-    """Return what examines the plan: this process, or those of ``pool``.
-
-    ``warms``: on a GPU, other processes compile kernels ahead of the run. ``jobs``: processes at work at once; None: as
-    many as there are cores and memory for, but one a GPU. ``folder``: of kept runs, which say how long checks take.
-
-    Raises:
-        SelectionError: more processes at once than GPUs.
-    """
-    from attncheck.harness.workers.supervisor import Supervisor
-    from attncheck.harness.workers.warming import most_processes
-
-    plan, environment = prepared.plan, prepared.environment
-    if pool is None or not prepared.backends:
-        from attncheck.harness.run.evaluation import Examiner
-
-        return Examiner(plan, environment)
-    is_gpu = plan.device != "cpu"
-    gpus = max(len(pool.gpus), 1)
-    if is_gpu and (jobs or 1) > gpus:
-        raise SelectionError(
-            f"--jobs {jobs} on {plan.device}: one process a GPU, and GPUs to use: {gpus}; give --jobs {gpus} or auto"
-        )
-    jobs = jobs or (min(gpus, most_processes("cpu")) if is_gpu else most_processes("cpu"))
-    costs = measured_costs(folder, environment.device_name) if jobs > 1 else None
-    return Supervisor(plan, prepared.backends, pool, environment, jobs=jobs, warms=warms and is_gpu, costs=costs)
-
-
-def _plan_providers(options: RunOptions, plan: "RunPlan") -> "ProviderPlan | None":
-    """Return the plan of the providers; None if the run has none."""
-    if not options.providers:
-        return None
-    from attncheck.harness.providers.plan import plan_providers
-
-    return plan_providers(options.providers, options.functions, plan.cases, plan.device, options.seed)
-
-
 def _expectations(
     file: Path | None,
     selection: Selection,
     plan: "RunPlan",
-    functions: "ProviderPlan | None",
+    functions: "PlannedProviders | None",
     header: RunHeader,
 ) -> "Expectations | None":
     if file is None:
@@ -256,9 +203,9 @@ def _expectations(
     known: tuple[HasNames, ...] = ()
     selected: tuple[HasNames, ...] = ()
     if functions is not None:
-        from attncheck.harness.providers.records import known_subjects, selected_subjects
+        from attncheck.harness.providers.records import SubjectIdentity
 
-        known, selected = known_subjects(functions), selected_subjects(functions)
+        known, selected = (tuple(map(SubjectIdentity, keys)) for keys in (functions.known, functions.subjects))
     return Expectations(
         load_expectations(file),
         cases=(*selection.all_cases, *known),
@@ -269,7 +216,7 @@ def _expectations(
     )
 
 
-def _examine(
+def take_records(
     found: Iterator[Record],
     records: list[Record],
     see: Sequence[Callable[[Record], None]],

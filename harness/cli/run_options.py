@@ -1,17 +1,23 @@
 """The options of ``attncheck run`` as one value, and the combinations of them that are refused. Loads no torch."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import yaml
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from attncheck.errors import SelectionError
+from attncheck.errors import CaseFileError, SelectionError
 from attncheck.harness.cli.config import KEEP
+from attncheck.harness.run.patterns import split_commas
 from attncheck.harness.run.selection import Selection, select_cases
 from attncheck.harness.run.sharding import Shard
 from attncheck.harness.workers.memory_limits import MemoryLimits, size_in_words
+from attncheck.harness.workers.ray_cluster import RaySettings
 from attncheck.harness.workers.time_limits import TimeLimits, read_limit
+from attncheck.harness.workers.worker_settings import WorkerSettings
 from attncheck.reports.run_file.records import UTILITIES
 
 PROVIDER_SUITES = ("smoke", "named_batches", "padding")
@@ -48,14 +54,58 @@ def read_jobs(text: str | None) -> int | None:
     return int(text)
 
 
+def read_ray(
+    address: str | None, resources: Iterable[str], runtime_env: Path | None, *, is_used: bool
+) -> RaySettings | None:
+    """Return the settings of ``--executor ray``; None: this machine examines (not ``is_used``).
+
+    Raises:
+        SelectionError: a resource that is no NAME=AMOUNT, or an option of Ray without ``--executor ray``.
+        CaseFileError: ``runtime_env`` cannot be read, or is no mapping.
+    """
+    given = {"--ray-address": address, "--ray-resources": resources, "--ray-runtime-env": runtime_env}
+    if not is_used:
+        for name in (name for name, value in given.items() if value):
+            raise SelectionError(f"{name} is about a Ray cluster; add --executor ray")
+        return None
+    return RaySettings(
+        address, dict(map(_resource, split_commas(resources))), _runtime_env(runtime_env) if runtime_env else {}
+    )
+
+
+def _resource(text: str) -> tuple[str, float]:
+    name, _, amount = text.partition("=")
+    try:
+        number = float(amount)
+    except ValueError:
+        number = -1.0
+    if not name or not 0 <= number < float("inf"):
+        raise SelectionError(
+            f"--ray-resources {text!r}: give NAME=AMOUNT, such as GPU=1 or accelerator_type:H100=0.001"
+        )
+    return name, number
+
+
+def _runtime_env(path: Path) -> dict[str, Any]:
+    name = f"--ray-runtime-env {path}"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CaseFileError(f"cannot be read: {error}", file=name) from error
+    if not isinstance(content, dict):
+        raise CaseFileError("is no mapping", file=name, value=content, allowed="give fields such as working_dir")
+    return content
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What a run examines and how; each field means what the command line's option of that name means.
 
     Empty: the option was not given, and its default counts. ``checks``, ``skip``: names, with patterns resolved.
     ``keys``: only these ``suite/id``, where there are any; ``first``: these before the others. ``folder``: where a run
-    file without ``output`` is written, of which the newest ``keep`` stay; None: none is written. ``color``: the
-    progress may have colours. ``notes``, ``command``: where options are from, and what was typed, for the run file.
+    file without ``output`` is written, of which the newest ``keep`` stay; None: none is written. ``ray``: the cluster
+    that examines the cases; None: this machine does. ``color``: the progress may have colours. ``notes``, ``command``:
+    where options are from, and what was typed, for the run file.
 
     Raises:
         SelectionError: a check or a pattern that no backend or provider of the run is examined by, or a limit that
@@ -94,6 +144,7 @@ class RunOptions:
     in_process: bool = False
     pass_env: tuple[str, ...] = ()
     jobs: int | None = None
+    ray: RaySettings | None = None
     show_output: bool = False
     warm: bool = True
     cache: bool = True
@@ -115,6 +166,15 @@ class RunOptions:
             raise SelectionError("--device-memory-limit is for a GPU, and --device cpu has none; leave out one of them")
         if self.jobs is not None and self.jobs > 1 and self.in_process:
             raise SelectionError(f"--jobs {self.jobs} and --in-process, which is one process; leave out one of them")
+        if self.ray is not None:
+            refused = {
+                "--in-process": self.in_process,
+                "--provider": self.providers,
+                "--dump": self.dump,
+                "--show-output": self.show_output,
+            }
+            for name in (name for name, is_given in refused.items() if is_given):
+                raise SelectionError(f"--executor ray does not go with {name}; leave out one of them")
         if self.resume is not None:
             refused = {"--output": self.output, "--provider": self.providers, "--last-failed": self.keys}
             for name in (name for name, is_given in refused.items() if is_given):
@@ -154,15 +214,14 @@ class RunOptions:
             )
 
     @property
-    def memory_limits(self) -> MemoryLimits:
-        """What the process of a backend may hold."""
-        return MemoryLimits(self.memory_limit, self.device_memory_limit)
-
-    @property
-    def time_limits(self) -> TimeLimits:
-        """The time limits of the processes of backends."""
+    def worker_settings(self) -> WorkerSettings:
+        """What the processes of backends are started with."""
         backend_s = read_limit("--backend-timeout", self.backend_timeout)
-        return TimeLimits(read_limit("--case-timeout", self.case_timeout), math.inf if backend_s is None else backend_s)
+        return WorkerSettings(
+            TimeLimits(read_limit("--case-timeout", self.case_timeout), math.inf if backend_s is None else backend_s),
+            MemoryLimits(self.memory_limit, self.device_memory_limit),
+            self.pass_env,
+        )
 
     @property
     def backend_refs(self) -> tuple[str, ...] | None:

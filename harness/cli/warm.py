@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attncheck.harness.cli import completion
+from attncheck.harness.cli import process_arguments as processes
 from attncheck.harness.cli import run_arguments as arguments
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def warm(
     case: arguments.Cases = None,
     check: arguments.Checks = None,
     device: arguments.Device = None,
-    pass_env: arguments.PassEnv = None,
-    no_cache: arguments.NoCache = False,
+    pass_env: processes.PassEnv = None,
+    no_cache: processes.NoCache = False,
 ) -> int:
     """Compile kernels ahead of a run: examine its cases in several processes at once, and drop the records.
 
@@ -40,9 +41,10 @@ def warm(
     from attncheck.harness.truth.shared_folder import truths_folder
     from attncheck.harness.workers.passed_environment import read_patterns
     from attncheck.harness.workers.worker_pool import WorkerPool
+    from attncheck.harness.workers.worker_settings import WorkerSettings
 
     selection = select_cases(suite or (), case or (), check or (), settings or ())
-    with WorkerPool(pass_env=read_patterns(pass_env or ())) as pool:
+    with WorkerPool(settings=WorkerSettings(pass_env=read_patterns(pass_env or ()))) as pool:
         pool.start(first_refs(backend or (), selection.suites))
 
         from attncheck.harness.run.preparation import RunSettings, prepare_run

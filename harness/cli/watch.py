@@ -69,6 +69,7 @@ def _watchable(options: RunOptions) -> Selection:
     """Return the cases of the first round."""
     refused = {
         "--in-process": options.in_process,
+        "--executor ray": options.ray,
         "--provider": options.providers,
         "--output": options.output,
         "--rounds": options.rounds,

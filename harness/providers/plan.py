@@ -26,11 +26,6 @@ class ProviderPlan:
     setting: SubjectSetting = field(default_factory=lambda: SubjectSetting((), torch.device("cpu")))
     notes: tuple[str, ...] = ()
 
-    @property
-    def count(self) -> int:
-        """How many records there will be."""
-        return len(self.providers) * len(self.subjects)
-
 
 def plan_providers(
     refs: Sequence[str], patterns: Sequence[str], cases: Iterable[Case], device: str, seed: int

@@ -1,6 +1,6 @@
 """From what came of a subject to a record, and how a run with providers announces itself."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from time import perf_counter
@@ -35,48 +35,69 @@ class SubjectIdentity:
         return sha256(self.id.encode()).hexdigest()[:12]
 
 
-def selected_subjects(plan: ProviderPlan) -> tuple[SubjectIdentity, ...]:
-    """The subjects of a plan as records name them."""
-    return tuple(SubjectIdentity(subject.key) for subject in plan.subjects)
+@dataclass(frozen=True)
+class PlannedProviders:
+    """A plan as plain data. ``subjects``: the keys of those asked, of all that are ``known``."""
+
+    infos: tuple[BackendInfo, ...] = ()
+    subjects: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """The number of records."""
+        return len(self.infos) * len(self.subjects)
 
 
-def known_subjects(plan: ProviderPlan) -> tuple[SubjectIdentity, ...]:
-    """Every subject there is, whether or not the plan chose it; none where no provider is examined."""
-    return tuple(SubjectIdentity(subject.key) for subject in SUBJECTS) if plan.providers else ()
+def describe_plan(plan: ProviderPlan) -> PlannedProviders:
+    """Return ``plan`` as plain data."""
+    return PlannedProviders(
+        tuple(BackendInfo(name=each.name, ref=each.ref, version=each.version) for each in plan.providers),
+        tuple(subject.key for subject in plan.subjects),
+        tuple(subject.key for subject in SUBJECTS),
+        plan.notes,
+    )
 
 
-def header_with_providers(header: RunHeader, plan: ProviderPlan) -> RunHeader:
+def header_with_providers(header: RunHeader, plan: PlannedProviders) -> RunHeader:
     """The header of a run that examines providers, too; without backends, of one that examines nothing else.
 
     Raises:
         SelectionError: a provider and a backend, or a suite and the functions, have one name.
     """
-    if not plan.providers:
+    if not plan.infos:
         return header
     for taken in header.backends:
-        if taken.name in {provider.name for provider in plan.providers}:
+        if taken.name in {provider.name for provider in plan.infos}:
             raise SelectionError(f"a backend and a provider are both called {taken.name!r}; examine them in two runs")
     if any(suite.name == UTILITIES for suite in header.suites):
         raise SelectionError(
             f"a suite may not be called {UTILITIES!r} where providers are examined: their functions are"
         )
-    providers = tuple(BackendInfo(name=p.name, ref=p.ref, version=p.version) for p in plan.providers)
     suite = SuiteInfo(name=UTILITIES, ref=UTILITIES, cases=len(plan.subjects))
     return header.model_copy(
         update={
             "suites": (*header.suites, suite),
             "checks": (*(header.checks if header.backends else ()), UTILITIES),
-            "backends": (*header.backends, *providers),
+            "backends": (*header.backends, *plan.infos),
             "notes": (*header.notes, *plan.notes),
         }
     )
 
 
-def examine_providers(plan: ProviderPlan, circumstances: Circumstances) -> Iterator[Record]:
-    """One record a subject and provider. Whatever a provider does is a record."""
-    for provider in plan.providers:
-        for subject in plan.subjects:
-            yield _record(provider, subject, plan, circumstances)
+def examine_providers(
+    plan: ProviderPlan, circumstances: Circumstances, first: int = 0, begin: Callable[[str], None] | None = None
+) -> Iterator[Record]:
+    """Yield a record for each subject and provider, from that of index ``first`` on.
+
+    What a provider does is a record. ``begin`` is called with the name of each function before it is examined.
+    """
+    pairs = [(provider, subject) for provider in plan.providers for subject in plan.subjects]
+    for provider, subject in pairs[first:]:
+        if begin is not None:
+            begin(f"function {subject.key}")
+        yield _record(provider, subject, plan, circumstances)
 
 
 def _record(provider: Provider, subject: Subject, plan: ProviderPlan, circumstances: Circumstances) -> Record:

@@ -155,8 +155,7 @@ class Question:
         settings = RunSettings(device=self.device, seed=options.seed, dump=options.dump, truths=truths)
         pool = None
         if not self.is_in_process:
-            pool = WorkerPool(limits=options.time_limits, memory=options.memory_limits, pass_env=options.pass_env)
-            self._stack.enter_context(pool)
+            pool = self._stack.enter_context(WorkerPool(settings=options.worker_settings))
         describing = _FewProcesses(pool) if pool and hasattr(self.config, "workerinput") else pool
         prepared = prepare_run(self.selection, options.backends, settings, pool=describing, keeps_unavailable=True)
         if pool is not None:

@@ -22,8 +22,8 @@ from typing import ClassVar, Literal
 
 from attncheck.cases.tree import Items, Place, Table, Tree, describe
 from attncheck.cases.validation import suggestion, validate
-from attncheck.cases.yaml_tree import parse_yaml
-from attncheck.errors import CaseFileError
+from attncheck.cases.yaml_tree import parse_yaml, read_text
+from attncheck.errors import readable
 from attncheck.reference.spec import CHECKS, FEATURES, FORMER_CHECKS, FORMS
 from attncheck.reports.analysis.phrases import what_happened
 from attncheck.reports.run_file.records import Ended, Errored, Failed, Record
@@ -97,7 +97,7 @@ class LocatedExpectation:
     def __str__(self) -> str:
         wanted = self.expectation
         where = f"{self.place.file}:{self.place.line}"
-        return f"{where}: {wanted.backend}, {wanted.case}, {wanted.check}: {wanted.outcome} expected"
+        return readable(f"{where}: {wanted.backend}, {wanted.case}, {wanted.check}: {wanted.outcome} expected")
 
 
 def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
@@ -109,12 +109,7 @@ def load_expectations(path: Path) -> tuple[LocatedExpectation, ...]:
         CaseFileError: with line and column, for anything but a list of complete entries with known checks.
     """
     file = str(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CaseFileError(f"cannot be read: {error.strerror}", file=file) from error
-    except UnicodeDecodeError as error:
-        raise CaseFileError("is not UTF-8 text", file=file) from error
+    text = read_text(path)
     if all(not line.strip() or line.lstrip().startswith("#") for line in text.splitlines()):
         return ()
     tree = parse_yaml(text, file)

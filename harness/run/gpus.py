@@ -61,8 +61,13 @@ def gpu_variables(count: int, environment: Mapping[str, str], *, is_hip: bool) -
     return [dict.fromkeys(names, entry) for entry in entries[:count]]
 
 
-def refuse_other_gpu(device: str, uuid: str, environment: Environment) -> None:
-    """Raise QuestionError where this process does not see the GPU ``uuid`` alone, or not ``environment`` on it."""
+def refuse_other_gpu(device: str, uuid: str | None, environment: Environment) -> None:
+    """Raise QuestionError where this process does not see the GPU ``uuid`` alone, or not ``environment`` on it.
+
+    ``uuid``: None for any GPU, in any environment.
+    """
+    if uuid is None:
+        return
     from attncheck.harness.run.evaluation import environment_of
 
     gpus, _ = gpus_alike(device)

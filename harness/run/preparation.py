@@ -44,11 +44,15 @@ class RunSettings:
     shard: Shard | None = None
 
 
-class ProcessPool(Protocol):
-    """Processes that load and describe the backends of a run."""
+class DeviceChooser(Protocol):
+    """A process, or several, in which a run examines."""
 
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
         """Return the device of the run, notes on the choice, and the environment there."""
+
+
+class ProcessPool(DeviceChooser, Protocol):
+    """Processes that load and describe the backends of a run."""
 
     def begin(self, selection: Selection, plan: RunPlan, environment: Environment) -> None:
         """Hand the processes what the run examines; comes before :meth:`describe`."""
@@ -79,13 +83,15 @@ def prepare_run(
     settings: RunSettings,
     *,
     pool: ProcessPool | None = None,
+    chooser: DeviceChooser | None = None,
     loaded: Sequence[LoadedBackend | UnavailableBackend] = (),
     environment: Environment | None = None,
     keeps_unavailable: bool = False,
 ) -> PreparedRun:
     """Plan the run of ``selection`` over the backends of ``refs`` (empty: the default ones; None: no backend).
 
-    ``pool``: the processes that load the backends; None: they are loaded here, and the plan holds them. ``loaded``:
+    ``pool``: the processes that load the backends; None: they are loaded here, and the plan holds them. ``chooser``:
+    chooses the device in their place; None: ``pool`` does, or this process where there is no pool. ``loaded``:
     backends that are not to be loaded again. ``environment``: None for that of this process. ``keeps_unavailable``:
     backends of ``refs`` that cannot run here stay in the run.
 
@@ -94,14 +100,14 @@ def prepare_run(
             cannot run here.
         WorkerError: attncheck itself failed in one of the processes.
     """
-    if pool is None or refs is None:
+    chooser = chooser or pool
+    if chooser is None:
         from attncheck.harness.run.evaluation import environment_of
 
-        pool = None
         device, notes = suite_device(selection.device_wishes, settings.device)
         environment = environment or environment_of(device)
     else:
-        device, notes, environment = pool.choose_device(selection.device_wishes, settings.device)
+        device, notes, environment = chooser.choose_device(selection.device_wishes, settings.device)
     plan = RunPlan(
         cases=selection.cases,
         checks=selection.checks,
@@ -193,17 +199,17 @@ def make_header(
         seed=plan.seed,
         rounds=plan.rounds,
         shard=plan.shard,
-        backends=tuple(map(_with_digest, backends)),
+        backends=tuple(each.model_copy(update={"digest": file_digest(each.ref)}) for each in backends),
         options=options,
         command=tuple(command),
         notes=(*notes, *(f"suite {suite.name}: {note}" for suite in selection.suites for note in suite.notes)),
     )
 
 
-def _with_digest(backend: BackendInfo) -> BackendInfo:
-    """Return ``backend`` with the digest of the file that its reference names, if that is one."""
-    file = Path(backend.ref.rpartition(":")[0] or backend.ref)
-    return backend.model_copy(update={"digest": _digest_of(file)}) if file.suffix == ".py" else backend
+def file_digest(ref: str) -> str:
+    """Return 12 hex digits of the SHA-256 of the file that the reference of a backend names; empty: it names none."""
+    file = Path(ref.rpartition(":")[0] or ref)
+    return _digest_of(file) if file.suffix == ".py" else ""
 
 
 def _digest_of(file: Path) -> str:

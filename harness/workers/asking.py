@@ -12,6 +12,7 @@ from attncheck.harness.workers.protocol import (
     Done,
     Examine,
     HarnessFailure,
+    ProvidersPlanned,
     Refused,
 )
 from attncheck.harness.workers.time_limits import Limit
@@ -54,7 +55,7 @@ def ask(
                     stage, limit = answer.stage, limit_of(answer.stage, answer.reference_s)
                 case Done() | HarnessFailure() | DeviceLost():
                     return answer
-                case DeviceChosen() | Described() | Refused():
+                case DeviceChosen() | Described() | ProvidersPlanned() | Refused():
                     raise RuntimeError(f"the process of {process.ref} answered a case by {answer.kind!r}")
                 case record:
                     take(record)

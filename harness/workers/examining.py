@@ -8,7 +8,7 @@ process, a fresh one is asked once more; if it fails again, the case is lost, an
 
 import time
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -202,16 +202,22 @@ class ProcessExaminer:
 
     def _end(self, place: Place, stopped: Stopped, checks: Sequence[str]) -> None:
         """Add records of ``checks``, which ``stopped`` kept from being made."""
-        from attncheck.harness.checks.case_checks import not_applicable  # loads torch, for what is rare
+        place.records += ended_records(self.circumstances, place.asked, tuple(checks), stopped)
+        place.due[:] = [check for check in place.due if check not in checks]
 
-        backend, case = place.asked.backend, place.asked.case
-        for check in tuple(checks):
-            place.due.remove(check)
-            if (skipped := not_applicable(check, case, backend.features)) is not None:
-                record = record_of(self.circumstances, case, backend, check, skipped, 0.0)
-            else:
-                record = ended(self.circumstances, case, backend, check, stopped.stage, stopped.end)
-            place.records.append(record)
+
+def ended_records(
+    circumstances: Circumstances, asked: Asked, checks: Iterable[str], stopped: Stopped
+) -> Iterator[Record]:
+    """Yield a record of each of ``checks``, which ``stopped`` kept from being made, unless it does not apply."""
+    from attncheck.harness.checks.case_checks import not_applicable  # loads torch, for what is rare
+
+    backend, case = asked.backend, asked.case
+    for check in checks:
+        if (skipped := not_applicable(check, case, backend.features)) is not None:
+            yield record_of(circumstances, case, backend, check, skipped, 0.0)
+        else:
+            yield ended(circumstances, case, backend, check, stopped.stage, stopped.end)
 
 
 def _with_output(record: Record, process: WorkerProcess, case: Case) -> Record:

@@ -66,13 +66,20 @@ def device_chosen_by(processes: Iterable[WorkerProcess], request: ChooseDevice, 
     for process in processes:
         process.send(request)
         try:
-            return _chosen_device_of(process, limit)
+            return chosen_device_of(process, limit)
         except ProcessEndedError as ended:
             cause = ended.end.cause
     raise QuestionError(f"a process without a backend ended before it named the device: {cause}")
 
 
-def _chosen_device_of(process: WorkerProcess, limit: Limit) -> DeviceChosen:
+def chosen_device_of(process: WorkerProcess, limit: Limit) -> DeviceChosen:
+    """Return the device that ``process`` chose.
+
+    Raises:
+        QuestionError: the device that the user wants is not there.
+        WorkerError: attncheck itself failed in the process.
+        ProcessEndedError: the process ended.
+    """
     match answer := process.receive(limit):
         case DeviceChosen():
             return answer

@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from attncheck.harness.problem.control_group import oom_kills
 from attncheck.harness.problem.host_memory import free_host_bytes
@@ -42,11 +44,26 @@ _TERM_S, _KILL_S = 1.0, 10.0
 """Seconds that a process may take to end after SIGTERM, and after SIGKILL."""
 
 
+class ChildProcess(Protocol):
+    """A child of this process. ``returncode``: negative for a signal; None: it has not ended, as far as is known."""
+
+    pid: int
+    returncode: int | None
+
+
+@dataclass
+class _Copy:
+    """A copy of this process."""
+
+    pid: int
+    returncode: int | None = None
+
+
 @dataclass(frozen=True)
 class StartedWorker:
     """A worker, and the ends of its pipes: ``writing`` requests, ``reading`` answers, ``printed`` output."""
 
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     writing: int
     reading: int
     printed: int
@@ -76,6 +93,41 @@ def start_worker(environment: Mapping[str, str]) -> StartedWorker:
     for theirs in (theirs_to_read, theirs_to_write, theirs_to_print):
         os.close(theirs)
     return StartedWorker(process, writing, reading, printed)
+
+
+def fork_worker(serve: Callable[[int, int, int], None]) -> StartedWorker:
+    """Start a copy of this process that calls ``serve`` with two descriptors, requests and answers, and our number.
+
+    Raises:
+        OSError: there can be no further process.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()  # the copy has the rest in its buffer, too
+    with contextlib.ExitStack() as started, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the copy has not
+        theirs_to_read, writing = _pipe(started)
+        reading, theirs_to_write = _pipe(started)
+        printed, theirs_to_print = _pipe(started)
+        run = os.getpid()
+        if (pid := os.fork()) == 0:
+            status = 1
+            try:
+                os.setsid()
+                for ours in (writing, reading, printed):
+                    os.close(ours)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                for number in (1, 2):
+                    os.dup2(theirs_to_print, number)
+                sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+                serve(theirs_to_read, theirs_to_write, run)
+                status = 0
+            finally:
+                os._exit(status)
+        started.pop_all()
+    for theirs in (theirs_to_read, theirs_to_write, theirs_to_print):
+        os.close(theirs)
+    return StartedWorker(_Copy(pid), writing, reading, printed)
 
 
 def _pipe(started: contextlib.ExitStack) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.gpus import Gpu
 from attncheck.harness.workers.memory_limits import MemoryLimits
 from attncheck.reference.spec import BACKEND_CHECKS
-from attncheck.reports.run_file.header import Environment
+from attncheck.reports.run_file.header import BackendInfo, Environment
 from attncheck.reports.run_file.records import Crashed, Record
 
 
@@ -102,6 +102,32 @@ class Examine(_Message):
     round: int = 0
 
 
+class PlanProviders(_Message):
+    """Imports the providers of the run, which examine on ``device``."""
+
+    kind: Literal["plan_providers"] = "plan_providers"
+    device: str
+    seed: int
+
+
+class ExamineProviders(_Message):
+    """Asks for all functions of all providers, from that of index ``first`` on. ``environment``: the run's digest."""
+
+    kind: Literal["examine_providers"] = "examine_providers"
+    first: int
+    environment: str
+
+
+class ProvidersPlanned(_Message):
+    """What is asked of each provider of ``infos``: ``subjects``, of all that are ``known``."""
+
+    kind: Literal["providers_planned"] = "providers_planned"
+    infos: tuple[BackendInfo, ...]
+    subjects: tuple[str, ...]
+    known: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
 class DeviceChosen(_Message):
     """The device of a run, notes on the choice, and the environment of an examination on it.
 
@@ -163,8 +189,8 @@ class HarnessFailure(_Message):
     traceback: str
 
 
-Request = Prepare | Load | ChooseDevice | Assignment | Examine
-Answer = DeviceChosen | Described | Refused | Begun | Record | Done | DeviceLost | HarnessFailure
+Request = Prepare | Load | ChooseDevice | Assignment | Examine | PlanProviders | ExamineProviders
+Answer = DeviceChosen | Described | ProvidersPlanned | Refused | Begun | Record | Done | DeviceLost | HarnessFailure
 
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="kind")])

@@ -2,13 +2,15 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from attncheck.cases.model import Case
 from attncheck.harness.problem.memory_estimate import needed_bytes
 from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.plan import RunPlan
+from attncheck.harness.run.timing_rounds import untimed_questions
 
 _SMALL = 2**30
 """Bytes a case may need to be examined beside another that needs more."""
@@ -42,6 +44,15 @@ class Asked:
         """Return the seconds that the checks took in earlier runs; None: one of them was not made."""
         each = [costs.get((self.backend.ref, self.case.hash, check)) for check in self.checks]
         return None if None in each else sum(filter(None, each))
+
+
+def untimed(plan: RunPlan, backends: Iterable[BackendDescription]) -> list[Asked]:
+    """Return the questions of ``plan`` but those for times, by backend, then by case."""
+    return [
+        Asked(backend, case, checks)
+        for backend in backends
+        for case, checks in untimed_questions(plan, backend.ref).questions
+    ]
 
 
 class Schedule:

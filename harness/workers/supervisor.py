@@ -13,10 +13,10 @@ from attncheck.errors import QuestionError
 from attncheck.harness.run.backend_description import BackendDescription, LoadError
 from attncheck.harness.run.outcomes import IMPORT, Circumstances, ProcessEnd, ended, load_error, unavailable
 from attncheck.harness.run.plan import RunPlan
-from attncheck.harness.run.timing_rounds import RoundQuestions, rotated, timed_questions, untimed_questions
+from attncheck.harness.run.timing_rounds import RoundQuestions, rotated, timed_questions
 from attncheck.harness.workers.examining import ProcessExaminer
 from attncheck.harness.workers.lanes import Lanes, Place
-from attncheck.harness.workers.schedule import Asked, Costs
+from attncheck.harness.workers.schedule import Asked, Costs, untimed
 from attncheck.harness.workers.warming import WarmingAhead
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.reports.run_file.header import Environment
@@ -78,11 +78,7 @@ class Supervisor:
         return self._examine_all([Asked(backend, case, checks)], keeps_process=True)
 
     def _run_untimed(self) -> Iterator[Record]:
-        asked = [
-            Asked(backend, case, checks)
-            for backend in self._descriptions
-            for case, checks in untimed_questions(self._plan, backend.ref).questions
-        ]
+        asked = untimed(self._plan, self._descriptions)
         if not asked:
             self._warming.before_times(each.ref for each in self._descriptions if each.is_loaded)
             return  # and the processes are still fresh

@@ -54,6 +54,11 @@ class TimeLimits:
         """The limit for a process to start, import a backend and describe it."""
         return Limit(FLOOR_S) if self.case_s is None else Limit(max(self.case_s, LEAST_LOADING_S))
 
+    @property
+    def of_function(self) -> Limit:
+        """The limit for all questions about one function of a provider."""
+        return Limit(FLOOR_S if self.case_s is None else self.case_s)
+
     def of_stage(self, stage: str, case: Case, reference_s: float = 0.0) -> Limit:
         """Return the limit of a stage of ``case``. ``reference_s``: seconds that the reference took for the case."""
         if self.case_s is not None:

@@ -12,12 +12,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from attncheck.errors import BackendLoadError, InternalError, QuestionError
+from attncheck.harness.run.gpus import gpus_alike, refuse_other_gpu
 from attncheck.harness.workers.memory_limits import MemoryLimits, keep_within, with_limit_named
 from attncheck.harness.workers.printed_output import mark_of
 from attncheck.harness.workers.process_control import STACK_SIGNAL
@@ -114,25 +115,33 @@ def main(words: list[str]) -> None:
 
     ``words``: the descriptors of the pipe to read and the pipe to write, and the id of the process of the run.
     """
-    reading, writing, run = words
+    reading, writing, run = map(int, words)
+    serve(reading, writing, run)
+    _leave()
+
+
+def serve(reading: int, writing: int, run: int, work: Callable[[WorkerPipes], None] | None = None) -> None:
+    """Serve the process ``run`` through these descriptors until it asks nothing more.
+
+    ``work``: answers its requests; None: :func:`serve_cases`.
+    """
     sys.argv[:] = ["attncheck"]
     if sys.platform == "linux":  # a run that is killed tells nobody, and this process may be busy for hours
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(run):
+    if os.getppid() != run:
         return  # it was killed before
     # A kernel that kills the process says at least where, even if the backend closed what it prints to.
     printing = os.dup(2)
     faulthandler.enable(printing)
     faulthandler.register(STACK_SIGNAL, printing)
-    pipes = WorkerPipes(int(reading), int(writing), printing)
+    pipes = WorkerPipes(reading, writing, printing)
     try:
-        _serve(pipes)
+        (work or serve_cases)(pipes)
     except PipeClosedError:
         sys.exit("a pipe between attncheck and this process is closed")
     except (Exception, SystemExit) as error:  # noqa: BLE001 (ours, or a backend's where nothing of it is expected)
         line = traceback.format_exception_only(error)[-1].strip()
         pipes.send(HarnessFailure(error=line, traceback="".join(traceback.format_exception(error))))
-    _leave()
 
 
 def _leave() -> None:
@@ -165,13 +174,13 @@ def _imports_kept() -> Iterator[None]:
         gc.enable()
 
 
-def _serve(pipes: WorkerPipes) -> None:
+def serve_cases(pipes: WorkerPipes, handed_over: "LoadedBackend | UnavailableBackend | None" = None) -> None:
+    """Examine cases of one backend as the run asks; ``handed_over``: the backend, if it is loaded already."""
     with _imports_kept():
         from attncheck.backends.registry import BUILTIN
         from attncheck.harness.checks.case_checks import import_checks
         from attncheck.harness.run.backend_loading import describe_backend, load_backend
         from attncheck.harness.run.evaluation import Examiner  # noqa: F401 (before the backend)
-        from attncheck.harness.run.gpus import refuse_other_gpu
 
         prepare = pipes.receive()
         if not isinstance(prepare, Prepare):
@@ -180,22 +189,21 @@ def _serve(pipes: WorkerPipes) -> None:
         for library in prepare.libraries:
             with suppress(ImportError):
                 import_module(library)
-    load = _next_request(pipes)
+    load = next_request(pipes)
     if not isinstance(load, Load):
         return
     backend: LoadedBackend | UnavailableBackend | QuestionError
     try:
-        backend = load_backend(load.ref, prepare.checks, functions=prepare.functions)
+        backend = handed_over or load_backend(load.ref, prepare.checks, functions=prepare.functions)
     except QuestionError as error:
         backend = error
-    assignment = _next_request(pipes)
+    assignment = next_request(pipes)
     if not isinstance(assignment, Assignment):
         return
     try:
         if isinstance(backend, QuestionError):
             raise backend
-        if assignment.gpu is not None:
-            refuse_other_gpu(assignment.device, assignment.gpu, assignment.environment)
+        refuse_other_gpu(assignment.device, assignment.gpu, assignment.environment)
         keep_within(assignment.memory, assignment.device)
         description = describe_backend(backend, assignment.device)
         examiner = _examiner(assignment, description, stores_truths=load.ref in BUILTIN)
@@ -209,7 +217,7 @@ def _serve(pipes: WorkerPipes) -> None:
         _examine(pipes, examiner, backend, cases[request.case], request, assignment.memory)
 
 
-def _next_request(pipes: WorkerPipes) -> Request | None:
+def next_request(pipes: WorkerPipes) -> Request | None:
     """Return the next request after having answered those for a device."""
     while isinstance(request := pipes.receive(), ChooseDevice):
         pipes.send(_choose_device(request))
@@ -219,7 +227,6 @@ def _next_request(pipes: WorkerPipes) -> Request | None:
 def _choose_device(request: ChooseDevice) -> DeviceChosen | Refused:
     from attncheck.harness.run.backend_choice import suite_device
     from attncheck.harness.run.evaluation import environment_of
-    from attncheck.harness.run.gpus import gpus_alike
 
     try:
         device, notes = suite_device(request.wishes, request.wanted)

@@ -15,13 +15,14 @@ from attncheck.harness.run.backend_description import BackendDescription, missin
 from attncheck.harness.run.gpus import Gpu
 from attncheck.harness.run.outcomes import ProcessEnd
 from attncheck.harness.workers.first_messages import assignment_of, description_of, device_chosen_by
-from attncheck.harness.workers.memory_limits import MemoryLimits, room_on_host
+from attncheck.harness.workers.memory_limits import room_on_host
 from attncheck.harness.workers.memory_watch import MemoryWatch
 from attncheck.harness.workers.passed_environment import passed_environment
 from attncheck.harness.workers.printed_output import Show
+from attncheck.harness.workers.process_control import start_worker
 from attncheck.harness.workers.protocol import Assignment, ChooseDevice, Prepare
-from attncheck.harness.workers.time_limits import TimeLimits
-from attncheck.harness.workers.worker_process import WorkerProcess
+from attncheck.harness.workers.worker_process import StartWorker, WorkerProcess
+from attncheck.harness.workers.worker_settings import WorkerSettings
 from attncheck.reports.run_file.header import BackendInfo, Environment
 
 if TYPE_CHECKING:
@@ -37,26 +38,23 @@ class WorkerPool:
         show: Show | None = None,
         spare: WorkerProcess | None = None,
         prepare: Prepare | None = None,
-        limits: TimeLimits | None = None,
-        memory: MemoryLimits | None = None,
-        pass_env: Sequence[str] = (),
+        settings: WorkerSettings | None = None,
+        start: StartWorker = start_worker,
     ) -> None:
         """``show``: is given what the processes print, line by line, with the name of the backend.
 
         ``spare``: a process that was started ahead, without a backend; the pool closes it. ``prepare``: what the
-        processes import before their backend; None: all checks. ``limits``: the time limits; None: the default ones.
-        ``memory``: what each process may hold; None: no limits. ``pass_env``: patterns of the variables that they get
-        besides the usual ones.
+        processes import before their backend; None: all checks. ``settings``: None for the default ones. ``start``
+        starts each process.
         """
-        self.limits = limits or TimeLimits()
+        self._settings = settings or WorkerSettings()
+        self.limits = self._settings.limits
         self.gpus: tuple[Gpu, ...] = ()
         self._gpu: Gpu | None = None
-        self._pass_env = tuple(pass_env)
-        self._inherited = passed_environment(os.environ, pass_env)
-        self._show, self._spare = show, spare
+        self._inherited = passed_environment(os.environ, self._settings.pass_env)
+        self._show, self._spare, self._start_worker = show, spare, start
         self._prepare = prepare or Prepare()
-        self._memory = memory or MemoryLimits()
-        self._watch = MemoryWatch(self._memory.host)
+        self._watch = MemoryWatch(self._settings.memory.host)
         if spare is not None:
             spare.prepare(self._prepare)
             self._watch.add(spare)
@@ -91,14 +89,19 @@ class WorkerPool:
 
         ``gpu``: the one that its processes see; None: they see what those of this pool see.
         """
-        twin = WorkerPool(self._show, limits=self.limits, pass_env=self._pass_env)
-        alone = {} if gpu is None else gpu.variables
+        twin = WorkerPool(self._show, settings=self._settings, start=self._start_worker)
+        alone = gpu.variables if gpu else {}
         twin._environments = {ref: {**each, **alone} for ref, each in self._environments.items()}
         twin._gpu, twin._infos, twin._assignment = gpu, self._infos, self._assignment
         twin._prepare, twin._unshared = self._prepare, self._unshared
-        twin._memory, twin._watch = self._memory, self._watch
+        twin._watch = self._watch
         self._twins.append(twin)
         return twin
+
+    def with_settings(self, settings: WorkerSettings) -> "WorkerPool":
+        """Return a pool in the place of this one, in which only a device was chosen."""
+        spare, self._spare = self._spare, None
+        return WorkerPool(self._show, spare, self._prepare, settings, self._start_worker)
 
     def start(self, refs: Iterable[str]) -> None:
         """Start the processes of ``refs`` that are not there yet, as many as there is memory for.
@@ -267,9 +270,8 @@ class WorkerPool:
     def _assignment_of(self, ref: str) -> Assignment:
         if self._assignment is None:
             raise RuntimeError("assign() comes before the first process is used")
-        gpu = None if self._gpu is None else self._gpu.uuid
-        update = {"shares_probes": ref not in self._unshared, "memory": self._memory, "gpu": gpu}
-        return self._assignment.model_copy(update=update)
+        update = {"shares_probes": ref not in self._unshared, "memory": self._settings.memory}
+        return self._assignment.model_copy(update={**update, "gpu": self._gpu and self._gpu.uuid})
 
     def _start(self, ref: str) -> None:
         if ref in self._processes:
@@ -285,7 +287,9 @@ class WorkerPool:
 
     def _new(self, environment: Mapping[str, str] | None = None, *, is_shown: bool = True) -> WorkerProcess:
         """Start a process that has no backend yet."""
-        process = WorkerProcess(environment, self._show if is_shown else None, self._pass_env)
+        process = WorkerProcess(
+            environment, self._show if is_shown else None, self._settings.pass_env, self._start_worker
+        )
         process.prepare(self._prepare)
         self._watch.add(process)
         return process

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Self
 
 from attncheck.errors import InternalError
@@ -25,6 +25,7 @@ from attncheck.harness.workers.passed_environment import passed_environment
 from attncheck.harness.workers.printed_output import KEPT, PrintedOutput, Show
 from attncheck.harness.workers.process_control import (
     MARK,
+    StartedWorker,
     end_group,
     end_marked,
     exit_words,
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from attncheck.harness.run.outcomes import ProcessEnd
     from attncheck.harness.workers.protocol import Answer, Examine, Prepare, Request
     from attncheck.harness.workers.time_limits import Limit
+
+StartWorker = Callable[[Mapping[str, str]], StartedWorker]
+"""Starts a worker with this environment."""
 
 _LOOK_EVERY_MS = 200
 """How often a silent process is looked after."""
@@ -64,13 +68,17 @@ class WorkerProcess:
     """A process that loads torch, and then waits for the backend to load; see ``protocol.py``.
 
     ``inherited``: what it gets of this process's environment, by ``pass_env`` of :func:`passed_environment`.
-    ``environment``: on top of that, also as an attribute. ``show`` is given what the process prints. ``ref``: of its
-    backend, empty before :meth:`load`. ``examined``: its latest requests about cases. To be closed, whatever happens; a
-    context manager closes it by itself.
+    ``environment``: on top of that, also as an attribute. ``show`` is given what the process prints. ``start`` starts
+    it. ``ref``: of its backend, empty before :meth:`load`. ``examined``: its latest requests about cases. To be closed,
+    whatever happens; a context manager closes it by itself.
     """
 
     def __init__(
-        self, environment: Mapping[str, str] | None = None, show: Show | None = None, pass_env: Iterable[str] = ()
+        self,
+        environment: Mapping[str, str] | None = None,
+        show: Show | None = None,
+        pass_env: Iterable[str] = (),
+        start: StartWorker = start_worker,
     ) -> None:
         self.ref = ""
         self.inherited = passed_environment(os.environ, pass_env)
@@ -87,7 +95,7 @@ class WorkerProcess:
         self._end: ProcessEndedError | None = None
         self.examined: deque[Examine] = deque(maxlen=MOST_EARLIER)
         self._mark = secrets.token_hex(16)
-        started = start_worker({**self.inherited, **self.environment, MARK: self._mark})
+        started = start({**self.inherited, **self.environment, MARK: self._mark})
         self._process, self._writing, self._reading = started.process, started.writing, started.reading
         self.printed = PrintedOutput(started.printed, "", show)
         self._poll = select.poll()
@@ -276,7 +284,7 @@ class WorkerProcess:
         if not self._wait(_GRACE_S):
             self._kill()
             return "stopped, since it closed attncheck's own pipe"
-        code = self._process.returncode
+        code = self._process.returncode or 0
         if code == -signal.SIGKILL and self._ended_for:
             return self._ended_for
         return exit_words(code, self._peak_bytes, self._oom_kills)

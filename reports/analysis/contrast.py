@@ -19,6 +19,9 @@ _MOST_LENGTHS = 2
 
 _MOST_CONDITIONS = 3
 
+_TRIED = 60
+"""Conditions that are combined with each other, the easiest to read."""
+
 _FEW = 4
 """Failing cases below which other single conditions are shown as well."""
 
@@ -124,7 +127,7 @@ def contrast_of(wrong: Sequence[Keys], right: Sequence[Keys]) -> Contrast | None
     """
     if not wrong or not right:
         return None
-    found = sorted(_conditions(wrong, right), key=_rank)
+    found = sorted(_conditions(wrong, right), key=_rank)[:_TRIED]
     hold = [_mask(condition, right) for condition in found]
     for count in range(1, _MOST_CONDITIONS + 1):
         clean = [

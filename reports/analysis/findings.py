@@ -4,6 +4,7 @@ Pure: records in, frozen values out. Records have the words of their finding (``
 one. Failures that no known fault explains are split where keys of their cases tell them apart.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,9 @@ from attncheck.reports.run_file.records import (
     XFailed,
     XPassed,
 )
+
+CONTRASTED = 200
+"""Findings of a backend of which each is held against the cases that pass; of more, none is."""
 
 Short = Failed | Errored | Ended | XFailed | XPassed
 
@@ -104,16 +108,19 @@ def findings(records: Sequence[Record], header: RunHeader) -> tuple[Finding, ...
     What was asked in several rounds counts once, with its worst outcome.
     """
     asked = [each.record for each in worst_rounds(records) if each.record.check != UTILITIES]
-    described = {(case.suite, case.id): case for case in header.cases}
+    own: dict[str, list[Record]] = {}
+    for record in asked:
+        own.setdefault(record.backend, []).append(record)
     groups: dict[tuple[str, str], list[Short]] = {}
     for record in asked:
         if isinstance(record, Failed | Errored | Ended | XFailed | XPassed):
             words = record.reason if isinstance(record, XFailed) else record.finding
             groups.setdefault((record.backend, words), []).append(record)
+    counts = Counter(backend for backend, _ in groups)
     found = []
     for (backend, words), members in groups.items():
-        own = [record for record in asked if record.backend == backend]
-        found += _split(backend, words, members, own, described)
+        compared = own[backend] if counts[backend] <= CONTRASTED else ()
+        found += _split(backend, words, members, compared, header.case_by_name)
     order = list(dict.fromkeys([info.name for info in header.backends] + [each.backend for each in found]))
     return tuple(sorted(found, key=lambda each: (order.index(each.backend), _rank(each), -len(each.records))))
 
@@ -135,10 +142,13 @@ def _split(
     own: Sequence[Record],
     described: Mapping[tuple[str, str], CaseInfo],
 ) -> list[Finding]:
-    """Return the records as one finding, or as several where nothing explains them but keys of their cases differ."""
+    """Return the records as one finding, or as several where nothing explains them but keys of their cases differ.
+
+    ``own``: the records of the backend that they are compared with.
+    """
     checks = {record.check for record in members}
     wrong = list(dict.fromkeys((record.suite, record.case_id) for record in members))
-    keys = {(record.suite, record.case_id): keys_of_record(record, described) for record in own}
+    keys = {(record.suite, record.case_id): keys_of_record(record, described) for record in (*members, *own)}
     right = [keys[case] for case in _passing(own, checks)]
     contrast = contrast_of([keys[case] for case in wrong], right)
 

@@ -43,6 +43,7 @@ def budgets(share: float | None) -> str:
     return f"{share:.2f}" if share < 10 else f"{share:.3g}"
 
 
+_UNUSUAL = re.compile(r"[^\n\t\x20-\x7e]")
 _COMMAND = re.compile(r"(?<!\S)::(?=\S)|##(?=\[)")
 """How a line begins that GitHub's runner obeys, wherever it is printed: ``::error ...``, and of old ``##[error]``."""
 
@@ -52,11 +53,11 @@ def printable(text: str) -> str:
 
     A terminal obeys control characters; the log of a GitHub runner obeys lines that look like its commands.
     """
-    shown = "".join(
-        character if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf") else "?"
-        for character in text
-    )
-    return _COMMAND.sub(lambda match: " ".join(match[0]), shown)
+    return _COMMAND.sub(lambda match: " ".join(match[0]), _UNUSUAL.sub(_visible, text))
+
+
+def _visible(match: re.Match[str]) -> str:
+    return "?" if unicodedata.category(match[0]) in ("Cc", "Cf") else match[0]
 
 
 def title(header: RunHeader) -> str:

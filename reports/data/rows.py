@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from attncheck.reports.analysis import phrases
 from attncheck.reports.run_file.records import (
@@ -89,8 +90,16 @@ def csv_table(runs: Sequence[Run]) -> str:
     text = io.StringIO()
     table = csv.DictWriter(text, [field.name for field in fields(RecordRow)], lineterminator="\n")
     table.writeheader()
-    table.writerows(asdict(row) for run in runs for row in record_rows(run))
-    return text.getvalue()
+    table.writerows(map(_cells, (row for run in runs for row in record_rows(run))))
+    return phrases.printable(text.getvalue())
+
+
+def _cells(row: RecordRow) -> dict[str, Any]:
+    """Return the row with an apostrophe before each text that a spreadsheet would take for a formula."""
+    return {
+        name: f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+        for name, value in asdict(row).items()
+    }
 
 
 def _what(record: Record) -> str:

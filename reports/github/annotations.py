@@ -16,7 +16,7 @@ MAX_ANNOTATIONS = 10
 
 def annotation(kind: AnnotationKind, title: str, message: str, *, file: str = "", line: int | None = None) -> str:
     """Return ``::kind file=...,line=...,title=...::message``, without its newline."""
-    named = {"file": file, "line": str(line or ""), "title": one_line(title)}
+    named = {"file": one_line(file), "line": str(line or ""), "title": one_line(title)}
     told = ",".join(f"{key}={_property(value)}" for key, value in named.items() if value)
     return f"::{kind} {told}::{_data(printable(message))}"
 

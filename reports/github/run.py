@@ -35,7 +35,7 @@ def summary(runs: Sequence[Run]) -> str:
     for index, run in enumerate(runs):
         texts.append(_summary_of(run, left // (len(runs) - index)))
         left -= len(texts[-1].encode())
-    return "".join(texts)
+    return phrases.printable("".join(texts))
 
 
 def _summary_of(run: Run, room: int) -> str:

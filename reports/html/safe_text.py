@@ -9,13 +9,12 @@ from typing import Any
 
 from attncheck.reports.analysis import phrases
 
-_UNUSUAL = re.compile(r"[^\n\t\x20-\x7e]")
 _UNUSUAL_JSON = re.compile(r"[^\x20-\x7e]|\\u00")
 
 
 def clean(text: str) -> str:
     """``text`` without control and formatting characters, such as those that turn the direction of writing."""
-    return phrases.printable(text) if _UNUSUAL.search(text) else text
+    return phrases.printable(text)
 
 
 def clean_json(value: object) -> str:

@@ -5,7 +5,7 @@ What cannot be told is counted by reason. What backends said is quoted so that i
 
 from collections.abc import Sequence
 
-from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.analysis.phrases import plural, printable
 from attncheck.reports.comparison import summary
 from attncheck.reports.comparison.compare import RunComparison, SpeedChange
 from attncheck.reports.comparison.speed_changes import VERDICTS
@@ -27,7 +27,7 @@ def render_comparison(comparison: RunComparison) -> str:
         *_speeds(comparison),
         *_differences(comparison),
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    return printable("\n\n".join(section for section in sections if section)) + "\n"
 
 
 def _outcomes(comparison: RunComparison) -> list[str]:

@@ -48,7 +48,14 @@ def expected(findings: Sequence[Finding]) -> list[str]:
         for check in finding.checks:
             first, *further = [r for r in finding.records if r.check == check and isinstance(r, XFailed)]
             more = f" and {phrases.plural(len(further), 'more case')}" if further else ""
-            rows.append([check, markup.escaped(first.case) + more, first.underlying, markup.escaped(first.summary)])
+            rows.append(
+                [
+                    markup.escaped(check),
+                    markup.escaped(first.case) + more,
+                    first.underlying,
+                    markup.escaped(first.summary),
+                ]
+            )
         told.append(markup.table(["check", "case", "outcome", "what happened"], rows))
     return ["## Expected findings", *told] if told else []
 
@@ -57,7 +64,7 @@ def _section(finding: Finding, summary: RunSummary, header: RunHeader) -> str:
     """Return cause, extent and what the cases share; then one example with its figures and the line that repeats it."""
     record = finding.example
     rounds = f" ({told})" if (told := phrases.rounds_short(summary, record)) else ""
-    facts = [f"- {phrases.extent(finding)}; exit status {finding.exit_status}"]
+    facts = [f"- {markup.escaped(phrases.extent(finding))}; exit status {finding.exit_status}"]
     facts += [f"- in common: {markup.escaped(str(finding.contrast))}"] if finding.contrast else []
     if len(finding.cases) > 1:
         more = f" and {len(finding.cases) - SHOWN_CASES} more" if len(finding.cases) > SHOWN_CASES else ""

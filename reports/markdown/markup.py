@@ -24,9 +24,15 @@ def escaped(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """``text`` as it stands, between backticks."""
+    """``text`` on one line, between backticks."""
+    text = phrases.one_line(text)
     fence = "`" * (_longest_ticks(text) + 1)
     return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
+
+
+def code_cell(text: str) -> str:
+    """The same for a cell of a table, which a pipe would end."""
+    return code(text.replace("|", "\\|"))
 
 
 def fenced(text: str, language: str = "text") -> str:

@@ -42,7 +42,7 @@ def render_run(run: Run) -> str:
         "## Circumstances",
         _circumstances(run),
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    return phrases.printable("\n\n".join(section for section in sections if section)) + "\n"
 
 
 def _circumstances(run: Run) -> str:
@@ -62,10 +62,10 @@ def _circumstances(run: Run) -> str:
         "Policy": f"TF32 {'on' if env.tf32 else 'off'}, "
         f"deterministic algorithms {'on' if env.deterministic else 'off'}",
         "Started": header.started + (f", finished {run.footer.finished}" if run.footer else ""),
-        "Command": markup.code(shlex.join(header.command)) if header.command else "",
-        "Notes": "; ".join(markup.escaped(note) for note in header.notes),
     }
-    lines = [f"- {name}: {value}" for name, value in facts.items() if value]
+    lines = [f"- {name}: {markup.escaped(value)}" for name, value in facts.items() if value]
+    lines += [f"- Command: {markup.code(shlex.join(header.command))}"] if header.command else []
+    lines += [f"- Notes: {markup.escaped('; '.join(header.notes))}"] if header.notes else []
     return "\n".join(lines)
 
 
@@ -91,7 +91,7 @@ def _functions(run: Run, provider: str) -> list[str]:
     return [
         f"## {markup.escaped(provider_title(run.header, provider))}",
         f"{markup.escaped(LEGEND)}.",
-        markup.table(HEADINGS, [[f"`{row.name}`", *row.cells[1:]] for row in rows]),
+        markup.table(HEADINGS, [[markup.code_cell(row.name), *map(markup.escaped, row.cells[1:])] for row in rows]),
         "\n".join(notes),
     ]
 
@@ -107,7 +107,7 @@ def _suite_table(summary: RunSummary, header: RunHeader) -> str:
         ]
         for backend in summary.backends
     ]
-    return markup.table(["backend", *summary.suites, *worst, "not examined"], rows)
+    return markup.table(["backend", *map(markup.escaped, summary.suites), *worst, "not examined"], rows)
 
 
 def check_table(summary: RunSummary) -> str:
@@ -116,7 +116,7 @@ def check_table(summary: RunSummary) -> str:
         [markup.escaped(backend), *(_cell(summary.by_check.get((backend, check))) for check in summary.checks)]
         for backend in summary.backends
     ]
-    return markup.table(["backend", *summary.checks], rows)
+    return markup.table(["backend", *map(markup.escaped, summary.checks)], rows)
 
 
 def _chosen_kernels(summary: RunSummary) -> list[str]:
@@ -156,7 +156,7 @@ def _gaps(summary: RunSummary) -> list[str]:
         [
             markup.escaped(gap.backend),
             phrases.gap_outcome(gap),
-            phrases.gap(gap, len(summary.checks)),
+            markup.escaped(phrases.gap(gap, len(summary.checks))),
             markup.escaped(phrases.gap_reasons(gap)),
         ]
         for gap in summary.gaps

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from attncheck.reports.analysis import phrases
 from attncheck.reports.markdown import markup
 from attncheck.reports.run_file.timings import Kernel
 from attncheck.reports.speeds.notes import legend, speed_notes
@@ -42,7 +41,9 @@ def listed(notes: Sequence[str]) -> str:
 
 def rows_of(table: SpeedTable) -> str:
     """A table of speeds as Markdown."""
-    return markup.table(table.headings, [[markup.escaped(cell) for cell in row] for row in table.rows])
+    return markup.table(
+        [*map(markup.escaped, table.headings)], [[markup.escaped(cell) for cell in row] for row in table.rows]
+    )
 
 
 def _kernels(speeds: Sequence[Speed]) -> list[str]:
@@ -60,7 +61,7 @@ def _kernels(speeds: Sequence[Speed]) -> list[str]:
         [
             markup.escaped(case),
             markup.escaped(backend),
-            markup.code(phrases.one_line(kernel.name).replace("|", "\\|")),
+            markup.code_cell(kernel.name),
             str(kernel.count),
             unit.text(kernel.duration_ns),
         ]

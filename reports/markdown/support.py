@@ -22,8 +22,9 @@ _VERDICTS: dict[SupportVerdict, str] = {
 
 def support(run: Run, backends: Sequence[str], rows: Sequence[SupportRow]) -> list[str]:
     """The features each backend declares, then what the cases showed of them, and of sizes and forms."""
+    none = "no optional feature"
     declared = [
-        f"- {markup.escaped(backend.name)} declares: {', '.join(sorted(backend.features)) or 'no optional feature'}"
+        f"- {markup.escaped(backend.name)} declares: {markup.escaped(', '.join(sorted(backend.features)) or none)}"
         for backend in run.header.backends
         if backend.name in backends
     ]
@@ -47,7 +48,7 @@ def support(run: Run, backends: Sequence[str], rows: Sequence[SupportRow]) -> li
 def _feature_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
     cells = {(row.feature, row.backend): row.in_words for row in rows}
     names = sorted({row.feature for row in rows})
-    lines = [[f"`{name}`", *(cells.get((name, backend), "-") for backend in backends)] for name in names]
+    lines = [[markup.code_cell(name), *(cells.get((name, backend), "-") for backend in backends)] for name in names]
     return markup.table(["feature", *map(markup.escaped, backends)], lines)
 
 
@@ -64,14 +65,15 @@ def _form_table(rows: Sequence[SupportRow], backends: Sequence[str]) -> str:
         for place, words in values.items()
     }
     keys = dict.fromkeys(key for key, _ in values)
-    lines = [[f"`{key}`", *(cells.get((key, backend), "-") for backend in backends)] for key in keys]
+    lines = [[markup.code_cell(key), *(cells.get((key, backend), "-") for backend in backends)] for key in keys]
     return markup.table(["", *map(markup.escaped, backends)], lines)
 
 
 def _values(told: str, values: Sequence[str]) -> str:
     def size(value: str) -> tuple[bool, int, str]:
         digits = value.partition(" ")[0]
-        return (not digits.isdigit(), int(digits) if digits.isdigit() else 0, value)
+        is_size = digits.isdecimal() and len(digits) < 20
+        return (not is_size, int(digits) if is_size else 0, value)
 
     ordered = sorted(values, key=size)
     text = markup.escaped(", ".join(ordered))

@@ -6,42 +6,75 @@ flushed, and a cut file is read as far as it goes.
 
 import gzip
 import lzma
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from io import TextIOWrapper
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from attncheck.errors import RunFileError
 
 _ZSTD_MODULES = ("compression.zstd", "backports.zstd", "zstandard")
 """Which can decompress ``.zst``: the first is a part of Python 3.14."""
 
-_GZIP_WINDOW = zlib.MAX_WBITS | 16
+LONGEST_LINE = 2**27
+"""Bytes of the longest line: the header of a run of 100,000 cases has half as many."""
+
+MAX_BYTES = 2**32
+"""What a run file may hold, decompressed: a few million records."""
+
+_CHUNK = 2**20
 _LEVEL = 6
 """Of gzip: 9 takes twice as long for a hundredth."""
 
 
-def read_bytes(path: str) -> bytes:
-    """Return the content of a run file, decompressed where its name ends in ``.gz``, ``.xz`` or ``.zst``.
+def read_lines(path: str) -> Iterator[bytes]:
+    """Yield the lines of a run file with their ends, decompressed where its name ends in ``.gz``, ``.xz`` or ``.zst``.
+
+    No more is kept in memory than a line, whatever the file decompresses to.
 
     Raises:
-        RunFileError: the file cannot be read, is not compressed as its name says, or needs a package that is not
-            installed.
+        RunFileError: the file cannot be read, is not compressed as its name says, needs a package that is not
+            installed, or is longer than :data:`LONGEST_LINE` and :data:`MAX_BYTES` allow.
     """
+    parts: list[bytes] = []  # of the line whose end has not come yet
+    length = total = 0
+    for chunk in _chunks(path):
+        total += len(chunk)
+        begun, *others = chunk.split(b"\n")
+        parts.append(begun)
+        length += len(begun)
+        if others:
+            yield b"".join(parts) + b"\n"
+            yield from (each + b"\n" for each in others[:-1])
+            parts, length = [others[-1]], len(others[-1])
+        if length > LONGEST_LINE:
+            raise RunFileError(path, f"has a line of more than {LONGEST_LINE} bytes; no record is so long")
+        if total > MAX_BYTES:
+            raise RunFileError(path, f"holds more than {MAX_BYTES} bytes; divide the run by --shard")
+    if length:
+        yield b"".join(parts)
+
+
+def _chunks(path: str) -> Iterator[bytes]:
+    """Yield the decompressed content in pieces of at most :data:`_CHUNK` bytes."""
     ending = Path(path).suffix
     try:
-        content = Path(path).read_bytes()
-        return _DECOMPRESS[ending](content) if ending in _DECOMPRESS else content
-    except OSError as error:
-        raise RunFileError(path, f"cannot be read: {error.strerror or error}") from error
+        with _OPEN.get(ending, _open_plain)(path) as file:
+            while chunk := file.read1(_CHUNK):
+                yield chunk
     except ImportError as error:
         raise RunFileError(
             path, "needs a reader of zstd: pip install backports.zstd, or unpack it by zstd -d"
         ) from error
     except Exception as error:  # each library has an error of its own
-        raise RunFileError(path, f"is not what its name says, compressed by {ending[1:]}: {error}") from error
+        if isinstance(error, EOFError) and ending == ".gz":  # the run was cut off, and this is what there is
+            return
+        reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        if ending in _OPEN and getattr(error, "errno", None) is None:
+            reason = f"is not what its name says, compressed by {ending[1:]}: {error}"
+        raise RunFileError(path, reason) from error
 
 
 def open_new(path: Path) -> TextIOWrapper:
@@ -56,7 +89,7 @@ def open_new(path: Path) -> TextIOWrapper:
     ending = path.suffix
     if ending == ".gz":
         return TextIOWrapper(gzip.open(path, "xb", compresslevel=_LEVEL), encoding="utf-8", newline="\n")
-    if ending in _DECOMPRESS:
+    if ending in _OPEN:
         raise RunFileError(
             str(path),
             f"a cut-off {ending} file could not be read; name it .jsonl or .jsonl.gz, or compress it afterwards",
@@ -77,24 +110,15 @@ def open_to_append(path: Path) -> TextIOWrapper:
     return path.open("a", encoding="utf-8", newline="\n")
 
 
-def _from_gzip(content: bytes) -> bytes:
-    """Decompress as far as it goes: a run that was cut off has no end of the stream."""
-    parts = []
-    while content:
-        stream = zlib.decompressobj(_GZIP_WINDOW)
-        parts.append(stream.decompress(content))
-        content = stream.unused_data
-    return b"".join(parts)
+def _open_plain(path: str) -> BufferedReader:
+    return Path(path).open("rb")
 
 
-def _from_zstd(content: bytes) -> bytes:
+def _open_zstd(path: str) -> Any:
     module = _zstd()
     if module.__name__ == "zstandard":
-        with module.ZstdDecompressor().stream_reader(content, read_across_frames=True) as stream:
-            whole: bytes = stream.read()
-    else:
-        whole = module.decompress(content)
-    return whole
+        return BufferedReader(module.ZstdDecompressor().stream_reader(Path(path).open("rb"), read_across_frames=True))
+    return module.open(path)
 
 
 def _zstd() -> ModuleType:
@@ -107,4 +131,4 @@ def _zstd() -> ModuleType:
     return import_module(_ZSTD_MODULES[-1])
 
 
-_DECOMPRESS: Mapping[str, Callable[[bytes], bytes]] = {".gz": _from_gzip, ".xz": lzma.decompress, ".zst": _from_zstd}
+_OPEN: Mapping[str, Callable[[str], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": _open_zstd}

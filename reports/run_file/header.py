@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from attncheck.reports.run_file.timings import RunFileValue
+from attncheck.reports.run_file.timings import RunFileValue, Whole
 
 FORMAT = 1
 """Version of the run file. Raised when an older reader would misread a newer file; what it refuses, such as an outcome
@@ -23,6 +24,10 @@ def _current_check(name: object) -> object:
 
 CheckName = Annotated[str, BeforeValidator(_current_check)]
 """The name of a check; a former name is read as the one of today."""
+
+
+MOST_NAMES = Field(max_length=256)
+"""Suites, checks or backends of a run: a report has a table of each by each other."""
 
 
 class Environment(RunFileValue):
@@ -86,7 +91,7 @@ class CaseInfo(RunFileValue):
     id: str
     shape: str
     description: str = ""
-    keys: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    keys: dict[str, bool | Whole | float | str] = Field(default_factory=dict)
 
 
 class RecordOptions(RunFileValue):
@@ -114,14 +119,14 @@ class RunHeader(RunFileValue):
     format: int = FORMAT
     started: str
     environment: Environment
-    suites: tuple[SuiteInfo, ...]
+    suites: Annotated[tuple[SuiteInfo, ...], MOST_NAMES]
     cases: tuple[CaseInfo, ...] = ()
-    checks: tuple[CheckName, ...]
+    checks: Annotated[tuple[CheckName, ...], MOST_NAMES]
     device: str
     seed: int
     rounds: int = 1
-    shard: str = ""
-    backends: tuple[BackendInfo, ...]
+    shard: Annotated[str, Field(pattern=r"^([1-9][0-9]{0,5}/[1-9][0-9]{0,5})?$")] = ""
+    backends: Annotated[tuple[BackendInfo, ...], MOST_NAMES]
     options: RecordOptions = RecordOptions()
     command: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -130,15 +135,19 @@ class RunHeader(RunFileValue):
     @classmethod
     def _note_former_checks(cls, given: Any) -> Any:
         """Add a note for each check that the file calls by a former name."""
-        if not isinstance(given, dict):
-            return given
-        former = [name for name in given.get("checks", ()) if name in _FORMER_CHECKS]
+        match given:
+            case {"checks": [*checks]}:
+                former = [name for name in checks if isinstance(name, str) and name in _FORMER_CHECKS]
+            case _:  # which is refused
+                return given
         notes = [f"the check {_FORMER_CHECKS[name]} is called {name} in this run file" for name in former]
-        return given | {"notes": (*given.get("notes", ()), *notes)} if notes else given
+        own = given.get("notes", ())
+        return given | {"notes": (*own, *notes)} if notes and isinstance(own, list | tuple) else given
 
-    def case(self, suite: str, case_id: str) -> CaseInfo | None:
-        """Return what the header says of a case, or None if it does not list it."""
-        return next((case for case in self.cases if (case.suite, case.id) == (suite, case_id)), None)
+    @cached_property
+    def case_by_name(self) -> dict[tuple[str, str], CaseInfo]:
+        """What the header says of the cases that it lists, by suite and id."""
+        return {(case.suite, case.id): case for case in self.cases}
 
     def suite_ref(self, name: str) -> str:
         """What to type after ``--suite`` for the suite called ``name``; the name itself if the header lacks it."""

@@ -50,6 +50,10 @@ class RecordBase(RunFileValue):
     needs: tuple[str, ...] = ()
     duration_s: float = 0.0
 
+    def model_post_init(self, _context: Any) -> None:
+        """Share the set of fields among all records: a set for each takes more memory than all of its values."""
+        object.__setattr__(self, "__pydantic_fields_set__", _FIELDS)
+
     @property
     def key(self) -> RecordKey:
         """The identity of this record within a run."""
@@ -59,6 +63,10 @@ class RecordBase(RunFileValue):
     def case(self) -> str:
         """``suite/id``: what people call the case."""
         return f"{self.suite}/{self.case_id}"
+
+
+_FIELDS = set(RecordBase.model_fields)
+"""What pydantic has of every record; it reads it for ``exclude_unset`` alone, which a run file does without."""
 
 
 class LevelRecord(RecordBase):

@@ -19,9 +19,9 @@ from attncheck.reports.run_file.causes import cause_of_end, cause_of_error, caus
 from attncheck.reports.run_file.graph_levels import GraphLevels
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.record_base import LevelRecord, MeasuredRecord, RecordBase
-from attncheck.reports.run_file.timings import RunFileValue, Timing
+from attncheck.reports.run_file.timings import RunFileValue, Timing, Whole
 
-Figure = int | float
+Figure = Whole | float
 Outcome = Literal[
     "passed", "failed", "errored", "crashed", "timed_out", "unsupported", "unavailable", "xfailed", "xpassed"
 ]

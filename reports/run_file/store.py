@@ -8,20 +8,20 @@ error with its line, never a smaller report.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import TextIOWrapper
-from json import JSONDecodeError, loads
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Self
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
-from attncheck.errors import RunFileError, WriteError, unwritable
-from attncheck.reports.run_file.compression import open_new, open_to_append, read_bytes
+from attncheck.errors import RunFileError, WriteError, shorten, unwritable
+from attncheck.reports.run_file.compression import open_new, open_to_append, read_lines
 from attncheck.reports.run_file.header import FORMAT, RunHeader
 from attncheck.reports.run_file.record_base import RecordKey
 from attncheck.reports.run_file.records import OUTCOMES, Outcome, Record, RunFooter, format_line, parse_line
@@ -57,7 +57,8 @@ class RunWriter:
         self.path = path
         self.header = header
         self._earlier = earlier
-        self._keys: set[RecordKey] = set()
+        self._keys: set[int] = set()
+        """Hashes of 64 bits: of a million records, two would share one by a chance of 1 in 30 million."""
         self._counts: Counter[Outcome] = Counter()
         self._errors: list[str] = []
         self._file: TextIOWrapper | None = None
@@ -75,7 +76,7 @@ class RunWriter:
         if self._file.tell() == 0:  # new, or cut off within its header
             self._begin()
         if self._earlier is not None:
-            self._keys.update(record.key for record in self._earlier.records)
+            self._keys.update(hash(record.key) for record in self._earlier.records)
             self._counts.update(record.outcome for record in self._earlier.records)
             self._written = 1 + len(self._earlier.records)
         return self
@@ -90,9 +91,10 @@ class RunWriter:
 
     def add(self, record: Record) -> None:
         """Write one record; it is in the file when this returns."""
-        if record.key in self._keys:
+        key = hash(record.key)
+        if key in self._keys:
             raise ValueError(f"a run holds each record once, and this one came twice: {record.key}")
-        self._keys.add(record.key)
+        self._keys.add(key)
         self._counts[record.outcome] += 1
         self._write(record)
 
@@ -171,21 +173,19 @@ def read_run(path: Path | str) -> Run:
             announce or that stands behind the footer, or a footer whose counts are not those of its records.
     """
     path = str(path)
-    content = read_bytes(path)
-    if not content.strip():
+    lines = read_lines(path)
+    first = next(lines, b"")
+    if not first.strip():
         raise RunFileError(path, "is empty; a run begins with its header")
-    lines = content.split(b"\n")
-    unfinished = lines.pop() != b""
-    if unfinished:
-        lines = content.split(b"\n")
-    header = _read_header(path, lines[0])
+    header = _read_header(path, first)
     announced = _announced(header)
     records: dict[RecordKey, Record] = {}
     footer: RunFooter | None = None
-    for number, text in enumerate(lines[1:], start=2):
+    number = 1
+    for number, text in enumerate(lines, start=2):
         if footer is not None:
             raise RunFileError(path, "nothing may stand behind the footer", line=number)
-        if unfinished and number == len(lines) and not _is_json(text):
+        if not text.endswith(b"\n") and not _is_json(text):
             return Run(path, header, tuple(records.values()), cut_line=True)
         line = _parse(path, number, text)
         if isinstance(line, RunHeader):
@@ -199,7 +199,7 @@ def read_run(path: Path | str) -> Run:
             raise RunFileError(path, reason, line=number)
         records[line.key] = line
     if footer is not None:
-        _compare_counts(path, len(lines), footer.counts, count_outcomes(records.values()))
+        _compare_counts(path, number, footer.counts, count_outcomes(records.values()))
     return Run(path, header, tuple(records.values()), footer)
 
 
@@ -214,8 +214,8 @@ def lacks_header(path: Path) -> bool:
 
 def _is_json(text: bytes) -> bool:
     try:
-        loads(text)
-    except (JSONDecodeError, UnicodeDecodeError):
+        from_json(text)
+    except ValueError:
         return False
     return True
 
@@ -223,13 +223,14 @@ def _is_json(text: bytes) -> bool:
 def _read_header(path: str, text: bytes) -> RunHeader:
     """The first line. Another format is told from a broken file before the keys are looked at."""
     try:
-        data = loads(text)
-    except (JSONDecodeError, UnicodeDecodeError) as error:
+        data = from_json(text)
+    except ValueError as error:
         raise RunFileError(path, f"is no run file: its first line is not JSON ({error})", line=1) from error
     if not isinstance(data, dict) or data.get("kind") != "header":
         raise RunFileError(path, "has no header: the first line of a run has kind 'header'", line=1)
     if data.get("format") != FORMAT:
-        raise RunFileError(path, f"has format {data.get('format')!r}; this attncheck reads format {FORMAT}", line=1)
+        found = shorten(data.get("format"))
+        raise RunFileError(path, f"has format {found}; this attncheck reads format {FORMAT}", line=1)
     header = _parse(path, 1, text)
     if not isinstance(header, RunHeader):  # its kind says so
         raise RunFileError(path, "has no header: the first line of a run has kind 'header'", line=1)
@@ -254,19 +255,19 @@ def _explain(error: ValidationError) -> str:
     return f"{place}: {first['msg']}" if place else first["msg"]
 
 
-def _announced(header: RunHeader) -> dict[str, tuple[object, ...]]:
+def _announced(header: RunHeader) -> dict[str, Collection[object]]:
     """By field, what the records of a run may say."""
     return {
-        "suite": tuple(suite.name for suite in header.suites),
-        "backend": tuple(backend.name for backend in header.backends),
-        "check": header.checks,
+        "suite": {suite.name: suite for suite in header.suites},
+        "backend": {backend.name: backend for backend in header.backends},
+        "check": dict.fromkeys(header.checks),
         "seed": (header.seed,),
         "environment": (header.environment.digest,),
         "attncheck_version": (header.environment.attncheck,),
     }
 
 
-def _stranger(announced: Mapping[str, tuple[object, ...]], rounds: int, record: Record) -> str | None:
+def _stranger(announced: Mapping[str, Collection[object]], rounds: int, record: Record) -> str | None:
     """Why a record cannot be of this run, or None."""
     for name, known in announced.items():
         value = getattr(record, name)

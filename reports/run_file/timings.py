@@ -5,7 +5,7 @@ Times are nanoseconds. Pure values: nothing here measures.
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field
 
 TIMING = "timing"
 """The check whose records carry times."""
@@ -20,8 +20,14 @@ ClockName = Literal["host", "events", "graph"]
 """``host``: a monotonic clock around the call; ``events``: CUDA events; ``graph``: the same around a graph's replay."""
 
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(ge=1e-30, le=1e30, allow_inf_nan=False)]
 """A time or a rate: its logarithm is taken, and it divides."""
+
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""A number that a float can stand for."""
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""A number of bytes, operations or nanoseconds."""
 
 
 class RunFileValue(BaseModel):
@@ -43,10 +49,10 @@ class Latency(RunFileValue):
     median_ns: Positive
     low_ns: Positive
     high_ns: Positive
-    samples_ns: tuple[NonNegativeInt, ...]
+    samples_ns: tuple[Count, ...]
     is_settled: bool
-    moved_bytes: NonNegativeInt | None = None
-    flops: NonNegativeInt | None = None
+    moved_bytes: Count | None = None
+    flops: Count | None = None
 
 
 class Ceilings(RunFileValue):
@@ -68,8 +74,8 @@ class ClockOverhead(RunFileValue):
     than a launch of that kernel; None where no graph could be captured.
     """
 
-    empty_ns: NonNegativeInt
-    replay_ns: NonNegativeInt | None = None
+    empty_ns: Count
+    replay_ns: Count | None = None
 
 
 class Kernel(RunFileValue):
@@ -112,8 +118,8 @@ class Timing(RunFileValue):
     def roofline_share(self, latency: Latency) -> float | None:
         """The least time the device could take for one of the latencies, as a share of the time taken.
 
-        None where ceilings were not measured, or bytes and flops mean nothing.
+        None where ceilings were not measured, or bytes and flops mean nothing or are 0.
         """
         if self.ceilings is None or latency.moved_bytes is None or latency.flops is None:
             return None
-        return self.ceilings.least_ns(latency.moved_bytes, latency.flops) / latency.median_ns
+        return self.ceilings.least_ns(latency.moved_bytes, latency.flops) / latency.median_ns or None

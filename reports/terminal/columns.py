@@ -4,6 +4,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 WIDTH = 100
 
@@ -47,6 +48,14 @@ class Style:
     def paint(self, text: str, code: str) -> str:
         """Return ``text`` in the colour of an ANSI code."""
         return f"\033[{code}m{text}{_PLAIN}" if self.color else text
+
+    def printable(self, text: str) -> str:
+        """Return a report without control characters of foreign texts; colours stay where they are asked for."""
+        from attncheck.reports.analysis import phrases
+
+        parts = [phrases.printable(part) for part in _COLOUR.split(text)]
+        colours = _COLOUR.findall(text) if self.color else []
+        return "".join(part + colour for part, colour in zip_longest(parts, colours, fillvalue=""))
 
     def table(self, rows: Sequence[Sequence[str]], *, empty: Sequence[str] = ("-", "")) -> str:
         """Return the rows as columns; too wide for that, each row as a folded list of its cells.

@@ -50,7 +50,7 @@ def render_comparison(comparison: RunComparison, *, color: bool = False, width: 
         "\n".join(style.wrap(one_line(text)) for text in summary.suite_speeds(comparison)),
         _closing(comparison, style),
     ]
-    return "\n\n".join(section for section in sections if section)
+    return style.printable("\n\n".join(section for section in sections if section))
 
 
 def _environments(comparison: RunComparison, style: Style) -> str:

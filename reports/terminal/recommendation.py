@@ -48,7 +48,7 @@ def render_recommendation(run: Run, needs: Sequence[str], backends: Sequence[Sui
             lines.append(style.wrap(f"{phrases.one_line(each.backend)}: {_words(each)}", "  "))
             lines += [style.wrap(f"{_kind(each)}: {title}", "    ") for title in titles(each)]
         parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    return style.printable("\n\n".join(parts))
 
 
 def titles(each: Suitability) -> list[str]:

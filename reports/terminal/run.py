@@ -44,16 +44,15 @@ HINT_WIDTH = 140
 
 def opening(header: RunHeader, *, width: int = WIDTH) -> str:
     """What a run begins with: versions, machine, what was asked, and what to know about it."""
-    return "\n".join(
-        [wrap(text, width=width) for text in (phrases.title(header), *(f"note: {note}" for note in header.notes))]
-    )
+    lines = (phrases.title(header), *(f"note: {note}" for note in header.notes))
+    return phrases.printable("\n".join(wrap(text, width=width) for text in lines))
 
 
 def render_run(run: Run, *, color: bool = False, width: int = WIDTH) -> str:
     """Return a run file as text: opening, warning if it was cut off, verdicts, tables, findings."""
     parts = [opening(run.header, width=width)]
     if warning := phrases.incomplete(run):
-        parts.append(wrap(f"warning: {warning}", width=width))
+        parts.append(wrap(f"warning: {phrases.one_line(warning)}", width=width))
     parts.append(
         render(
             run.header,
@@ -107,7 +106,7 @@ def render(
         "\n".join(style.wrap(f"error: {error}") for error in errors),
         style.wrap(phrases.closing(summary, errors, complete=complete, verdicts=found.verdicts)),
     ]
-    return "\n\n".join(section for section in sections if section)
+    return style.printable("\n\n".join(section for section in sections if section))
 
 
 def _check_table(summary: RunSummary, style: Style) -> str:

@@ -13,6 +13,7 @@
     |   |-- BackendLoadError         a named backend could not be imported, or breaks the contract
     |   |-- ProviderLoadError        a named provider of utilities could not be imported
     |   |-- DeviceError              a device that is not there
+    |   |-- ClusterError             a Ray cluster that is not there, or has no node for the run
     |   |-- BlindCaseError           a case whose truth does not notice what it asks about
     |   |-- RunFileError             a run file that cannot be trusted: path, line, why
     |   `-- MissingExtraError        something asked for needs a package that is not installed
@@ -52,6 +53,8 @@ _MACHINE_FAULTS = (
     *(errno.EROFS, errno.EACCES, errno.EPERM),  # the folder is read-only
     errno.EPIPE,  # nothing reads the pipe any more
 )
+LONGEST_MESSAGE = 2000
+"""Characters of one mistake; files from strangers have longer names and values."""
 
 
 class AttncheckError(Exception):
@@ -88,7 +91,7 @@ class CaseFileError(QuestionError):
         text = f"{place}: {self.key}: {self.reason}" if self.key else f"{place}: {self.reason}"
         if self.value is not None:
             text += f" (found {shorten(self.value)})"
-        return f"{text}; {self.allowed}" if self.allowed else text
+        return readable(f"{text}; {self.allowed}" if self.allowed else text)
 
 
 class SeveralMistakesError(CaseFileError):
@@ -197,6 +200,17 @@ class DeviceError(QuestionError):
         return f"device {self.device!r}: {self.reason}"
 
 
+class ClusterError(QuestionError):
+    """A Ray cluster that cannot be reached, has no room, or has lost or refused every node."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        self.address, self.reason = address, reason
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"Ray cluster {self.address!r}: {self.reason}"
+
+
 class BlindCaseError(QuestionError):
     """A case cannot see what it asks about: its truth hardly moves when ``subject`` is changed."""
 
@@ -216,7 +230,7 @@ class RunFileError(QuestionError):
         super().__init__(reason)
 
     def __str__(self) -> str:
-        return f"{self.path}{'' if self.line is None else f':{self.line}'}: {self.reason}"
+        return readable(f"{self.path}{'' if self.line is None else f':{self.line}'}: {self.reason}")
 
 
 class WriteError(AttncheckError):
@@ -283,3 +297,11 @@ def shorten(value: object, limit: int = 80) -> str:
     """``repr(value)`` cut to ``limit`` characters, so that a message stays one line."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def readable(text: str) -> str:
+    """Return ``text`` on one line, with escapes for what is not printable, and without its middle where it is long."""
+    if not text.isprintable():
+        text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    half = LONGEST_MESSAGE // 2
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:half]} ... {text[-half:]}"

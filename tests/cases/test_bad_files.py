@@ -4,13 +4,14 @@ The files of ``bad/`` are one mistake each. ``PLACES`` gives for each the line, 
 of the message.
 """
 
+import re
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from attncheck.cases import loader
+from attncheck.cases import yaml_tree
 from attncheck.cases.loader import load_file, load_suite
 from attncheck.errors import CaseFileError, QuestionError, SeveralMistakesError
 
@@ -356,7 +357,7 @@ def test_a_name_no_file_can_have() -> None:
 def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "large.yaml"
     path.write_text("# " + "x" * 2000)
-    monkeypatch.setattr(loader, "MAX_BYTES", 1000)
+    monkeypatch.setattr(yaml_tree, "MAX_BYTES", 1000)
     assert "larger than 1000 bytes" in str(refusal_of(path))
 
 
@@ -375,3 +376,31 @@ def test_messages_hold_no_control_characters(tmp_path: Path) -> None:
     path = tmp_path / "escape.yaml"
     path.write_text('suite: "\\x1b[2J"\ncases: []\n')
     assert str(refusal_of(path)).isprintable()
+
+
+def test_a_text_that_turns_the_direction_of_writing_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bidi.yaml"
+    for written in ("\u202e", '"\\u202e"', "\u2066", "\x85", "\u2028"):
+        path.write_text(f"suite: a\ndescription: {written}\n", encoding="utf-8")
+        assert re.search("is not allowed in YAML|an escape stands for a control character", str(refusal_of(path)))
+
+
+@pytest.mark.parametrize("text", ["!" + "t" * 50_000 + " x", "*" + "a" * 50_000, "{" + "k" * 50_000 + ": [}"])
+def test_a_message_about_a_long_word_is_short(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "long.yaml"
+    path.write_text(f"suite: a\ncases: {text}\n")
+    assert len(str(refusal_of(path))) < 3000
+
+
+@pytest.mark.parametrize(
+    "batch", [f"{{requests: [{'{query_len: 1, seq_len: 9},' * 9000}]}}", "_".join(["q1s2"] * 50_000)]
+)
+def test_cases_that_are_large_and_many_are_refused_at_once(tmp_path: Path, batch: str) -> None:
+    path = tmp_path / "large.yaml"
+    scales = ", ".join(f"0.{number}" for number in range(1, 300))
+    path.write_text(
+        f"suite: a\ncases:\n- id: a\n  layer: {LAYER}\n  batch: {batch}\n  matrix: {{layer.scale: [{scales}]}}\n"
+    )
+    start = time.process_time()
+    assert "hold too many values in all" in str(refusal_of(path))
+    assert time.process_time() - start < 2

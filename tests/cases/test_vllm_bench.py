@@ -178,3 +178,14 @@ def test_a_file_of_ours_is_never_taken_for_one_of_theirs(tmp_path: Path) -> None
     text = f"suite: s\nbatch_specs: [q9]\n{MODEL}"
     with pytest.raises(CaseFileError, match="a case file has no key 'batch_specs'"):
         load_text(tmp_path, text)
+
+
+def test_batches_that_are_large_and_asked_of_many_models_are_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "large.yaml"
+    batch, sizes = "_".join(["q1s2"] * 20_000), ", ".join(str(8 * number) for number in range(1, 301))
+    path.write_text(
+        "model: {num_q_heads: 8, num_kv_heads: 8, head_dim: 64, block_size: 16}\n"
+        f"batch_specs: [{batch}]\nmodel_parameter_sweep: {{param_name: head_dim, values: [{sizes}]}}\n"
+    )
+    with pytest.raises(CaseFileError, match="the cases hold 6000000 requests in all"):
+        load_file(path)

@@ -1,5 +1,7 @@
 """``attncheck.examine``: candidates of every kind, typed records, silence, and errors for wrong questions only."""
 
+import ctypes
+import os
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from torch import Tensor
 
 import attncheck
 from attncheck.backends.candidates.reference import ReferenceBackend
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
 from attncheck.errors import (
     BackendLoadError,
     CaseFileError,
@@ -23,7 +26,16 @@ from attncheck.harness.run.evaluation import Examiner
 from attncheck.harness.run.lost_device import DeviceLostError
 from attncheck.reference.attention.params import AttentionParams
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
-from attncheck.reports.run_file.records import Errored, Failed, Passed, RunFooter, Unsupported, timing_of
+from attncheck.reports.run_file.records import (
+    Crashed,
+    Errored,
+    Failed,
+    Passed,
+    RunFooter,
+    TimedOut,
+    Unsupported,
+    timing_of,
+)
 from attncheck.reports.run_file.store import read_run
 
 SUITE = """\
@@ -277,3 +289,51 @@ def test_a_lost_device_ends_the_call_with_its_record(suite: str, monkeypatch: py
     with pytest.raises(DeviceLostError, match="CUDA error: unspecified launch failure") as caught:
         attncheck.examine(losing, suite=suite, cases="decode", checks="numerics", device="cpu")
     assert (caught.value.record.case_id, caught.value.record.outcome) == ("decode", "crashed")
+
+
+def hanging(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
+    ctypes.PyDLL(None).sleep(600)  # and holds the GIL
+
+
+def dying(query: Any, key_cache: Any, value_cache: Any, metadata: Any, params: Any, out: Tensor) -> None:
+    os.abort()
+
+
+@pytest.mark.parametrize("candidate", [attend, "torch_sdpa", SDPABackend], ids=["function", "reference", "class"])
+def test_with_a_time_limit_records_are_those_of_this_process(suite: str, candidate: Any) -> None:
+    torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # by threads, which a copy of this process has not
+    apart, here = (
+        attncheck.examine(candidate, suite, checks=["numerics", "lse"], timeout=limit) for limit in (60, None)
+    )
+    assert [record.model_copy(update={"duration_s": 0}) for record in apart.records] == [
+        record.model_copy(update={"duration_s": 0}) for record in here.records
+    ]
+    assert apart.verdict == "passed"
+
+
+def test_what_hangs_or_dies_apart_is_a_record(suite: str) -> None:
+    hung, *_ = attncheck.examine(hanging, suite, cases="decode", checks="numerics", timeout=0.5).records
+    assert isinstance(hung, TimedOut)
+    assert (hung.limit_s, hung.recurrence) == (0.5, "always")
+    assert "in hanging" in hung.output
+    died, *_ = attncheck.examine(dying, suite, cases="decode", checks="numerics", timeout=60).records
+    assert isinstance(died, Crashed)
+    assert died.cause == "killed by SIGABRT"
+
+
+def test_a_function_that_exec_made_is_examined_apart(suite: str) -> None:
+    made: dict[str, Any] = {}
+    exec("def nothing(query, key_cache, value_cache, metadata, params, out):\n    out.zero_()", made)
+    assert attncheck.examine(made["nothing"], suite, checks="numerics", timeout=60).verdict == "failed"
+
+
+def test_a_copy_of_a_process_that_used_cuda_is_refused(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(SelectionError, match=r"timeout= copies this process.*give a reference to attend"):
+        attncheck.examine(attend, suite, timeout=60)
+
+
+@pytest.mark.parametrize("limit", [-1, float("nan")])
+def test_a_time_limit_that_is_none_is_refused(suite: str, limit: float) -> None:
+    with pytest.raises(SelectionError, match="timeout="):
+        attncheck.examine(attend, suite, timeout=limit)

@@ -3,12 +3,15 @@
 import gzip
 import lzma
 import sys
+import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from attncheck.errors import RunFileError
+from attncheck.reports.run_file import compression
 from attncheck.reports.run_file.header import RunHeader
 from attncheck.reports.run_file.records import Record
 from attncheck.reports.run_file.store import RunWriter, read_run
@@ -93,3 +96,46 @@ def test_a_form_that_no_cut_file_could_be_read_in_is_refused(tmp_path: Path, hea
     with pytest.raises(RunFileError, match=r"name it \.jsonl or \.jsonl\.gz"), RunWriter(path, header):
         pass
     assert not path.exists()
+
+
+@pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("xz", partial(lzma.compress, preset=0))])
+def test_of_a_file_that_decompresses_to_very_much_little_is_kept(
+    tmp_path: Path, ending: str, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression, "LONGEST_LINE", 2**21)
+    path = tmp_path / f"run.jsonl.{ending}"
+    path.write_bytes(pack(bytes(2**26)))
+    assert path.stat().st_size < 2**17
+    tracemalloc.start()
+    try:
+        with pytest.raises(RunFileError, match="a line of more than 2097152 bytes"):
+            read_run(path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 2**24
+
+
+def test_a_file_of_too_many_lines_is_refused(
+    write: Write, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(*(make("passed", case_id=f"case-{number}") for number in range(100)))
+    monkeypatch.setattr(compression, "MAX_BYTES", path.stat().st_size - 1)
+    with pytest.raises(RunFileError, match=r"holds more than .* bytes; divide the run by --shard"):
+        read_run(path)
+
+
+def test_a_line_that_is_read_in_pieces_is_whole(
+    write: Write, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = write(*(make("passed", case_id=f"case-{number}") for number in range(3)))
+    expected = read_run(path)
+    for size in (1, 7, 300):
+        monkeypatch.setattr(compression, "_CHUNK", size)
+        assert read_run(path) == expected
+
+
+def test_an_endless_file_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression, "LONGEST_LINE", 2**21)
+    with pytest.raises(RunFileError, match="a line of more than"):
+        read_run("/dev/zero")

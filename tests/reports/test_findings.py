@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.analysis.findings import Finding, findings, short_of
+from attncheck.reports.analysis.findings import CONTRASTED, Finding, findings, short_of
 from attncheck.reports.run_file.causes import UNEXPLAINED
 from attncheck.reports.run_file.header import CaseInfo, RunHeader
 from attncheck.reports.run_file.records import OURSELVES, Record
@@ -212,3 +212,12 @@ def test_a_case_of_the_same_name_in_another_suite_is_another(make: Make, with_ca
     assert finding.cases == ("smoke/a",)
     assert finding.contrast is not None
     assert finding.contrast.right == 1
+
+
+def test_of_very_many_findings_none_is_held_against_the_cases_that_pass(make: Make, header: RunHeader) -> None:
+    passed = [make("passed", case_id=f"right-{n}", needs=("head_size=64",)) for n in range(20)]
+    for count, is_told in ((CONTRASTED, True), (CONTRASTED + 1, False)):
+        failed = [make("failed", case_id=f"c{n}", finding=f"f{n}", needs=("sinks",)) for n in range(count)]
+        found = findings([*passed, *failed], header)
+        assert len(found) == count
+        assert {finding.contrast is not None for finding in found} == {is_told}

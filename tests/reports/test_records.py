@@ -219,3 +219,14 @@ def test_an_expected_failure_keeps_the_kernels_that_ran() -> None:
     failed = ONE_OF_EACH[1].model_copy(update={"chosen_kernels": ("flash",)})
     expected = XFailed(**without_outcome(failed), underlying="failed", summary="7 of 40 rows", reason="known")
     assert chosen_kernels_of(expected) == ("flash",)
+
+
+def test_records_share_what_pydantic_keeps_of_their_fields_and_a_copy_changes_no_other(make_record):
+    """A set of field names for each record takes more memory than all its values."""
+    one, other = make_record("passed"), make_record("failed", case_id="b")
+    assert one.__pydantic_fields_set__ is other.__pydantic_fields_set__
+    known = set(one.model_fields_set)
+    copy = other.model_copy(update={"output": "printed"})
+    assert (copy.output, other.output) == ("printed", "")
+    assert one.model_fields_set == known
+    assert parse_line(format_line(copy)) == copy

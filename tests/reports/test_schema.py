@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attncheck.reports.run_file.compression import read_bytes
+from attncheck.reports.run_file.compression import read_lines
 from attncheck.reports.run_file.records import OUTCOMES, Record, format_line
 from attncheck.reports.run_file.schema import run_file_schema
 
@@ -32,7 +32,7 @@ def test_the_copy_in_the_docs_is_up_to_date() -> None:
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name)
 def test_it_holds_for_every_line_of_a_kept_run(path: Path) -> None:
-    for text in read_bytes(str(path)).splitlines():
+    for text in read_lines(str(path)):
         line = json.loads(text)
         definition = definition_of(line)
         assert set(definition.get("required", ())) <= set(line) <= set(definition["properties"])

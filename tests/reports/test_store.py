@@ -124,6 +124,27 @@ def lines_of(path: Path) -> list[str]:
         (lambda lines: [lines[0], edit(lines[1], check="timing")], 2, "check 'timing' is not in the header"),
         (lambda lines: [lines[0], edit(lines[1], seed=9)], 2, "seed 9 is not in the header"),
         (lambda lines: [lines[0], edit(lines[1], environment="ffff")], 2, "environment 'ffff' is not in the header"),
+        (lambda lines: ["[" * 100_000], 1, "not JSON .recursion limit"),
+        (lambda lines: [f'{{"kind": "header", "format": {"9" * 5000}}}'], 1, "not JSON .number out of range"),
+        (lambda lines: [lines[0], f'{{"kind": {"[" * 100_000}'], 2, "not a line of JSON: recursion limit"),
+        (
+            lambda lines: [edit(lines[0], checks=[{}, ["claims"]]), *lines[1:]],
+            1,
+            "header.checks.0: Input should be a val",
+        ),
+        (
+            lambda lines: [edit(lines[0], checks="claims", notes=7), *lines[1:]],
+            1,
+            "header.checks: Input should be a val",
+        ),
+        (lambda lines: [edit(lines[0], shard="1/99999999"), *lines[1:]], 1, "header.shard: String should match"),
+        (lambda lines: [edit(lines[0], backends=json.loads(lines[0])["backends"] * 200)], 1, "at most 256 items"),
+        (lambda lines: [lines[0], edit(lines[1], backend="\x1b[2J")], 2, r"'\\x1b\[2J' is not in the header"),
+        (
+            lambda lines: [lines[0], edit(lines[1], suite="s" * 9000)],
+            2,
+            r"s{900} \.\.\. .*\(which has 'smoke', 'mine'\)",
+        ),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused_with_the_line(
@@ -135,6 +156,7 @@ def test_a_file_that_contradicts_itself_is_refused_with_the_line(
         read_run(path)
     assert caught.value.line == line
     assert str(caught.value).startswith(str(path))
+    assert len(str(caught.value)) < 3000
 
 
 def test_a_check_by_its_former_name_is_read_as_the_one_of_today(

@@ -45,7 +45,7 @@ TheRun = Callable[[Path], Path]
         (["--check", "numeric"], "did you mean 'numerics'?"),
         (["--backend", "reference", "--device", "tpu"], "give cpu, cuda or cuda:N"),
         (["--backend", "reference", "--device", "meta"], "attncheck examines on cpu, cuda or cuda:N"),
-        (["--backend", "reference", "--expect", "nothing.yaml"], "cannot be read"),
+        (["--backend", "reference", "--expect", "nothing.yaml"], "there is no such file"),
         (["--backend", "reference", "--output", "wrong.py"], "wrong.py: exists already"),
     ],
 )

@@ -1,6 +1,7 @@
 """``attncheck report`` in every format: where it writes, what it refuses, and what it loads."""
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -145,3 +146,10 @@ def test_no_format_loads_torch_and_none_of_text_what_the_page_takes(run: Path, f
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=run.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("form", [name for name in FORMATS if name != "pytest-benchmark"])
+def test_a_file_whose_name_is_no_text_is_reported(run: Path, form: str, tmp_path: Path) -> None:
+    strange = run.rename(run.with_name(os.fsdecode(b"\xff.jsonl")))
+    assert cli.main(["report", str(strange), "--format", form, "--output", "report"]) == 0
+    assert (tmp_path / "report").read_text(encoding="utf-8")

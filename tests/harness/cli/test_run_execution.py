@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from attncheck.errors import SelectionError
-from attncheck.harness.cli.run_execution import case_examiner, execute_run
+from attncheck.harness.cli.executors import case_examiner
+from attncheck.harness.cli.run_execution import execute_run
 from attncheck.harness.cli.run_options import RunOptions
 from attncheck.harness.run.backend_description import BackendDescription
 from attncheck.harness.run.evaluation import RunPlan, environment_of

@@ -7,7 +7,7 @@ import pytest
 
 from attncheck.errors import RunFileError
 from attncheck.harness.cli import run_files
-from attncheck.harness.cli.run_files import drop_old_runs, kept_folder, kept_runs, newest_run
+from attncheck.harness.cli.run_files import drop_old_runs, kept_folder, kept_runs, measured_costs, newest_run
 from attncheck.reports.run_file.store import read_run
 
 Attncheck = Callable[..., int]
@@ -93,6 +93,25 @@ def test_the_runs_of_the_cache_count_together(tmp_path: Path, monkeypatch: pytes
         Path("c"),
         Path("c") / latest,
     ]
+
+
+def test_the_newest_runs_on_this_device_say_what_checks_cost(
+    here: Attncheck, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        assert here("reference", "--case", "prefill", "--check", "numerics", "--output", f"{number}.jsonl") == 0
+        (plain / f"{number}.jsonl").rename(plain / runs(plain, number)[0])
+    older, newer = map(read_run, kept_runs(plain))
+    name = newer.header.environment.device_name
+    expected = {("reference", each.case_hash, "numerics"): each.duration_s for each in newer.records}
+    assert measured_costs(plain, name) == expected != {}
+    (plain / runs(plain, 3)[0]).write_bytes(b'{"kind":"\xff')
+    assert measured_costs(plain, name) == expected
+    Path(newer.path).unlink()
+    assert set(measured_costs(plain, name).values()) == {each.duration_s for each in older.records}
+    assert [measured_costs(folder, other) for folder, other in ((None, name), (plain, "another"))] == [{}, {}]
+    monkeypatch.setattr(run_files, "_READ_S", 0)
+    assert measured_costs(plain, name) == {}
 
 
 def test_a_folder_without_runs_has_no_newest(tmp_path: Path) -> None:

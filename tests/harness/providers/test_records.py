@@ -10,7 +10,12 @@ from attncheck.harness.providers.departures import Departure, Departures
 from attncheck.harness.providers.plan import ProviderPlan
 from attncheck.harness.providers.provider import Provider
 from attncheck.harness.providers.questions import Subject, SubjectSetting, subject_call
-from attncheck.harness.providers.records import examine_providers, header_with_providers
+from attncheck.harness.providers.records import (
+    PlannedProviders,
+    describe_plan,
+    examine_providers,
+    header_with_providers,
+)
 from attncheck.harness.run.outcomes import Circumstances
 from attncheck.reports.analysis.utilities import function_rows
 from attncheck.reports.run_file.header import BackendInfo, Environment, RunHeader, SuiteInfo
@@ -102,14 +107,16 @@ def plan():
 
 
 def test_the_header_announces_providers_and_their_check(header):
-    alone = header_with_providers(header, plan())
+    alone = header_with_providers(header, describe_plan(plan()))
     assert alone.checks == ("utilities",)
     assert [(suite.name, suite.cases) for suite in alone.suites] == [("smoke", 2), ("utilities", 1)]
     assert alone.notes == ("a note",)
-    both = header_with_providers(header.model_copy(update={"backends": (BackendInfo(name="b", ref="b"),)}), plan())
+    both = header_with_providers(
+        header.model_copy(update={"backends": (BackendInfo(name="b", ref="b"),)}), describe_plan(plan())
+    )
     assert both.checks == ("numerics", "utilities")
     assert [info.name for info in both.backends] == ["b", "fake"]
-    assert header_with_providers(header, ProviderPlan()) is header
+    assert header_with_providers(header, PlannedProviders()) is header
 
 
 def test_names_that_clash_are_refused(header):
@@ -117,4 +124,4 @@ def test_names_that_clash_are_refused(header):
     suite = header.model_copy(update={"suites": (SuiteInfo(name="utilities", ref="u.yaml", cases=1),)})
     for clashing in (backend, suite):
         with pytest.raises(SelectionError, match="called"):
-            header_with_providers(clashing, plan())
+            header_with_providers(clashing, describe_plan(plan()))

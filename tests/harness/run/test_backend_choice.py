@@ -18,8 +18,9 @@ from attncheck.harness.run.backend_choice import (
     refuse_unavailable,
     suite_device,
 )
-from attncheck.harness.run.backend_description import BackendDescription, unloadable
+from attncheck.harness.run.backend_description import BackendDescription, LoadError, unloadable, unloaded
 from attncheck.harness.run.backend_loading import Loader
+from attncheck.harness.run.outcomes import ProcessEnd
 
 
 def choose(
@@ -114,6 +115,27 @@ def test_two_backends_of_one_name_are_refused() -> None:
     with pytest.raises(SelectionError, match="two of the backends are called 'mine'"):
         choose_backends(
             ["a.py:mine", "b.py:mine"], [suite()], (), lambda refs: [unloadable("mine", ref, ()) for ref in refs]
+        )
+
+
+@pytest.mark.parametrize("failure", [ProcessEnd("killed by SIGSEGV"), LoadError("ImportError", "no module")])
+def test_one_whose_code_fails_as_it_is_loaded_stays_beside_others(failure: ProcessEnd | LoadError) -> None:
+    found = {
+        "./mine.py:Mine": unloaded("./mine.py:Mine", failure),
+        "other.py": unloaded("other.py", ProcessEnd("died")),
+    }
+    backends, _ = choose_backends([*found], [suite()], (), lambda refs: [found[ref] for ref in refs])
+    assert [(backend.name, backend.is_loaded) for backend in backends] == [("Mine", False), ("other", False)]
+    assert backends[0].failure == failure
+
+
+def test_where_all_raise_as_they_are_imported_the_question_is_wrong() -> None:
+    with pytest.raises(QuestionError, match=r"^no a\nno b$"):
+        choose_backends(
+            ["a", "b"],
+            [suite()],
+            (),
+            lambda refs: [unloaded(ref, LoadError("ImportError", f"no {ref}")) for ref in refs],
         )
 
 

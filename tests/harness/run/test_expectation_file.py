@@ -50,7 +50,7 @@ def test_a_wrong_file_is_answered_with_the_place(tmp_path: Path, text: str | Non
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CaseFileError, match="No such file"):
+    with pytest.raises(CaseFileError, match="there is no such file"):
         load_expectations(tmp_path / "expect.yaml")
 
 

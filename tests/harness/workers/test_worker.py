@@ -117,7 +117,7 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
         fault = process.receive()
         assert isinstance(fault, HarnessFailure)
         assert fault.error == "KeyError: 'small/none'"
-        assert "in _serve" in fault.traceback
+        assert "in serve_cases" in fault.traceback
         with pytest.raises(ProcessEndedError, match="left with exit code 0"):
             process.receive()
 

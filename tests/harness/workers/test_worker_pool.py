@@ -34,6 +34,7 @@ from attncheck.harness.workers.protocol import (
 from attncheck.harness.workers.time_limits import Limit
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
+from attncheck.harness.workers.worker_settings import WorkerSettings
 from attncheck.reports.run_file.header import BackendInfo
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -62,7 +63,11 @@ class Fake:
     silent: tuple[str, ...] = ()
 
     def __init__(
-        self, environment: dict[str, str] | None = None, show: object = None, pass_env: Sequence[str] = ()
+        self,
+        environment: dict[str, str] | None = None,
+        show: object = None,
+        pass_env: Sequence[str] = (),
+        start: object = None,
     ) -> None:
         self.inherited = passed_environment(os.environ, pass_env)
         self.ref, self.environment, self.state = "", dict(environment or {}), "alive"
@@ -147,7 +152,7 @@ def test_one_that_was_started_ahead_and_lacks_a_variable_gets_no_backend(
     monkeypatch.setenv("OF_MINE", "1")
     monkeypatch.setenv("OF_OTHERS", "1")
     Fake.script = {"a": [described("a", OF_OTHERS="1")] * 2}
-    with WorkerPool(None, Fake(), pass_env=["OF_MINE"]) as processes:  # type: ignore[arg-type]
+    with WorkerPool(None, Fake(), settings=WorkerSettings(pass_env=("OF_MINE",))) as processes:  # type: ignore[arg-type]
         processes.assign(ASSIGNMENT)
         processes.start(["a"])
         assert [fake.ref for fake in started] == ["", "a"]
@@ -195,7 +200,7 @@ def test_every_process_is_watched_and_told_its_limits(started: list[Fake], monke
     monkeypatch.setattr(MemoryWatch, "add", lambda _watch, process: watched.append(process))
     limits = MemoryLimits(host=4 * 2**30, device=2**30)
     Fake.script = {"a": [described("a")] * 3}
-    with WorkerPool(None, Fake(), memory=limits) as processes:  # type: ignore[arg-type]
+    with WorkerPool(None, Fake(), settings=WorkerSettings(memory=limits)) as processes:  # type: ignore[arg-type]
         processes.assign(ASSIGNMENT)
         processes.describe(["a"])
         extra = processes.start_extra("a")

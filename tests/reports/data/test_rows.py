@@ -58,3 +58,10 @@ def test_a_text_of_foreign_code_stays_in_its_cell(write: Write, make: Make) -> N
     (row,) = rows_of(write(make("errored", message='a "b", c;\x1b[2J\nd')))
     assert row["what"] == 'RuntimeError in forward: a "b", c;?[2J'
     assert row["check"] == "numerics"
+
+
+def test_a_text_that_a_spreadsheet_would_calculate_has_an_apostrophe(write: Write, make: Make) -> None:
+    texts = ("=1+1", "+1", "-1", "@SUM(A1)", "1-1", "\t=1")
+    rows = rows_of(write(*(make("unsupported", case_id=text, reasons=(text,)) for text in texts)))
+    assert [row["case_id"] for row in rows] == ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "1-1", "\t=1"]
+    assert [row["what"] for row in rows] == ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "1-1", "'=1"]

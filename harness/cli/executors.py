@@ -1,0 +1,124 @@
+"""Where the cases of a run are examined: in processes of this machine, on a Ray cluster, or in this process."""
+
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import typer
+
+from attncheck.errors import QuestionError, SelectionError
+from attncheck.harness.cli.output import show_printed
+from attncheck.harness.cli.run_files import measured_costs
+from attncheck.harness.cli.run_options import RunOptions
+from attncheck.harness.run.backend_choice import first_refs
+from attncheck.harness.run.selection import Selection
+from attncheck.harness.workers.first_messages import preparation_of
+from attncheck.harness.workers.ray_cluster import RayCluster
+from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.harness.workers.worker_process import WorkerProcess
+from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.timings import TIMING
+
+if TYPE_CHECKING:
+    from attncheck.harness.cli.provider_process import InProcessProviders, ProviderExaminer
+    from attncheck.harness.run.preparation import PreparedRun
+
+Processes = WorkerPool | RayCluster
+"""What loads and describes the backends of a run, apart from this process."""
+
+
+class CaseExaminer(Protocol):
+    """Examines the cases of a plan, in this process or in others."""
+
+    @property
+    def blind(self) -> list[QuestionError]:
+        """Cases that could not be examined at all."""
+
+    def run(self) -> Generator[Record, None, None]:
+        """Every record, as it is found."""
+
+
+def open_providers(
+    options: RunOptions, selection: Selection
+) -> "AbstractContextManager[ProviderExaminer | InProcessProviders | None]":
+    """Return what examines the providers of ``options``, which ends it; None if there are none."""
+    if not options.providers:
+        return nullcontext()
+    from attncheck.harness.cli.provider_process import providers_of
+
+    return providers_of(options, selection.cases, show_printed if options.show_output else None)
+
+
+@contextmanager
+def open_processes(
+    options: RunOptions, selection: Selection, spare: WorkerProcess | None, sampling_s: float
+) -> Iterator[Processes]:
+    """Yield what examines the backends of ``options`` outside of this process; on leaving, all of it has ended.
+
+    ``spare``: a process that was started ahead; it is used for the first backend, and closed. ``sampling_s``: seconds
+    that the check ``timing`` samples a part of a step.
+
+    Raises:
+        SelectionError: times are asked for on a Ray cluster.
+        ClusterError, MissingExtraError: the Ray cluster cannot be used.
+    """
+    prepare, settings = preparation_of(selection), options.worker_settings
+    settings = replace(settings, limits=replace(settings.limits, sampling_s=sampling_s))
+    if options.ray is not None:
+        if selection.is_timed:
+            reason = f"the check {TIMING} compares times of one device, and a cluster has many"
+            raise SelectionError(f"--executor ray: {reason}; take times by a run on one machine")
+        with RayCluster(
+            options.ray, prepare, _note, device=options.device, jobs=options.jobs, workers=settings
+        ) as cluster:
+            yield cluster
+        return
+    with WorkerPool(show_printed if options.show_output else None, spare, prepare, settings) as pool:
+        if options.backend_refs is not None and not options.in_process:
+            pool.start(first_refs(options.backend_refs, selection.suites))
+        yield pool
+
+
+def case_examiner(
+    prepared: "PreparedRun",
+    processes: Processes | None,
+    *,
+    warms: bool = True,
+    jobs: int | None = None,
+    folder: Path | None = None,
+) -> CaseExaminer:
+    """Return what examines the plan: this process, or ``processes``.
+
+    ``warms``: on a GPU, other processes compile kernels ahead of the run. ``jobs``: processes at work at once; None: as
+    many as there are cores and memory for, but one a GPU. ``folder``: of kept runs, which say how long checks take.
+
+    Raises:
+        SelectionError: more processes at once than GPUs.
+    """
+    from attncheck.harness.workers.ray_executor import RayExecutor
+    from attncheck.harness.workers.supervisor import Supervisor
+    from attncheck.harness.workers.warming import most_processes
+
+    plan, environment = prepared.plan, prepared.environment
+    if isinstance(processes, RayCluster):
+        return RayExecutor(plan, prepared.backends, processes, environment)
+    if processes is None or not prepared.backends:
+        from attncheck.harness.run.evaluation import Examiner
+
+        return Examiner(plan, environment)
+    is_gpu = plan.device != "cpu"
+    most = max(len(processes.gpus), 1) if is_gpu else None
+    if most is not None and (jobs or 1) > most:
+        raise SelectionError(
+            f"--jobs {jobs} on {plan.device}: one process a GPU, and GPUs to use: {most}; give --jobs {most} or auto"
+        )
+    jobs = jobs or min(most_processes("cpu"), most or sys.maxsize)
+    costs = measured_costs(folder, environment.device_name) if jobs > 1 else None
+    return Supervisor(plan, prepared.backends, processes, environment, jobs=jobs, warms=warms and is_gpu, costs=costs)
+
+
+def _note(line: str) -> None:
+    typer.echo(f"note: {line}", err=True)

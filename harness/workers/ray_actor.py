@@ -1,0 +1,127 @@
+"""What runs on a node of a Ray cluster: one actor, with the processes of the backends that it examines.
+
+A supervisor of the node's own examines each question, so that a crash, a hang or a limit is met where it happens. The
+run itself knows only questions and records. Imports no ray: the cluster brings it.
+"""
+
+import os
+import platform
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import attncheck
+from attncheck.errors import AttncheckError, QuestionError
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.plan import RunPlan
+from attncheck.harness.run.preparation import file_digest
+from attncheck.harness.truth.shared_folder import truths_folder
+from attncheck.harness.workers.first_messages import WorkerError
+from attncheck.harness.workers.protocol import (
+    Assignment,
+    ChooseDevice,
+    DeviceChosen,
+    HarnessFailure,
+    Prepare,
+    Refused,
+    format_message,
+    parse_request,
+)
+from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.supervisor import Supervisor
+from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.harness.workers.worker_settings import WorkerSettings
+from attncheck.reports.run_file.records import format_line
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The records of one question, a line of JSON each. ``blind``: why the case could not be examined at all."""
+
+    records: tuple[bytes, ...]
+    blind: str | None = None
+
+
+class RayActor:
+    """Examines questions, one after another. The calls come in this order: :meth:`join`, :meth:`begin`, the others."""
+
+    def __init__(self) -> None:
+        self._pool = WorkerPool()
+        self._supervisor: Supervisor | None = None
+        self._described: dict[str, BackendDescription | str] = {}
+
+    def join(self, version: str, folder: str | None, messages: tuple[bytes, bytes]) -> tuple[str, bytes]:
+        """Return the name of this node, and a message: the device with its environment, or why it takes no part.
+
+        Takes no value of attncheck's own types, since the node may have another version. ``version``: that of the run.
+        ``folder``: the current folder of the run; None: the one that Ray chose. ``messages``: Prepare and ChooseDevice.
+        """
+        answer = self._join(version, folder, *messages)
+        return platform.node(), format_message(answer)
+
+    def _join(self, version: str, folder: str | None, *messages: bytes) -> DeviceChosen | Refused:
+        if version != attncheck.__version__:
+            reason = f"it has attncheck {attncheck.__version__}, and the run {version}"
+            return Refused(reason=reason)
+        try:
+            if folder is not None:
+                os.chdir(folder)
+        except OSError as error:
+            reason = f"it cannot use the folder {folder} ({error.strerror}); share it, or give working_dir in "
+            return Refused(reason=f"{reason}--ray-runtime-env")
+        prepare, wish = map(parse_request, messages)
+        assert isinstance(prepare, Prepare)
+        assert isinstance(wish, ChooseDevice)
+        self._pool = WorkerPool(prepare=prepare)
+        try:
+            device, notes, environment = self._pool.choose_device(wish.wishes, wish.wanted)
+        except AttncheckError as error:
+            return Refused(reason=str(error))
+        return DeviceChosen(device=device, notes=notes, environment=environment)
+
+    def begin(self, assignment: Assignment, settings: WorkerSettings) -> None:
+        """Take the run that the questions belong to, and ``settings`` for the processes of backends."""
+        folder = truths_folder() if assignment.truths else None  # the cache of this node's user
+        assignment = assignment.model_copy(update={"truths": folder and str(folder.absolute())})
+        self._pool = self._pool.with_settings(settings)
+        self._pool.assign(assignment)
+        plan = RunPlan(cases=(), device=assignment.device, seed=assignment.seed)
+        self._supervisor = Supervisor(plan, (), self._pool, assignment.environment)
+
+    def describe(self, digests: Mapping[str, str]) -> list[BackendDescription | str]:
+        """Return what the backends of these references say of themselves here, or why one cannot be examined.
+
+        ``digests``: by reference, the digest of the file that it names.
+        """
+        others = [ref for ref, digest in digests.items() if file_digest(ref) != digest]
+        self._described |= {ref: f"{Path.cwd()} has another file for {ref}, or none" for ref in others}
+        refs = [ref for ref in digests if ref not in others]
+        for ref, found in zip(refs, self._pool.describe(refs), strict=True):
+            self._described[ref] = str(found) if isinstance(found, QuestionError) else found
+        return [self._described[ref] for ref in digests]
+
+    def examine(self, asked: Asked, digest: str) -> Examined | Refused | HarnessFailure:
+        """Examine one question. ``digest``: of the file that the reference of its backend names.
+
+        Refused: the backend is not here what it is for the run.
+        """
+        assert self._supervisor is not None
+        backend, num_blind = asked.backend, len(self._supervisor.blind)
+        try:
+            if backend.is_loaded and (reason := self._reason_against(backend, digest)):
+                return Refused(reason=reason)
+            records = tuple(self._supervisor.examine_case(backend, asked.case, asked.checks))
+        except WorkerError as error:
+            return HarnessFailure(error=str(error), traceback="".join(traceback.format_exception(error)))
+        blind = self._supervisor.blind[num_blind:]
+        return Examined(tuple(format_line(record).encode() for record in records), str(blind[0]) if blind else None)
+
+    def _reason_against(self, backend: BackendDescription, digest: str) -> str:
+        """Return why a backend is not here what it is for the run; empty: it is."""
+        if backend.ref not in self._described:
+            self.describe({backend.ref: digest})
+        found = self._described[backend.ref]
+        if isinstance(found, str):
+            return found
+        return "" if found == backend else f"backend {backend.ref!r} is another one there"

@@ -1,0 +1,41 @@
+"""Case files from strangers: loaded or refused, in little time and memory."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import yaml
+from mutations import answered, damaged, obeyed, reshaped, try_inputs, written
+
+from attncheck.cases.loader import load_file, suite_file, suite_names
+from attncheck.cases.outline import keys_of, shape_of
+
+VLLM = Path(__file__).parent.parent / "cases" / "vllm"
+FILES = [path.read_bytes() for path in (*map(suite_file, suite_names()), *sorted(VLLM.glob("*.yaml")))]
+
+
+def _apart(tree: Any) -> list[Any]:
+    """Return each case of a suite as a file of its own."""
+    return [{**tree, "cases": [case]} for case in tree["cases"]] if "cases" in tree else [tree]
+
+
+TREES = [tree for content in FILES for tree in _apart(yaml.load(content, yaml.CSafeLoader))]
+SMALL = [yaml.dump(tree, Dumper=yaml.CSafeDumper, sort_keys=False).encode() for tree in TREES]
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_whatever_a_case_file_holds(tmp_path: Path, count: int) -> None:
+    def check(chance: Random) -> None:
+        kind = chance.randrange(8)
+        if kind < 4:
+            data = written(chance, reshaped(chance, chance.choice(TREES)), None, 1)
+        else:
+            data = damaged(chance, FILES if kind == 4 else SMALL)
+        suite = answered(load_file, tmp_path / "any.yaml", data)
+        for case in suite.cases if suite is not None else ():
+            assert len(case.hash) == 12
+            assert not obeyed(case.description + shape_of(case))
+            assert keys_of(case)
+
+    try_inputs(check, count)

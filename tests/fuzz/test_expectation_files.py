@@ -1,0 +1,40 @@
+"""Expectation files from strangers: read or refused, and what was read can be held against records."""
+
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from random import Random
+
+import pytest
+import yaml
+from mutations import answered, damaged, obeyed, reshaped, try_inputs, written
+
+from attncheck.harness.run.expectation_file import load_expectations
+from attncheck.reports.run_file.records import Failed, Record
+
+EXPECTED = Path(__file__).parent.parent.parent / "docs" / "expected"
+FILES = [path.read_bytes() for path in sorted(EXPECTED.glob("*.yaml"))]
+ENTRIES = [entry for content in FILES for entry in yaml.load(content, yaml.CSafeLoader)]
+OPTIONAL = {"needs": ["sinks", "head_size=64"], "says": "*", "until": "2026-12-31", "issue": "https://example.org/17"}
+TREES = [[entry | OPTIONAL] for entry in ENTRIES]
+SMALL = [yaml.dump(tree, Dumper=yaml.CSafeDumper, sort_keys=False).encode() for tree in TREES]
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_whatever_an_expectation_file_holds(tmp_path: Path, make_record: Callable[..., Record], count: int) -> None:
+    record = make_record("failed", meaning="the window is one key too long")
+    assert isinstance(record, Failed)
+
+    def check(chance: Random) -> None:
+        kind = chance.randrange(8)
+        if kind < 4:
+            data = written(chance, reshaped(chance, chance.choice(TREES)), None, 1)
+        else:
+            data = damaged(chance, FILES if kind == 4 else SMALL)
+        for entry in answered(load_expectations, tmp_path / "any.yaml", data) or ():
+            assert not obeyed(str(entry))
+            wanted = entry.expectation
+            answers = [wanted.foresees(record), wanted.is_about(record), wanted.fits_suite("smoke")]
+            assert {*answers, wanted.has_expired(date(2026, 1, 1))} <= {True, False}
+
+    try_inputs(check, count)

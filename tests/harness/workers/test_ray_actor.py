@@ -1,0 +1,143 @@
+"""What runs on a node, without a cluster: whom it refuses, and that it examines as a run does."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import attncheck
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.preparation import PreparedRun, RunSettings, file_digest, prepare_run
+from attncheck.harness.run.selection import Selection, select_cases
+from attncheck.harness.workers.first_messages import assignment_of
+from attncheck.harness.workers.protocol import (
+    ChooseDevice,
+    DeviceChosen,
+    Prepare,
+    Refused,
+    format_message,
+    parse_answer,
+)
+from attncheck.harness.workers.ray_actor import Examined, RayActor
+from attncheck.harness.workers.schedule import Asked
+from attncheck.harness.workers.time_limits import TimeLimits
+from attncheck.harness.workers.worker_settings import WorkerSettings
+from attncheck.reports.run_file.records import parse_line
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+MINE = """\
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
+
+
+class Mine(SDPABackend):
+    pass
+"""
+REF = "./mine.py:Mine"
+
+
+def joined(actor: RayActor, *, version: str = attncheck.__version__, folder: Path, device: str = "cpu") -> object:
+    wish = ChooseDevice(wanted=device, wishes=())
+    name, line = actor.join(version, str(folder), (format_message(Prepare()), format_message(wish)))
+    assert name
+    return parse_answer(line)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+@pytest.fixture
+def actor() -> Iterator[RayActor]:
+    made = RayActor()
+    yield made
+    made._pool.close()
+
+
+def begun(actor: RayActor, folder: Path) -> tuple[Selection, PreparedRun]:
+    """An actor that has joined a run of two cases and has begun it."""
+    chosen = joined(actor, folder=folder)
+    assert isinstance(chosen, DeviceChosen)
+    selection = select_cases(["smoke"], ["decode.float32", "decode.float16"], ["numerics", "lse"])
+    prepared = prepare_run(selection, None, RunSettings(device="cpu"), environment=chosen.environment)
+    actor.begin(assignment_of(selection, prepared.plan, chosen.environment), WorkerSettings(TimeLimits(600.0)))
+    return selection, prepared
+
+
+def test_a_node_examines_what_a_backend_of_the_same_file_is_asked(actor: RayActor, folder: Path) -> None:
+    selection, _ = begun(actor, folder)
+    digest = file_digest(REF)
+    (description,) = actor.describe({REF: digest})
+    assert isinstance(description, BackendDescription)
+    for case in selection.cases:
+        found = actor.examine(Asked(description, case, ("numerics", "lse")), digest)
+        assert isinstance(found, Examined)
+        records = [parse_line(line) for line in found.records]
+        assert [(each.case, each.check, each.outcome) for each in records] == [
+            (case.key, "numerics", "passed"),
+            (case.key, "lse", "unsupported"),
+        ]
+        assert found.blind is None
+
+
+def test_another_file_or_another_description_is_refused(actor: RayActor, folder: Path) -> None:
+    selection, _ = begun(actor, folder)
+    digest = file_digest(REF)
+    (folder / "mine.py").write_text(MINE + "# edited\n")
+    other = Asked(
+        BackendDescription.model_validate({"info": {"name": "Mine", "ref": REF}}), selection.cases[0], ("lse",)
+    )
+    found = actor.examine(other, digest)
+    assert isinstance(found, Refused)
+    assert found.reason == f"{folder} has another file for {REF}, or none"
+    actor._described.clear()
+    found = actor.examine(other, file_digest(REF))
+    assert isinstance(found, Refused)
+    assert found.reason == f"backend {REF!r} is another one there"
+
+
+def test_a_backend_that_cannot_be_loaded_is_unavailable_wherever_it_is_asked(actor: RayActor, folder: Path) -> None:
+    selection, _ = begun(actor, folder)
+    (reason,) = actor.describe({"no.such:Thing": ""})
+    assert isinstance(reason, str)
+    gone = BackendDescription.model_validate(
+        {"info": {"name": "gone", "ref": "no.such:Thing"}, "is_loaded": False, "unavailable_reasons": [reason]}
+    )
+    found = actor.examine(Asked(gone, selection.cases[0], ("numerics",)), "")
+    assert isinstance(found, Examined)
+    (record,) = map(parse_line, found.records)
+    assert (record.outcome, record.reasons) == ("unavailable", (reason,))
+
+
+def test_a_node_with_another_attncheck_takes_no_part(actor: RayActor, folder: Path) -> None:
+    answer = joined(actor, version="9.9.9", folder=folder)
+    assert isinstance(answer, Refused)
+    assert answer.reason == f"it has attncheck {attncheck.__version__}, and the run 9.9.9"
+
+
+def test_a_node_without_the_folder_of_the_run_takes_no_part(actor: RayActor, folder: Path) -> None:
+    answer = joined(actor, folder=folder / "elsewhere")
+    assert isinstance(answer, Refused)
+    assert f"cannot use the folder {folder}/elsewhere (No such file or directory)" in answer.reason
+    assert "working_dir" in answer.reason
+
+
+def test_a_device_that_is_not_there_is_a_reason(actor: RayActor, folder: Path) -> None:
+    answer = joined(actor, folder=folder, device="xpu")
+    assert isinstance(answer, Refused)
+    assert "device 'xpu'" in answer.reason
+
+
+def test_suites_that_read_otherwise_on_the_node_are_refused(actor: RayActor, folder: Path) -> None:
+    selection, prepared = begun(actor, folder)
+    suite = replace(selection.suites[0], cases=selection.suites[0].cases[:1])
+    changed = replace(selection, suites=(suite,))
+    assignment = assignment_of(changed, prepared.plan, prepared.environment)
+    actor.begin(assignment.model_copy(update={"digests": ("0" * 12,)}), WorkerSettings())
+    (reason,) = actor.describe({"reference": ""})
+    assert isinstance(reason, str)
+    assert "has changed since the run began" in reason

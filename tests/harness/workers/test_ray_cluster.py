@@ -1,0 +1,324 @@
+"""The actors of a cluster, by a ray that runs each call at once: how many there are, and which nodes take part."""
+
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import attncheck
+from attncheck.errors import ClusterError, MissingExtraError
+from attncheck.harness.run.plan import RunPlan
+from attncheck.harness.run.selection import select_cases
+from attncheck.harness.workers.protocol import DeviceChosen, HarnessFailure, Prepare, Refused, format_message
+from attncheck.harness.workers.ray_actor import Examined
+from attncheck.harness.workers.ray_cluster import Lost, RayCluster, RaySettings
+from attncheck.harness.workers.schedule import Asked
+from attncheck.reports.run_file.header import Environment
+
+SAME = Environment(
+    attncheck=attncheck.__version__,
+    python="3.11.9",
+    torch="2.13.0",
+    numpy="2.3.0",
+    platform="Linux",
+    cpu="a cpu",
+    cores=2,
+    device="cpu",
+    device_name="a cpu",
+)
+OTHER = SAME.model_copy(update={"torch": "2.12.0"})
+
+
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
+    pass
+
+
+class FakeRay(ModuleType):
+    """Stands for ray: ``joins`` has what each actor answers when it joins, ``answers`` what to each question."""
+
+    class exceptions:  # noqa: N801 (the name of ray's module)
+        RayError = RayError
+        RayTaskError = RayTaskError
+
+    def __init__(self, **offered: float) -> None:
+        super().__init__("ray")
+        self.offered: dict[str, float] = {"CPU": 3.0, **offered}
+        self.joins: list[Any] = []
+        self.answers: list[Any] = []
+        self.options: list[dict[str, Any]] = []
+        self.joined_with: list[tuple[Any, ...]] = []
+        self.killed: list[Any] = []
+        self.initialised: dict[str, Any] = {}
+        self.is_shut_down = False
+
+    def init(self, **settings: Any) -> None:
+        self.initialised = settings
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def cluster_resources(self) -> dict[str, float]:
+        return self.offered
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def get(self, reference: list[Any]) -> Any:
+        if isinstance(reference[0], Exception):
+            raise reference[0]
+        return reference[0]
+
+    def wait(self, references: list[Any], num_returns: int = 1, timeout: float | None = None) -> Any:
+        return [each for each in references if each[0] != "never"][:num_returns], []
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+
+    def remote(self, _: type) -> Any:
+        return FakeActorClass(self)
+
+
+class Reference(list[Any]):
+    __hash__ = object.__hash__
+
+
+class FakeActorClass:
+    def __init__(self, ray: FakeRay) -> None:
+        self._ray = ray
+
+    def options(self, **given: Any) -> "FakeActorClass":
+        self._ray.options.append(given)
+        return self
+
+    def remote(self) -> "FakeActor":
+        return FakeActor(self._ray)
+
+
+class FakeActor:
+    def __init__(self, ray: FakeRay) -> None:
+        self.join, self.begin = FakeMethod(ray.joins, ray.joined_with), FakeMethod([None])
+        self.examine = FakeMethod(ray.answers)
+
+
+class FakeMethod:
+    def __init__(self, answers: list[Any], called: list[tuple[Any, ...]] | None = None) -> None:
+        self._answers, self._called = answers, called
+
+    def remote(self, *given: Any) -> Reference:
+        if self._called is not None:
+            self._called.append(given)
+        return Reference([self._answers.pop(0)])
+
+
+def joining(environment: Environment | None = SAME, reason: str = "") -> tuple[str, bytes]:
+    if environment is None:
+        return "far", format_message(Refused(reason=reason))
+    return "near", format_message(DeviceChosen(device="cpu", notes=(), environment=environment))
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    made = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", made)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return made
+
+
+Opener = Callable[..., RayCluster]
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def opened(ray: FakeRay, notes: list[str]) -> Opener:
+    """``opened(settings, **options)``: a cluster whose first node has joined and begun the run."""
+
+    def make(settings: RaySettings | None = None, **options: Any) -> RayCluster:
+        ray.joins.insert(0, joining())
+        cluster = RayCluster(settings or RaySettings(), Prepare(), notes.append, **options)
+        assert cluster.choose_device((), None) == ("cpu", (), SAME)
+        selection = select_cases(["smoke"])
+        cluster.begin(selection, RunPlan(cases=selection.cases), SAME)
+        cluster._digests["reference"] = ""
+        return cluster
+
+    return make
+
+
+def asked() -> Asked:
+    from attncheck.harness.run.backend_description import BackendDescription
+
+    backend = BackendDescription.model_validate({"info": {"name": "reference", "ref": "reference"}})
+    return Asked(backend, select_cases(["smoke"]).cases[0], ("numerics",))
+
+
+@pytest.mark.parametrize(
+    ("offered", "device", "resources", "jobs", "expected"),
+    [
+        ({}, None, {}, None, (3, 1.0, 0)),
+        ({}, None, {"CPU": 2.0}, None, (1, 2.0, 0)),
+        ({"GPU": 2.0}, None, {}, None, (2, 1.0, 1.0)),
+        ({"GPU": 2.0}, "cpu", {}, None, (3, 1.0, 0)),
+        ({"GPU": 2.0}, "cuda", {}, 5, (5, 1.0, 1.0)),
+        ({}, "cpu", {}, 2, (2, 1.0, 0)),
+    ],
+)
+def test_actors_are_one_a_gpu_or_one_a_core(
+    ray: FakeRay, opened: Opener, offered: dict[str, float], device: str, resources: Any, jobs: int, expected: Any
+) -> None:
+    ray.offered |= offered
+    cluster = opened(RaySettings(resources=resources), device=device, jobs=jobs)
+    ray.joins += [joining() for _ in range(9)]
+    cluster.start(100)
+    cpus_and_gpus = {(each["num_cpus"], each["num_gpus"]) for each in ray.options}
+    assert (len(ray.options), *next(iter(cpus_and_gpus))) == expected
+    assert len(cpus_and_gpus) == 1
+
+
+def test_other_resources_are_asked_for_by_their_names(ray: FakeRay, opened: Opener) -> None:
+    ray.offered |= {"memory": 2e9, "accelerator_type:H100": 1.0}
+    opened(RaySettings(resources={"memory": 1e9, "accelerator_type:H100": 0.001}))
+    assert (ray.options[0]["memory"], ray.options[0]["resources"]) == (1e9, {"accelerator_type:H100": 0.001})
+
+
+def test_no_more_actors_are_started_than_there_are_questions(ray: FakeRay, opened: Opener) -> None:
+    cluster = opened()
+    ray.joins.append(joining())
+    cluster.start(2)
+    assert len(ray.options) == 2
+
+
+def test_a_cluster_without_room_is_refused(ray: FakeRay, notes: list[str]) -> None:
+    with pytest.raises(ClusterError, match=r"has no room for an actor that takes CPU=1, FPGA=2; .* --jobs N to wait"):
+        RayCluster(RaySettings(resources={"FPGA": 2.0}), Prepare(), notes.append)
+    assert ray.is_shut_down
+
+
+def test_nodes_work_in_the_folder_of_the_run_unless_ray_brings_one(ray: FakeRay, opened: Opener) -> None:
+    opened()
+    opened(RaySettings(runtime_env={"working_dir": "."}))
+    assert [folder for _, folder, _ in ray.joined_with] == [str(Path.cwd()), None]
+    assert ray.initialised["runtime_env"] == {"working_dir": "."}
+
+
+def test_a_node_with_another_environment_takes_no_part(ray: FakeRay, opened: Opener, notes: list[str]) -> None:
+    ray.offered |= {"CPU": 4.0}
+    cluster = opened()
+    ray.joins += [joining(OTHER), joining(), joining(OTHER)]
+    cluster.start(4)
+    answers = [answer for _, answer in cluster.wait()]
+    reason = "it has torch '2.12.0', and the run torch '2.13.0'"
+    assert answers == [Refused(reason=reason), None, Refused(reason=reason)]
+    assert notes == [f"near takes no part: {reason}"]  # once for the machine
+    assert len(ray.killed) == 2
+    assert len(ray.options) == 4  # and no other was started in their place
+
+
+def test_a_first_node_that_refuses_ends_the_run(ray: FakeRay, notes: list[str]) -> None:
+    ray.joins.append(joining(None, "it has attncheck 0.0.9"))
+    cluster = RayCluster(RaySettings(address="local"), Prepare(), notes.append)
+    with pytest.raises(ClusterError, match=r"Ray cluster 'local': far takes no part: it has attncheck 0\.0\.9"):
+        cluster.choose_device((), None)
+
+
+@pytest.mark.parametrize("error", [RayTaskError("No module named 'attncheck'"), RayError("gone")])
+def test_an_actor_that_fails_before_it_has_joined_is_not_replaced(
+    ray: FakeRay, opened: Opener, notes: list[str], error: RayError
+) -> None:
+    cluster = opened()
+    ray.joins.append(error)
+    cluster.start(2)
+    ((_, answer),) = cluster.wait()
+    assert isinstance(answer, Lost if error.args == ("gone",) else Refused)
+    assert str(error) in notes[0]
+    assert len(ray.options) == 2
+    with pytest.raises(ClusterError, match=f"no node is left; a node .*{error}"):
+        cluster.wait()
+
+
+def test_a_lost_node_is_replaced(ray: FakeRay, opened: Opener, notes: list[str]) -> None:
+    cluster = opened()
+    ray.answers.append(RayError("The node died.\n\n  its raylet was killed \n"))
+    ray.joins.append(joining())
+    first = cluster.start(1)
+    cluster.ask(first, asked())
+    ((node, answer),) = cluster.wait()
+    assert (node, answer) == (first, Lost("its raylet was killed"))
+    assert notes == ["near was lost: its raylet was killed"]
+    ((other, answer),) = cluster.wait()
+    assert other is not first
+    assert answer is None
+    ray.answers.append(Examined(()))
+    cluster.ask(other, asked())
+    assert cluster.wait() == [(other, Examined(()))]
+
+
+@pytest.mark.parametrize("call", ["wait", "get"])
+def test_a_lost_connection_ends_the_run(
+    ray: FakeRay, opened: Opener, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def lost(*_: Any, **__: Any) -> None:
+        raise OSError("Broken pipe")
+
+    cluster = opened()
+    ray.answers.append(Examined(()))
+    cluster.ask(cluster.start(1), asked())
+    monkeypatch.setattr(ray, call, lost)
+    with pytest.raises(ClusterError, match="Ray cluster 'auto': the connection was lost: Broken pipe"):
+        cluster.wait()
+
+
+def test_an_exception_of_attncheck_on_a_node_is_a_fault_of_its_own(ray: FakeRay, opened: Opener) -> None:
+    cluster = opened()
+    ray.answers.append(RayTaskError("Traceback ...\nKeyError: 3"))
+    cluster.ask(cluster.start(1), asked())
+    ((_, answer),) = cluster.wait()
+    assert isinstance(answer, HarnessFailure)
+    assert (answer.error, answer.traceback) == ("KeyError: 3", "Traceback ...\nKeyError: 3")
+
+
+def test_a_cluster_that_gives_no_node_in_time_ends_the_run(ray: FakeRay, notes: list[str]) -> None:
+    ray.joins.append("never")
+    cluster = RayCluster(RaySettings(), Prepare(), notes.append, jobs=1)
+    with pytest.raises(ClusterError, match="no node has joined the run within 600 s"):
+        cluster.choose_device((), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [("local", "10.0.0.1:1", "local"), (None, "ray://head:1", "ray://head:1"), (None, None, "auto")],
+)
+def test_the_address_is_that_of_the_option_then_of_the_environment(
+    ray: FakeRay, notes: list[str], monkeypatch: pytest.MonkeyPatch, given: str, environment: str, expected: str
+) -> None:
+    if environment:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+    with RayCluster(RaySettings(address=given), Prepare(), notes.append):
+        assert ray.initialised["address"] == expected
+    assert ray.is_shut_down
+
+
+def test_an_address_at_which_nothing_listens_is_refused_at_once(ray: FakeRay, notes: list[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=rf"Ray cluster '{address}': cannot be used: .*refused"):
+            RayCluster(RaySettings(address=address), Prepare(), notes.append)
+    assert ray.initialised == {}
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, notes: list[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"--executor ray needs ray, .* 'attncheck\[ray\]'"):
+        RayCluster(RaySettings(), Prepare(), notes.append)

@@ -1,0 +1,178 @@
+"""The head of a run on many nodes, by scripted nodes: order, lost nodes, refusals, groups."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from attncheck.cases.model import Case
+from attncheck.errors import ClusterError
+from attncheck.harness.run.backend_description import BackendDescription
+from attncheck.harness.run.outcomes import Circumstances, unavailable
+from attncheck.harness.run.plan import RunPlan
+from attncheck.harness.workers import ray_executor
+from attncheck.harness.workers.first_messages import WorkerError
+from attncheck.harness.workers.protocol import HarnessFailure, Refused
+from attncheck.harness.workers.ray_actor import Examined
+from attncheck.harness.workers.ray_cluster import Answer, Lost, Node
+from attncheck.harness.workers.ray_executor import RayExecutor
+from attncheck.harness.workers.schedule import Asked
+from attncheck.reports.run_file.header import BackendInfo, Environment
+from attncheck.reports.run_file.records import Crashed, Record, format_line
+
+MakeCase = Callable[..., Case]
+BACKEND = BackendDescription(info=BackendInfo(name="fast", ref="fast"))
+FACTS = dict.fromkeys(("python", "torch", "numpy", "platform", "cpu", "device", "device_name"), "")
+ENVIRONMENT = Environment(attncheck="0.1.0", cores=1, **FACTS)
+
+
+def examined(asked: Asked, blind: str | None = None) -> Examined:
+    circumstances = Circumstances(0, ENVIRONMENT.digest, "0.1.0")
+    records = (unavailable(circumstances, asked.case, asked.backend, check, ("made up",)) for check in asked.checks)
+    return Examined(tuple(format_line(record).encode() for record in records), blind)
+
+
+class FakeCluster:
+    """Nodes that answer by ``script``, those that join first, then the latest asked; a lost node is replaced."""
+
+    def __init__(self, script: Callable[[str, Asked], Answer], nodes: int = 2) -> None:
+        self._script = script
+        self._nodes = [Node(None, f"node {number}") for number in range(nodes)]
+        self._joining: list[Node] = []
+        self._answers: deque[tuple[Node, Answer]] = deque()
+        self.asked: list[tuple[str, str]] = []
+
+    def start(self, most: int) -> Node:
+        self._joining = self._nodes[1:most]
+        return self._nodes[0]
+
+    def ask(self, node: Node, asked: Asked) -> None:
+        self.asked.append((node.name, asked.case.id))
+        self._answers.append((node, self._script(node.name, asked)))
+
+    def wait(self) -> list[tuple[Node, Answer]]:
+        if self._joining:
+            return [(self._joining.pop(), None)]
+        if not self._answers:
+            raise ClusterError("here", "no node is left")
+        node, answer = self._answers.pop()
+        if isinstance(answer, Lost):
+            self._joining.append(Node(None, f"{node.name}+"))
+        return [(node, answer)]
+
+
+def executor(cluster: FakeCluster, *cases: Case, checks: tuple[str, ...] = ("numerics",)) -> RayExecutor:
+    plan = RunPlan(cases=cases, checks=checks)
+    return RayExecutor(plan, (BACKEND,), cluster, ENVIRONMENT)
+
+
+def ids(records: list[Record]) -> list[str]:
+    return [record.case_id for record in records]
+
+
+@pytest.fixture
+def cases(make_case: MakeCase) -> list[Case]:
+    return [make_case(name=name) for name in "abcdef"]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 9])
+def test_records_come_in_the_order_of_a_serial_run(cases: list[Case], nodes: int) -> None:
+    cluster = FakeCluster(lambda node, asked: examined(asked), nodes)
+    assert ids(list(executor(cluster, *cases).run())) == list("abcdef")
+    assert sorted(case for _, case in cluster.asked) == list("abcdef")
+    assert len({node for node, _ in cluster.asked}) == min(nodes, 6)
+
+
+def test_a_plan_without_questions_asks_no_node() -> None:
+    assert list(executor(FakeCluster(lambda node, asked: None)).run()) == []
+
+
+def test_the_question_of_a_lost_node_goes_to_another_one(cases: list[Case]) -> None:
+    cluster = FakeCluster(lambda node, asked: Lost("power") if node == "node 1" else examined(asked))
+    assert ids(list(executor(cluster, *cases).run())) == list("abcdef")
+    (lost,) = [case for node, case in cluster.asked if node == "node 1"]
+    assert [case for _, case in cluster.asked].count(lost) == 2
+
+
+def test_a_question_that_loses_every_node_is_crashed_and_the_others_are_examined(cases: list[Case]) -> None:
+    cluster = FakeCluster(lambda node, asked: Lost("out of memory") if asked.case.id == "b" else examined(asked))
+    records = list(executor(cluster, *cases, checks=("numerics", "lse")).run())
+    assert ids(records) == [name for name in "abcdef" for _ in range(2)]
+    crashed, skipped = (record for record in records if record.case_id == "b")
+    assert isinstance(crashed, Crashed)
+    assert crashed.cause == "its node was lost 3 times: out of memory"
+    assert skipped.outcome == "unsupported"  # the backend declares no LSE, so that nothing would have been asked
+
+
+def test_a_node_that_refuses_a_backend_is_asked_nothing_more(cases: list[Case]) -> None:
+    cluster = FakeCluster(lambda node, asked: Refused(reason="another") if node == "node 1" else examined(asked))
+    assert ids(list(executor(cluster, *cases).run())) == list("abcdef")
+    assert [node for node, _ in cluster.asked].count("node 1") == 1
+
+
+def test_a_run_ends_when_no_node_is_left(cases: list[Case]) -> None:
+    def script(node: str, asked: Asked) -> Answer:
+        return Refused(reason="another") if asked.case.id == "c" else examined(asked)
+
+    records = executor(FakeCluster(script, nodes=1), *cases).run()
+    assert ids([next(records), next(records)]) == ["a", "b"]
+    with pytest.raises(ClusterError, match="no node is left"):
+        next(records)
+
+
+def test_a_fault_of_attncheck_on_a_node_ends_the_run(cases: list[Case]) -> None:
+    cluster = FakeCluster(lambda node, asked: HarnessFailure(error="KeyError: 3", traceback="here"))
+    with pytest.raises(WorkerError, match=r"KeyError: 3 \(in the process of fast\)"):
+        list(executor(cluster, *cases).run())
+
+
+def test_a_blind_case_is_named_once(cases: list[Case]) -> None:
+    other = BackendDescription(info=BackendInfo(name="other", ref="other"))
+    cluster = FakeCluster(lambda node, asked: examined(asked, "blind" if asked.case.id == "a" else None))
+    head = RayExecutor(RunPlan(cases=tuple(cases), checks=("numerics",)), (BACKEND, other), cluster, ENVIRONMENT)
+    assert len(list(head.run())) == 12
+    assert list(map(str, head.blind)) == ["blind"]
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_cases_that_share_a_graph_level_go_to_one_node(make_case: MakeCase, loses: bool) -> None:
+    """``loses``: the node of the second of them is lost, and another one examines the rest."""
+    names = ("a1", "b1", "a2", "b2", "a3")
+    cases = [make_case(name=name, num_heads=8 if name[0] == "a" else 4) for name in names]
+    lost: list[Any] = []
+
+    def script(node: str, asked: Asked) -> Answer:
+        if loses and asked.case.id == "a2" and not lost:
+            lost.append(node)
+            return Lost("power")
+        return examined(asked)
+
+    cluster = FakeCluster(script)
+    assert ids(list(executor(cluster, *cases, checks=("cudagraph",)).run())) == list(names)
+    nodes = {name: [node for node, case in cluster.asked if case == name] for name in names}
+    assert nodes["b1"] == nodes["b2"]
+    assert nodes["a2"][-1:] == nodes["a3"]
+    assert (nodes["a1"] == nodes["a3"]) is not loses
+    assert len(nodes["a2"]) == 1 + loses
+
+
+def test_few_results_wait_for_a_slow_question(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first question is answered when nothing else can be begun; then only two others are over."""
+    monkeypatch.setattr(ray_executor, "_AHEAD", 3)
+
+    class Slow(FakeCluster):
+        def wait(self) -> list[tuple[Node, Answer]]:
+            if self._joining:
+                return super().wait()
+            self._answers = deque(sorted(self._answers, key=lambda pair: is_first(pair[1])))
+            return [self._answers.popleft()]
+
+    def is_first(answer: Answer) -> bool:
+        return isinstance(answer, Examined) and b'"a"' in answer.records[0]
+
+    cluster = Slow(lambda node, asked: examined(asked))
+    records = executor(cluster, *cases).run()
+    assert next(records).case_id == "a"
+    assert [case for _, case in cluster.asked] == ["a", "b", "c"]
+    assert ids(list(records)) == list("bcdef")

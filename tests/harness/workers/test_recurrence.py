@@ -1,0 +1,78 @@
+"""Which of the cases before a crash is found to cause it, and how many processes that takes."""
+
+from collections.abc import Callable, Generator, Sequence
+
+import pytest
+
+from attncheck.harness.workers.protocol import Examine
+from attncheck.harness.workers.recurrence import Recurrence, Replayed, find_recurrence
+
+EARLIER = [Examine(case=f"smoke/{number}", checks=("lse",)) for number in range(10)]
+ASKED = Examine(case="smoke/victim", checks=("numerics", "lse"))
+
+
+class Replays:
+    """Ends the process at the victim if ``causes`` holds for the cases before it."""
+
+    def __init__(self, causes: Callable[[set[str]], bool]) -> None:
+        self._causes = causes
+        self.made: list[list[str]] = []
+
+    def __call__(self, requests: Sequence[Examine]) -> Generator[None, None, Replayed]:
+        *before, last = [request.case.partition("/")[2] for request in requests]
+        assert last == "victim"
+        self.made.append(before)
+        yield None
+        return Replayed(self._causes(set(before)))
+
+
+def find(replays: Replays, earlier: Sequence[Examine] = EARLIER, seconds: float = 0.0) -> Recurrence:
+    """Each look at the clock takes ``seconds``."""
+    now = iter(range(1000))
+    finding = find_recurrence(replays, ASKED, earlier, lambda: seconds * next(now))
+    while True:
+        try:
+            assert next(finding) is None
+        except StopIteration as end:
+            assert isinstance(end.value, Recurrence)
+            return end.value
+
+
+def test_a_case_that_ends_a_fresh_process_is_tried_once() -> None:
+    replays = Replays(lambda before: True)
+    assert find(replays) == Recurrence("always")
+    assert replays.made == [[]]
+
+
+@pytest.mark.parametrize("guilty", range(10))
+def test_a_bisection_finds_the_one_case_that_causes_it(guilty: int) -> None:
+    replays = Replays(lambda before: str(guilty) in before)
+    assert find(replays) == Recurrence("after", f"smoke/{guilty}")
+    assert len(replays.made) <= 7
+
+
+def test_where_two_cases_cause_it_together_none_is_named() -> None:
+    assert find(Replays(lambda before: {"2", "7"} <= before)) == Recurrence("after", "")
+
+
+def test_what_does_not_happen_again_is_flaky() -> None:
+    replays = Replays(lambda before: False)
+    assert find(replays).word == "flaky"
+    assert [len(before) for before in replays.made] == [0, 10]
+    assert find(Replays(bool), earlier=[]).word == "flaky"
+
+
+def test_a_search_that_takes_too_long_names_no_case() -> None:
+    replays = Replays(lambda before: "0" in before)
+    assert find(replays, seconds=400.0) == Recurrence("after", "")
+    assert len(replays.made) == 3
+
+
+def test_the_records_of_a_case_that_goes_well_are_kept(make_record: Callable[..., object]) -> None:
+    record = make_record("passed")
+
+    def replay(requests: Sequence[Examine]) -> Generator[None, None, Replayed]:
+        yield None
+        return Replayed(len(requests) > 1, (record,))  # type: ignore[arg-type]
+
+    assert find(replay, EARLIER[:1]) == Recurrence("after", "smoke/0", (record,))  # type: ignore[arg-type]

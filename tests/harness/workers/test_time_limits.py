@@ -1,0 +1,49 @@
+"""Time limits: given, scaled by the reference's own time, and in words."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from attncheck.errors import SelectionError
+from attncheck.harness.workers.time_limits import Limit, TimeLimits, read_limit
+
+
+def test_a_check_gets_ten_times_what_the_reference_takes_and_a_floor(make_case: Any) -> None:
+    limit = TimeLimits().of_stage("check lse", make_case(), 2.5)
+    assert limit.seconds == 325.0
+    assert str(limit) == "the limit was 325 s (300 s, and 10 times the 2.5 s that the reference took)"
+
+
+def test_a_timed_check_gets_the_time_of_its_samples_as_well(make_case: Any) -> None:
+    limits = TimeLimits(sampling_s=0.5)
+    assert limits.of_stage("check timing", make_case(), 1.0).seconds == 330.0
+    assert limits.of_stage("check lse", make_case(), 1.0).seconds == 310.0
+
+
+def test_the_preparation_of_a_large_case_takes_longer(make_case: Any) -> None:
+    small = make_case()
+    large = replace(
+        small,
+        batch=replace(small.batch, requests=tuple(replace(request, count=10_000) for request in small.batch.requests)),
+    )
+    seconds = [TimeLimits().of_stage("the preparation of the case", case).seconds for case in (small, large)]
+    assert 300 < seconds[0] < 310 < seconds[1]
+
+
+def test_a_given_limit_is_that_of_every_stage_but_loading_has_a_minimum(make_case: Any) -> None:
+    limits = TimeLimits(7.0)
+    for stage in ("check lse", "check timing", "the preparation of the case", "declarations"):
+        assert limits.of_stage(stage, make_case(), 100.0) == Limit(7.0)
+    assert limits.of_function.seconds == 7.0
+    assert limits.of_loading.seconds == 60.0
+    assert TimeLimits(100.0).of_loading.seconds == 100.0
+    assert TimeLimits().of_loading.seconds == TimeLimits().of_function.seconds == 300.0
+
+
+def test_what_an_option_gives() -> None:
+    assert [read_limit("--case-timeout", seconds) for seconds in (None, 0, 2.5)] == [None, math.inf, 2.5]
+    for seconds in (-1.0, math.nan):
+        with pytest.raises(SelectionError, match=r"--case-timeout .*: give seconds, or 0 for no limit"):
+            read_limit("--case-timeout", seconds)

@@ -1,0 +1,118 @@
+"""Whatever the texts of a run file are, every report shows them as text: no terminal, viewer or runner obeys them."""
+
+import re
+import unicodedata
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+
+from attncheck.reports.formats import FORMATS
+from attncheck.reports.run_file.header import BackendInfo, CaseInfo, Environment, RunHeader, SuiteInfo
+from attncheck.reports.run_file.records import OUTCOMES, Record, RunFooter
+from attncheck.reports.run_file.store import Run
+from attncheck.reports.terminal.columns import Style
+
+HOSTILE = (
+    "<script>hacked()</script>",
+    '"><img src=x onerror=hacked()> [a](javascript:hacked()) ![b](x)',
+    "\x1b[31mred\x1b[2J\x07\x00\x85 \u202egnp.exe\u2066 \ufeff",
+    "a\n\n# heading\n\n<b>\n::error::told\n##[error]told\r::stop-commands::x",
+    "| a | b |\n|---|---|\n``` ` ~~~ </details>",
+)
+TEXT_FORMATS = ("terminal", "markdown", "github", "csv", "junit")
+
+
+@pytest.fixture(params=HOSTILE, ids=range(len(HOSTILE)))
+def run(request: pytest.FixtureRequest, header: RunHeader, make: Callable[..., Record]) -> Run:
+    """A run in which every text is hostile."""
+    text: str = request.param
+    known = header.environment.model_dump()
+    facts = {name: text for name, value in known.items() if isinstance(value, str)} | {
+        "driver": text,
+        "git_commit": text,
+    }
+    fields: dict[str, Any] = {"backend": text, "backend_ref": text, "suite": text, "check": text, "needs": [text]}
+    texts: dict[str, dict[str, Any]] = {
+        "passed": {"notes": [text], "figures": {text: 1.0}},
+        "failed": {"summary": text, "meaning": text, "details": [text], "output": text, "figures": {text: 2.0}},
+        "errored": {"stage": text, "error_type": text, "message": text, "traceback": text, "output": text},
+        "crashed": {"stage": text, "cause": text, "output": text},
+        "timed_out": {
+            "stage": text,
+            "cause": text,
+            "output": text,
+            "native_stack": f"Thread 1\n    {text}",
+            "recurrence": "after",
+            "after": text,
+        },
+        "unsupported": {"reasons": [text]},
+        "unavailable": {"reasons": [text]},
+        "xfailed": {"summary": text, "reason": text},
+        "xpassed": {"reason": text},
+    }
+    records = [make(each, case_id=text, round=n, **fields, **texts[each]) for n, each in enumerate(OUTCOMES)]
+    latency = {"clock": "host", "median_ns": 1, "low_ns": 1, "high_ns": 1, "samples_ns": [1], "is_settled": False}
+    timing = {"latencies": [latency | {"part": "forward"}], "kernels": [{"name": text, "count": 1, "duration_ns": 1}]}
+    device = {"throttle_reasons": [text]}
+    probe = {"name": text, "level": "ALWAYS", "outcome": "failed", "reason": text}
+    graph = {"declared": "ALWAYS", "measured": "NEVER", "recorder": "cuda", "probes": [probe], "notes": [text]}
+    records += [
+        make("passed", **fields | {"check": "timing"}, timing=timing | {"device": device, "notes": [text]}),
+        make("failed", **fields | {"check": "cudagraph"}, **texts["failed"], graph=graph),
+        make("failed", **fields | {"check": "utilities"}, **texts["failed"]),
+    ]
+    whole = RunHeader(
+        started=text,
+        environment=Environment(**(known | facts)),
+        suites=(SuiteInfo(name=text, ref=text, cases=1),),
+        cases=(CaseInfo(suite=text, id=text, shape=text, description=text, keys={text: text}),),
+        checks=(text, "timing", "cudagraph", "utilities"),
+        device=text,
+        seed=0,
+        rounds=len(OUTCOMES),
+        backends=(BackendInfo(name=text, ref=text, version=text, conventions={text: text}, features=(text,)),),
+        command=("attncheck", text),
+        notes=(text,),
+    )
+    return Run(f"{text}.jsonl", whole, tuple(records), RunFooter(finished=text, counts={}, errors=(text,)))
+
+
+@pytest.mark.parametrize("name", TEXT_FORMATS)
+def test_nothing_is_left_that_a_terminal_or_a_runner_obeys(run: Run, name: str) -> None:
+    text, log = FORMATS[name].render_runs([run], Style(100, color=False))
+    for each in set(text + log) - set("\n\t"):
+        assert unicodedata.category(each) not in ("Cc", "Cf")
+    assert not re.search(r"^\s*(::|##\[)", text, re.MULTILINE)
+    assert all(line.startswith(("::error ", "::warning ")) for line in log.splitlines())
+    assert text.count("hacked") == 0 or name != "junit" or "<script" not in text
+
+
+def test_colours_of_a_report_are_its_own(run: Run) -> None:
+    coloured, _ = FORMATS["terminal"].render_runs([run], Style(100, color=True))
+    plain, _ = FORMATS["terminal"].render_runs([run], Style(100, color=False))
+    assert set(re.findall("\x1b.{3}", coloured)) <= {"\x1b[31", "\x1b[32", "\x1b[33", "\x1b[1m", "\x1b[0m", "\x1b[2m"}
+    assert "\x1b" not in plain
+
+
+@pytest.mark.parametrize("name", ["markdown", "github"])
+def test_no_markup_comes_from_a_text(run: Run, name: str) -> None:
+    text, _ = FORMATS[name].render_runs([run], Style())
+    tokens = [*MarkdownIt("commonmark").enable("table").parse(text)]
+    tokens += [child for token in tokens for child in token.children or ()]
+    own = re.compile(r"(</?(details|summary)>|<br>|Findings \(\d+\)|About these figures|\s)*")
+    assert [each.content for each in tokens if each.type.startswith("html") and not own.fullmatch(each.content)] == []
+    assert not {"link_open", "image"} & {token.type for token in tokens}
+    headings = [after.content for token, after in pairwise(tokens) if token.type == "heading_open"]
+    assert "heading" not in headings
+
+
+def test_junit_is_well_formed(run: Run) -> None:
+    text, _ = FORMATS["junit"].render_runs([run], Style())
+    assert {element.tag for element in ET.fromstring(text).iter()} <= {
+        *("testsuites", "testsuite", "testcase", "properties", "property"),
+        *("failure", "error", "skipped", "system-out"),
+    }
