@@ -50,7 +50,7 @@ class Supervisor:
         self._at_work: str | None = None
         self._unexamined: dict[str, set[str]] = {}
         self._jobs, self._costs = jobs, costs
-        self._warming = WarmingAhead(plan, workers, jobs, is_on=warms)
+        self._warming = WarmingAhead(plan, workers, min(jobs, len(workers.gpus) or 1), is_on=warms)
         circumstances = Circumstances(plan.seed, environment.digest, attncheck.__version__)
         self._examiner = ProcessExaminer(circumstances, workers.limits, self._warming)
 

@@ -8,6 +8,7 @@ and leaves them in the caches on disk. Its records are dropped: nothing that hap
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from attncheck.cases.model import Case
@@ -39,14 +40,14 @@ _CASE_LIMIT_S = 600.0
 """Seconds after which a warmer that is still at one case is ended."""
 
 
-def most_processes(device: str, lanes: int = 1) -> int:
-    """Return how many processes may examine cases at once on ``device``, or on each GPU of ``lanes``; at least 1.
+def most_processes(device: str, gpus: int = 1) -> int:
+    """Return how many processes may examine cases at once on ``device``, one of ``gpus`` GPUs at work; at least 1.
 
     Limits are the cores, the free memory of the host, half the memory of the GPU, and its exclusive mode.
     """
-    limits = [_MOST, usable_cores() // lanes]
+    limits = [_MOST, usable_cores() // gpus]
     if (free := free_host_bytes()) is not None:
-        limits.append(free // _HOST_BYTES // lanes)
+        limits.append(free // _HOST_BYTES // gpus)
     if (memory := device_memory(device)) is not None:
         limits.append(memory // 2 // _DEVICE_BYTES)
     if (modes := gpu_modes(device)) is not None and not modes.is_shared:
@@ -183,9 +184,9 @@ class WarmingAhead:
     Kernels that are compiled already cost nothing: no case adds one, and no warmer is started.
     """
 
-    def __init__(self, plan: RunPlan, workers: WorkerPool, lanes: int = 1, *, is_on: bool) -> None:
-        """``lanes``: GPUs at work at once."""
-        self._plan, self._workers, self._lanes, self._is_on = plan, workers, lanes, is_on
+    def __init__(self, plan: RunPlan, workers: WorkerPool, gpus: int = 1, *, is_on: bool) -> None:
+        """``gpus``: how many are at work at once."""
+        self._plan, self._workers, self._gpus, self._is_on = plan, workers, gpus, is_on
         self._seen: dict[str, _Seen] = {}
 
     def before(self, ref: str, left: Sequence[Question], workers: WorkerPool) -> None:
@@ -196,11 +197,13 @@ class WarmingAhead:
         if not self._is_on:
             return
         now = time.monotonic()
-        seen = self._seen.setdefault(ref, _Seen(kernel_count(), now)) if ref not in self._seen else self._seen[ref]
-        if seen.warmers is not None:
+        seen = self._seen.get(ref)
+        if seen is None:
+            seen = self._seen[ref] = _Seen(kernel_count(), now)
+        elif seen.warmers is not None:
             seen.warmers.skip(left[0][0])
         elif now - seen.began > _SLOW_S and kernel_count() > seen.kernels:
-            seen.warmers = self._start(workers, ref, left[1:], self._lanes)
+            seen.warmers = self._start(workers, ref, left[1:], self._gpus)
         seen.began = now
 
     def finish(self, ref: str) -> None:
@@ -212,9 +215,8 @@ class WarmingAhead:
     def before_times(self, refs: Iterable[str]) -> None:
         """Examine what is only timed, backend after backend, and return when the warmers have ended."""
         for ref in refs if self._is_on else ():
-            warmers = self._start(self._workers, ref, questions_to_warm(self._plan, ref))
-            warmers.wait()
-            warmers.close()
+            with closing(self._start(self._workers, ref, questions_to_warm(self._plan, ref))) as warmers:
+                warmers.wait()
 
     def close(self) -> None:
         """End the warmers; no others are started, since times are taken next."""
@@ -222,7 +224,7 @@ class WarmingAhead:
         for ref in tuple(self._seen):
             self.finish(ref)
 
-    def _start(self, workers: WorkerPool, ref: str, questions: Sequence[Question], lanes: int = 1) -> Warmers:
+    def _start(self, workers: WorkerPool, ref: str, questions: Sequence[Question], gpus: int = 1) -> Warmers:
         """Start as many warmers as have room beside the run's own processes."""
-        count = most_processes(self._plan.device, lanes) - 1
+        count = most_processes(self._plan.device, gpus) - 1
         return Warmers(lambda: workers.start_extra(ref), questions, count, loading=workers.limits.of_loading)

@@ -183,7 +183,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(warming, "kernel_count", machine.kernel_count)
     monkeypatch.setattr(warming, "time", machine)
-    monkeypatch.setattr(warming, "most_processes", lambda device, lanes: 5)
+    monkeypatch.setattr(warming, "most_processes", lambda device, gpus: 5 if gpus == 1 else 3)
     return machine
 
 
@@ -224,6 +224,22 @@ def test_where_kernels_are_there_or_cost_nothing_no_process_is_started(
     assert log_of(machine, questions, monkeypatch, **how) == []
 
 
+def test_gpus_at_work_share_the_warmers_of_a_backend(
+    machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of ``a`` start on the GPU that compiles first, those of ``b`` on its own; each end with their backend."""
+    log: list[str] = []
+    monkeypatch.setattr(warming, "Warmers", Begins(log))
+    first, second = (cast(WorkerPool, SimpleNamespace(limits=TimeLimits())) for _ in range(2))
+    ahead = WarmingAhead(RunPlan(tuple(case for case, _ in questions)), first, 2, is_on=True)
+    for ref, index, workers in (("a", 0, first), ("b", 0, second), ("a", 1, first), ("a", 2, second), ("b", 1, second)):
+        ahead.before(ref, questions[index:], workers)
+        machine.now, machine.kernels = machine.now + 3, machine.kernels + 1
+    ahead.finish("a")
+    ahead.close()
+    assert log == ["2 for cd", "skips c", "2 for cd", "ends", "ends"]
+
+
 def test_switched_off_nothing_is_started(
     machine: Machine, questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +273,8 @@ def test_what_is_only_timed_is_examined_before_and_nothing_beside_the_times(
         ({"memory": 4 * 2**30}, 1),
         ({"modes": GpuModes("Exclusive_Process", "Disabled")}, 1),
         ({"modes": None, "memory": None, "host": None}, 8),
+        ({"gpus": 16}, 4),
+        ({"gpus": 8, "host": 40 * 2**30}, 3),
     ],
 )
 def test_as_many_processes_as_the_machine_has_room_for(
@@ -268,10 +286,11 @@ def test_as_many_processes_as_the_machine_has_room_for(
         "host": 500 * 2**30,
         "memory": 80 * 2**30,
         "modes": GpuModes("Default", "Disabled"),
+        "gpus": 1,
         **changed,
     }
     monkeypatch.setattr(warming, "usable_cores", lambda: found["cores"])
     monkeypatch.setattr(warming, "free_host_bytes", lambda: found["host"])
     monkeypatch.setattr(warming, "device_memory", lambda device: found["memory"])
     monkeypatch.setattr(warming, "gpu_modes", lambda device: found["modes"])
-    assert most_processes("cuda") == expected
+    assert most_processes("cuda", found["gpus"]) == expected
