@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.errors import InternalError, QuestionError
 from attncheck.harness.run.backend_description import BackendDescription, LoadError, unloaded
+from attncheck.harness.run.outcomes import OURSELVES, ProcessEnd
 from attncheck.harness.workers.protocol import Assignment, Described, DeviceChosen, HarnessFailure, Prepare, Refused
 from attncheck.harness.workers.time_limits import Limit
 from attncheck.harness.workers.worker_process import ProcessEndedError, WorkerProcess
@@ -69,10 +70,7 @@ def chosen_device_of(process: WorkerProcess, limit: Limit) -> tuple[str, tuple[s
 def description_of(process: WorkerProcess, limit: Limit) -> BackendDescription | QuestionError:
     """Return the description of the backend of ``process``, or why it has none.
 
-    If the process ends while it loads the backend, the description says how.
-
-    Raises:
-        WorkerError: attncheck itself failed in the process.
+    If the process ends while it loads the backend, or attncheck itself fails in it, the description says how.
     """
     try:
         answer = process.receive(limit)
@@ -87,6 +85,28 @@ def description_of(process: WorkerProcess, limit: Limit) -> BackendDescription |
                 return unloaded(process.ref, LoadError(answer.raised, answer.reason))
             return QuestionError(answer.reason)
         case HarnessFailure():
-            raise WorkerError(process.ref, answer)
+            error = LoadError(WorkerError.__name__, answer.error, OURSELVES, answer.traceback)
+            return unloaded(process.ref, error)
         case _:
             raise RuntimeError(f"the process of {process.ref} described itself by {answer.kind!r}")
+
+
+def loaded(found: BackendDescription | QuestionError) -> BackendDescription:
+    """Return the description ``found`` of a backend that was loaded.
+
+    Raises:
+        QuestionError: the backend was not loaded.
+        WorkerError: attncheck itself failed while it was loaded.
+    """
+    if isinstance(found, QuestionError):
+        raise found
+    match found.failure:
+        case ProcessEnd(cause=reason):
+            raise QuestionError(reason)
+        case LoadError(stage=stage) as error if stage == OURSELVES:
+            raise WorkerError(found.ref, HarnessFailure(error=error.message, traceback=error.traceback))
+        case LoadError(message=reason):
+            raise QuestionError(reason)
+    if not found.is_loaded:
+        raise QuestionError("; ".join(found.unavailable_reasons))
+    return found

@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Self
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.problem.host_memory import free_host_bytes
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
-from attncheck.harness.run.outcomes import ProcessEnd
-from attncheck.harness.workers.first_messages import assignment_of, chosen_device_of, description_of
+from attncheck.harness.workers.first_messages import (
+    WorkerError,
+    assignment_of,
+    chosen_device_of,
+    description_of,
+    loaded,
+)
 from attncheck.harness.workers.memory_limits import MemoryLimits
 from attncheck.harness.workers.memory_watch import MemoryWatch
 from attncheck.harness.workers.passed_environment import passed_environment
@@ -126,17 +131,21 @@ class WorkerPool:
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
         """Return the device of the run, notes on the choice, and the environment there, as one of the processes has it.
 
-        ``wanted``: by the user; ``wishes``: by the suites. A process whose backend ended it is passed over.
+        ``wanted``: by the user; ``wishes``: by the suites. A process that its backend ended or spoilt is passed over.
 
         Raises:
             QuestionError: the device that the user wants is not there, or no process lives long enough to tell.
             WorkerError: attncheck itself failed in the process.
         """
         request = ChooseDevice(wanted=wanted, wishes=tuple(wishes))
-        for process in self._processes.values():
+        for ref, process in tuple(self._processes.items()):
             process.send(request)
-            with suppress(ProcessEndedError):
+            try:
                 return chosen_device_of(process, self.limits.of_loading)
+            except ProcessEndedError:
+                pass  # its description says how
+            except WorkerError:
+                self.discard(ref)  # a fresh process meets it again, when it is described
         self._spare = self._spare or self._new()
         self._spare.send(request)
         try:
@@ -165,9 +174,6 @@ class WorkerPool:
         """What each backend says of itself, or why it cannot be loaded.
 
         One that requires an environment its process does not have is started again with it.
-
-        Raises:
-            WorkerError: attncheck itself failed in one of the processes.
         """
         found = dict(zip(refs, self._described(refs), strict=True))
         again = {ref: needs for ref, each in found.items() if (needs := self._missing(ref, each))}
@@ -200,14 +206,8 @@ class WorkerPool:
         """
         if ref not in self._prepared:
             self.discard(ref)
-        (description,) = self._described([ref])
-        if isinstance(description, QuestionError):
-            raise description
-        if not description.is_loaded:
-            failure = description.failure
-            how = failure.cause if isinstance(failure, ProcessEnd) else failure.message if failure else ""
-            raise QuestionError(how or "; ".join(description.unavailable_reasons))
-        if description.info != self._infos[ref]:
+        (found,) = self._described([ref])
+        if loaded(found).info != self._infos[ref]:
             raise QuestionError(f"{ref} is not what it was when the run began")
         return self._processes[ref]
 
