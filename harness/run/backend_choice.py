@@ -12,6 +12,7 @@ from attncheck.backends import registry
 from attncheck.cases.model import Case, Suite
 from attncheck.errors import BackendUnavailableError, DeviceError, QuestionError, SelectionError
 from attncheck.harness.run.backend_description import BackendDescription, DescribeBackends, LoadError, unloadable
+from attncheck.harness.run.outcomes import IMPORT
 
 
 def choose_device(wanted: str | None) -> str:
@@ -82,8 +83,9 @@ def choose_backends(
             if isinstance(each, QuestionError):
                 raise each
         failures = [None if isinstance(each, QuestionError) else each.failure for each in found]
-        if all(isinstance(failure, LoadError) for failure in failures):  # and nothing is left to examine
-            raise QuestionError("\n".join(failure.message for failure in failures if isinstance(failure, LoadError)))
+        raised = [each for each in failures if isinstance(each, LoadError) and each.stage == IMPORT]
+        if len(raised) == len(found):  # and nothing is left to examine
+            raise QuestionError("\n".join(failure.message for failure in raised))
     descriptions = list(map(_or_unloaded, first, found))
     notes: list[str] = []
     has_wishes = not refs and any(suite.default_backends for suite in suites)

@@ -11,16 +11,22 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from attncheck.errors import QuestionError
-from attncheck.harness.run.outcomes import ProcessEnd
+from attncheck.harness.run.outcomes import IMPORT, ProcessEnd
 from attncheck.reports.run_file.header import BackendInfo
 
 
 @dataclass(frozen=True)
 class LoadError:
-    """An exception that the backend's own code raised while it was loaded. ``message``: with the backend's name."""
+    """An exception while the backend was loaded. ``message``: with the backend's name.
+
+    ``stage``: attncheck itself where the exception was raised in its own code, perhaps since the backend's has spoilt
+    the process.
+    """
 
     error_type: str
     message: str
+    stage: str = IMPORT
+    traceback: str = ""
 
 
 class BackendDescription(BaseModel):

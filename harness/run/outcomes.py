@@ -3,6 +3,7 @@
 The evaluation of cases, the supervisor of the workers and the examination of providers all use it.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Protocol
 
@@ -152,12 +153,10 @@ def load_error(
     case: RecordedQuestion,
     backend: BackendIdentity,
     check: str,
-    error_type: str,
-    message: str,
+    error: Mapping[str, Any],
 ) -> Record:
-    """Return the record of a check that was not made, since the backend raised while it was imported."""
-    who = _identity(circumstances, case, backend, check)
-    return Errored(**who, stage=IMPORT, error_type=error_type, message=message)
+    """Return the record of a check that was not made, since loading raised; ``error``: fields of the record."""
+    return Errored(**_identity(circumstances, case, backend, check), **error)
 
 
 def _without_limit(end: ProcessEnd) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.errors import InternalError, QuestionError
 from attncheck.harness.run.backend_description import BackendDescription, LoadError, unloaded
+from attncheck.harness.run.outcomes import OURSELVES, ProcessEnd
 from attncheck.harness.workers.protocol import (
     Assignment,
     ChooseDevice,
@@ -55,20 +56,28 @@ def assignment_of(selection: "Selection", plan: "RunPlan", environment: Environm
     )
 
 
-def device_chosen_by(processes: Iterable[WorkerProcess], request: ChooseDevice, limit: Limit) -> DeviceChosen:
-    """Return the answer of the first of ``processes`` that lives long enough; the last one has no backend.
+def device_chosen_by(
+    processes: Iterable[WorkerProcess], request: ChooseDevice, limit: Limit
+) -> tuple[DeviceChosen, list[str]]:
+    """Return the answer of the first of ``processes`` that gives one; the last one has no backend.
+
+    With it come the references of the backends that have spoilt their processes.
 
     Raises:
         QuestionError: the device that the user wants is not there, or no process lives long enough.
         WorkerError: attncheck itself failed in the process.
     """
-    cause = ""
+    cause, spoilt = "", list[str]()
     for process in processes:
         process.send(request)
         try:
-            return chosen_device_of(process, limit)
+            return chosen_device_of(process, limit), spoilt
         except ProcessEndedError as ended:
             cause = ended.end.cause
+        except WorkerError:
+            if not process.ref:
+                raise
+            spoilt.append(process.ref)
     raise QuestionError(f"a process without a backend ended before it named the device: {cause}")
 
 
@@ -94,10 +103,7 @@ def chosen_device_of(process: WorkerProcess, limit: Limit) -> DeviceChosen:
 def description_of(process: WorkerProcess, limit: Limit) -> BackendDescription | QuestionError:
     """Return the description of the backend of ``process``, or why it has none.
 
-    If the process ends while it loads the backend, the description says how.
-
-    Raises:
-        WorkerError: attncheck itself failed in the process.
+    If the process ends while it loads the backend, or attncheck itself fails in it, the description says how.
     """
     try:
         answer = process.receive(limit)
@@ -112,6 +118,28 @@ def description_of(process: WorkerProcess, limit: Limit) -> BackendDescription |
                 return unloaded(process.ref, LoadError(answer.raised, answer.reason))
             return QuestionError(answer.reason)
         case HarnessFailure():
-            raise WorkerError(process.ref, answer)
+            error = LoadError(WorkerError.__name__, answer.error, OURSELVES, answer.traceback)
+            return unloaded(process.ref, error)
         case _:
             raise RuntimeError(f"the process of {process.ref} described itself by {answer.kind!r}")
+
+
+def loaded(found: BackendDescription | QuestionError) -> BackendDescription:
+    """Return the description ``found`` of a backend that was loaded.
+
+    Raises:
+        QuestionError: the backend was not loaded.
+        WorkerError: attncheck itself failed while it was loaded.
+    """
+    if isinstance(found, QuestionError):
+        raise found
+    match found.failure:
+        case ProcessEnd(cause=reason):
+            raise QuestionError(reason)
+        case LoadError(stage=stage) as error if stage == OURSELVES:
+            raise WorkerError(found.ref, HarnessFailure(error=error.message, traceback=error.traceback))
+        case LoadError(message=reason):
+            raise QuestionError(reason)
+    if not found.is_loaded:
+        raise QuestionError("; ".join(found.unavailable_reasons))
+    return found

@@ -6,6 +6,7 @@ process is asked for its times, the run has no other.
 
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict
 
 import attncheck
 from attncheck.cases.model import Case
@@ -130,7 +131,7 @@ class Supervisor:
                 case ProcessEnd() as end:
                     record: Record = ended(circumstances, case, backend, check, IMPORT, end)
                 case LoadError() as error:
-                    record = load_error(circumstances, case, backend, check, error.error_type, error.message)
+                    record = load_error(circumstances, case, backend, check, asdict(error))
                 case None:
                     record = unavailable(circumstances, case, backend, check, backend.unavailable_reasons)
             place.records.append(record)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Self
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.run.backend_description import BackendDescription, missing_variables
 from attncheck.harness.run.gpus import Gpu
-from attncheck.harness.run.outcomes import ProcessEnd
-from attncheck.harness.workers.first_messages import assignment_of, description_of, device_chosen_by
+from attncheck.harness.workers.first_messages import assignment_of, description_of, device_chosen_by, loaded
 from attncheck.harness.workers.memory_limits import room_on_host
 from attncheck.harness.workers.memory_watch import MemoryWatch
 from attncheck.harness.workers.passed_environment import passed_environment
@@ -127,15 +126,17 @@ class WorkerPool:
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
         """Return the device of the run, notes on the choice, and the environment there, as one of the processes has it.
 
-        ``wanted``: by the user; ``wishes``: by the suites. A process whose backend ended it is passed over. From then
-        on ``gpus`` holds those that processes may use side by side.
+        ``wanted``: by the user; ``wishes``: by the suites. A process that its backend ended or spoilt is passed over.
+        From then on ``gpus`` holds those that processes may use side by side.
 
         Raises:
             QuestionError: the device that the user wants is not there, or no process lives long enough to tell.
             WorkerError: attncheck itself failed in the process.
         """
         request = ChooseDevice(wanted=wanted, wishes=tuple(wishes))
-        chosen = device_chosen_by(self._to_choose(), request, self.limits.of_loading)
+        chosen, spoilt = device_chosen_by(self._to_choose(), request, self.limits.of_loading)
+        for ref in spoilt:
+            self.discard(ref)  # a fresh process meets the fault again, when it is described
         self.gpus = chosen.gpus
         return chosen.device, chosen.notes, chosen.environment
 
@@ -164,9 +165,6 @@ class WorkerPool:
         """What each backend says of itself, or why it cannot be loaded.
 
         One that requires an environment its process does not have is started again with it.
-
-        Raises:
-            WorkerError: attncheck itself failed in one of the processes.
         """
         found = dict(zip(refs, self._described(refs), strict=True))
         again = {ref: needs for ref, each in found.items() if (needs := self._missing(ref, each))}
@@ -199,14 +197,8 @@ class WorkerPool:
         """
         if ref not in self._prepared:
             self.discard(ref)
-        (description,) = self._described([ref])
-        if isinstance(description, QuestionError):
-            raise description
-        if not description.is_loaded:
-            failure = description.failure
-            how = failure.cause if isinstance(failure, ProcessEnd) else failure.message if failure else ""
-            raise QuestionError(how or "; ".join(description.unavailable_reasons))
-        if description.info != self._infos[ref]:
+        (found,) = self._described([ref])
+        if loaded(found).info != self._infos[ref]:
             raise QuestionError(f"{ref} is not what it was when the run began")
         return self._processes[ref]
 

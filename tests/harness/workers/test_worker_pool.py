@@ -9,10 +9,10 @@ import pytest
 
 from attncheck.errors import BackendLoadError, QuestionError
 from attncheck.harness.checks.timing.settings import TimingSettings
-from attncheck.harness.run.backend_description import BackendDescription, unloadable
+from attncheck.harness.run.backend_description import BackendDescription, LoadError, unloadable
 from attncheck.harness.run.evaluation import RunPlan, environment_of
 from attncheck.harness.run.gpus import Gpu
-from attncheck.harness.run.outcomes import ProcessEnd
+from attncheck.harness.run.outcomes import OURSELVES, ProcessEnd
 from attncheck.harness.run.selection import select_cases
 from attncheck.harness.workers import memory_limits
 from attncheck.harness.workers import worker_pool as workers
@@ -61,6 +61,7 @@ class Fake:
     started: list["Fake"]
     device: Answer = DeviceChosen(device="cpu", notes=("as wished",), environment=environment_of("cpu"))
     silent: tuple[str, ...] = ()
+    spoilt: dict[str, Answer]
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Fake:
         if isinstance(self.requests[-1], ChooseDevice):
             if self.ref in self.silent:
                 raise ProcessEndedError(ProcessEnd("killed by SIGABRT", ""))
-            return self.device
+            return self.spoilt.pop(self.ref, self.device)
         answer = self.script[self.ref][self._turn]
         if isinstance(answer, Exception):
             raise answer
@@ -111,7 +112,7 @@ class Fake:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
     monkeypatch.setattr(workers, "WorkerProcess", Fake)
-    Fake.started, Fake.script = [], {}
+    Fake.started, Fake.script, Fake.spoilt = [], {}, {}
     yield Fake.started
     assert all(fake.state.startswith("ended") for fake in Fake.started)
 
@@ -328,11 +329,37 @@ def test_a_death_while_a_backend_is_loaded_is_part_of_its_description(started: l
     assert found.failure == ProcessEnd("killed by SIGABRT", "loading\nno driver\n")
 
 
-def test_our_own_fault_is_nobody_elses(started: list[Fake]) -> None:
-    Fake.script = {"a": [HarnessFailure(error="ValueError: ours", traceback="Traceback, and where")]}
-    with pytest.raises(WorkerError, match=r"ValueError: ours \(in the process of a\)") as caught, assigned() as some:
-        some.describe(["a"])
-    assert caught.value.__notes__ == ["Traceback, and where"]
+FAULT = HarnessFailure(error="ValueError: ours", traceback="Traceback, and where")
+
+
+def test_our_own_fault_while_a_backend_is_loaded_is_part_of_its_description(started: list[Fake]) -> None:
+    Fake.script = {"a": [FAULT], "b": [described("b")]}
+    with assigned() as processes:
+        found, other = processes.describe(["a", "b"])
+    assert isinstance(found, BackendDescription)
+    assert found.failure == LoadError("WorkerError", FAULT.error, OURSELVES, FAULT.traceback)
+    assert other == described("b").description
+
+
+def test_a_process_that_its_backend_has_spoilt_names_no_device_and_is_replaced(started: list[Fake]) -> None:
+    Fake.script, Fake.spoilt = {"a": [described("a"), FAULT], "b": [described("b")]}, {"a": FAULT}
+    with assigned() as processes:
+        processes.start(["a", "b"])
+        assert processes.choose_device((), "cpu")[0] == "cpu"
+        found, other = processes.describe(["a", "b"])
+    assert isinstance(found, BackendDescription)
+    assert found.failure == LoadError("WorkerError", FAULT.error, OURSELVES, FAULT.traceback)
+    assert other == described("b").description
+    assert [fake.ref for fake in started] == ["a", "b", "a"]
+
+
+def test_our_own_fault_in_a_process_that_takes_the_place_of_another(started: list[Fake]) -> None:
+    Fake.script = {"a": [described("a"), FAULT]}
+    with assigned() as processes:
+        processes.describe(["a"])
+        with pytest.raises(WorkerError, match=r"ValueError: ours \(in the process of a\)") as caught:
+            processes.restart("a")
+    assert caught.value.__notes__ == [FAULT.traceback]
 
 
 def test_one_that_does_not_come_up_again(started: list[Fake]) -> None:

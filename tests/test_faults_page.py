@@ -1,0 +1,211 @@
+"""docs/faults.md is true: each of its faults ends as its row says, and changes no other record of its run."""
+
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attncheck.backends.candidates.reference import ReferenceBackend
+from attncheck.backends.registry import import_file
+from attncheck.harness.cli import app as cli
+from attncheck.harness.workers import time_limits
+from attncheck.reports.run_file.records import OURSELVES
+from attncheck.reports.run_file.store import read_run
+
+ROOT = Path(__file__).resolve().parent.parent
+BACKENDS = ROOT / "tests" / "miniatures" / "faults.py"
+SUITE = """\
+suite: small
+defaults:
+  layer: {num_heads: 2, num_kv_heads: 1, head_size: 16, dtype: float32}
+cases:
+  - {id: before, batch: q1s20_q1s7}
+  - {id: faulty, batch: q13, layer: {head_size: 32}}
+  - {id: between, batch: q5s9}
+  - {id: later, batch: q1s9, layer: {head_size: 48}}
+"""
+LOADING = "Faults of loading"
+IMPORTED = """\
+import os, sys, time
+from attncheck.backends.candidates.reference import ReferenceBackend
+class {name}(ReferenceBackend): pass
+if os.environ["FAULT"] != "off":
+    {deed}
+"""
+DEEDS = {
+    "import_hang": "time.sleep(600)",
+    "import_error": "import a_library_that_is_not_there",
+    "import_segfault": "import ctypes; ctypes.string_at(0)",
+    "import_exit": "sys.exit(0)",
+    "import_interrupt": "raise KeyboardInterrupt",
+    "import_flood": "os.write(1, b'x' * 2**27)",
+    "import_damage": "sys.path.clear(); sys.modules.pop('json'); sys.modules.pop('attncheck.cases.loader')",
+}
+WORDS = ["run", "--suite", "small.yaml", "--device", "cpu", "--check", "numerics,lse", "--jobs", "8", "--no-cache"]
+WORDS += ["--case-timeout", "5", "--memory-limit", "1GiB", "--pass-env", "FAULT*", "--backend", "torch_sdpa"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault, and what its row says of its record."""
+
+    section: str
+    name: str
+    outcome: str
+    recurrence: str
+    says: str
+
+    @property
+    def ref(self) -> str:
+        return f"./{self.name}.py:{self.name}" if self.section == LOADING else f"./faults.py:{self.name}"
+
+    @property
+    def exit_code(self) -> int:
+        return 3 if self.says.startswith(OURSELVES) else int(self.outcome != "passed")
+
+    @property
+    def case(self) -> str:
+        return "later" if self.section == "Faults that show later" else "faulty"
+
+    def is_about(self, record: dict[str, Any]) -> bool:
+        return record["backend_ref"] == self.ref and (self.section == LOADING or record["case_id"] == self.case)
+
+    def assert_holds(self, record: dict[str, Any], clean: dict[str, Any]) -> None:
+        if self.outcome == "passed":
+            assert record == clean
+            return
+        said = " ".join(str(record.get(each, "")) for each in ("stage", "cause", "error_type", "message", "summary"))
+        assert record["outcome"] == self.outcome, said
+        assert self.says in said, self.name
+        assert record.get("recurrence", "") == self.recurrence, self.name
+
+
+def rows() -> list[Row]:
+    found, section = [], ""
+    row = re.compile(r"\| `(\w+)`: .*? \| `(\w+)`(?:, `(\w+)`)? \|(?: (.*?))? \| [\d.]+ \|")
+    for line in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines():
+        section = line[3:] if line.startswith("## ") else section
+        if match := row.fullmatch(line):
+            name, outcome, recurrence, says = match.groups(default="")
+            found.append(Row(section, name, outcome, recurrence, says.replace("`", "")))
+    return found
+
+
+ROWS = rows()
+QUICK = ("abort", "exit_at_once", "stack_overflow", "closed_descriptors", "hang_in_c_with_gil", "heap_corruption")
+QUICK += ("system_exit", "unprintable_exception", "default_dtype", "signal_handlers", "twenty_forks", "import_error")
+WORST = ("segfault", "exit_at_once", "stack_overflow", "closed_descriptors", "written_pipes", "heap_corruption")
+WORST += ("hang_in_c_with_gil", "memory_leak", "twenty_forks", "unprintable_exception")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "small.yaml").write_text(SUITE)
+    (tmp_path / "faults.py").write_bytes(BACKENDS.read_bytes())
+    for name, deed in DEEDS.items():
+        (tmp_path / f"{name}.py").write_text(IMPORTED.format(name=name, deed=deed))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FAULT_MIB", "128")
+    monkeypatch.setattr(time_limits, "LEAST_LOADING_S", 10.0)
+    return tmp_path
+
+
+def records_of(faults: list[Row], output: str) -> tuple[int, list[dict[str, Any]]]:
+    code = cli.main([*WORDS, *(word for row in faults for word in ("--backend", row.ref)), "--output", output])
+    return code, [record.model_dump(mode="json", exclude={"duration_s"}) for record in read_run(output).records]
+
+
+def play(faults: list[Row], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the backends of ``faults`` twice, with the faults off and on, and compare each record."""
+    before = processes_in(folder)
+    monkeypatch.setenv("FAULT", "off")
+    code, clean = records_of(faults, "clean.jsonl")
+    assert (code, {record["outcome"] for record in clean}) == (0, {"passed", "unsupported"})
+    monkeypatch.setenv("FAULT", "on")
+    code, found = records_of(faults, "found.jsonl")
+    assert code == max(row.exit_code for row in faults)
+    assert wait_for(lambda: processes_in(folder) <= before)
+    assert len(found) == len(clean)
+    seen = set()
+    for record, right in zip(found, clean, strict=True):
+        (row,) = [row for row in faults if row.is_about(record)] or [None]
+        if row is None:
+            assert record == right
+        elif row not in seen:  # the check behind it is made if the case goes well when it is asked again
+            seen.add(row)
+            row.assert_holds(record, right)
+    assert seen == set(faults)
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def processes_in(folder: Path) -> set[int]:
+    """Return the numbers of the processes that are at work in ``folder``."""
+    found = set()
+    for place in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):
+            if place.readlink() == folder:
+                found.add(int(place.parent.name))
+    return found
+
+
+def test_every_fault_has_a_row() -> None:
+    found = vars(import_file(str(BACKENDS), BACKENDS)).items()
+    backends = {name for name, each in found if isinstance(each, type) and issubclass(each, ReferenceBackend)}
+    names = [row.name for row in ROWS]
+    assert sorted(names) == sorted([*(backends - {"ReferenceBackend"}), *DEEDS])
+
+
+def test_a_dozen_faults_change_no_other_record(folder: Path, monkeypatch: pytest.MonkeyPatch, preloaded: None) -> None:
+    play([row for row in ROWS if row.name in QUICK], folder, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", sorted({row.section for row in ROWS}))
+def test_no_fault_changes_another_record(
+    section: str, folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if section != "Faults that leave something":  # a daemon of a preloaded process cannot be told from others
+        request.getfixturevalue("preloaded")
+    play([row for row in ROWS if row.section == section], folder, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["-n", "2"]])
+def test_in_pytest_the_worst_fail_their_own_items(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, preloaded: None, words: list[str]
+) -> None:
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):  # of the run around it
+        monkeypatch.delenv(name, raising=False)
+    before = processes_in(folder)
+    faults = [row for row in ROWS if row.name in WORST]
+    options = {"suite": ["small.yaml"], "device": ["cpu"], "check": ["numerics"], "case-timeout": ["3"]}
+    options |= {
+        "memory-limit": ["1GiB"],
+        "pass-env": ["FAULT*"],
+        "backend": ["torch_sdpa", *(row.ref for row in faults)],
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml", "out.xml", *words]
+    command += [word for name, values in options.items() for each in values for word in (f"--attncheck-{name}", each)]
+    assert subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, timeout=300, check=False).returncode == 1
+    found = {each.get("classname", ""): each.find("failure") for each in ET.parse("out.xml").iter("testcase")}
+    assert len(found) == 4 * (1 + len(faults))
+    for row in faults:
+        failure = found.pop(f"attncheck.small.{row.case}.{row.name}")
+        assert (failure is None) == (row.outcome == "passed"), row.name
+        assert failure is None or row.says in " ".join((failure.text or "").split())
+    assert set(found.values()) == {None}
+    assert wait_for(lambda: processes_in(folder) <= before)
