@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from attncheck.errors import QuestionError
 from attncheck.harness.workers.asking import Work
+from attncheck.harness.workers.first_messages import WorkerError
 from attncheck.harness.workers.schedule import Asked, Costs, Schedule
 from attncheck.harness.workers.worker_pool import WorkerPool
 from attncheck.harness.workers.worker_process import WorkerProcess, wait_for_answers
@@ -136,7 +137,7 @@ class Lanes:
         try:
             if lane.workers.process(ref) is None:
                 yield from start(lane.workers, ref)
-        except (QuestionError, OSError):
+        except (QuestionError, WorkerError, OSError):
             lane.workers.discard(ref)
             self._schedule.refuse(ref, lane.number)
             lane.ref = None

@@ -11,7 +11,8 @@ from attncheck.harness.run.backend_description import BackendDescription, unload
 from attncheck.harness.run.evaluation import RunPlan, environment_of
 from attncheck.harness.run.gpus import Gpu
 from attncheck.harness.run.outcomes import Circumstances, ProcessEnd, unavailable
-from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine
+from attncheck.harness.workers.first_messages import WorkerError
+from attncheck.harness.workers.protocol import Answer, Begun, Done, Examine, HarnessFailure
 from attncheck.harness.workers.supervisor import Supervisor
 from attncheck.harness.workers.time_limits import Limit, TimeLimits
 from attncheck.harness.workers.worker_pool import WorkerPool
@@ -74,12 +75,12 @@ class FakePool:
         self.processes = {ref: FakeProcess(self, ref) for ref in refs}
         self.finished: list[str] = []
         self.twins: list[FakePool] = []
-        self.twins_fail = False
+        self.failure: Exception | None = None
         self.limits = TimeLimits()
 
     def twin(self, gpu: Gpu | None = None) -> "FakePool":
         twin = FakePool("", f"{gpu.uuid}: " if gpu else f"twin {len(self.twins)} of ", **self.pauses)
-        twin.log, twin.deadly, twin.twins_fail = self.log, self.deadly, self.twins_fail
+        twin.log, twin.deadly, twin.failure = self.log, self.deadly, self.failure
         self.twins.append(twin)
         return twin
 
@@ -96,8 +97,8 @@ class FakePool:
         pass
 
     def restart(self, ref: str) -> FakeProcess:
-        if self.name and self.twins_fail:
-            raise QuestionError("no more processes")
+        if self.name and self.failure is not None:
+            raise self.failure
         self.log.append(f"{self.name}{ref} is started")
         self.processes[ref] = FakeProcess(self, ref)
         return self.processes[ref]
@@ -191,7 +192,7 @@ def test_one_more_process_that_cannot_be_started_costs_nothing(
 ) -> None:
     monkeypatch.setattr("attncheck.harness.workers.schedule._SAMPLE", 1)
     workers = FakePool("a", a=3)
-    workers.twins_fail = True
+    workers.failure = QuestionError("no more processes")
     assert in_order(examine(workers, cases, known("a"))) == everything("a", cases)
     assert len(workers.twins) == 1
     assert [line for line in workers.log if "twin" in line] == []
@@ -212,10 +213,16 @@ def test_each_lane_begins_and_helps_on_its_own_gpu(
     assert (workers.finished, workers.twins[0].finished) == (["a", "b"], ["b"])
 
 
-def test_a_gpu_on_which_no_process_starts_is_left_to_the_others(cases: list[Case]) -> None:
+OURS = HarnessFailure(error="RuntimeError: No CUDA GPUs are available", traceback="")
+
+
+@pytest.mark.parametrize("failure", [QuestionError("another GPU"), WorkerError("b", OURS), OSError("no memory")])
+def test_a_backend_whose_process_does_not_start_on_a_gpu_is_left_to_the_others(
+    failure: Exception, cases: list[Case]
+) -> None:
     workers = FakePool("ab", a=1)
     workers.gpus = (Gpu("GPU-0"), Gpu("GPU-1"))
-    workers.twins_fail = True
+    workers.failure = failure
     assert in_order(examine(workers, cases, *map(known, "ab"))) == everything("ab", cases)
     assert [line for line in workers.log if "GPU-1" in line] == []
 
