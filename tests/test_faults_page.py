@@ -82,7 +82,9 @@ class Row:
         if self.outcome == "passed":
             assert record == clean
             return
-        said = " ".join(str(record.get(each, "")) for each in ("stage", "cause", "error_type", "message", "summary"))
+        said = " ".join(
+            record[each] for each in ("stage", "cause", "error_type", "message", "summary") if each in record
+        )
         assert record["outcome"] == self.outcome, said
         assert self.says in said, self.name
         assert record.get("recurrence", "") == self.recurrence, self.name
@@ -139,7 +141,9 @@ def play(faults: list[Row], folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (row,) = [row for row in faults if row.is_about(record)] or [None]
         if row is None:
             assert record == right
-        elif row not in seen:  # the check behind it is made if the case goes well when it is asked again
+        elif row in seen:  # the check behind it is made where the case goes well when it is asked again
+            assert record == right or record["outcome"] == row.outcome
+        else:
             seen.add(row)
             row.assert_holds(record, right)
     assert seen == set(faults)

@@ -56,7 +56,7 @@ def warm(
             if each.is_loaded and not each.unavailable_reasons:
                 _warm(each, prepared.plan, pool)
             else:
-                typer.echo(f"{each.name}: not here: {'; '.join(each.unavailable_reasons)}")
+                typer.echo(f"{each.name}: not here: {each.reason}")
     return 0
 
 

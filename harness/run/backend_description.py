@@ -65,6 +65,15 @@ class BackendDescription(BaseModel):
         """The features it declares, empty where unknown."""
         return frozenset(self.info.features)
 
+    @property
+    def reason(self) -> str:
+        """Why the backend was not loaded, or cannot run here; empty if it can."""
+        match self.failure:
+            case ProcessEnd(cause=reason) | LoadError(message=reason):
+                return reason
+            case None:
+                return "; ".join(self.unavailable_reasons)
+
 
 def unloadable(name: str, ref: str, reasons: Sequence[str], version: str = "") -> BackendDescription:
     """The description of a backend that cannot be loaded here, for these reasons."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from attncheck.backends.declarations import FUNCTION_PATHS
 from attncheck.errors import InternalError, QuestionError
 from attncheck.harness.run.backend_description import BackendDescription, LoadError, unloaded
-from attncheck.harness.run.outcomes import OURSELVES, ProcessEnd
+from attncheck.harness.run.outcomes import OURSELVES
 from attncheck.harness.workers.protocol import (
     Assignment,
     ChooseDevice,
@@ -133,13 +133,9 @@ def loaded(found: BackendDescription | QuestionError) -> BackendDescription:
     """
     if isinstance(found, QuestionError):
         raise found
-    match found.failure:
-        case ProcessEnd(cause=reason):
-            raise QuestionError(reason)
-        case LoadError(stage=stage) as error if stage == OURSELVES:
-            raise WorkerError(found.ref, HarnessFailure(error=error.message, traceback=error.traceback))
-        case LoadError(message=reason):
-            raise QuestionError(reason)
+    error = found.failure
+    if isinstance(error, LoadError) and error.stage == OURSELVES:
+        raise WorkerError(found.ref, HarnessFailure(error=error.message, traceback=error.traceback))
     if not found.is_loaded:
-        raise QuestionError("; ".join(found.unavailable_reasons))
+        raise QuestionError(found.reason)
     return found

@@ -1,4 +1,4 @@
-"""Backends with one fault each, by the names of ``docs/faults.md``. They are right at other cases, and if FAULT is off.
+"""Backends with one fault each, by the names of ``docs/faults.md``; right at other cases, and if FAULT is off.
 
 A fault shows once in a process, at the case whose heads have ``FAULTY`` elements, or later, at that of ``LATER``.
 """
@@ -7,7 +7,6 @@ import atexit
 import ctypes
 import faulthandler
 import gc
-import locale
 import os
 import random
 import resource
@@ -116,15 +115,9 @@ def write_everywhere() -> None:
             os.write(descriptor, b"{not a message}\n")
 
 
-def die_as_a_copy_lives() -> None:
-    if LIBC.fork():
-        os._exit(9)
-    time.sleep(LONG_S)
-
-
 stack_overflow = faulty(forward=overflow)
 written_pipes = faulty(forward=write_everywhere)
-copy_that_outlives = faulty(forward=die_as_a_copy_lives)
+copy_that_outlives = faulty(forward=lambda: os._exit(9) if LIBC.fork() else time.sleep(LONG_S))
 
 # What shows at a later case, or not again.
 blocks: list[int] = []
@@ -142,11 +135,6 @@ def use_heap() -> None:
         LIBC.free(block)
 
 
-def exit_when_released() -> None:
-    released.wait()
-    os._exit(3)
-
-
 def release() -> None:
     if threading.active_count() > 1:
         released.set()
@@ -160,16 +148,11 @@ def crash_the_first_time() -> None:
 
 
 heap_corruption = faulty(forward=corrupt_heap, later=use_heap)
-thread_that_exits_later = faulty(forward=lambda: in_thread(exit_when_released), later=release)
+thread_that_exits_later = faulty(forward=lambda: in_thread(lambda: (released.wait(), os._exit(3))), later=release)
 crash_at_random = faulty(forward=crash_the_first_time)
 
 
 # What does not return.
-def ignore_sigterm() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(LONG_S)
-
-
 def print_for_ever() -> None:
     while True:
         os.write(1, b"x" * 2**20 + b"\n")
@@ -180,7 +163,7 @@ hang_in_c_without_gil = faulty(forward=lambda: LIBC.sleep(LONG_S))
 hang_in_python = faulty(forward=wait_in_python)
 hang_in_build = faulty(build=wait_in_python)
 hang_in_constructor = faulty(construct=wait_in_python)
-hang_without_sigterm = faulty(forward=ignore_sigterm)
+hang_without_sigterm = faulty(forward=lambda: (signal.signal(signal.SIGTERM, signal.SIG_IGN), time.sleep(LONG_S)))
 stop_of_itself = faulty(forward=lambda: os.kill(os.getpid(), signal.SIGSTOP))
 endless_print = faulty(forward=print_for_ever)
 hang_at_exit = faulty(forward=lambda: atexit.register(time.sleep, LONG_S))
@@ -245,19 +228,10 @@ class UnprintableError(Exception):
     __repr__ = __str__
 
 
-class OwnError(BaseException):
-    pass
-
-
-def recurse() -> None:
-    recurse()
-
-
 system_exit = faulty(forward=lambda: sys.exit(0))
 unprintable_exception = faulty(forward=lambda: throw(UnprintableError()))
 generator_exit = faulty(forward=lambda: throw(GeneratorExit()))
-base_exception = faulty(forward=lambda: throw(OwnError()))
-recursion_error = faulty(forward=recurse)
+recursion_error = faulty(forward=descend)
 huge_message = faulty(forward=lambda: throw(ValueError("x" * 10**8)))
 
 # What is answered.
@@ -270,11 +244,6 @@ cache_of_nan = faulty(answer=lambda right, query, cache: (kept.append(cache.fill
 
 
 # What is changed in the process.
-def change_environment() -> None:
-    os.environ.clear()
-    os.environ["TZ"] = "nowhere"
-
-
 def change_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda *_: os._exit(5))
@@ -288,20 +257,10 @@ def close_streams() -> None:
             os.close(descriptor)
 
 
-def change_limits() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
-    os.umask(0o777)
-
-
 def change_modules() -> None:
     sys.path.clear()
     for name in ("json", "math", "attncheck.reports.run_file.records", "torch.nn.functional"):
         sys.modules.pop(name, None)
-
-
-def set_precision() -> None:
-    torch.set_float32_matmul_precision("medium")
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
 
 def answer_wrongly(*_: object, **__: object) -> NoReturn:
@@ -320,11 +279,11 @@ seed = faulty(forward=lambda: (torch.manual_seed(7), random.seed(7)))
 gradients = faulty(forward=lambda: torch.set_grad_enabled(False))
 inference_mode = faulty(forward=lambda: torch.inference_mode().__enter__())
 determinism = faulty(forward=lambda: torch.use_deterministic_algorithms(True))
-matmul_precision = faulty(forward=set_precision)
+matmul_precision = faulty(forward=lambda: torch.set_float32_matmul_precision("medium"))
 print_options = faulty(forward=lambda: torch.set_printoptions(precision=0, threshold=0))
 flushed_denormals = faulty(forward=lambda: torch.set_flush_denormal(True))
 folder = faulty(forward=lambda: os.chdir("/"))
-environment = faulty(forward=change_environment)
+environment = faulty(forward=os.environ.clear)
 signal_handlers = faulty(forward=change_signals)
 warnings_as_errors = faulty(forward=lambda: warnings.simplefilter("error"))
 replaced_functions = faulty(forward=replace_functions)
@@ -334,6 +293,5 @@ no_stdout = faulty(forward=lambda: setattr(sys, "stdout", None))
 recursion_limit = faulty(forward=lambda: sys.setrecursionlimit(120))
 trace_function = faulty(forward=lambda: sys.settrace(lambda *_: throw(RuntimeError("traced"))))
 modules_gone = faulty(forward=change_modules)
-limits = faulty(forward=change_limits)
-language = faulty(forward=lambda: locale.setlocale(locale.LC_ALL, "C"))
+limits = faulty(forward=lambda: (resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)), os.umask(0o777)))
 faulthandler_off = faulty(forward=lambda: (faulthandler.disable(), ctypes.string_at(0)))

@@ -20,7 +20,7 @@ from attncheck.harness.run.backend_choice import (
 )
 from attncheck.harness.run.backend_description import BackendDescription, LoadError, unloadable, unloaded
 from attncheck.harness.run.backend_loading import Loader
-from attncheck.harness.run.outcomes import ProcessEnd
+from attncheck.harness.run.outcomes import IMPORT, OURSELVES, ProcessEnd
 
 
 def choose(
@@ -164,6 +164,20 @@ def test_a_default_backend_that_breaks_is_no_wrong_question() -> None:
     assert backends[1] == unloadable("torch_sdpa", "torch_sdpa", ("its process ended",))
     with pytest.raises(QuestionError, match="its process ended"):
         choose_backends(["torch_sdpa"], [suite()], (), describe)
+
+
+@pytest.mark.parametrize("stage", [IMPORT, OURSELVES])
+def test_backends_that_all_raise_are_a_wrong_question_unless_it_is_our_fault(stage: str) -> None:
+    error = LoadError("ValueError", "no such table", stage)
+
+    def choose_them() -> tuple[BackendDescription, ...]:
+        return choose_backends(["mine"], [suite()], (), lambda refs: [unloaded(ref, error) for ref in refs])[0]
+
+    if stage == OURSELVES:
+        assert [each.reason for each in choose_them()] == ["no such table"]
+    else:
+        with pytest.raises(QuestionError, match="no such table"):
+            choose_them()
 
 
 def test_by_default_backends_of_the_other_kind_are_left_out_and_named() -> None:
