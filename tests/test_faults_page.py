@@ -1,5 +1,6 @@
 """docs/faults.md is true: each of its faults ends as its row says, and changes no other record of its run."""
 
+import os
 import re
 import subprocess
 import sys
@@ -107,6 +108,9 @@ QUICK += ("system_exit", "unprintable_exception", "default_dtype", "signal_handl
 WORST = ("segfault", "exit_at_once", "stack_overflow", "closed_descriptors", "written_pipes", "heap_corruption")
 WORST += ("hang_in_c_with_gil", "memory_leak", "twenty_forks", "unprintable_exception")
 
+Execute = Callable[[list[str]], int]
+"""Executes a command of attncheck, and returns its exit code."""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -120,19 +124,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def records_of(faults: list[Row], output: str) -> tuple[int, list[dict[str, Any]]]:
-    code = cli.main([*WORDS, *(word for row in faults for word in ("--backend", row.ref)), "--output", output])
+def on_ray(words: list[str]) -> int:
+    """Execute the command on a Ray cluster of its own, which ends with it."""
+    command = [sys.executable, "-m", "attncheck", *words, "--executor", "ray", "--ray-address", "local"]
+    done = subprocess.run([*command, "--jobs", "2"], stdout=subprocess.DEVNULL, timeout=300, check=False)
+    return done.returncode
+
+
+def records_of(faults: list[Row], output: str, run: Execute) -> tuple[int, list[dict[str, Any]]]:
+    code = run([*WORDS, *(word for row in faults for word in ("--backend", row.ref)), "--output", output])
     return code, [record.model_dump(mode="json", exclude={"duration_s"}) for record in read_run(output).records]
 
 
-def play(faults: list[Row], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def play(faults: list[Row], folder: Path, monkeypatch: pytest.MonkeyPatch, run: Execute = cli.main) -> None:
     """Run the backends of ``faults`` twice, with the faults off and on, and compare each record."""
     before = processes_in(folder)
     monkeypatch.setenv("FAULT", "off")
-    code, clean = records_of(faults, "clean.jsonl")
+    code, clean = records_of(faults, "clean.jsonl", run)
     assert (code, {record["outcome"] for record in clean}) == (0, {"passed", "unsupported"})
     monkeypatch.setenv("FAULT", "on")
-    code, found = records_of(faults, "found.jsonl")
+    code, found = records_of(faults, "found.jsonl", run)
     assert code == max(row.exit_code for row in faults)
     assert wait_for(lambda: processes_in(folder) <= before)
     assert len(found) == len(clean)
@@ -213,3 +224,11 @@ def test_in_pytest_the_worst_fail_their_own_items(
         assert failure is None or row.says in " ".join((failure.text or "").split())
     assert set(found.values()) == {None}
     assert wait_for(lambda: processes_in(folder) <= before)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_on_a_ray_cluster_the_worst_change_no_other_record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    play([row for row in ROWS if row.name in WORST], folder, monkeypatch, on_ray)
