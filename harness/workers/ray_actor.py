@@ -117,6 +117,10 @@ class RayActor:
         blind = self._supervisor.blind[num_blind:]
         return Examined(tuple(format_line(record).encode() for record in records), str(blind[0]) if blind else None)
 
+    def close(self) -> None:
+        """End the processes of the backends, and what they have started."""
+        self._pool.close(at_once=True)
+
     def _reason_against(self, backend: BackendDescription, digest: str) -> str:
         """Return why a backend is not here what it is for the run; empty: it is."""
         if backend.ref not in self._described:

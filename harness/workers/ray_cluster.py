@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 600.0
 """Seconds that a run waits for the cluster to have room for its first actor, or for another one."""
+
+_CLOSING_S, _BREAKING_S = 10.0, 1.0
+"""Seconds that the actors may take to end the processes of their backends, and where the run ends at once."""
 
 _CONNECTING_S = 10.0
 """Seconds that the head of the cluster may take to accept a connection."""
@@ -102,6 +106,7 @@ class RayCluster:
         self._name = settings.address or os.environ.get("RAY_ADDRESS") or "auto"
         self._settings, self._prepare, self._note = settings, prepare, note
         self._workers = workers or WorkerSettings()
+        self._joined_nodes: list[Node] = []
         self._ray = _connected(self._name, settings)
         offered: dict[str, float] = self._ray.cluster_resources()
         is_gpu = device != "cpu" and (device is not None or bool(offered.get("GPU")))
@@ -128,7 +133,11 @@ class RayCluster:
         self.close()
 
     def close(self, *, at_once: bool = False) -> None:
-        """End all actors, each with the processes of its backends. May be repeated."""
+        """End all actors, each with the processes of its backends and what these have started. May be repeated."""
+        closing, self._joined_nodes = [node.actor.close.remote() for node in self._joined_nodes], []
+        if closing:
+            with suppress(self._ray.exceptions.RayError, OSError):
+                self._ray.wait(closing, num_returns=len(closing), timeout=_BREAKING_S if at_once else _CLOSING_S)
         self._ray.shutdown()
 
     def choose_device(self, wishes: Sequence[str], wanted: str | None) -> tuple[str, tuple[str, ...], Environment]:
@@ -232,6 +241,7 @@ class RayCluster:
                 return Refused(reason=f"it has {', '.join(different)}, and the run {wanted}")
             node.actor.begin.remote(self._assignment, self._workers)
         node.chosen = answer
+        self._joined_nodes.append(node)
         return None
 
     def _add(self) -> None:
@@ -255,6 +265,7 @@ class RayCluster:
         if self._last_words not in self._noted:  # several actors may be on one machine
             self._noted.add(self._last_words)
             self._note(self._last_words)
+        self._joined_nodes = [each for each in self._joined_nodes if each is not node]
         self._ray.kill(node.actor)
         if is_replaced:
             self._add()

@@ -39,7 +39,7 @@ def whole(folder: Path, preloaded: None) -> tuple[Path, float]:
     return folder / "whole.jsonl", time.monotonic() - began
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_and_resumed_is_that_of_a_run_left_alone(
     whole: tuple[Path, float], workers_of: Callable[[int], list[int]], is_alive: Callable[[int], bool], kills: int
 ) -> None:
