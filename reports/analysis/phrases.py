@@ -160,12 +160,12 @@ def cut(text: str, width: int) -> str:
 def _recurrence(record: Ended) -> str:
     match record.recurrence:
         case "always":
-            return "; again when asked first in a fresh process"
+            return "; again in a fresh process, with nothing before it"
         case "after":
             behind = f"case {record.after}" if record.after else "the cases before it"
-            return f"; only behind {behind}, not when asked first in a fresh process"
+            return f"; only behind {behind}, not in a fresh process with nothing before it"
         case "flaky":
-            return "; not again in a fresh process, neither first nor behind the cases before it"
+            return "; not again in a fresh process, not even behind the cases before it"
         case _:
             return ""
 
