@@ -105,9 +105,11 @@ class Checkout:
                 lines.put(line)
 
         with process:
-            Thread(target=read, daemon=True).start()
+            reader = Thread(target=read, daemon=True)
+            reader.start()
             yield lines
             process.terminate()
+            reader.join()
 
 
 def best(measure: Callable[[], float], repeats: int = REPEATS) -> float:
