@@ -71,28 +71,20 @@ class StartedWorker:
 
 def start_worker(environment: Mapping[str, str]) -> StartedWorker:
     """Start a worker in a session of its own; raises OSError where that fails, and leaves no descriptor open."""
-    with contextlib.ExitStack() as started:
-        theirs_to_read, writing = _pipe(started)
-        reading, theirs_to_write = _pipe(started)
-        printed, theirs_to_print = _pipe(started)
-        if hasattr(fcntl, "F_SETPIPE_SZ"):  # as much as it may have to say before it is listened to
-            for ours in (reading, printed):
-                with contextlib.suppress(OSError):
-                    fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _ROOM)
-        words = (theirs_to_read, theirs_to_write, os.getpid(), "\n".join(map(str, sys.path)))
-        process = subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
+
+    def start(to_read: int, to_write: int, to_print: int, _ours: tuple[int, ...]) -> ChildProcess:
+        words = (to_read, to_write, os.getpid(), "\n".join(map(str, sys.path)))
+        return subprocess.Popen(  # noqa: S603 (this very interpreter, and words of ours)
             [sys.executable, "-P", "-u", "-c", _START, *map(str, words)],
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=theirs_to_print,
-            stderr=theirs_to_print,
-            pass_fds=(theirs_to_read, theirs_to_write),
+            stdout=to_print,
+            stderr=to_print,
+            pass_fds=(to_read, to_write),
             start_new_session=True,
         )
-        started.pop_all()
-    for theirs in (theirs_to_read, theirs_to_write, theirs_to_print):
-        os.close(theirs)
-    return StartedWorker(process, writing, reading, printed)
+
+    return _with_pipes(start)
 
 
 def fork_worker(serve: Callable[[int, int, int], None]) -> StartedWorker:
@@ -104,30 +96,48 @@ def fork_worker(serve: Callable[[int, int, int], None]) -> StartedWorker:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()  # the copy has the rest in its buffer, too
-    with contextlib.ExitStack() as started, warnings.catch_warnings():
+    run = os.getpid()
+
+    def start(to_read: int, to_write: int, to_print: int, ours: tuple[int, ...]) -> ChildProcess:
+        if pid := os.fork():
+            return _Copy(pid)
+        status = 1
+        try:
+            os.setsid()
+            for each in ours:
+                os.close(each)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for number in (1, 2):
+                os.dup2(to_print, number)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+            serve(to_read, to_write, run)
+            status = 0
+        finally:
+            os._exit(status)
+
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the copy has not
+        return _with_pipes(start)
+
+
+def _with_pipes(start: Callable[[int, int, int, tuple[int, ...]], ChildProcess]) -> StartedWorker:
+    """Return the worker that ``start`` starts with its ends of three pipes, to read, write and print, and with ours.
+
+    If that fails, no descriptor is left open.
+    """
+    with contextlib.ExitStack() as started:
         theirs_to_read, writing = _pipe(started)
         reading, theirs_to_write = _pipe(started)
         printed, theirs_to_print = _pipe(started)
-        run = os.getpid()
-        if (pid := os.fork()) == 0:
-            status = 1
-            try:
-                os.setsid()
-                for ours in (writing, reading, printed):
-                    os.close(ours)
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                for number in (1, 2):
-                    os.dup2(theirs_to_print, number)
-                sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
-                serve(theirs_to_read, theirs_to_write, run)
-                status = 0
-            finally:
-                os._exit(status)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # as much as it may have to say before it is listened to
+            for ours in (reading, printed):
+                with suppress(OSError):
+                    fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _ROOM)
+        process = start(theirs_to_read, theirs_to_write, theirs_to_print, (writing, reading, printed))
         started.pop_all()
     for theirs in (theirs_to_read, theirs_to_write, theirs_to_print):
         os.close(theirs)
-    return StartedWorker(_Copy(pid), writing, reading, printed)
+    return StartedWorker(process, writing, reading, printed)
 
 
 def _pipe(started: contextlib.ExitStack) -> tuple[int, int]:

@@ -172,7 +172,8 @@ def test_a_backend_has_so_much_time_for_all_its_cases(make_case: Any) -> None:
     workers = FakePool(a=[WELL])
     workers.limits = TimeLimits(backend_s=1e-9)
     first, *_, last = supervisor(workers, make_case(), make_case(name="next")).run()
-    assert first.outcome == "timed_out" or workers.asked  # a clock may stand still for so short a time
+    assert first.outcome == "passed"
+    assert [request.case for request in workers.asked] == ["made/case"]
     assert isinstance(last, TimedOut)
     assert (last.case_id, last.stage, last.limit_s) == ("next", "the wait for this case", 1e-9)
 
