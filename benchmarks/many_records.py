@@ -41,7 +41,7 @@ EXPECTED = """\
 
 
 class MadeUpNodes:
-    """Nodes of which each answers a question by the records of ``template``, in which ``ID`` stands for the case."""
+    """Nodes that answer each question by the records of ``template``, with the case in place of ``ID``."""
 
     def __init__(self, template: tuple[bytes, ...]) -> None:
         self._template = template

@@ -116,7 +116,7 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
 
 
 def _content_of(item: Table, defaults: Table) -> int:
-    """Return how much the cases hold that one entry of ``cases`` stands for; of a wrong matrix, as if it had none."""
+    """Return the number of values in the cases of one entry of ``cases``; a wrong matrix counts as no matrix."""
     matrix = item.entries.get("matrix")
     own = _weight(defaults) + sum(_weight(value) for name, value in item.entries.items() if name != "matrix")
     axes = (
