@@ -117,7 +117,14 @@ def _num_bytes(problem: Problem) -> int:
 
 def _to_bytes(truth: Truth) -> bytes:
     budget = truth.budget
-    parts = (truth.out, truth.lse, budget.norm, budget.peak, budget.lse, torch.tensor(truth.computed_s))
+    parts = (
+        truth.out,
+        truth.lse,
+        budget.norm,
+        budget.peak,
+        budget.lse,
+        torch.tensor(truth.computed_s, dtype=torch.float64),
+    )
     return torch.cat([part.double().flatten().cpu() for part in parts]).numpy().astype("<f8", copy=False).tobytes()
 
 

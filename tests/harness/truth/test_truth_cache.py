@@ -147,6 +147,13 @@ def test_numbers_that_no_truth_has_are_computed_again(wrong: str, make_case: Any
     assert truths.computed == 2
 
 
+def test_how_long_a_truth_took_is_stored_with_it(make_case: Any, truths: Truths) -> None:
+    case = make_case(*SMALL)
+    computed, read = truths.of(case), truths.of(case)
+    assert truths.computed == 1
+    assert 0 < computed.computed_s == read.computed_s
+
+
 def test_a_process_that_may_not_store_reads(make_case: Any, truths: Truths) -> None:
     case = make_case(*SMALL)
     truths.of(case, stores=False)

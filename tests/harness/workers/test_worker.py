@@ -108,6 +108,9 @@ def test_cases_are_examined_as_they_are_asked_for(folder: Path) -> None:
             assert {record.seed for record in records} <= {3}
             assert {record.round for record in records} <= {number}
             stages = [answer.stage for answer in told if isinstance(answer, Begun)]
+            took_s = [answer.reference_s for answer in told if isinstance(answer, Begun) and "check" in answer.stage]
+            assert len(took_s) == number
+            assert all(seconds > 0 for seconds in took_s)
             assert stages[:2] == ["declarations", "the preparation of the case"]
             assert stages[2:] == ["check numerics", "check lse"][:number]
             assert isinstance(told[-1], Done)
