@@ -44,11 +44,14 @@ from attncheck.reference.spec import (
 from attncheck.reference.utilities.batch_order import (
     reorder_batch_to_split_decodes_and_prefills as reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills as split_decodes_and_prefills,
+    split_decodes_prefills_and_extends as split_decodes_prefills_and_extends,
+    split_prefill_chunks as split_prefill_chunks,
 )
 from attncheck.reference.utilities.builder import AttentionMetadataBuilder as AttentionMetadataBuilder, M as M
 from attncheck.reference.utilities.context_parallel import get_dcp_local_seq_lens as get_dcp_local_seq_lens
 from attncheck.reference.utilities.conv1d_metadata import (
     compute_causal_conv1d_metadata as compute_causal_conv1d_metadata,
+    mamba_get_block_table_tensor as mamba_get_block_table_tensor,
 )
 from attncheck.reference.utilities.fast_prefill import (
     KV_SHARING_FAST_PREFILL_METADATA_FIELDS as KV_SHARING_FAST_PREFILL_METADATA_FIELDS,
@@ -75,6 +78,11 @@ from attncheck.reference.utilities.local_attention import (
 from attncheck.reference.utilities.metadata import (
     PAD_SLOT_ID as PAD_SLOT_ID,
     CommonAttentionMetadata as CommonAttentionMetadata,
+    PrefillingMetadata as PrefillingMetadata,
+)
+from attncheck.reference.utilities.mm_prefix import (
+    compute_mm_prefix_range_tensor as compute_mm_prefix_range_tensor,
+    fill_mm_prefix_query_ranges as fill_mm_prefix_query_ranges,
 )
 from attncheck.reference.utilities.spec_decode import (
     reshape_attn_output_for_spec_decode as reshape_attn_output_for_spec_decode,
@@ -87,6 +95,8 @@ from attncheck.reference.utilities.subclassing import (
 from attncheck.reference.utilities.ubatch import (
     UBatchSlice as UBatchSlice,
     _make_metadata_with_slice as _make_metadata_with_slice,
+    is_last_ubatch_empty as is_last_ubatch_empty,
+    maybe_create_ubatch_slices as maybe_create_ubatch_slices,
     slice_query_start_locs as slice_query_start_locs,
     split_attn_metadata as split_attn_metadata,
 )

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import ClassVar, Literal
 
 from attncheck.errors import SpecError
-from attncheck.reference.spec_batch import MAX_TOKENS, BatchSpec, PaddingSpec, RequestSpec
+from attncheck.reference.spec_batch import MAX_TOKENS, BatchSpec, BlockTableSpec, PaddingSpec, RequestSpec
 from attncheck.reference.spec_fields import STRICT, option, refuse_beyond_float32
 from attncheck.reference.spec_layer import AttentionType, DType, LayerSpec, MLASpec, OutputQuantSpec
 from attncheck.reference.spec_names import (
@@ -52,6 +52,7 @@ __all__ = [
     "AttentionCGSupport",
     "AttentionType",
     "BatchSpec",
+    "BlockTableSpec",
     "CacheSpec",
     "CausalConv1dOptions",
     "CheckInfo",
@@ -71,6 +72,8 @@ __all__ = [
     "RequestSpec",
     "SpecDecodeOptions",
     "SplitKVOptions",
+    "StrideForm",
+    "StridesSpec",
     "TreeOptions",
 ]
 
@@ -96,6 +99,22 @@ class AttentionCGSupport(Enum):
 KVCacheDType = Literal["auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"]
 Layout = Literal["NHD", "HND"]
 InputName = Literal["needles", "large_scores", "equal_scores", "coordinates", "views"]
+StrideForm = Literal["contiguous", "fused", "padded", "offset", "odd", "transposed"]
+"""Memory of an operand ``[T, H, D]``. ``contiguous``. ``fused``: a slice of one tensor that others are slices of, too.
+``padded``: room behind every row. ``offset``: contiguous, and not at the start of its memory. ``odd``: likewise, with
+odd strides for dimensions of size 1. ``transposed``: head after head, as ``[H, T, D]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StridesSpec:
+    """How the operands of ``forward`` lie in memory; the last dimension is contiguous in every form."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    query: StrideForm = option("fused", "memory of query")
+    key: StrideForm = option("fused", "memory of key")
+    value: StrideForm = option("fused", "memory of value")
+    output: StrideForm = option("contiguous", "memory of output; a fused one is padded")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,9 @@ from attncheck.reference.spec_paths import PathSpec
 MAX_TOKENS = 2**31
 """No batch holds more tokens than this: larger numbers are typing errors, not questions."""
 
+MAX_TABLE_ENTRIES = 2**20
+"""No row of a block table has more entries than this besides its pages."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSpec:
@@ -57,6 +60,30 @@ class PaddingSpec:
 
     requests: int = option(0, "padding requests at the tail", ge=0, le=MAX_TOKENS)
     tokens: int = option(0, "padding tokens at the tail", ge=0, le=MAX_TOKENS)
+    unmapped_tokens: int = option(
+        0, "tokens behind those that num_actual_tokens counts and slot_mapping has an entry for", ge=0, le=MAX_TOKENS
+    )
+    key_rows: int = option(0, "rows of key and value behind those of the tokens", ge=0, le=MAX_TOKENS)
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of the query that belong to no request."""
+        return self.tokens + self.unmapped_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTableSpec:
+    """What a block table has besides the pages of the requests."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    extra_columns: int = option(
+        0, "columns behind those of the longest request and two more", ge=0, le=MAX_TABLE_ENTRIES
+    )
+    row_gap: int = option(
+        0, "entries in memory between two rows, as of a slice of a wider table", ge=0, le=MAX_TABLE_ENTRIES
+    )
+    null_pages: bool = option(False, "whether pages that every row's window or chunk has left behind are page 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +92,17 @@ class BatchSpec:
 
     requests: tuple[RequestSpec, ...]
     padding: PaddingSpec = PaddingSpec()
+    block_table: BlockTableSpec = BlockTableSpec()
     path: PathSpec = PathSpec()
 
     def __post_init__(self) -> None:
         if not self.requests:
             raise SpecError("a batch needs a request", field="requests", value=self.requests, allowed="give one")
         tokens = sum(r.count * max(r.query_len, r.total_len, r.encoder_len or 0) for r in self.requests)
-        if tokens + self.padding.tokens > MAX_TOKENS:
+        tokens += self.padding.query_rows + self.padding.key_rows
+        if tokens > MAX_TOKENS:
             raise SpecError(
-                f"the batch holds {tokens + self.padding.tokens} tokens",
+                f"the batch holds {tokens} tokens",
                 field="requests",
                 value=len(self.requests),
                 allowed=f"at most {MAX_TOKENS} tokens are a question",

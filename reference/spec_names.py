@@ -23,7 +23,7 @@ class CheckInfo:
 
 CHECKS: Mapping[str, CheckInfo] = {
     "numerics": CheckInfo(
-        "every real output row of every head lies within the error budget of the float64 truth, in later steps too",
+        "every real output row of every head lies within the error budget of the float64 truth",
         "errors below the rounding of the layer's dtype, and keys whose weight lies below it",
     ),
     "lse": CheckInfo(
@@ -37,6 +37,22 @@ CHECKS: Mapping[str, CheckInfo] = {
     "containment": CheckInfo(
         "NaN, Inf and huge values in memory the batch does not own never reach the output",
         "reads whose result is discarded",
+    ),
+    "features": CheckInfo(
+        "a modifier turned off or moved, on another layer of the same process, moves the answer as it moves the truth",
+        "what is kept between layers that differ in something else",
+    ),
+    "determinism": CheckInfo(
+        "the same question has the same bits: output, LSE and cache, on the same impl and on a new one",
+        "what differs between processes or machines",
+    ),
+    "invariance": CheckInfo(
+        "what must not matter does not: strides, order and composition of the batch, pages, spare room, earlier steps",
+        "what the variations of a case leave alone, and rows that are wrong in the first step",
+    ),
+    "builder": CheckInfo(
+        "build changes no shared metadata, waits for no device where that is declared, and is right beside others",
+        "what a builder changes outside of the common metadata",
     ),
     "cudagraph": CheckInfo(
         "the declared AttentionCGSupport level is the measured one: captures and replays of its kinds of batches",

@@ -72,7 +72,8 @@ def runs_of(
         if run and not (is_short and is_neighbour and elements + own <= _MOST_ELEMENTS):
             yield run
             run, elements = [], 0
-        run, elements = [*run, each], elements + own
+        run.append(each)
+        elements += own
         if not is_short:
             yield run
             run, elements = [], 0

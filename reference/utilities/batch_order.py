@@ -3,13 +3,17 @@
 The behaviour is vLLM's.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
 from attncheck.reference.arguments import require_int
-from attncheck.reference.utilities.host_batch import query_bounds
+from attncheck.reference.utilities.host_batch import host_array, query_bounds
 from attncheck.reference.utilities.metadata import CommonAttentionMetadata
 
 
@@ -29,21 +33,95 @@ def split_decodes_and_prefills(
     Raises :class:`~attncheck.errors.ReferenceArgumentError` for an empty batch, start locations that fall or are not
     one more than the requests, and a negative threshold.
     """
+    return split_finished_prompts(common_attn_metadata, decode_threshold, require_uniform)
+
+
+def split_finished_prompts(
+    common_attn_metadata: CommonAttentionMetadata,
+    decode_threshold: int = 1,
+    require_uniform: bool = False,
+    treat_short_extends_as_decodes: bool = True,
+) -> tuple[int, int, int, int]:
+    """The same with the further parameter that newer versions of vLLM have.
+
+    treat_short_extends_as_decodes: off, a request whose prompt is not yet computed to its end is a prefill, however
+        short, and ``max_query_len`` is not believed. Such requests are flagged by ``is_prefilling`` (bool ``[R]``) of
+        :class:`~attncheck.reference.utilities.metadata.PrefillingMetadata`, which must be there.
+    """
     starts, query_lens = query_bounds(common_attn_metadata)
     threshold = require_int("decode_threshold", decode_threshold, 0)
     num_reqs, num_tokens = len(query_lens), int(common_attn_metadata.num_actual_tokens)
     all_decodes = num_reqs, 0, num_tokens, 0
-    if common_attn_metadata.max_query_len <= threshold and not (require_uniform and threshold > 1):
+    if (
+        treat_short_extends_as_decodes
+        and common_attn_metadata.max_query_len <= threshold
+        and not (require_uniform and threshold > 1)
+    ):
         return all_decodes
     first_len = int(query_lens[0])
     if first_len > threshold:
         return 0, num_reqs, 0, num_tokens
     is_prefill = (query_lens != first_len) & (query_lens != 0) if require_uniform else query_lens > threshold
+    if not treat_short_extends_as_decodes:
+        is_prefill = is_prefill | _prefilling(common_attn_metadata, num_reqs)
     num_decodes = int(is_prefill.argmax())
     if not is_prefill[num_decodes]:
         return all_decodes
     num_decode_tokens = int(starts[num_decodes])
     return num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens
+
+
+def _prefilling(metadata: CommonAttentionMetadata, num_reqs: int) -> npt.NDArray[np.bool_]:
+    """Return the flags of requests whose prompt is not yet computed to its end."""
+    flags: Tensor | None = getattr(metadata, "is_prefilling", None)
+    if flags is None or flags.dtype != torch.bool or tuple(flags.shape) != (num_reqs,):
+        raise ReferenceArgumentError("is_prefilling", flags, f"bool, [{num_reqs}]: short extends count as prefills")
+    return np.asarray(flags)
+
+
+def split_decodes_prefills_and_extends(
+    common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1
+) -> tuple[int, int, int, int, int, int]:
+    """``(decodes, extends, prefills)`` of a batch in that order, as numbers of requests, then of tokens.
+
+    A decode has at most ``decode_threshold`` new tokens. The first request that is none ends the decodes. Behind it,
+    the first request longer than the threshold whose new tokens are all its tokens begins the prefills. Padding tokens
+    belong to the last part that there is.
+
+    common_attn_metadata: read are ``max_query_len``, ``num_reqs``, ``num_actual_tokens``, ``query_start_loc_cpu`` and
+        ``seq_lens_cpu``. A ``max_query_len`` within the threshold is believed: then all are decodes.
+
+    Raises :class:`~attncheck.errors.ReferenceArgumentError` as :func:`split_decodes_and_prefills` does.
+    """
+    starts, query_lens = query_bounds(common_attn_metadata)
+    seq_lens = host_array("seq_lens_cpu", common_attn_metadata.seq_lens_cpu, len(query_lens))
+    decodes, rest, decode_tokens, rest_tokens = split_decodes_and_prefills(common_attn_metadata, decode_threshold)
+    is_prefill = (query_lens == seq_lens) & (query_lens > decode_threshold)
+    if not rest or not is_prefill.any():
+        return decodes, rest, 0, decode_tokens, rest_tokens, 0
+    first = int(is_prefill.argmax())
+    extend_tokens = int(starts[first]) - decode_tokens
+    return decodes, first - decodes, decodes + rest - first, decode_tokens, extend_tokens, rest_tokens - extend_tokens
+
+
+def split_prefill_chunks(seq_lens_cpu: Tensor, workspace_size: int, request_offset: int = 0) -> list[tuple[int, int]]:
+    """Consecutive requests in chunks of at most ``workspace_size`` tokens, each as long as can be, first to last.
+
+    seq_lens_cpu: ``[N]``, host: the lengths of the prefills. The result holds ``(first, behind the last)`` of each
+    chunk, with ``request_offset`` added. Raises :class:`~attncheck.errors.ReferenceArgumentError` for a length that no
+    workspace holds.
+
+    >>> split_prefill_chunks(torch.tensor([3, 4, 5, 1, 9]), 9, request_offset=2)
+    [(2, 4), (4, 6), (6, 7)]
+    """
+    lens = host_array("seq_lens_cpu", seq_lens_cpu)
+    if len(lens) and not 0 <= lens.min() <= lens.max() <= workspace_size:
+        raise ReferenceArgumentError("seq_lens_cpu", lens.tolist(), f"lengths of 0 to {workspace_size}")
+    ends = np.concatenate([[0], lens.cumsum(dtype=np.int64)])
+    bounds = [0]
+    while bounds[-1] < len(lens):
+        bounds.append(int(np.searchsorted(ends, ends[bounds[-1]] + workspace_size, side="right")) - 1)
+    return [(first + request_offset, stop + request_offset) for first, stop in pairwise(bounds)]
 
 
 def reorder_batch_to_split_decodes_and_prefills(

@@ -1,4 +1,4 @@
-"""Which program of a causal conv1d kernel handles which chunk of which prefill.
+"""What kernels of state-space layers are launched with: programs of a causal conv1d, and blocks that hold states.
 
 The behaviour is vLLM's.
 """
@@ -69,3 +69,26 @@ def compute_causal_conv1d_metadata(
         "token_chunk_offset_ptr": token_chunk_offset_ptr,
     }
     return {BLOCK_M: listing}, batch_ptr, token_chunk_offset_ptr
+
+
+def mamba_get_block_table_tensor(
+    block_table: Tensor, seq_lens: Tensor, kv_cache_spec: Any, mamba_cache_mode: str
+) -> Tensor:
+    """The blocks that hold each request's state: ``block_table`` itself in mode ``none``, else its current columns.
+
+    In the other modes a state is kept at the end of every block. The current columns are that of the request's last
+    token, and ``num_speculative_blocks`` behind it; for a request without tokens, those from column 0.
+
+    block_table: ``[R, W]``. seq_lens: ``[R]``. kv_cache_spec: has ``block_size`` and ``num_speculative_blocks``. Raises
+    :class:`~attncheck.errors.ReferenceArgumentError` where the table has too few columns.
+    """
+    if mamba_cache_mode == "none":
+        return block_table
+    require_index("seq_lens", seq_lens)
+    first = ((seq_lens.long() - 1) // kv_cache_spec.block_size).clamp(min=0)
+    columns = first[:, None] + torch.arange(1 + kv_cache_spec.num_speculative_blocks, device=first.device)
+    if len(columns) and int(columns.max()) >= block_table.shape[1]:
+        raise ReferenceArgumentError(
+            "block_table.shape", tuple(block_table.shape), f"above {int(columns.max())} columns"
+        )
+    return block_table[torch.arange(len(columns), device=first.device)[:, None], columns]

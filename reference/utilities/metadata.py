@@ -75,3 +75,11 @@ class CommonAttentionMetadata:
     """``[R]``, host: encoder lengths, for cross attention."""
     dcp_local_seq_lens: Tensor | None = None
     """``[R]``, device: context held by this rank under decode context parallelism."""
+
+
+@dataclass
+class PrefillingMetadata(CommonAttentionMetadata):
+    """The same with what newer versions of vLLM know besides."""
+
+    is_prefilling: Tensor | None = None
+    """``[R]`` bool, host: whether the request's prompt is not yet computed to its end."""

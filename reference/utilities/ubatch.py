@@ -3,8 +3,13 @@
 The behaviour is vLLM's, its defects apart: every piece keeps ``computed = seq_len - query_len``.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from attncheck.errors import ReferenceArgumentError
@@ -33,6 +38,55 @@ class UBatchSlice:
         return int(self.token_slice.stop - self.token_slice.start)
 
 
+def is_last_ubatch_empty(orig_num_tokens: int, padded_num_tokens: int, num_ubatches: int) -> bool:
+    """Whether equal micro-batches of the padded tokens leave padding alone to the last of them.
+
+    >>> is_last_ubatch_empty(8, 16, 2), is_last_ubatch_empty(9, 16, 2)
+    (True, False)
+    """
+    return orig_num_tokens <= padded_num_tokens // num_ubatches * (num_ubatches - 1)
+
+
+def maybe_create_ubatch_slices(
+    should_ubatch: bool,
+    num_scheduled_tokens: npt.NDArray[np.integer[Any]],
+    num_tokens_padded: int,
+    num_reqs_padded: int,
+    num_ubatches: int,
+    split_point: int | None = None,
+) -> tuple[list[UBatchSlice] | None, list[UBatchSlice] | None]:
+    """The batch in ``num_ubatches`` pieces, and once more with the padding in the last one; None and None if not asked.
+
+    num_scheduled_tokens: ``[R]``, new tokens of each request. split_point: tokens of each piece but the last; by
+        default the padded tokens divided by the pieces, rounded down.
+
+    A piece has the requests that have a token in it.
+
+    Raises :class:`~attncheck.errors.ReferenceArgumentError` where a piece would have no token.
+
+    >>> pieces, padded = maybe_create_ubatch_slices(True, np.array([3, 4, 5]), 14, 4, 2)
+    >>> [(each.request_slice, each.token_slice) for each in padded]
+    [(slice(0, 2, None), slice(0, 7, None)), (slice(2, 4, None), slice(7, 14, None))]
+    """
+    if not should_ubatch:
+        return None, None
+    starts = [0, *accumulate(int(count) for count in num_scheduled_tokens)]
+    size = num_tokens_padded // require_int("num_ubatches", num_ubatches, 1) if split_point is None else split_point
+    edges = [*(size * piece for piece in range(num_ubatches)), starts[-1]]
+    if any(stop <= first for first, stop in pairwise(edges)):
+        want = f"pieces of {size} tokens of which the last begins before token {starts[-1]}"
+        raise ReferenceArgumentError("num_ubatches", num_ubatches, want)
+    pieces = [
+        UBatchSlice(slice(bisect_right(starts[1:], first), bisect_left(starts[:-1], stop)), slice(first, stop))
+        for first, stop in pairwise(edges)
+    ]
+    last = pieces[-1]
+    padded = UBatchSlice(
+        slice(last.request_slice.start, num_reqs_padded), slice(last.token_slice.start, num_tokens_padded)
+    )
+    return pieces, [*pieces[:-1], padded]
+
+
 def slice_query_start_locs(query_start_loc: Tensor, request_slice: slice) -> Tensor:
     """Start locations of requests ``[a, b)`` alone: ``b - a + 1`` entries from 0, new, dtype and device kept.
 
@@ -58,7 +112,8 @@ def _make_metadata_with_slice(
     Tokens cut off the end of the last request shorten its context. Tokens cut off the front of the first one belong to
     the piece before: they keep the context and count as computed. The tail may hold padding: requests without tokens,
     and tokens behind those of the last request. Start locations are new; block-table rows and slots are views;
-    ``causal`` is kept; the optional fields do not survive.
+    ``causal`` is kept. The optional fields are None, as in vLLM: logits indices, encoder lengths and local lengths of
+    decode context parallelism belong to the whole batch, and what they are of a piece is for the caller to say.
 
     Raises :class:`~attncheck.errors.ReferenceArgumentError` for an empty slice, bounds outside the batch, a first
     token that is not of the first request, a request of the slice without a token in it (padding apart), and tokens of

@@ -4,18 +4,14 @@ The base class is right, and works in float32 as kernels do. Each class below it
 ``test_functions.py`` names the check that must catch it.
 """
 
-from pathlib import Path
-
 import torch
 from torch.nn.functional import conv1d, pad, silu
 
-from attncheck.backends.registry import import_file
+from attncheck.backends.mutants.base import Base
 from attncheck.reference import reshape_and_cache, swap_blocks
 
-base = import_file("base.py", Path(__file__).with_name("base.py"))
 
-
-class Miniature(base.Miniature):
+class Miniature(Base):
     """The reference with functions of its own, made of the parts below."""
 
     @classmethod

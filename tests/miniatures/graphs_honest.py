@@ -1,16 +1,14 @@
 """Right backends of other designs, each legal in a captured graph at the level it declares: none may raise an alarm."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from attncheck.backends.contract import AttentionCGSupport, Conventions
+from attncheck.backends.mutants import graphs
 from attncheck.backends.paged_metadata import PagedBuilder
-from attncheck.backends.registry import import_file
 
-graphs = import_file("graphs.py", Path(__file__).with_name("graphs.py"))
-Miniature, RowsImpl, PlannedImpl = graphs.Miniature, graphs.RowsImpl, graphs.PlannedImpl
+Miniature, RowsImpl, PlannedImpl = graphs.Base, graphs.RowsImpl, graphs.PlannedImpl
 
 
 class BufferedBuilder(PagedBuilder):

@@ -1,17 +1,15 @@
 """Kernels that are not made of torch's operators: wrapped in a custom operator, honestly or not, and not wrapped."""
 
 import ctypes
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attncheck.backends.mutants import graphs
 from attncheck.backends.paged_metadata import PagedBuilder
-from attncheck.backends.registry import import_file
 
-graphs = import_file("graphs.py", Path(__file__).with_name("graphs.py"))
-Miniature, RowsImpl, PlannedImpl = graphs.Miniature, graphs.RowsImpl, graphs.PlannedImpl
+Miniature, RowsImpl, PlannedImpl = graphs.Base, graphs.RowsImpl, graphs.PlannedImpl
 
 
 @torch.library.custom_op("attncheck_graphs::attend", mutates_args=("output", "output_lse"), device_types="cpu")

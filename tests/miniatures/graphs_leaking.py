@@ -3,14 +3,11 @@
 That is ``containment``'s to tell. How high a graph holds these is a question of its own.
 """
 
-from pathlib import Path
-
 import torch
 
 from attncheck.backends.contract import AttentionCGSupport
-from attncheck.backends.registry import import_file
+from attncheck.backends.mutants import graphs
 
-graphs = import_file("graphs.py", Path(__file__).with_name("graphs.py"))
 RowsImpl = graphs.RowsImpl
 
 
@@ -32,7 +29,7 @@ class PageImpl(RowsImpl):
         return graphs.attention(query, *gather_pages(caches, table, request, position), self.scale)
 
 
-class LeaksTheTail(graphs.Miniature):
+class LeaksTheTail(graphs.Base):
     """``ALWAYS``, and a graph holds it there."""
 
     Impl = PageImpl

@@ -5,15 +5,13 @@ All of them are ``ALWAYS``.
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import torch
 
+from attncheck.backends.mutants import graphs
 from attncheck.backends.paged_metadata import PagedBuilder
-from attncheck.backends.registry import import_file
 
-graphs = import_file("graphs.py", Path(__file__).with_name("graphs.py"))
-Miniature, RowsImpl = graphs.Miniature, graphs.RowsImpl
+Miniature, RowsImpl = graphs.Base, graphs.RowsImpl
 
 
 class SyncsInBuild(Miniature):

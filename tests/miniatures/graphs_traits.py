@@ -3,15 +3,12 @@
 Each fault is right on plain layers, whatever is captured there.
 """
 
-from pathlib import Path
-
 import torch
 
+from attncheck.backends.mutants import graphs
 from attncheck.backends.paged_metadata import PagedBuilder
-from attncheck.backends.registry import import_file
 
-graphs = import_file("graphs.py", Path(__file__).with_name("graphs.py"))
-Miniature, RowsImpl, PlannedImpl = graphs.Miniature, graphs.RowsImpl, graphs.PlannedImpl
+Miniature, RowsImpl, PlannedImpl = graphs.Base, graphs.RowsImpl, graphs.PlannedImpl
 
 SHORT = 64
 """Keys that one part of ``SplitsUnderACap`` takes."""

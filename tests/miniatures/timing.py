@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceBuilder, ReferenceImpl
+from attncheck.backends.mutants.base import Base as Miniature
 
 HONEST_CALLS = 3
 
@@ -19,25 +20,6 @@ deferred = []
 
 ready = []
 """Work that a builder may do in place of ``forward``."""
-
-
-class Miniature(ReferenceBackend):
-    """The reference under the name of the subclass, whose nested ``Impl`` or ``Builder`` brings the fault."""
-
-    Impl = ReferenceImpl
-    Builder = ReferenceBuilder
-
-    @classmethod
-    def get_name(cls):
-        return cls.__name__.upper()
-
-    @classmethod
-    def get_impl_cls(cls):
-        return cls.Impl
-
-    @classmethod
-    def get_builder_cls(cls):
-        return cls.Builder
 
 
 class CheatingImpl(ReferenceImpl):

@@ -7,24 +7,10 @@ import hashlib
 
 import torch
 
-from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.mutants.base import Base as Miniature
 
 HONEST_CALLS = 3
-
-
-class Miniature(ReferenceBackend):
-    """The reference under the name of the subclass, whose nested ``Impl`` brings the fault."""
-
-    Impl = ReferenceImpl
-    Builder = ReferenceBuilder
-
-    @classmethod
-    def get_name(cls):
-        return cls.__name__.upper()
-
-    @classmethod
-    def get_impl_cls(cls):
-        return cls.Impl
 
 
 class OwnMemory(Miniature):

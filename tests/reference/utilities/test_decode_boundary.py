@@ -1,12 +1,20 @@
 """Where the prefills of an ordered batch begin."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attncheck.errors import ReferenceArgumentError
-from attncheck.reference import split_decodes_and_prefills
+from attncheck.reference import (
+    PrefillingMetadata,
+    split_decodes_and_prefills,
+    split_decodes_prefills_and_extends,
+    split_prefill_chunks,
+)
+from attncheck.reference.utilities.batch_order import split_finished_prompts
 
 TABLE = [  # query lengths, threshold, uniform, padding tokens, counts
     ([1, 1, 1], 1, False, 0, (3, 0, 3, 0)),
@@ -106,3 +114,62 @@ def test_counts_add_up_and_follow_a_loop(query_lens, threshold, uniform, padding
     assert decodes == expected
     if not uniform:
         assert split_decodes_and_prefills(batch, threshold + 1)[0] >= decodes
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "unfinished", "uniform", "expected"),
+    [
+        ([1, 1, 1], [0, 0, 0], False, (3, 0, 3, 0)),
+        ([1, 1, 1], [0, 1, 0], False, (1, 2, 1, 2)),
+        ([2, 2, 1, 5], [0, 0, 1, 1], False, (2, 2, 4, 6)),
+        ([2, 2, 1, 5], [0, 1, 1, 1], True, (1, 3, 2, 8)),
+        ([2, 2, 0], [0, 0, 0], True, (3, 0, 4, 0)),
+        ([1, 1], [1, 0], False, (0, 2, 0, 2)),
+        ([5, 1], [0, 0], False, (0, 2, 0, 6)),
+    ],
+)
+def test_short_extends_as_prefills(query_lens, unfinished, uniform, expected, common):
+    batch = common(query_lens, query_lens)
+    flagged = PrefillingMetadata(**vars(batch), is_prefilling=torch.tensor(unfinished, dtype=torch.bool))
+    assert split_finished_prompts(flagged, 2, uniform, False) == expected
+    assert split_finished_prompts(flagged, 2, uniform) == split_decodes_and_prefills(batch, 2, uniform)
+
+
+def test_short_extends_without_flags_are_refused(batch_a):
+    with pytest.raises(ReferenceArgumentError, match="is_prefilling"):
+        split_finished_prompts(batch_a, treat_short_extends_as_decodes=False, decode_threshold=9)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "padding", "expected"),
+    [
+        ([1, 1], [4, 5], 0, (2, 0, 0, 2, 0, 0)),
+        ([1, 1], [4, 5], 3, (2, 0, 0, 5, 0, 0)),
+        ([1, 4, 5], [4, 9, 5], 0, (1, 1, 1, 1, 4, 5)),
+        ([1, 4, 5], [4, 9, 5], 2, (1, 1, 1, 1, 4, 7)),
+        ([1, 4, 5], [4, 9, 8], 2, (1, 2, 0, 1, 11, 0)),
+        ([4, 5], [4, 5], 0, (0, 0, 2, 0, 0, 9)),
+        ([1, 4], [1, 9], 0, (1, 1, 0, 1, 4, 0)),
+    ],
+)
+def test_decodes_extends_and_first_chunks(query_lens, seq_lens, padding, expected, common):
+    batch = common(query_lens, seq_lens, extra_tokens=padding)
+    assert split_decodes_prefills_and_extends(batch) == expected
+    batch.max_query_len += 3
+    assert split_decodes_prefills_and_extends(batch) == expected
+
+
+@given(st.lists(st.integers(0, 9), max_size=9), st.integers(9, 25))
+def test_chunks_fit_and_the_next_request_would_not(lens, size):
+    chunks = split_prefill_chunks(torch.tensor(lens, dtype=torch.int32), size, request_offset=5)
+    edges = [0, *(stop - 5 for _, stop in chunks)]
+    assert [first - 5 for first, _ in chunks] == edges[:-1]
+    assert edges[-1] == len(lens)
+    for first, stop in pairwise(edges):
+        assert sum(lens[first:stop]) <= size
+        assert stop == len(lens) or sum(lens[first : stop + 1]) > size
+
+
+def test_a_request_beyond_the_workspace_is_refused():
+    with pytest.raises(ReferenceArgumentError, match="lengths of 0 to 8"):
+        split_prefill_chunks(torch.tensor([3, 9], dtype=torch.int32), 8)

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +12,8 @@ from attncheck.errors import ReferenceArgumentError
 from attncheck.reference import (
     UBatchSlice,
     _make_metadata_with_slice,
+    is_last_ubatch_empty,
+    maybe_create_ubatch_slices,
     slice_query_start_locs,
     split_attn_metadata,
 )
@@ -240,3 +243,33 @@ def test_pieces_together_are_the_batch(requests, cuts, padding, common):
             assert lens[i] == computed[i] + length
             walked += [(r0 + i, computed[i] + k) for k in range(length)]
     assert walked == tokens
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4), st.integers(0, 3))
+def test_pieces_cover_the_tokens_and_have_the_requests_of_their_tokens(counts, pieces, spare):
+    total, reqs = sum(counts), len(counts) + spare
+    size = (total + spare) // pieces
+    if not size or size * (pieces - 1) >= total:
+        with pytest.raises(ReferenceArgumentError, match="num_ubatches"):
+            maybe_create_ubatch_slices(True, np.array(counts), total + spare, reqs, pieces)
+        return
+    made, padded = maybe_create_ubatch_slices(True, np.array(counts), total + spare, reqs, pieces)
+    owners = [request for request, count in enumerate(counts) for _ in range(count)]
+    assert [token for each in made for token in range(total)[each.token_slice]] == list(range(total))
+    assert all(each.num_tokens == size for each in made[:-1])
+    for each in made:
+        own = owners[each.token_slice]
+        assert each.request_slice == slice(own[0], own[-1] + 1)
+    assert padded[:-1] == made[:-1]
+    assert padded[-1] == piece((made[-1].request_slice.start, reqs), (made[-1].token_slice.start, total + spare))
+
+
+def test_pieces_of_a_given_size_and_none_at_all():
+    made, _ = maybe_create_ubatch_slices(True, np.array([3, 4]), 7, 2, 2, split_point=5)
+    assert made == [piece((0, 2), (0, 5)), piece((1, 2), (5, 7))]
+    assert maybe_create_ubatch_slices(False, np.array([3, 4]), 7, 2, 2) == (None, None)
+
+
+@pytest.mark.parametrize(("real", "empty"), [(7, True), (8, True), (9, False), (16, False)])
+def test_the_last_of_equal_pieces_may_be_padding_alone(real, empty):
+    assert is_last_ubatch_empty(real, 16, 2) is empty

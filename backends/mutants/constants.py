@@ -1,0 +1,63 @@
+"""Backends that do not look at the scores: they fail ``numerics`` in every case where attention is more than this.
+
+Their functions look at nothing either.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceImpl
+from attncheck.backends.mutants.base import Base
+
+
+class Blind(Base):
+    """The reference under the name of the subclass, whose nested ``Impl`` answers without looking."""
+
+    @classmethod
+    def functions(cls):
+        def merge_attn_states(out_a, lse_a, out_b, lse_b):
+            return cls.merged(out_a, out_b), torch.logaddexp(lse_a, lse_b)
+
+        def causal_conv1d(x, weight, bias, conv_states, *rest, activation, pad_id):
+            return cls.merged(x, x)
+
+        return {"merge_attn_states": merge_attn_states, "causal_conv1d": causal_conv1d}
+
+    @staticmethod
+    def merged(out_a, out_b):
+        return (out_a + out_b) / 2
+
+
+class Zeros(Blind):
+    """Every row is 0."""
+
+    @staticmethod
+    def merged(out_a, out_b):
+        return torch.zeros_like(out_a)
+
+    class Impl(ReferenceImpl):
+        def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
+            super().attend(layer, query, key, value, caches, metadata, output, output_lse)
+            output[: metadata.num_rows] = 0.0
+
+
+class Constant(Blind):
+    """Every row is 0.5."""
+
+    @staticmethod
+    def merged(out_a, out_b):
+        return torch.full_like(out_a, 0.5)
+
+    class Impl(ReferenceImpl):
+        def attend(self, layer, query, key, value, caches, metadata, output, output_lse):
+            super().attend(layer, query, key, value, caches, metadata, output, output_lse)
+            output[: metadata.num_rows] = 0.5
+
+
+class MeanOfV(Blind):
+    """Every visible key weighs the same, whatever its score."""
+
+    class Impl(ReferenceImpl):
+        def params(self, metadata):
+            return replace(super().params(metadata), scale=0.0, alibi_slopes=None, sinks=None)

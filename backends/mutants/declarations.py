@@ -1,0 +1,78 @@
+"""Promises broken: refusing what is declared, accepting what is not, refusing too late."""
+
+from dataclasses import replace
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.mutants.base import Base
+
+# Declarations.
+
+
+class RefusesItsOwnClaim(Base):
+    """Declares the soft cap, and refuses it."""
+
+    class Impl(ReferenceImpl):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            if self.logits_soft_cap:
+                raise NotImplementedError("no soft cap in this build")
+
+
+class AcceptsUndeclaredSoftCap(Base):
+    """Does not declare the soft cap, takes it all the same, and leaves it out."""
+
+    features = ReferenceBackend.features - {"logits_soft_cap"}
+
+    class Impl(ReferenceImpl):
+        def params(self, metadata):
+            return replace(super().params(metadata), logits_soft_cap=None)
+
+
+class BreaksOnUndeclaredSinks(Base):
+    """Does not declare sinks, and dies of them instead of refusing them."""
+
+    features = ReferenceBackend.features - {"sinks"}
+
+    class Impl(ReferenceImpl):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            if self.sinks is not None:
+                raise KeyError("sinks")
+
+
+class RefusesTooLate(Base):
+    """Does not declare windows, and notices one only after it has written the cache."""
+
+    features = ReferenceBackend.features - {"sliding_window"}
+
+    class Impl(ReferenceImpl):
+        def attend(self, *arguments):
+            if self.sliding_window != (-1, -1):
+                raise NotImplementedError("no sliding window")
+            super().attend(*arguments)
+
+
+class CannotProfile(Base):
+    """Reads the metadata before it looks whether there is any."""
+
+    class Impl(ReferenceImpl):
+        def forward(self, layer, query, key, value, kv_cache, attn_metadata, *rest, **more):
+            if not attn_metadata.num_rows:
+                raise RuntimeError("nothing to do")
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, *rest, **more)
+
+
+class RaisesInForward(Base):
+    """Breaks on every batch."""
+
+    class Impl(ReferenceImpl):
+        def attend(self, *arguments):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class RaisesInDeclaration(Base):
+    """Cannot even say what it supports."""
+
+    @classmethod
+    def unsupported_reasons(cls, layer, cache, batch):
+        raise AttributeError("'LayerSpec' object has no attribute 'window_size'")

@@ -1,0 +1,134 @@
+"""``attncheck fuzz``: draw cases that no suite has, and write down what fails, as small as it gets. Loads no torch."""
+
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attncheck.errors import SelectionError
+from attncheck.harness.cli import completion
+from attncheck.harness.cli import process_arguments as processes
+from attncheck.harness.cli import run_arguments as arguments
+from attncheck.harness.cli.interruption import interruptible
+
+if TYPE_CHECKING:
+    from attncheck.harness.fuzz.examination import ExaminedCase
+    from attncheck.harness.fuzz.search import DrawnQuestion
+
+Budget = Annotated[str, typer.Option(metavar="TIME", help="How long cases are drawn, such as 90s, 5m or 1h.")]
+ShrinkTime = Annotated[
+    float, typer.Option("--shrink-time", min=0, metavar="SECONDS", help="Seconds to make one failure small.")
+]
+OutputFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="The folder for the small cases. Default: a new one in results/ if there is such a folder, else in the "
+        "user's cache.",
+    ),
+]
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def fuzz(
+    context: typer.Context,
+    backend: Annotated[
+        str, typer.Option(metavar="REF", help="The backend, as of `run`.", autocompletion=completion.backends)
+    ],
+    budget: Budget = "60s",
+    seed: arguments.Seed = None,
+    check: arguments.Checks = None,
+    device: arguments.Device = None,
+    maxfail: Annotated[int, typer.Option(min=1, metavar="N", help="Stop after N failures that differ.")] = 10,
+    shrink_time: ShrinkTime = 30.0,
+    output: OutputFolder = None,
+    case_timeout: processes.CaseTimeout = None,
+    memory_limit: processes.MemoryLimit = None,
+    pass_env: processes.PassEnv = None,
+) -> int:
+    """Draw cases that no suite has, and put them to a backend; what fails is made small and written down.
+
+    Layers, caches, batches and paths are drawn from all that case files can say and the backend declares: first until
+    each two values have met, then by chance, with lengths at the edges of the numbers in the backend's own code. Now
+    and then a case is not declared, and must be refused or answered right. Each failure that differs is made small, and
+    written as a case file, which `attncheck run --suite FILE` repeats, and as a Python file that needs no attncheck.
+    The same seed draws the same cases. Exit code 1: a case failed.
+    """
+    context.with_resource(interruptible())
+    limit_s = read_time("--budget", budget)
+
+    from attncheck.harness.cli.small_failures import backend_process, folder_for, print_small
+    from attncheck.harness.fuzz.failures import Shrinker, search_failures
+    from attncheck.harness.run.patterns import choose_checks
+    from attncheck.harness.run.selection import check_seed
+    from attncheck.reports.analysis.phrases import plural
+
+    checks = _backend_checks(choose_checks(check or ()))
+    began, outcomes = time.monotonic(), Counter[str]()
+    with ExitStack() as stack:
+        process = stack.enter_context(
+            backend_process(
+                backend,
+                device=device,
+                seed=check_seed(seed or 0),
+                case_timeout=case_timeout,
+                memory_limit=memory_limit,
+                pass_env=pass_env,
+            )
+        )
+        typer.echo(f"fuzz {process.backend.name} on {process.device}, seed {seed or 0}, {budget}")
+
+        def see(_question: "DrawnQuestion", examined: "ExaminedCase") -> None:
+            is_examined = any(record.outcome != "unsupported" for record in examined.records)
+            outcomes["blind" if examined.blind else "examined" if is_examined else "not examined"] += 1
+            if sys.stderr.isatty():
+                typer.echo(f"\r{plural(outcomes.total(), 'case')} drawn ", err=True, nl=False)
+
+        code, shrinker, known = 0, Shrinker(process, shrink_time), dict[str, Path]()
+        for failure in search_failures(process, seed=seed or 0, budget_s=limit_s, checks=checks, most=maxfail, see=see):
+            folder = next(iter(known.values()), None) or folder_for(output, "fuzz")
+            small = shrinker.make_small(failure)
+            if small.small.case.hash not in known:
+                code = max(code, print_small(process, small, folder))
+            known[small.small.case.hash] = folder
+        drawn = f"{plural(outcomes.total(), 'case')} drawn in {time.monotonic() - began:.1f} s"
+        counts = ", ".join(f"{number} {word}" for word, number in sorted(outcomes.items()))
+        typer.echo(f"\n{drawn}: {counts or 'none'}; failures: {len(known)}")
+        if not outcomes["examined"]:
+            raise SelectionError(f"not one drawn case of backend {backend!r} was examined")
+        return code
+
+
+def read_time(option: str, text: str) -> float:
+    """The seconds that ``text`` gives, such as ``90s``, ``5m``, ``1h`` or ``90``.
+
+    Raises:
+        SelectionError: it is no such time.
+    """
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    try:
+        seconds = float(number) * _UNITS[unit]
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise SelectionError(f"{option} {text!r}: give a time, such as 90s, 5m or 1h")
+    return seconds
+
+
+def _backend_checks(chosen: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The checks to make; None: all that apply.
+
+    Raises:
+        SelectionError: one of them is not made of drawn cases.
+    """
+    from attncheck.reference.spec import DEFAULT_CHECKS
+
+    for name in chosen:
+        if name not in DEFAULT_CHECKS:
+            raise SelectionError(f"check {name!r} is not made of drawn cases; give one of {', '.join(DEFAULT_CHECKS)}")
+    return chosen or None

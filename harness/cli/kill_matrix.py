@@ -1,0 +1,203 @@
+"""Which check catches which mutant, and whether it says why: computed from records, as text and as JSON."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import indent
+from typing import Any, Literal
+
+from tabulate import tabulate
+
+from attncheck.backends.mutants.catalogue import Mutant
+from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.run_file.causes import UNEXPLAINED, likely_causes
+from attncheck.reports.run_file.records import FALLEN_SHORT, Failed, Record, Unavailable, Unsupported
+
+Diagnosis = Literal["right", "wrong", "absent", ""]
+"""Whether the likely cause of a mutant was named; empty: it survives, or its entry names none."""
+
+
+@dataclass(frozen=True)
+class MutantResult:
+    """What became of a mutant. ``checks``: those that catch it. ``told``: the first likely causes that were given.
+
+    ``missing``: why it was not examined; empty: it was.
+    """
+
+    mutant: Mutant
+    checks: tuple[str, ...] = ()
+    diagnosis: Diagnosis = ""
+    told: str = ""
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class KillMatrix:
+    """The mutants of a run against its checks. ``false_alarms``: by right backend, the checks that fell short."""
+
+    checks: tuple[str, ...]
+    results: tuple[MutantResult, ...]
+    false_alarms: Mapping[str, tuple[str, ...]]
+
+    @property
+    def examined(self) -> tuple[MutantResult, ...]:
+        """The mutants that were examined."""
+        return tuple(result for result in self.results if not result.missing)
+
+    @property
+    def survivors(self) -> tuple[MutantResult, ...]:
+        """The mutants that no check catches."""
+        return tuple(result for result in self.examined if not result.checks)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every mutant was examined and caught, and no right backend fell short."""
+        return not any(self.false_alarms.values()) and all(result.checks for result in self.results)
+
+    def alone(self, check: str) -> tuple[str, ...]:
+        """Return the mutants that only ``check`` catches."""
+        return tuple(result.mutant.name for result in self.results if result.checks == (check,))
+
+    def diagnosed(self, how: Diagnosis) -> tuple[MutantResult, ...]:
+        """Return the mutants whose likely cause is named so."""
+        return tuple(result for result in self.results if result.diagnosis == how)
+
+
+def kill_matrix(
+    records: Iterable[Record],
+    mutants: Sequence[Mutant],
+    right: Sequence[str],
+    checks: Sequence[str],
+    missing: Mapping[str, str],
+) -> KillMatrix:
+    """Return the matrix of ``records``. ``right``: references of right backends; ``missing``: by reference, the reason.
+
+    A mutant of which no check was made is missing as well.
+    """
+    by_ref: dict[str, list[Record]] = {}
+    unasked: dict[str, str] = {}
+    for record in records:
+        if isinstance(record, Unsupported | Unavailable):
+            unasked.setdefault(record.backend_ref, f"no check was made of it: {record.reasons[0]}")
+        else:
+            by_ref.setdefault(record.backend_ref, []).append(record)
+    why = {mutant.ref: "no case of the suites was asked" for mutant in mutants} | unasked | dict(missing)
+    results = tuple(
+        _result(mutant, found, checks)
+        if (found := by_ref.get(mutant.ref))
+        else MutantResult(mutant, missing=why[mutant.ref])
+        for mutant in mutants
+    )
+    alarms = {ref: _short_checks(by_ref[ref], checks) for ref in right if ref in by_ref}
+    return KillMatrix(tuple(checks), results, alarms)
+
+
+def _short_checks(records: Iterable[Record], checks: Sequence[str]) -> tuple[str, ...]:
+    short = {record.check for record in records if record.outcome in FALLEN_SHORT}
+    return tuple(check for check in checks if check in short)
+
+
+def _result(mutant: Mutant, records: Sequence[Record], checks: Sequence[str]) -> MutantResult:
+    killing = [record for record in records if record.outcome in FALLEN_SHORT]
+    told = _first_words(killing) if killing else ""
+    diagnosis: Diagnosis = ""
+    if killing and mutant.cause is not None:
+        diagnosis = "absent" if not told else "right" if re.search(mutant.cause, told, re.IGNORECASE) else "wrong"
+    return MutantResult(mutant, _short_checks(killing, checks), diagnosis, told)
+
+
+def _first_words(killing: Sequence[Record]) -> str:
+    """Return the first likely causes of any of these failures, else what the first of them says; empty: wrong rows."""
+    for record in killing:
+        if isinstance(record, Failed) and likely_causes(record.meaning):
+            return record.meaning or ""
+    first = killing[0]
+    if isinstance(first, Failed):
+        return "" if first.finding == UNEXPLAINED else first.summary
+    return str(getattr(first, "finding", ""))
+
+
+def as_text(matrix: KillMatrix) -> str:
+    """Return the matrix as a terminal shows it: a row a mutant, the score, the survivors, what each check is worth."""
+    parts = [_rows(matrix), _score(matrix)]
+    if matrix.survivors:
+        rows = [[each.mutant.name, each.mutant.kind, each.mutant.fault] for each in matrix.survivors]
+        parts.append(f"survivors\n{_table(rows)}")
+    if gone := [result for result in matrix.results if result.missing]:
+        parts.append(f"not examined\n{_table([[each.mutant.name, each.missing] for each in gone])}")
+    parts.append(_worth(matrix))
+    parts.append(_causes(matrix))
+    alarms = [f"  {ref}: {', '.join(checks)}" for ref, checks in matrix.false_alarms.items() if checks]
+    asked = ", ".join(matrix.false_alarms) or "any right backend: none was examined"
+    parts.append("\n".join(["false alarms", *alarms]) if alarms else f"no false alarm of {asked}")
+    return "\n\n".join(part for part in parts if part)
+
+
+def as_json(matrix: KillMatrix) -> dict[str, Any]:
+    """Return the matrix as JSON holds it."""
+    return {
+        "checks": {
+            check: {
+                "catches": sum(check in each.checks for each in matrix.results),
+                "alone": list(matrix.alone(check)),
+            }
+            for check in matrix.checks
+        },
+        "examined": len(matrix.examined),
+        "caught": len(matrix.examined) - len(matrix.survivors),
+        "false_alarms": {ref: list(checks) for ref, checks in matrix.false_alarms.items()},
+        "mutants": [
+            {
+                "name": each.mutant.name,
+                "kind": each.mutant.kind,
+                "caught_by": list(each.checks),
+                "diagnosis": each.diagnosis or None,
+                "likely_cause": each.told or None,
+                "not_examined": each.missing or None,
+            }
+            for each in matrix.results
+        ],
+    }
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Return rows as lines, set in by two spaces."""
+    return indent(tabulate(rows, tablefmt="plain", disable_numparse=True), "  ")
+
+
+def _rows(matrix: KillMatrix) -> str:
+    legend = ", ".join(f"{number} {check}" for number, check in enumerate(matrix.checks, 1))
+    header = ["", *(str(number) for number in range(1, len(matrix.checks) + 1)), "likely cause"]
+    rows = [
+        [each.mutant.name, *("x" if check in each.checks else "." for check in matrix.checks), each.diagnosis]
+        for each in matrix.examined
+    ]
+    table = tabulate([header, *rows], tablefmt="plain", disable_numparse=True)
+    return f"x: the check catches the mutant; checks: {legend}\n{table}"
+
+
+def _score(matrix: KillMatrix) -> str:
+    examined, caught = len(matrix.examined), len(matrix.examined) - len(matrix.survivors)
+    share = f", {100 * caught / examined:.1f} %" if examined else ""
+    return f"caught: {caught} of {plural(examined, 'mutant')}{share}"
+
+
+def _worth(matrix: KillMatrix) -> str:
+    """Return a line for each check: how many mutants it catches, and which only it does."""
+    lines = []
+    for check in matrix.checks:
+        catches, alone = sum(check in each.checks for each in matrix.results), matrix.alone(check)
+        what = f"{len(alone)} that nothing else catches" if alone else "none that nothing else catches"
+        some = f": {', '.join(alone[:3])}{', ...' if len(alone) > 3 else ''}" if alone else ""
+        lines.append([check, str(catches), f"{what}{some}"])
+    return f"each check: mutants it catches\n{_table(lines)}"
+
+
+def _causes(matrix: KillMatrix) -> str:
+    judged = [each for each in matrix.results if each.diagnosis]
+    if not judged:
+        return ""
+    counts = {how: len(matrix.diagnosed(how)) for how in ("right", "wrong", "absent")}
+    lines = [f"likely cause, of {len(judged)} caught: {', '.join(f'{how} {count}' for how, count in counts.items())}"]
+    lines += [f"  {each.mutant.name} wrong: {each.told}" for each in matrix.diagnosed("wrong")]
+    return "\n".join(lines)

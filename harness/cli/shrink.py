@@ -1,0 +1,107 @@
+"""``attncheck shrink``: make a recorded failure small, and write it down. Loads no torch."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from attncheck.errors import SelectionError
+from attncheck.harness.cli import completion
+from attncheck.harness.cli import process_arguments as processes
+from attncheck.harness.cli.fuzz import OutputFolder, ShrinkTime
+from attncheck.harness.cli.interruption import interruptible
+
+if TYPE_CHECKING:
+    from attncheck.harness.fuzz.failures import Failure
+    from attncheck.reports.run_file.store import Run
+
+
+def shrink(
+    context: typer.Context,
+    record: Annotated[
+        str, typer.Argument(metavar="RUN::CASE[::CHECK]", help="A run file, the id of a case or suite/id, a check.")
+    ],
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The backend, if several fell short.", autocompletion=completion.backends),
+    ] = None,
+    shrink_time: ShrinkTime = 30.0,
+    output: OutputFolder = None,
+    case_timeout: processes.CaseTimeout = None,
+    memory_limit: processes.MemoryLimit = None,
+    pass_env: processes.PassEnv = None,
+) -> int:
+    """Make a failure of a run small: the fewest requests and heads, the shortest lengths, defaults wherever they do.
+
+    A smaller case counts if the same check falls short with the same outcome. The smallest one is written as a case
+    file, which `attncheck run --suite FILE` repeats, and as a Python file that needs no attncheck. Exit code 1: the
+    failure is still there; 0: the case passes by now.
+    """
+    context.with_resource(interruptible())
+
+    from attncheck.harness.cli.small_failures import backend_process, folder_for, print_small
+    from attncheck.harness.fuzz.failures import Shrinker
+    from attncheck.reports.run_file.store import read_run
+
+    path, case_id, check = _parts(record)
+    run = read_run(path)
+    failure = recorded_failure(run, case_id, check, backend)
+    with backend_process(
+        failure.record.backend_ref,
+        device=run.header.device,
+        seed=failure.record.seed,
+        case_timeout=case_timeout,
+        memory_limit=memory_limit,
+        pass_env=pass_env,
+    ) as process:
+        small = Shrinker(process, shrink_time).make_small(failure)
+        if small.shrunk is None:
+            typer.echo(f"{failure.case.key} {failure.record.check}: passes by now, or fails in another way")
+            return 0
+        return print_small(process, small, folder_for(output, "shrink"))
+
+
+def _parts(record: str) -> tuple[Path, str, str]:
+    """Run file, case and check of ``RUN::CASE[::CHECK]``; an empty check: the first that fell short.
+
+    Raises:
+        SelectionError: the case is missing.
+    """
+    run, _, rest = record.partition("::")
+    case, _, check = rest.partition("::")
+    if not run or not case:
+        raise SelectionError(f"{record!r}: give RUN::CASE[::CHECK], such as run.jsonl::smoke/decode::numerics")
+    return Path(run), case, check
+
+
+def recorded_failure(run: "Run", case_id: str, check: str, backend: str | None) -> "Failure":
+    """The first failure of ``run`` that is meant, with its case as the suite has it now.
+
+    Raises:
+        SelectionError: none is meant, or several backends are; the suite has changed; the backend has no reference.
+        CaseFileError, UnknownNameError: the suite is not there any more.
+    """
+    from attncheck.cases.loader import load_suite
+    from attncheck.harness.fuzz.failures import Failure
+    from attncheck.reports.run_file.records import Ended, Errored, Failed
+
+    short = [each for each in run.records if isinstance(each, Failed | Errored | Ended)]
+    meant = [each for each in short if case_id in (each.case_id, each.case) and check in ("", each.check)]
+    meant = [each for each in meant if backend in (None, each.backend, each.backend_ref)]
+    if not meant:
+        known = ", ".join(dict.fromkeys(f"{each.case}::{each.check}" for each in short[:8])) or "nothing"
+        by = f" by {check}" if check else ""
+        raise SelectionError(f"{run.path}: {case_id} did not fall short there{by}; what did: {known}")
+    backends = tuple(dict.fromkeys(each.backend for each in meant))
+    if len(backends) > 1:
+        raise SelectionError(f"{run.path}: {case_id} fell short for {', '.join(backends)}; name one by --backend")
+    record = meant[0]
+    if record.backend_ref.startswith("<"):
+        raise SelectionError(f"{record.backend} was handed over in Python, and cannot be loaded by name; run its file")
+    ref = run.header.suite_ref(record.suite)
+    case = next((each for each in load_suite(ref) if each.id == record.case_id), None)
+    if case is None or case.hash != record.case_hash:
+        raise SelectionError(
+            f"{run.path}: case {record.case} is not what it was; suite {ref} has changed since the run"
+        )
+    return Failure(case, record)

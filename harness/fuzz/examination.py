@@ -1,0 +1,69 @@
+"""One backend in a process of its own, which is given cases that no suite has. Loads no torch.
+
+A crash or a hang is a record, as in a run: a fresh process takes the cases that follow.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from attncheck.cases.model import Case
+from attncheck.errors import SelectionError
+from attncheck.harness.run.preparation import PreparedRun, RunSettings, prepare_run
+from attncheck.harness.run.selection import Selection
+from attncheck.harness.workers.protocol import AskReasons, Reasons
+from attncheck.harness.workers.supervisor import Supervisor
+from attncheck.harness.workers.worker_pool import WorkerPool
+from attncheck.reports.run_file.records import Record
+
+_ASKED_AT_ONCE = 256
+"""Cases of one question about declarations."""
+
+
+@dataclass(frozen=True)
+class ExaminedCase:
+    """What came of one case. ``blind``: why it proves nothing, and was not examined; empty: it was."""
+
+    records: tuple[Record, ...]
+    blind: str = ""
+
+
+class BackendProcess:
+    """Examines drawn cases of the backend ``ref`` in a process of ``pool``, with the inputs of ``seed``.
+
+    Raises:
+        QuestionError: the backend cannot be loaded, or cannot run here; there is no such device.
+    """
+
+    def __init__(self, ref: str, pool: WorkerPool, *, device: str | None, seed: int) -> None:
+        nothing = Selection(suites=(), refs=(), cases=(), checks=None)
+        pool.start([ref])
+        self.prepared: PreparedRun = prepare_run(nothing, [ref], RunSettings(device=device, seed=seed), pool=pool)
+        (self.backend,) = self.prepared.backends
+        if not self.backend.is_loaded:
+            raise SelectionError(f"backend {ref!r} cannot be examined: {self.backend.reason}")
+        self._pool = pool
+        self._supervisor = Supervisor(self.prepared.plan, (self.backend,), pool, self.prepared.environment)
+
+    @property
+    def device(self) -> str:
+        """The device on which cases are examined."""
+        return self.prepared.plan.device
+
+    def examine(self, case: Case, checks: Sequence[str]) -> ExaminedCase:
+        """Make ``checks`` of ``case``, whose key no case before it has had."""
+        blind = self._supervisor.blind
+        known = len(blind)
+        records = tuple(self._supervisor.examine_case(self.backend, case, tuple(checks), is_drawn=True))
+        return ExaminedCase(records, str(blind[-1]) if len(blind) > known else "")
+
+    def reasons_against(self, cases: Iterable[Case]) -> list[tuple[str, ...]]:
+        """Why the backend does not answer each of ``cases``, as it declares; empty: it does."""
+        asked, found = tuple(cases), list[tuple[str, ...]]()
+        for first in range(0, len(asked), _ASKED_AT_ONCE):
+            process = self._pool.process(self.backend.ref) or self._pool.restart(self.backend.ref)
+            process.send(AskReasons(cases=asked[first : first + _ASKED_AT_ONCE]))
+            answer = process.receive(self._pool.limits.of_loading)
+            if not isinstance(answer, Reasons):
+                raise SelectionError(f"backend {self.backend.ref!r} does not answer for its declarations: {answer}")
+            found += answer.reasons
+        return found

@@ -1,0 +1,163 @@
+"""The order in which cases are drawn: all pairs of values first, then by chance, lengths at the edges of the code.
+
+Keys get the values that the backend declares; which ones, its declarations are asked. Now and then a value that it does
+not declare is drawn as well: the backend has to refuse the case, or answer right.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, islice, product
+from random import Random
+from typing import Any
+
+from attncheck.cases.model import Case
+from attncheck.errors import MissingExtraError
+from attncheck.harness.fuzz.axes import Axes, all_axes, plain
+from attncheck.harness.fuzz.drawing import Lengths, draw_case
+from attncheck.harness.fuzz.pairs import PairwiseCover
+from attncheck.harness.run.selection import checks_of, unanswered_reasons
+
+AskReasonsAgainst = Callable[[Sequence[Case]], Sequence[tuple[str, ...]]]
+"""Answers cases with why the backend does not serve each of them; empty: it does."""
+
+UNDECLARED_ONE_IN = 10
+"""Of so many drawn cases, one has a value that the backend does not declare."""
+
+GRAPHS_ONE_IN = 40
+"""Of so many drawn cases, one is examined for its CUDA-graph level, which takes as long as many other checks."""
+
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class DrawnQuestion:
+    """A drawn case, and the checks to make of it."""
+
+    case: Case
+    checks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DeclaredAxes:
+    """The values that a backend declares in a plain case, and those that it does not."""
+
+    declared: Axes
+    undeclared: Axes
+
+
+def declared_axes(ask: AskReasonsAgainst, constants: Sequence[int]) -> DeclaredAxes:
+    """Find which values of each key the backend declares: in a plain case of it, one key is changed at a time.
+
+    The plain case is the first that it declares of all combinations of dtype, sizes and the latent cache. If it
+    declares none of them, every value counts as declared.
+    """
+    axes = all_axes(constants)
+    forms = ("layer.mla", "layer.dtype", "layer.head_size", "cache.block_size", "layer.attn_type")
+    choices = (dict(zip(forms, values, strict=True)) for values in product(*(axes[key] for key in forms)))
+    base = next(_declared_choices(axes, choices, ask), None)
+    if base is None:
+        return DeclaredAxes(axes, {})
+    first = {
+        key: (base.get(key, values[0]), *(v for v in values if v != base.get(key, values[0])))
+        for key, values in axes.items()
+    }
+    tried = [(key, value) for key, values in first.items() for value in values[1:]]
+    drawn = [draw_case(first, {key: value}, Lengths(), 0, "declared") for key, value in tried]
+    asked = [(key, value, each.case) for (key, value), each in zip(tried, drawn, strict=True) if each and each.kept]
+    answers = ask([case for _, _, case in asked])
+    refused = {
+        key: [v for (k, v, _), reasons in zip(asked, answers, strict=True) if reasons and k == key] for key in first
+    }
+    return DeclaredAxes(
+        {key: tuple(v for v in values if v not in refused[key]) for key, values in first.items()},
+        {key: tuple(values) for key, values in refused.items() if values},
+    )
+
+
+def _declared_choices(
+    axes: Axes, choices: Iterator[dict[str, Any]], ask: AskReasonsAgainst
+) -> Iterator[dict[str, Any]]:
+    """Yield the choices of which the backend declares a plain case."""
+    while some := list(islice(choices, _AT_ONCE)):
+        known = [(choice, case) for choice in some if (case := _plain_batch(axes, choice)) is not None]
+        answers = ask([case for _, case in known])
+        yield from (choice for (choice, _), reasons in zip(known, answers, strict=True) if not reasons)
+
+
+def _plain_batch(axes: Axes, choice: Mapping[str, Any]) -> Case | None:
+    """The case of one decode with these values; None where they do not go together."""
+    drawn = draw_case(axes, {**choice, "batch.queries": "one"}, Lengths(), 0, "plain")
+    return drawn.case if drawn is not None and choice.items() <= {**plain(axes), **drawn.kept}.items() else None
+
+
+def questions(
+    axes: DeclaredAxes, ask: AskReasonsAgainst, lengths: Lengths, seed: int, checks: tuple[str, ...] | None
+) -> Iterator[DrawnQuestion]:
+    """Yield questions without end. ``checks``: None for all that apply."""
+    numbers, random = count(1), Random(seed)
+    for drawn in _cases(axes, lengths, seed, numbers, random):
+        (reasons,) = ask([drawn])
+        if unanswered_reasons(drawn):
+            continue
+        made = checks_of(drawn, checks)
+        if reasons:
+            made = tuple(check for check in made if check == "refusals")
+            if random.randrange(UNDECLARED_ONE_IN):
+                continue
+        elif checks is None and random.randrange(GRAPHS_ONE_IN):
+            made = tuple(check for check in made if check != "cudagraph")
+        if made:
+            yield DrawnQuestion(drawn, made)
+
+
+def _cases(axes: DeclaredAxes, lengths: Lengths, seed: int, numbers: Iterator[int], random: Random) -> Iterator[Case]:
+    cover = PairwiseCover(axes.declared, seed)
+    for row in cover.rows():
+        number = next(numbers)
+        drawn = draw_case(axes.declared, _with_undeclared(row, axes, random), lengths, seed + number, f"case-{number}")
+        if drawn is not None and cover.cover(drawn.kept):
+            yield drawn.case
+    while True:
+        for choice, own in _by_hypothesis(axes.declared, seed, next(numbers)):
+            wanted = _with_undeclared(choice, axes, random)
+            drawn = draw_case(axes.declared, wanted, lengths, own, f"case-{next(numbers)}")
+            if drawn is not None:
+                yield drawn.case
+
+
+def _with_undeclared(choice: Mapping[str, Any], axes: DeclaredAxes, random: Random) -> Mapping[str, Any]:
+    """The choice; one in so many with one value that the backend does not declare."""
+    if not axes.undeclared or random.randrange(UNDECLARED_ONE_IN):
+        return choice
+    key = random.choice(sorted(axes.undeclared))
+    return {key: random.choice(axes.undeclared[key]), **{k: v for k, v in choice.items() if k != key}}
+
+
+def _by_hypothesis(axes: Axes, seed: int, number: int) -> list[tuple[Mapping[str, Any], int]]:
+    """Some choices, each with a seed of its lengths. Hypothesis leaves most keys plain, and no file behind.
+
+    Raises:
+        MissingExtraError: hypothesis is not installed.
+    """
+    try:
+        import hypothesis
+        from hypothesis import strategies as st
+    except ImportError as error:
+        raise MissingExtraError("attncheck fuzz", "hypothesis", "fuzz") from error
+    values = {key: st.sampled_from(each) for key, each in axes.items() if len(each) > 1}
+    found: list[tuple[Mapping[str, Any], int]] = []
+
+    @hypothesis.seed(seed * 1_000_003 + number)
+    @hypothesis.settings(
+        max_examples=_AT_ONCE,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(st.fixed_dictionaries({}, optional=values), st.integers(0, 2**32))
+    def draw(choice: dict[str, Any], own: int) -> None:
+        found.append((choice, own))
+
+    draw()
+    return found

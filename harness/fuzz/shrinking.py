@@ -1,0 +1,286 @@
+"""Makes a failing case small: fewest requests and heads, shortest lengths, and the default wherever one will do.
+
+A step is kept if the case still fails in the same way: by the same check, with the same outcome and the same finding.
+Steps that mean nothing, or that the backend does not declare, fail otherwise or not at all, and are dropped.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from attncheck.cases.company_keys import DIFFERENT_KEYS
+from attncheck.cases.consistency import check_meaning
+from attncheck.cases.model import Case
+from attncheck.cases.paths import implied_path
+from attncheck.errors import SpecError
+from attncheck.reference.spec import AttentionType, BatchSpec, LayerSpec, PaddingSpec, PathSpec, RequestSpec
+
+_HEAD_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+_TOGETHER = frozenset({"num_heads", "num_kv_heads", "head_size", "mla"})
+"""Fields that change with others."""
+
+_LENGTHS = frozenset({"seq_len", "encoder_len", "count"})
+"""Fields of a request that get smaller, and not their defaults."""
+
+_SAME = frozenset({"checks", "tolerance", "description", "notes", "origin"})
+"""Fields of a case that stay."""
+
+Fails = Callable[[Case], bool]
+"""Whether a case fails in the way that is being made small."""
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """The smallest case found, after ``tried`` steps and ``seconds``. ``is_finished``: no smaller step is left."""
+
+    case: Case
+    tried: int
+    seconds: float
+    is_finished: bool
+
+
+def shrink(case: Case, fails: Fails, *, limit_s: float) -> Shrunk:
+    """Return the smallest case that still ``fails``; ``limit_s``: after so many seconds no step is begun."""
+    began, tried, known = time.monotonic(), 0, {case.hash}
+    is_better = True
+    while is_better:
+        is_better = False
+        for steps in (_fewer_requests, _defaults, _numbers):
+            simpler = iter(steps(case))
+            while (candidate := next(simpler, None)) is not None:
+                if candidate.hash in known:
+                    continue
+                if time.monotonic() - began > limit_s:
+                    return Shrunk(case, tried, time.monotonic() - began, False)
+                known.add(candidate.hash)
+                tried += 1
+                if fails(candidate):
+                    case, is_better = candidate, True
+                    simpler = iter(steps(case))
+    return Shrunk(case, tried, time.monotonic() - began, True)
+
+
+def size_in_words(case: Case) -> str:
+    """What of a case is large: ``3 requests, 40 new tokens, 213 keys, 8 heads of 64, 4 keys that are not default``."""
+    layer, batch = case.layer, case.batch
+    keys = sum(each.count * (each.encoder_len or max(each.total_len, 0)) for each in batch.requests)
+    given = len(_given(layer)) + len(_given(case.cache)) + len(_given(batch.padding))
+    given += batch.path.name != implied_path(layer).name
+    return (
+        f"{batch.num_requests} requests, {batch.num_tokens} new tokens, {keys} keys, "
+        f"{layer.num_heads} heads of {layer.head_size}, {given} fields that are not default"
+    )
+
+
+def _meaningful(case: Case, **changes: Any) -> Iterator[Case]:
+    """The case with these fields of its own, if that means something."""
+    try:
+        changed = replace(case, **changes)
+        changed = replace(changed, layers=tuple(_beside(changed.layer, other) for other in changed.layers))
+        room = replace(changed.cache, num_blocks=None)
+        check_meaning(changed.layer, changed.cache, changed.batch)
+        for batch in changed.after:
+            check_meaning(changed.layer, room, batch)
+        for layer in changed.layers:
+            check_meaning(layer, changed.cache, changed.batch)
+    except (SpecError, ZeroDivisionError):
+        return
+    yield changed
+
+
+def _beside(layer: LayerSpec, other: LayerSpec) -> LayerSpec:
+    """A layer of the same step as ``layer``, which keeps of ``other`` what may be different."""
+    return replace(layer, **{name: getattr(other, name) for name in DIFFERENT_KEYS})
+
+
+def _fewer_requests(case: Case) -> Iterator[Case]:
+    """Without a half of the requests, a quarter, and so on down to one; then one of them alone, with more rows."""
+    requests = tuple(replace(each, count=1) for each in case.batch)
+    part = len(requests) // 2
+    while part:
+        for first in range(0, len(requests), part):
+            left = requests[:first] + requests[first + part :]
+            if left:
+                yield from _with_requests(case, left)
+        part //= 2
+    if len(requests) > 1:  # inputs differ from case to case, and more rows have more chances to show a fault
+        for request in sorted(requests, key=lambda each: -each.total_len)[:3]:
+            for rows in (2, 4):
+                if rows <= request.total_len:
+                    yield from _with_requests(case, (replace(request, query_len=rows, shared_prefix=0),))
+
+
+def _with_requests(case: Case, requests: tuple[RequestSpec, ...]) -> Iterator[Case]:
+    sharers = [each for each in requests if each.shared_prefix]
+    if len(sharers) == 1:
+        requests = tuple(replace(each, shared_prefix=0) for each in requests)
+    try:
+        batch = replace(case.batch, requests=requests)
+    except SpecError:
+        return
+    yield from _meaningful(case, batch=batch)
+
+
+def _defaults(case: Case) -> Iterator[Case]:
+    """With everything at its default, then with one thing of it."""
+    layer = replace(case.layer, **_given(case.layer))
+    cache = replace(case.cache, **_given(case.cache))
+    batch = replace(case.batch, padding=PaddingSpec())
+    yield from _meaningful(case, layer=layer, cache=cache, batch=_on_implied_path(batch, layer), inputs=None)
+    yield from _as_decoder(case)
+    yield from _meaningful(case, batch=_on_implied_path(case.batch, case.layer))
+    yield from _meaningful(case, batch=batch)
+    for key, default in {key: value for each in case.batch.requests for key, value in _given(each).items()}.items():
+        if key not in _LENGTHS:
+            requests = tuple(replace(each, **{key: default}) for each in case.batch.requests)
+            yield from _meaningful(case, batch=replace(case.batch, requests=requests))
+    for key, default in _given(case.batch).items():
+        yield from _meaningful(case, batch=replace(case.batch, **{key: default}))
+    for name in ("layer", "cache"):
+        spec = getattr(case, name)
+        for key, default in _given(spec).items():
+            for value in (default, True) if isinstance(getattr(spec, key), tuple) else (default,):
+                try:
+                    changed = replace(spec, **{key: value})
+                except SpecError:
+                    continue
+                if name == "layer" and implied_path(changed) != implied_path(spec):
+                    continue
+                yield from _meaningful(case, **{name: changed})
+    for index in range(len(case.after)):
+        yield from _meaningful(case, after=case.after[:index] + case.after[index + 1 :])
+    for index in range(len(case.layers)):
+        yield from _meaningful(case, layers=case.layers[:index] + case.layers[index + 1 :])
+    for key, default in _given(case).items():
+        if key not in _SAME:
+            yield from _meaningful(case, **{key: default})
+
+
+def _as_decoder(case: Case) -> Iterator[Case]:
+    """As a layer that reads its own keys, as many of them as an encoder had."""
+    if case.layer.attn_type == AttentionType.DECODER:
+        return
+    layer = replace(case.layer, attn_type=AttentionType.DECODER, causal=None)
+    requests = tuple(
+        replace(each, encoder_len=None, seq_len=max(each.total_len, each.query_len, each.encoder_len or 0))
+        for each in case.batch.requests
+    )
+    yield from _meaningful(case, layer=layer, batch=_on_implied_path(replace(case.batch, requests=requests), layer))
+
+
+def _given(spec: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not at their default, each with its default."""
+    return {
+        each.name: each.default
+        for each in fields(spec)
+        if each.default is not MISSING and getattr(spec, each.name) != each.default
+    }
+
+
+def _on_implied_path(batch: BatchSpec, layer: LayerSpec) -> BatchSpec:
+    return replace(batch, path=implied_path(layer))
+
+
+def _numbers(case: Case) -> Iterator[Case]:
+    """With one number smaller: as small as it may be, then half way to it, and so on."""
+    yield from _with_heads(case)
+    for shortened in (lambda _: (1, 0), lambda r: (1, r.total_len - 1), lambda r: (r.query_len, 0)):
+        requests = tuple(one for each in case.batch.requests for one in _request(each, *shortened(each)))
+        if len(requests) == len(case.batch.requests):
+            yield from _with_requests(case, requests)
+    for index, request in enumerate(case.batch.requests):
+        for smaller in _smaller_requests(request):
+            requests = (*case.batch.requests[:index], smaller, *case.batch.requests[index + 1 :])
+            yield from _with_requests(case, requests)
+    for name in ("layer", "cache"):
+        for spec in _smaller_fields(getattr(case, name)):
+            yield from _meaningful(case, **{name: spec})
+    for padding in _smaller_fields(case.batch.padding):
+        yield from _meaningful(case, batch=replace(case.batch, padding=padding))
+    options = case.batch.path.options
+    for smaller_options in _smaller_fields(options) if options is not None else ():
+        path = PathSpec(name=case.batch.path.name, options=smaller_options)
+        yield from _meaningful(case, batch=replace(case.batch, path=path))
+
+
+def _with_heads(case: Case) -> Iterator[Case]:
+    layer = case.layer
+    group = layer.num_heads // layer.num_kv_heads
+    for kv_heads in _smaller(layer.num_kv_heads, 1):
+        yield from _with_layer(case, num_kv_heads=kv_heads, num_heads=kv_heads * group)
+    for fewer in _smaller(group, 1):
+        yield from _with_layer(case, num_heads=fewer * layer.num_kv_heads)
+    if layer.mla is not None:
+        for mla in _smaller_fields(layer.mla):
+            yield from _with_layer(case, mla=mla, head_size=mla.kv_lora_rank + mla.qk_rope_head_dim)
+    else:
+        for size in (each for each in _HEAD_SIZES if each < layer.head_size):
+            yield from _with_layer(case, head_size=size)
+            if layer.head_size_v is not None:
+                yield from _with_layer(case, head_size=size, head_size_v=size)
+
+
+def _with_layer(case: Case, **changes: Any) -> Iterator[Case]:
+    heads, kv_heads = changes.get("num_heads"), changes.get("num_kv_heads")
+    per_head = {"alibi": heads, "sinks": heads}
+    changes |= {
+        name: given[:count]
+        for name, count in per_head.items()
+        if count and isinstance(given := getattr(case.layer, name), tuple)
+    }
+    scales: dict[str, Any] = {
+        name: given[:kv_heads]
+        for name in ("k_scale", "v_scale", "q_scale")
+        if kv_heads and isinstance(given := getattr(case.cache, name), tuple)
+    }
+    try:
+        layer, cache = replace(case.layer, **changes), replace(case.cache, **scales)
+    except SpecError:
+        return
+    yield from _meaningful(case, layer=layer, cache=cache)
+
+
+def _smaller_requests(request: RequestSpec) -> Iterator[RequestSpec]:
+    context = request.context_len
+    for fewer in _smaller(max(context, 0), 0):
+        yield from _request(request, request.query_len, fewer)
+    for fewer in _smaller(request.query_len, 1):
+        yield from _request(request, fewer, request.total_len - fewer)
+        yield from _request(request, fewer, max(context, -fewer))
+    if request.encoder_len:
+        for fewer in _smaller(request.encoder_len, 0):
+            yield replace(request, encoder_len=fewer)
+
+
+def _request(request: RequestSpec, query_len: int, context: int) -> Iterator[RequestSpec]:
+    if request.shared_prefix <= max(context, 0):
+        yield replace(request, query_len=query_len, seq_len=query_len + context)
+
+
+def _smaller_fields(spec: Any) -> Iterator[Any]:
+    """The dataclass with one of its whole numbers smaller, in it or in one that it holds."""
+    for each in fields(spec):
+        value = getattr(spec, each.name)
+        if each.name in _TOGETHER:
+            continue
+        if is_dataclass(value):
+            changed: Iterator[Any] = _smaller_fields(value)
+        elif isinstance(value, int) and not isinstance(value, bool) and value != each.default:
+            changed = _smaller(value, each.metadata.get("ge", each.metadata.get("gt", -1) + 1))
+        else:
+            continue
+        for number in changed:
+            try:
+                yield replace(spec, **{each.name: number})
+            except SpecError:
+                continue
+
+
+def _smaller(number: int, least: int) -> Iterator[int]:
+    """``least``, then the numbers half way, three quarters of the way, and so on up to one below ``number``."""
+    step = number - least
+    while step > 0:
+        yield number - step
+        step //= 2

@@ -1,0 +1,90 @@
+"""A failure as one Python file that needs torch and the backend's own file: tensors, call, expected values, assertion.
+
+Loads no torch: another process writes the file, and runs it before it is kept.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from attncheck.cases.model import Case
+from attncheck.harness.fuzz.examination import BackendProcess
+from attncheck.harness.fuzz.failures import Failure
+from attncheck.reports.run_file.records import Ended, Errored
+
+WRONG = "wrong: "
+"""How the lines begin in which a stand-alone file says what is wrong."""
+
+_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class StandAloneRequest:
+    """The failure of ``case`` by ``check``; ``summary``: in a line. ``path``: the file to write.
+
+    ``raised``: the type of exception it is; empty: none. ``ends``: it ends the process, or takes forever.
+    ``may_refuse``: the backend does not declare the case.
+    """
+
+    ref: str
+    case: Case
+    check: str
+    seed: int
+    device: str
+    path: str
+    summary: str
+    raised: str = ""
+    ends: bool = False
+    may_refuse: bool = False
+
+
+@dataclass(frozen=True)
+class StandAloneAnswer:
+    """Whether the file was ``written``, and shows the failure; else ``reason`` says why not.
+
+    ``needs``: what must be installed besides torch and the backend's own file.
+    """
+
+    written: bool
+    reason: str = ""
+    needs: str = ""
+
+
+def write_stand_alone(process: BackendProcess, failure: Failure, path: Path) -> StandAloneAnswer:
+    """Write ``path``, if one step of the backend shows the failure."""
+    record, case = failure.record, failure.case
+    (reasons,) = process.reasons_against([case])
+    request = StandAloneRequest(
+        ref=process.backend.ref,
+        case=case,
+        check=record.check,
+        seed=record.seed,
+        device=process.device,
+        path=str(path),
+        summary=case.description,
+        raised=record.error_type if isinstance(record, Errored) else "",
+        ends=isinstance(record, Ended),
+        may_refuse=bool(reasons),
+    )
+    command = [sys.executable, "-m", "attncheck.harness.fuzz.stand_alone_process"]
+    asked = TypeAdapter(StandAloneRequest).dump_json(request)
+    environment = os.environ | process.backend.info.required_environment
+    try:
+        ended = subprocess.run(  # noqa: S603 (this Python)
+            command,
+            input=asked,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            timeout=_LIMIT_S,
+            check=False,
+        )
+        return TypeAdapter(StandAloneAnswer).validate_json(ended.stdout)
+    except subprocess.TimeoutExpired:
+        return StandAloneAnswer(False, f"it was not written within {_LIMIT_S:g} s")
+    except ValidationError:
+        return StandAloneAnswer(False, f"the process that was to write it ended with exit code {ended.returncode}")

@@ -1,0 +1,95 @@
+"""Examining the examiner: every mutant is caught by the check, and at the case, that the catalogue names."""
+
+import sys
+from collections import defaultdict
+from contextlib import contextmanager
+
+import pytest
+
+from attncheck.backends.mutants.catalogue import catalogue
+from attncheck.backends.registry import load
+from attncheck.cases.loader import load_suite, suite_names
+from attncheck.errors import BackendUnavailableError
+from attncheck.harness.checks import lse, numerics
+from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.reference.spec import DEFAULT_CHECKS
+
+RIGHT_BY_NATURE = {
+    "mean-of-v": {
+        "smoke/window-prefill.1",
+        "interpreted/window-prefill.1",
+        "encoder/encoder-only-window.1",
+        "sliding_window/decode-width.1",
+        "sliding_window/prefill.1",
+        "long_rows/window-rows.1",
+        "tables/null-pages.1",
+    }
+}
+"""Cases whose right answer is what the mutant always says: with a window of one key the mean is that key's value."""
+
+
+@contextmanager
+def no_explanations():
+    """Checks judge alone: to explain a failure takes five times as long, and ``harness/truth/test_explain.py`` does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numerics, "explain", lambda *_: None)
+        patch.setattr(lse, "explain_lse", lambda *_: None)
+        yield
+
+
+def case_of(key):
+    suite, _, name = key.partition("/")
+    return next(case for case in load_suite(suite).cases if case.id == name)
+
+
+@pytest.mark.parametrize("key", sorted({mutant.case for mutant in catalogue() if mutant.case}))
+def test_mutants_are_caught_where_the_catalogue_says_so(key):
+    mutants = [mutant for mutant in catalogue() if mutant.case == key]
+    case, missed = case_of(key), []
+    examiner = Examiner(RunPlan((case,)))
+    for mutant in mutants:
+        try:
+            backend = load(mutant.ref)
+        except BackendUnavailableError:
+            continue
+        with no_explanations():
+            (record,) = examiner.examine(case, backend, (mutant.check,))
+        if record.outcome not in ("failed", "errored"):
+            missed.append((mutant.name, record))
+    assert not examiner.blind
+    assert missed == []
+
+
+def test_every_check_has_mutants_that_it_must_catch():
+    assert {mutant.check for mutant in catalogue()} >= set(DEFAULT_CHECKS)
+
+
+def test_every_mutant_class_stands_in_the_catalogue():
+    """A class without subclasses that is a backend is a mutant, a right base, or forgotten."""
+    listed = defaultdict(set)
+    for mutant in catalogue():
+        if mutant.class_name:
+            listed[load(mutant.ref).backend.__module__].add(mutant.class_name)
+    for module, names in listed.items():
+        own = {name: each for name, each in vars(sys.modules[module]).items() if hasattr(each, "get_kv_cache_shape")}
+        bases = {name for name, each in own.items() if each.__module__ != module or each.__subclasses__()}
+        assert set(own) - bases <= names | {"RowByRow"}, module
+
+
+def suites():
+    """Those of the default run, and in the slow tests every other one."""
+    for suite in suite_names():
+        yield pytest.param(suite, marks=() if suite in ("smoke", "interpreted", "mla") else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("suite", list(suites()))
+def test_answers_that_ignore_the_scores_fail_every_case(suite):
+    prefix = "latent-" if suite == "mla" else ""
+    mutants = {f"mutants:{prefix}{name}": name for name in ("zeros", "constant", "mean" if prefix else "mean-of-v")}
+    plan = RunPlan(cases=load_suite(suite).cases, backends=tuple(map(load, mutants)), checks=("numerics",))
+    with no_explanations():
+        examined = [record for record in Examiner(plan).run() if record.outcome != "unsupported"]
+    assert examined
+    passed = {(mutants[record.backend], record.case) for record in examined if record.outcome != "failed"}
+    right = {(name, case) for name, cases in RIGHT_BY_NATURE.items() for case in cases}
+    assert passed == {(name, case) for name, case in right if case.startswith(f"{suite}/")}

@@ -1,0 +1,84 @@
+"""Which values a backend declares, and the order of questions."""
+
+from collections.abc import Sequence
+from itertools import islice
+
+import pytest
+
+from attncheck.cases.model import Case
+from attncheck.harness.fuzz.drawing import Lengths
+from attncheck.harness.fuzz.search import DeclaredAxes, DrawnQuestion, declared_axes, questions
+
+
+def narrow(cases: Sequence[Case]) -> list[tuple[str, ...]]:
+    """The declarations of a backend of float16 alone, without sinks, of head sizes 80 and 96."""
+    return [
+        tuple(
+            reason
+            for reason, applies in {
+                "dtype": case.layer.dtype != "float16",
+                "sinks": bool(case.layer.sinks),
+                "head_size": case.layer.head_size not in (80, 96),
+                "mla": case.layer.mla is not None,
+            }.items()
+            if applies
+        )
+        for case in cases
+    ]
+
+
+@pytest.fixture(scope="module")
+def axes() -> DeclaredAxes:
+    return declared_axes(narrow, ())
+
+
+def asked(axes: DeclaredAxes, seed: int, count: int, checks: tuple[str, ...] | None = None) -> list[DrawnQuestion]:
+    return list(islice(questions(axes, narrow, Lengths(), seed, checks), count))
+
+
+def test_the_values_that_are_declared_are_found(axes: DeclaredAxes) -> None:
+    assert axes.declared["layer.dtype"] == ("float16",)
+    assert axes.declared["layer.sinks"] == (False,)
+    assert set(axes.declared["layer.head_size"]) == {80, 96}
+    assert axes.declared["layer.mla"] == (None,)
+    assert set(axes.undeclared["layer.dtype"]) == {"bfloat16", "float32"}
+    assert "cache.layout" not in axes.undeclared
+
+
+def test_a_backend_that_declares_nothing_is_asked_everything() -> None:
+    found = declared_axes(lambda cases: [("no",)] * len(cases), ())
+    assert len(found.declared["layer.dtype"]) == 3
+    assert not found.undeclared
+
+
+def test_most_questions_are_declared_and_the_others_are_asked_for_a_refusal(axes: DeclaredAxes) -> None:
+    found = asked(axes, 0, 300)
+    undeclared = [each for each in found if narrow([each.case])[0]]
+    assert 0 < len(undeclared) < 60
+    assert {each.checks for each in undeclared} == {("refusals",)}
+    assert all("numerics" in each.checks for each in found if each not in undeclared)
+
+
+def test_graphs_are_examined_now_and_then_unless_they_are_asked_for(axes: DeclaredAxes) -> None:
+    found = [each for each in asked(axes, 0, 300) if "numerics" in each.checks]
+    assert 0 < sum("cudagraph" in each.checks for each in found) < 40
+    assert {each.checks for each in asked(axes, 0, 5, ("cudagraph",))} == {("cudagraph",)}
+
+
+def test_the_same_seed_asks_the_same(axes: DeclaredAxes) -> None:
+    first, again, other = asked(axes, 4, 40), asked(axes, 4, 40), asked(axes, 5, 40)
+    assert [each.case.hash for each in first] == [each.case.hash for each in again]
+    assert [each.case.hash for each in first] != [each.case.hash for each in other]
+
+
+def test_behind_the_pairs_cases_are_drawn_by_chance_without_end() -> None:
+    few = DeclaredAxes({"layer.dtype": ("float16", "float32"), **_plain_axes()}, {})
+    found = list(islice(questions(few, lambda cases: [()] * len(cases), Lengths(), 0, ("numerics",)), 80))
+    assert len({each.case.id for each in found}) == 80
+    assert len({each.case.hash for each in found}) > 20
+
+
+def _plain_axes() -> dict[str, tuple[object, ...]]:
+    from attncheck.harness.fuzz.axes import all_axes, plain
+
+    return {key: (value,) for key, value in plain(all_axes()).items() if key != "layer.dtype"}

@@ -1,0 +1,217 @@
+"""A stand-alone file fails while the fault is there, without attncheck, and passes when it is mended."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attncheck.cases.model import Case
+from attncheck.harness.fuzz import stand_alone_process
+from attncheck.harness.fuzz.stand_alone import StandAloneAnswer, StandAloneRequest
+from attncheck.harness.fuzz.stand_alone_process import written
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PathSpec, RequestSpec, SplitKVOptions
+
+FUNCTION = """\
+import torch
+from attncheck import kernel_backend
+
+def attend(query, key_cache, value_cache, metadata, params, out, output_lse):
+    starts, page = metadata.query_start_loc.tolist(), key_cache.shape[1]
+    for request, seq_len in enumerate(metadata.seq_lens.tolist()):
+        rows = slice(starts[request], starts[request + 1])
+        context = seq_len - (rows.stop - rows.start)
+        pages = metadata.block_table_tensor[request, : -(-seq_len // page)].long()
+        key, value = (cache[pages].flatten(0, 1)[:seq_len].float() for cache in (key_cache, value_cache))
+        grouped = query[rows].float().unflatten(1, (params.num_kv_heads, -1))
+        scores = torch.einsum("qhgd,khd->hgqk", grouped, key) * params.softmax_scale
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(context - FAULT)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        out[rows] = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), value).flatten(1, 2).to(out.dtype)
+        output_lse[rows] = scores.logsumexp(-1).permute(2, 0, 1).flatten(1)
+
+def write(key, value, key_cache, value_cache, slot_mapping):
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            page, offset = divmod(slot, key_cache.shape[1])
+            key_cache[page, offset], value_cache[page, offset] = key[row], value[row] * (1 + WRITE_FAULT)
+
+FAULT, WRITE_FAULT = 1, 0
+Mine = kernel_backend(attend, name="mine", features=("lse",), writer=write)
+"""
+
+FAULTS, RIGHT = "FAULT, WRITE_FAULT = 1, 0", "FAULT, WRITE_FAULT = 0, 0"
+
+CLASS = """\
+from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPAImpl
+
+class Wrong(SDPABackend):
+    get_impl_cls = staticmethod(lambda: Impl)
+
+class Impl(SDPAImpl):
+    def forward(self, *args, **keywords):
+        result = super().forward(*args, **keywords)
+        result[1:] *= FACTOR
+        return result
+
+FACTOR = 1.25
+"""
+
+CRASH = """\
+import os
+def attend(query, key_cache, value_cache, metadata, params, out):
+    os.abort()
+"""
+
+WITHOUT_ATTNCHECK = """\
+import importlib.abc, runpy, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "attncheck":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+CASE = Case(
+    suite="fuzz",
+    id="small",
+    layer=LayerSpec(num_heads=2, num_kv_heads=1, head_size=8, dtype="float32"),
+    cache=CacheSpec(block_size=4),
+    batch=BatchSpec(requests=(RequestSpec(query_len=2, seq_len=6), RequestSpec(query_len=1, seq_len=3))),
+)
+
+
+def write_for(folder: Path, source: str, name: str, check: str = "numerics", **request: object) -> StandAloneAnswer:
+    file = folder / "mine.py"
+    file.write_text(source, encoding="utf-8")
+    wanted = {"case": CASE, "summary": 'rows are "wrong"', **request}
+    return written(
+        StandAloneRequest(
+            ref=f"{file}:{name}", check=check, seed=0, device="cpu", path=str(folder / "repro.py"), **wanted
+        )
+    )
+
+
+def run_alone(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the file as a maintainer does who has no attncheck."""
+    command = [sys.executable, "-I", "-c", WITHOUT_ATTNCHECK, str(folder / "repro.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def run_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[object, str]:
+    """The exit code of the file, and what it prints; run in this process, which has torch."""
+    monkeypatch.setattr(sys, "argv", ["repro.py", *words])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended, torch.no_grad():
+        runpy.run_path(str(folder / "repro.py"))
+    return ended.value.code, capsys.readouterr().out
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are kept without being run, which takes a process that loads torch."""
+    monkeypatch.setattr(stand_alone_process, "_shows", lambda _path, _request: True)
+
+
+@pytest.mark.usefixtures("kept")
+def test_the_assertion_holds_once_the_function_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert write_for(tmp_path, FUNCTION, "Mine") == StandAloneAnswer(True)
+    code, told = run_here(tmp_path, monkeypatch, capsys)
+    assert code == 1
+    assert "wrong: 3 of 3 rows" in told
+    assert "wrong: the log-sum-exp of 6 rows and heads" in told
+    mended = tmp_path / "mended.py"
+    mended.write_text(FUNCTION.replace(FAULTS, RIGHT), encoding="utf-8")
+    assert run_here(tmp_path, monkeypatch, capsys, str(mended)) == (0, "right\n")
+
+
+@pytest.mark.usefixtures("kept")
+def test_what_a_writer_does_to_the_cache_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_for(tmp_path, FUNCTION.replace(FAULTS, "FAULT, WRITE_FAULT = 0, 1"), "Mine", "cache_write")
+    code, told = run_here(tmp_path, monkeypatch, capsys)
+    assert code == 1
+    assert "elements of the cache" in told
+
+
+@pytest.mark.usefixtures("kept")
+def test_what_may_be_refused_is_right_if_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_for(tmp_path, FUNCTION, "Mine", "refusals", may_refuse=True)
+    refusing = tmp_path / "refusing.py"
+    refusing.write_text(FUNCTION.replace("    starts, page", "    raise ValueError('too long')\n    starts, page"))
+    assert run_here(tmp_path, monkeypatch, capsys, str(refusing)) == (0, "refused: too long\n")
+    assert run_here(tmp_path, monkeypatch, capsys)[0] == 1
+
+
+@pytest.mark.slow
+def test_a_wrong_function_is_shown_without_attncheck_until_it_is_mended(tmp_path: Path) -> None:
+    assert write_for(tmp_path, FUNCTION, "Mine") == StandAloneAnswer(True)
+    wrong = run_alone(tmp_path)
+    assert wrong.returncode == 1, wrong.stderr
+    assert "wrong: 3 of 3 rows" in wrong.stdout
+    mended = tmp_path / "mended.py"
+    mended.write_text(FUNCTION.replace(FAULTS, RIGHT), encoding="utf-8")
+    right = run_alone(tmp_path, str(mended))
+    assert (right.returncode, right.stdout.strip()) == (0, "right"), right.stderr
+
+
+@pytest.mark.slow
+def test_a_class_that_needs_attncheck_says_so(tmp_path: Path) -> None:
+    assert write_for(tmp_path, CLASS, "Wrong") == StandAloneAnswer(True, needs="attncheck")
+    text = (tmp_path / "repro.py").read_text(encoding="utf-8")
+    assert "Needs torch and attncheck." in text
+    (tmp_path / "mine.py").write_text(CLASS.replace("1.25", "1"), encoding="utf-8")
+    right = subprocess.run([sys.executable, tmp_path / "repro.py"], capture_output=True, text=True, check=False)
+    assert (right.returncode, right.stdout.strip()) == (0, "right"), right.stderr
+
+
+@pytest.mark.slow
+def test_a_crash_is_shown(tmp_path: Path) -> None:
+    assert write_for(tmp_path, CRASH, "attend", ends=True).written
+    assert run_alone(tmp_path).returncode < 0
+
+
+@pytest.mark.slow
+def test_an_exception_is_shown(tmp_path: Path) -> None:
+    raising = FUNCTION.replace("    starts, page", "    raise RuntimeError('no kernel')\n    starts, page")
+    assert write_for(tmp_path, raising, "Mine", raised="RuntimeError").written
+    assert "RuntimeError: no kernel" in run_alone(tmp_path).stderr
+
+
+@pytest.mark.slow
+def test_a_right_backend_leaves_no_file(tmp_path: Path) -> None:
+    right = FUNCTION.replace(FAULTS, RIGHT)
+    assert write_for(tmp_path, right, "Mine") == StandAloneAnswer(False, "one step does not show the fault")
+    assert not (tmp_path / "repro.py").exists()
+
+
+def test_a_path_of_several_calls_is_left_to_attncheck(tmp_path: Path) -> None:
+    path = PathSpec(name="split_kv", options=SplitKVOptions(parts=2))
+    requests = (RequestSpec(query_len=1, seq_len=20),)
+    case = Case(suite="fuzz", id="a", layer=CASE.layer, cache=CASE.cache, batch=BatchSpec(requests=requests, path=path))
+    source = FUNCTION.replace('("lse",)', '("lse", "non_causal")')
+    answer = write_for(tmp_path, source, "Mine", case=case)
+    assert answer.reason == "the path split_kv takes 2 calls of forward"
+
+
+def test_a_graph_is_left_to_attncheck(tmp_path: Path) -> None:
+    assert write_for(tmp_path, FUNCTION, "Mine", "cudagraph").reason == "a captured graph takes several steps"
+
+
+def test_what_is_defined_within_a_function_is_left_to_attncheck(tmp_path: Path) -> None:
+    inner = (
+        "def make():\n    def attend(query, key_cache, value_cache, metadata, params, out): ...\n    return attend\n"
+    )
+    source = f"from attncheck import kernel_backend\n{inner}Mine = kernel_backend(make(), name='mine')\n"
+    assert "make.<locals>.attend is defined within a function" in write_for(tmp_path, source, "Mine").reason
