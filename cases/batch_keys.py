@@ -7,23 +7,25 @@ from attncheck.cases.grammar import parse_batch
 from attncheck.cases.tree import Items, Scalar, Table, Tree, describe, join_key
 from attncheck.cases.validation import known_keys, suggestion, text_of, validate
 from attncheck.errors import BatchSpecError, SpecError
-from attncheck.reference.spec import PATH_OPTIONS, PATHS, BatchSpec, PaddingSpec, PathSpec, RequestSpec
+from attncheck.reference.spec import PATH_OPTIONS, PATHS, BatchSpec, BlockTableSpec, PaddingSpec, PathSpec, RequestSpec
 
 
 def read_batch(tree: Tree, path: PathSpec) -> BatchSpec:
-    """A batch in any of its forms: the string, a list of requests, or ``{requests, padding}``."""
-    padding, requests = PaddingSpec(), tree
+    """A batch in any of its forms: the string, a list of requests, or ``{requests, padding, block_table}``."""
+    padding, block_table, requests = PaddingSpec(), BlockTableSpec(), tree
     if isinstance(tree, Table):
         if "query_len" in tree.entries:
             raise tree.place.fault("a batch is a list, even of one request", allowed="write [{query_len: ..., ...}]")
-        known_keys(tree, ("requests", "padding"), "a batch")
+        known_keys(tree, ("requests", "padding", "block_table"), "a batch")
         if "requests" not in tree.entries:
             raise tree.place.fault("requests is missing", allowed="give a batch string or a list of requests")
         requests = tree.entries["requests"]
         if "padding" in tree.entries:
             padding = validate(PaddingSpec, tree.entries["padding"], "padding")
+        if "block_table" in tree.entries:
+            block_table = validate(BlockTableSpec, tree.entries["block_table"], "the block table")
     try:
-        return BatchSpec(requests=_read_requests(requests), padding=padding, path=path)
+        return BatchSpec(requests=_read_requests(requests), padding=padding, block_table=block_table, path=path)
     except SpecError as error:  # the limit of tokens in all; the reason tells how many there are
         raise requests.place.fault(error.reason, allowed=error.allowed) from error
 

@@ -6,7 +6,15 @@ dotted path from the case (``batch.requests.2.shared_prefix``).
 
 from attncheck.cases.paths import check_path
 from attncheck.errors import SpecError
-from attncheck.reference.spec import MODIFIERS, AttentionType, BatchSpec, CacheSpec, LayerSpec, RequestSpec
+from attncheck.reference.spec import (
+    MODIFIERS,
+    AttentionType,
+    BatchSpec,
+    BlockTableSpec,
+    CacheSpec,
+    LayerSpec,
+    RequestSpec,
+)
 
 _ROWS_HAVE_KEYS = (
     "cross",
@@ -22,6 +30,10 @@ _ROWS_HAVE_KEYS = (
 """Paths in which every new token has a key of its own."""
 
 
+_ONE_CALL = ("paged", "spec_decode", "tree", "mla", "local")
+"""Paths on which a step is one call over a cache, with a slot for each token."""
+
+
 def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
     """Raises :class:`SpecError` for the first combination that cannot be asked; the path is that of ``batch``."""
     _check_mla(layer)
@@ -30,6 +42,7 @@ def check_meaning(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
     for index, request in enumerate(batch.requests):
         _check_request(cache, batch.path.name, request, f"batch.requests.{index}")
     _check_sharing(batch)
+    _check_surroundings(layer, cache, batch)
     _check_pool(layer, cache, batch)
 
 
@@ -145,6 +158,37 @@ def _check_sharing(batch: BatchSpec) -> None:
             value=request.shared_prefix,
             allowed="give shared_prefix to two requests, or a count",
         )
+
+
+def _check_surroundings(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:
+    """What stands behind tokens and in the block table belongs to a step that is one call over a cache."""
+    given = (
+        ("padding.unmapped_tokens", batch.padding.unmapped_tokens, 0),
+        ("padding.key_rows", batch.padding.key_rows, 0),
+        ("block_table", batch.block_table, BlockTableSpec()),
+    )
+    for name, value, default in given:
+        if value != default and batch.path.name not in _ONE_CALL:
+            raise SpecError(
+                f"not defined for the path {batch.path.name}",
+                field=f"batch.{name}",
+                value=value,
+                allowed=f"leave it out, or ask by one of the paths {', '.join(_ONE_CALL)}",
+            )
+    if batch.block_table.null_pages and not any(_frees_a_page(layer, cache, request) for request in batch.requests):
+        raise SpecError(
+            f"no request has a page of {cache.block_size} tokens that every row's window or chunk has left behind",
+            field="batch.block_table.null_pages",
+            value=True,
+            allowed="lengthen a context, or give the layer a sliding_window or an attn_chunk_size",
+        )
+
+
+def _frees_a_page(layer: LayerSpec, cache: CacheSpec, request: RequestSpec) -> bool:
+    left, chunk = layer.window[0], layer.attn_chunk_size
+    by_window = request.context_len - left if left >= 0 else 0
+    by_chunk = request.context_len // chunk * chunk if chunk else 0
+    return max(by_window, by_chunk) >= cache.block_size
 
 
 def _check_pool(layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> None:

@@ -1,13 +1,15 @@
 """Finding and loading suites: the built-in ones by name, any other by its file.
 
 A file is recognised by its keys as one of ours or as a configuration of
-vLLM's attention benchmarks.
+vLLM's attention benchmarks, and by ``.jsonl`` as workloads of
+FlashInfer-Bench.
 """
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from attncheck.cases.flashinfer_bench import definition_fault, is_flashinfer_definition, read_flashinfer_bench
 from attncheck.cases.model import Case, Suite
 from attncheck.cases.overrides import read_defaults, split_variant
 from attncheck.cases.suite_file import FILE_KEYS, read_suite
@@ -53,15 +55,19 @@ def load_suite(name_or_path: str) -> Suite:
 def load_file(path: Path, over: Table | None = None) -> Suite:
     """The suite in a file of either kind, ``over`` laid over its defaults; raises :class:`CaseFileError`."""
     text = read_text(path, instead=f"built-in suites: {', '.join(suite_names())}")
+    if path.suffix == ".jsonl":
+        if over is not None:
+            raise over.place.fault("workloads of FlashInfer-Bench have no defaults", allowed="leave --set out")
+        return read_flashinfer_bench(text, path)
     root = parse_yaml(text, str(path))
     if not isinstance(root, Table):
         raise root.place.fault(
             f"a case file is a mapping, and this is {describe(root)}", allowed="begin with suite: and cases:"
         )
     if is_vllm_bench(root):
-        if over is not None:
-            raise over.place.fault("a benchmark file of vLLM has no defaults", allowed="edit a copy of the file")
-        return read_vllm_bench(root, path)
+        return read_vllm_bench(root, path, over)
+    if is_flashinfer_definition(tuple(root.entries)):
+        raise definition_fault(path)
     if root.entries and not set(FILE_KEYS) & set(root.entries):
         raise root.place.fault(
             "neither a case file nor one of vLLM's attention benchmarks",

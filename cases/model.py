@@ -1,14 +1,14 @@
 """What a case and a suite are: frozen values with stable identities.
 
-A case's hash is its identity over time: it covers what the tensors depend on (layer, cache, batch and path, inputs,
-the generator's version) and nothing else, with every field left out that equals its default, so that a new key with a
-default changes no hash.
+A case's hash is its identity over time: it covers what is asked (layer, cache, batch and path, inputs, the generator's
+version, batches before and layers beside) and nothing else. Every field that equals its default is left out, so that a
+new key with a default changes no hash.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from attncheck.reference.spec import (
     InputName,
     LayerSpec,
     RequestSpec,
+    StridesSpec,
 )
 
 
@@ -43,7 +44,7 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One question. ``checks`` and ``inputs`` of None mean: all that apply."""
+    """One question. ``checks`` and ``inputs`` of None mean: all that apply. ``strides`` of None: as ``inputs`` says."""
 
     suite: str
     id: str
@@ -53,6 +54,13 @@ class Case:
     checks: tuple[str, ...] | None = None
     tolerance: Tolerance | None = None
     inputs: tuple[InputName, ...] | None = None
+    after: tuple[BatchSpec, ...] = ()
+    """Batches before this one on the same impl and builder."""
+    layers: tuple[LayerSpec, ...] = ()
+    """The other layers of the step."""
+    strides: StridesSpec | None = None
+    weight: float | None = None
+    """How often the case came in recorded traffic, by which its times count; it asks nothing, so no hash covers it."""
     description: str = ""
     notes: tuple[str, ...] = ()
     origin: str = field(default="", compare=False)
@@ -86,6 +94,8 @@ class Suite:
     """Device to use if the command line names none."""
     notes: tuple[str, ...] = ()
     """What a reader of a run should know, such as keys of the file that are not used."""
+    page_defaults: Mapping[str, str] = field(default_factory=dict)
+    """``cache.block_size`` and ``cache.layout`` of cases that leave them out, but for what ``--set`` gives."""
 
     def __iter__(self) -> Iterator[Case]:
         return iter(self.cases)
@@ -112,8 +122,12 @@ def question(case: Case) -> dict[str, Any]:
         "cache": _spare(case.cache),
         "requests": [_spare(request) for request in _merged(case.batch.requests)],
         "padding": _spare(case.batch.padding),
+        "block_table": _spare(case.batch.block_table),
         "path": path,
         "inputs": None if case.inputs is None else sorted(case.inputs),
+        "after": [_spare(batch) for batch in case.after] or None,
+        "layers": [_spare(layer) for layer in case.layers] or None,
+        "strides": None if case.strides is None else asdict(case.strides),
     }
     return {key: value for key, value in content.items() if value not in (None, {})}
 

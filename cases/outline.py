@@ -3,8 +3,9 @@
 ``shape_of`` is for people. ``keys_of`` is for the analysis that compares cases which fail with cases which pass.
 """
 
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 
+from attncheck.cases.company_keys import differences
 from attncheck.cases.grammar import format_batch
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
@@ -39,10 +40,14 @@ def shape_of(case: Case) -> str:
     padding = case.batch.padding
     if padding.requests or padding.tokens:
         parts.append(f"padded by {_count(padding.requests, 'request')} and {_count(padding.tokens, 'token')}")
+    parts += [f"{name} {value}" for name, value in _around(case.batch)]
     if case.batch.path.name != "paged":
         options = ", ".join(f"{name} {value}" for name, value in _options(case.batch.path))
         parts.append(f"path {case.batch.path.name}{f' ({options})' if options else ''}")
     parts += [] if case.inputs is None else [f"inputs {' '.join(case.inputs)}"]
+    parts += [f"after {_batches(case)}"] if case.after else []
+    parts += [f"beside {_layers(case)}"] if case.layers else []
+    parts += [f"{name.removeprefix('strides.')} {form}" for name, form in _strides(case)]
     return ", ".join(parts)
 
 
@@ -91,10 +96,38 @@ def keys_of(case: Case) -> dict[str, KeyValue]:
     }
     padding = {"batch.padding.requests": batch.padding.requests, "batch.padding.tokens": batch.padding.tokens}
     given |= {name: count for name, count in padding.items() if count}
+    given |= {f"batch.{name}": value for name, value in _around(batch)}
     path: dict[str, KeyValue] = {} if batch.path.name == "paged" else {"path": batch.path.name}
     path |= {f"path.{name}": value for name, value in _options(batch.path)}
     inputs: dict[str, KeyValue] = {} if case.inputs is None else {"inputs": ", ".join(case.inputs)}
-    return always | {name: True for name, holds in flags.items() if holds} | given | path | inputs
+    company: dict[str, KeyValue] = {"after": _batches(case)} if case.after else {}
+    company |= {"layers": _layers(case)} if case.layers else {}
+    inputs |= dict(_strides(case))
+    return always | {name: True for name, holds in flags.items() if holds} | given | path | inputs | company
+
+
+def _batches(case: Case) -> str:
+    return ", ".join(batch_of(batch) for batch in case.after)
+
+
+def _layers(case: Case) -> str:
+    given = [differences(layer, case.layer) for layer in case.layers]
+    return ", ".join(" ".join(f"{key} {value}" for key, value in own.items()) or "a layer like it" for own in given)
+
+
+def _strides(case: Case) -> list[tuple[str, str]]:
+    """Return how each operand lies in memory, by case key; none where the case does not say."""
+    return [] if case.strides is None else [(f"strides.{name}", form) for name, form in asdict(case.strides).items()]
+
+
+def _around(batch: BatchSpec) -> list[tuple[str, KeyValue]]:
+    """Return what else stands around the rows and pages of the requests, by the names of its keys."""
+    padding = replace(batch.padding, requests=0, tokens=0)
+    return [
+        (f"{name}.{field}", value)
+        for name, spec in (("padding", padding), ("block_table", batch.block_table))
+        for field, value in _given(spec)
+    ]
 
 
 def _count(number: int, noun: str) -> str:

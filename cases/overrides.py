@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 
-from attncheck.cases.tree import Scalar, Table, Tree, describe, put
+from attncheck.cases.tree import Scalar, Table, Tree, describe, plain, put
 from attncheck.cases.yaml_tree import parse_yaml
 from attncheck.errors import SelectionError
 from attncheck.reference.spec import CacheSpec, LayerSpec
@@ -63,3 +63,18 @@ def read_defaults(braces: str, ref: str) -> Table:
             raise place.fault("a default needs a value", value=key[:60], allowed=f"write {key[:60]}: VALUE")
         laid = put(laid, path, value, place, merging=True)
     return laid
+
+
+def page_defaults(cache: Tree | None, over: Table | None) -> dict[str, str]:
+    """Return ``cache.block_size`` and ``cache.layout`` of cases that leave them out, but for what ``over`` gives.
+
+    ``cache``: the cache of a file's defaults.
+    """
+    written, given = (
+        table.entries if isinstance(table, Table) else {} for table in (cache, over and over.entries.get("cache"))
+    )
+    values = {
+        name: plain(written[name]) if name in written else getattr(CacheSpec(), name)
+        for name in ("block_size", "layout")
+    }
+    return {f"cache.{name}": str(value) for name, value in values.items() if name not in given}

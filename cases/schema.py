@@ -9,9 +9,20 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from attncheck.cases.case_keys import INPUTS
+from attncheck.cases.company_keys import DIFFERENT_KEYS
 from attncheck.cases.model import Tolerance
-from attncheck.cases.suite_file import ASKED_KEYS, INPUTS
-from attncheck.reference.spec import BACKEND_CHECKS, PATH_OPTIONS, CacheSpec, LayerSpec, PaddingSpec, RequestSpec
+from attncheck.cases.suite_file import ASKED_KEYS
+from attncheck.reference.spec import (
+    BACKEND_CHECKS,
+    PATH_OPTIONS,
+    BlockTableSpec,
+    CacheSpec,
+    LayerSpec,
+    PaddingSpec,
+    RequestSpec,
+    StridesSpec,
+)
 
 _Schema = dict[str, Any]
 
@@ -30,6 +41,8 @@ def json_schema() -> _Schema:
         "CacheSpec": CacheSpec,
         "RequestSpec": RequestSpec,
         "PaddingSpec": PaddingSpec,
+        "StridesSpec": StridesSpec,
+        "BlockTableSpec": BlockTableSpec,
         "Tolerance": Tolerance,
     }
     options = {kind.__name__: kind for kind in PATH_OPTIONS.values() if kind is not None}
@@ -44,13 +57,29 @@ def json_schema() -> _Schema:
         "cache": _ref("CacheSpec"),
         "batch": _ref("Batch"),
         "path": _ref("Path"),
+        "after": {
+            "type": "array",
+            "items": _ref("Batch"),
+            "description": "batches before this one, on the same impl and builder",
+        },
+        "layers": {
+            "type": "array",
+            "items": _layer_beside(definitions["LayerSpec"]),
+            "description": "the other layers of the step: what of the case's layer is different there",
+        },
         "checks": _names(BACKEND_CHECKS, "the checks to run; default: all that apply"),
         "tolerance": _ref("Tolerance"),
         "inputs": _names(INPUTS, "which bites to plant; default: those that suit the case"),
+        "strides": _ref("StridesSpec"),
     }
     case = {
         "id": _NAME | {"description": "name of the case, unique in its suite"},
         "description": {"type": "string"},
+        "weight": {
+            "type": "number",
+            "exclusiveMinimum": 0,
+            "description": "how often the case came in recorded traffic, by which its times count",
+        },
         **asked,
         "matrix": _matrix(definitions, asked),
     }
@@ -82,10 +111,15 @@ def _names(known: Iterable[str], description: str) -> _Schema:
     return {"type": "array", "items": items, "uniqueItems": True, "description": description}
 
 
+def _layer_beside(layer: _Schema) -> _Schema:
+    return _mapping({name: layer["properties"][name] for name in DIFFERENT_KEYS})
+
+
 def _batch() -> _Schema:
     requests = {"type": "array", "minItems": 1, "items": _ref("RequestSpec")}
-    padded = _mapping({"requests": {"anyOf": [_BATCH_STRING, requests]}, "padding": _ref("PaddingSpec")})
-    return {"anyOf": [_BATCH_STRING, requests, padded], "description": "the requests of one step"}
+    fields = {"padding": _ref("PaddingSpec"), "block_table": _ref("BlockTableSpec")}
+    whole = _mapping({"requests": {"anyOf": [_BATCH_STRING, requests]}} | fields)
+    return {"anyOf": [_BATCH_STRING, requests, whole], "description": "the requests of one step"}
 
 
 def _path() -> _Schema:

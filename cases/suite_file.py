@@ -10,16 +10,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
-from attncheck.cases.batch_keys import read_batch, read_path
-from attncheck.cases.consistency import check_meaning
-from attncheck.cases.model import Case, Suite, Tolerance
-from attncheck.cases.paths import implied_path
+from attncheck.cases.case_keys import read_case
+from attncheck.cases.model import Case, Suite
+from attncheck.cases.overrides import page_defaults
 from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, plain, put
-from attncheck.cases.validation import Mistakes, known_keys, locate, names_of, text_of, validate
-from attncheck.errors import CaseFileError, SeveralMistakesError, SpecError
-from attncheck.reference.spec import BACKEND_CHECKS, FORMER_CHECKS, CacheSpec, InputName, LayerSpec, PathSpec
+from attncheck.cases.validation import Mistakes, known_keys, text_of
+from attncheck.errors import CaseFileError, SeveralMistakesError
 
 MAX_CASES = 100_000
 """A file may describe this many cases, matrices multiplied out."""
@@ -28,10 +25,9 @@ MAX_CONTENT = 5_000_000
 """What these cases may hold in all: values, and half of the characters of texts."""
 
 FILE_KEYS = ("suite", "description", "defaults", "cases")
-ASKED_KEYS = ("layer", "cache", "batch", "path", "checks", "tolerance", "inputs")
+ASKED_KEYS = ("layer", "cache", "batch", "path", "after", "layers", "checks", "tolerance", "inputs", "strides")
 """What defaults and matrices may give."""
-CASE_KEYS = ("id", "description", *ASKED_KEYS, "matrix")
-INPUTS: tuple[InputName, ...] = get_args(InputName)
+CASE_KEYS = ("id", "description", "weight", *ASKED_KEYS, "matrix")
 
 _MERGED_KEYS = ("layer", "cache")
 _ID = re.compile(r"[A-Za-z0-9_.-]+")
@@ -112,7 +108,14 @@ def read_suite(root: Table, path: Path, over: Table | None = None) -> Suite:
         f"{full} cannot be asked with these defaults: {error.reason} (found {error.value})"
         for full, error in left_out.items()
     )
-    return Suite(name=name, description=description, cases=tuple(cases), path=path, notes=notes)
+    return Suite(
+        name=name,
+        description=description,
+        cases=tuple(cases),
+        path=path,
+        notes=notes,
+        page_defaults=page_defaults(own.entries.get("cache"), over),
+    )
 
 
 def _content_of(item: Table, defaults: Table) -> int:
@@ -159,6 +162,7 @@ def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[t
         )
     origin = f"{item.place.file}:{item.place.line}"
     description = text_of(item.entries["description"], "description") if "description" in item.entries else ""
+    weight = _weight_of(item.entries["weight"], combinations) if "weight" in item.entries else None
     for values in itertools.product(*(axis.values for axis in axes)):
         tree = laid
         for axis, (value, _) in zip(axes, values, strict=True):
@@ -166,64 +170,24 @@ def _expand(item: Table, defaults: Table, suite: str, before: int) -> Iterator[t
         full = f"{name}.{'-'.join(written for _, written in values)}" if values else name
         case: Case | CaseFileError
         try:
-            case = _read_case(replace(tree, place=item.place), suite, full, description, origin)
+            case = replace(read_case(replace(tree, place=item.place), suite, full, description, origin), weight=weight)
         except CaseFileError as error:
             case = error
         yield full, case, place
 
 
-def _read_case(tree: Table, suite: str, name: str, description: str, origin: str) -> Case:
-    """The case that a fully laid-out tree describes."""
-    for key, what in (("layer", "the layer's head counts and head size"), ("batch", "the requests")):
-        if key not in tree.entries:
-            raise tree.place.fault(f"{key} is missing", allowed=f"give {what} here or in defaults")
-    mistakes, entries = Mistakes(), tree.entries
-    cache, path, checks, tolerance, inputs = CacheSpec(), PathSpec(), None, None, None
-    with mistakes.kept():
-        layer = validate(LayerSpec, entries["layer"], "a layer")
-        path = implied_path(layer)
-    if "cache" in entries:
-        with mistakes.kept():
-            cache = validate(CacheSpec, entries["cache"], "a cache")
-    if "path" in entries:
-        with mistakes.kept():
-            path = read_path(entries["path"])
-    with mistakes.kept():
-        batch = read_batch(entries["batch"], path)
-    if "checks" in entries:
-        with mistakes.kept():
-            checks = _read_checks(entries["checks"])
-    if "tolerance" in entries:
-        with mistakes.kept():
-            tolerance = validate(Tolerance, entries["tolerance"], "a tolerance")
-    if "inputs" in entries:
-        with mistakes.kept():
-            named = names_of(entries["inputs"], "input", INPUTS)
-            inputs = tuple(each for each in INPUTS if each in named)
-    mistakes.raise_all()
-    try:
-        check_meaning(layer, cache, batch)
-    except SpecError as error:
-        raise _point(tree, error) from error
-    return Case(
-        suite=suite,
-        id=name,
-        layer=layer,
-        cache=cache,
-        batch=batch,
-        checks=checks,
-        tolerance=tolerance,
-        inputs=inputs,
-        description=description,
-        origin=origin,
-    )
-
-
-def _read_checks(tree: Tree) -> tuple[str, ...]:
-    names = [FORMER_CHECKS.get(name, name) for name in names_of(tree, "check", (*BACKEND_CHECKS, *FORMER_CHECKS))]
-    if not names:
-        raise tree.place.fault("no check is left", allowed="leave checks out for all that apply")
-    return tuple(check for check in BACKEND_CHECKS if check in names)
+def _weight_of(tree: Tree, combinations: int) -> float:
+    value = tree.value if isinstance(tree, Scalar) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 <= value <= 1e30:
+        shown = tree.text if isinstance(tree, Scalar) else describe(tree)
+        raise tree.place.fault(
+            "a weight is a number from 1e-30 to 1e30", value=shown, allowed="say how often the case came"
+        )
+    if combinations > 1:
+        raise tree.place.fault(
+            f"{combinations} cases cannot share one weight", value=value, allowed="write each case by itself"
+        )
+    return float(value)
 
 
 def _read_matrix(tree: Tree) -> tuple[_Axis, ...]:
@@ -261,13 +225,6 @@ def _identifier(tree: Tree, what: str) -> str:
     if not _ID.fullmatch(text):
         raise tree.place.fault(f"{what} cannot be typed on a command line", value=text, allowed=_ID_RULE)
     return text
-
-
-def _point(tree: Table, error: SpecError) -> CaseFileError:
-    """A :class:`SpecError` of a whole case, at the value it names as far as it was written."""
-    parts = [int(part) if part.isdigit() else part for part in error.field.split(".")]
-    place = locate(tree, parts)
-    return place.fault(error.reason, value=error.value, allowed=error.allowed)
 
 
 def _in_case(error: CaseFileError, name: str, line: int) -> CaseFileError:

@@ -5,54 +5,23 @@ in bfloat16, and so do these cases.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 from attncheck.cases.consistency import check_meaning
 from attncheck.cases.model import Case, Suite
+from attncheck.cases.overrides import page_defaults
 from attncheck.cases.paths import implied_path
 from attncheck.cases.suite_file import MAX_CASES, MAX_CONTENT
-from attncheck.cases.tree import Items, Place, Scalar, Table, Tree, describe, plain
+from attncheck.cases.tree import Place, Scalar, Table, Tree, describe, plain
 from attncheck.cases.validation import text_of, validate
 from attncheck.cases.vllm_batches import Batch, items_of, read_batches
+from attncheck.cases.vllm_unused import LAYER_KEYS, MLA_KEYS, description_notes, not_used, unused, unused_model_keys
 from attncheck.errors import SpecError
 from attncheck.reference.spec import BatchSpec, CacheSpec, KVCacheDType, LayerSpec
 
-_LAYER_KEYS: Mapping[str, str] = {"num_q_heads": "num_heads", "num_kv_heads": "num_kv_heads", "head_dim": "head_size"}
-_MLA_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_USED_MODEL_KEYS = (*_LAYER_KEYS, *_MLA_KEYS, "block_size")
-_USED_KEYS = (
-    "model",
-    "model_parameter_sweep",
-    "batch_specs",
-    "batch_spec_ranges",
-    "batch_sizes",
-    "backend",
-    "backends",
-    "device",
-    "description",
-    "provenance",
-    "benchmark",
-    "kv_cache_dtype",
-)
-_TIMED = "it says how a call is timed; an examination runs each case as often as its checks need"
-_REASONS: Mapping[str, str] = {
-    "repeats": _TIMED,
-    "warmup_iters": _TIMED,
-    "cuda_graphs": _TIMED,
-    "profile_memory": "memory is not measured",
-    "output": "runs are written where the command line says",
-    "mode": "every batch is examined once",
-    "reorder_batch_thresholds": "a backend declares its own threshold",
-    "chunked_prefill": "a backend chooses its own workspace",
-    "parameter_sweep": "it sets options of one backend",
-    "decode_backends": "backends are examined whole",
-    "prefill_backends": "backends are examined whole",
-    "model.num_layers": "it only repeats the call",
-    "model.name": "it names the model and changes nothing",
-}
 _CURRENT_NAMES: Mapping[str, str] = {
     "flash": "FLASH_ATTN",
     "triton": "TRITON_ATTN",
@@ -81,16 +50,18 @@ def is_vllm_bench(root: Table) -> bool:
     return not keys & {"suite", "cases"} and bool(keys & {"batch_specs", "batch_spec_ranges", "model"})
 
 
-def read_vllm_bench(root: Table, path: Path) -> Suite:
+def read_vllm_bench(root: Table, path: Path, over: Table | None = None) -> Suite:
     """The suite a benchmark configuration stands for: every batch with every geometry, under the file's name.
+
+    ``over`` replaces what ``model`` and ``kv_cache_dtype`` say. A value of the sweep keeps what it says.
 
     Raises :class:`CaseFileError` for what cannot be a case.
     """
     if not {"batch_specs", "batch_spec_ranges"} & set(root.entries):
         raise root.place.fault("the file has no batches", allowed="give batch_specs or batch_spec_ranges")
     batches = read_batches(root, MAX_CASES)
-    notes = [*_description_notes(root), *_unused(root)]
-    geometries = list(_geometries(root, notes))
+    notes = [*description_notes(root), *unused(root)]
+    geometries = list(_geometries(root, notes, over))
     if len(batches) * len(geometries) > MAX_CASES:
         raise root.names["model_parameter_sweep"].fault(
             f"{len(batches)} batches of {len(geometries)} models are {len(batches) * len(geometries)} cases",
@@ -119,6 +90,7 @@ def read_vllm_bench(root: Table, path: Path) -> Suite:
         default_backends=_backends(root, notes),
         default_device=_device(root),
         notes=tuple(notes),
+        page_defaults=page_defaults(root.entries.get("model"), over),
     )
 
 
@@ -138,39 +110,10 @@ def _case(suite: str, geometry: _Geometry, batch: Batch) -> Case:
     )
 
 
-def _description_notes(root: Table) -> Iterator[str]:
-    if "provenance" in root.entries:
-        yield f"provenance: {_one_line(root.entries['provenance'])}"
-
-
-def _unused(root: Table) -> Iterator[str]:
-    """A line for each key that changes nothing here, with the reason."""
-    for key, value in root.entries.items():
-        if key == "benchmark" and isinstance(value, Table):
-            yield from (
-                _not_used(f"benchmark.{name}", _REASONS.get(name)) for name in value.entries if name != "device"
-            )
-        elif key not in _USED_KEYS:
-            is_backend = isinstance(value, Table) and key not in _REASONS
-            yield _not_used(key, "it sets options of one backend" if is_backend else _REASONS.get(key))
-
-
-def _not_used(key: str, reason: str | None) -> str:
-    return f"not used here: {key} ({reason or 'no meaning is known for this key'})"
-
-
-def _one_line(tree: Tree) -> str:
-    if isinstance(tree, Table):
-        return "; ".join(f"{name}: {_one_line(value)}" for name, value in tree.entries.items())
-    if isinstance(tree, Items):
-        return " / ".join(_one_line(item) for item in tree.items)
-    return tree.text
-
-
 def _backends(root: Table, notes: list[str]) -> tuple[str, ...]:
     """The wishes of the file as references ``vllm:NAME``; ``backend`` wins over ``backends``, as with vLLM."""
     if "backend" in root.entries and "backends" in root.entries:
-        notes.append(_not_used("backends", "backend stands beside it"))
+        notes.append(not_used("backends", "backend stands beside it"))
     if "backend" in root.entries:
         names = [text_of(root.entries["backend"], "backend")]
     elif "backends" in root.entries:
@@ -189,27 +132,22 @@ def _device(root: Table) -> str | None:
     return None if device is None else text_of(device, "device")
 
 
-def _geometries(root: Table, notes: list[str]) -> Iterator[_Geometry]:
+def _geometries(root: Table, notes: list[str], over: Table | None) -> Iterator[_Geometry]:
     """The model, or one geometry for each value of its sweep."""
     model = root.entries.get("model", Table(root.place, {}, {}))
     if not isinstance(model, Table):
         raise model.place.fault(f"model must be a mapping, and this is {describe(model)}", allowed="give a mapping")
-    notes += _unused_model_keys(model)
+    notes += unused_model_keys(model)
     if "model_parameter_sweep" not in root.entries:
-        yield _geometry("", model, root, notes)
+        yield _geometry("", model, root, notes, over, swept=())
         return
     labels: set[str] = set()
     for position, (label, overrides) in enumerate(_sweep(root.entries["model_parameter_sweep"], notes), start=1):
-        notes += [note for note in _unused_model_keys(overrides) if note not in notes]
+        notes += [note for note in unused_model_keys(overrides) if note not in notes]
         merged = Table(overrides.place, {**model.entries, **overrides.entries}, {**model.names, **overrides.names})
         unique = label if label and label not in labels else f"{label}-{position}" if label else f"v{position}"
         labels.add(unique)
-        yield _geometry(unique, merged, root, notes)
-
-
-def _unused_model_keys(model: Table) -> list[str]:
-    unused = [f"model.{name}" for name in model.entries if name not in _USED_MODEL_KEYS]
-    return [_not_used(key, _REASONS.get(key)) for key in unused]
+        yield _geometry(unique, merged, root, notes, over, swept=tuple(overrides.entries))
 
 
 def _sweep(tree: Tree, notes: list[str]) -> Iterator[tuple[str, Table]]:
@@ -220,7 +158,7 @@ def _sweep(tree: Tree, notes: list[str]) -> Iterator[tuple[str, Table]]:
             allowed="write {param_name: num_q_heads, values: [...]}, or {values: [{...}, ...]}",
         )
     unused = [name for name in tree.entries if name not in ("values", "param_name", "label_format")]
-    notes += [_not_used(f"model_parameter_sweep.{name}", None) for name in unused]
+    notes += [not_used(f"model_parameter_sweep.{name}", None) for name in unused]
     template = text_of(tree.entries["label_format"], "label_format") if "label_format" in tree.entries else ""
     param_name = tree.entries.get("param_name")
     name = None if param_name is None else text_of(param_name, "param_name")
@@ -248,12 +186,14 @@ def _label(template: str, overrides: Table, value: Tree) -> str:
     return _UNSAFE.sub("-", text or joined).strip("-_.")
 
 
-def _geometry(label: str, model: Table, root: Table, notes: list[str]) -> _Geometry:
-    """Layer and cache of a model; errors point at the model's own keys."""
+def _geometry(
+    label: str, model: Table, root: Table, notes: list[str], over: Table | None, *, swept: Sequence[str]
+) -> _Geometry:
+    """Layer and cache of a model, with ``over`` in place of all but the keys ``swept``; errors point at their keys."""
     entries: dict[str, Tree] = {}
     names: dict[str, Place] = {}
     is_mla = "kv_lora_rank" in model.entries
-    for theirs, ours in _LAYER_KEYS.items():
+    for theirs, ours in LAYER_KEYS.items():
         if theirs in model.entries:
             entries[ours], names[ours] = model.entries[theirs], model.names[theirs]
         elif theirs == "num_kv_heads" and is_mla:
@@ -263,16 +203,17 @@ def _geometry(label: str, model: Table, root: Table, notes: list[str]) -> _Geome
                 f"{theirs} is missing in model, and the sweep does not give it", allowed=f"give model.{theirs}"
             )
     if is_mla:
-        mla = {key: model.entries[key] for key in _MLA_KEYS if key in model.entries}
+        mla = {key: model.entries[key] for key in MLA_KEYS if key in model.entries}
         entries["mla"] = Table(model.place, mla, {key: model.names[key] for key in mla})
         if "head_size" not in entries:
             entries["head_size"] = _latent_width(model)
     elif "v_head_dim" in model.entries:
         entries["head_size_v"] = model.entries["v_head_dim"]
     cache: dict[str, Tree] = {}
+    given = {part: _replaced(over, part, swept) for part in ("layer", "cache")}
     if "block_size" in model.entries:
         cache["block_size"] = model.entries["block_size"]
-    else:
+    elif "block_size" not in given["cache"]:
         _note_once(notes, f"the model has no block_size: {CacheSpec().block_size} is taken")
     if "kv_cache_dtype" in root.entries:
         dtype = root.entries["kv_cache_dtype"]
@@ -280,9 +221,20 @@ def _geometry(label: str, model: Table, root: Table, notes: list[str]) -> _Geome
             cache["kv_cache_dtype"] = dtype
         else:
             reason = f"no cache of dtype {plain(dtype)} is known here: the layer's dtype is taken"
-            _note_once(notes, _not_used("kv_cache_dtype", reason))
-    layer = validate(LayerSpec, Table(model.place, entries, names), "a model")
-    return _Geometry(label, layer, validate(CacheSpec, Table(model.place, cache, {}), "a cache"))
+            _note_once(notes, not_used("kv_cache_dtype", reason))
+    names |= {key: value.place for key, value in given["layer"].items()}
+    layer = validate(LayerSpec, Table(model.place, entries | given["layer"], names), "a model")
+    places = {key: value.place for key, value in given["cache"].items()}
+    return _Geometry(label, layer, validate(CacheSpec, Table(model.place, cache | given["cache"], places), "a cache"))
+
+
+def _replaced(over: Table | None, part: str, swept: Sequence[str]) -> dict[str, Tree]:
+    """Return what ``over`` says of the layer or the cache, but for the keys that a sweep sets (vLLM's names)."""
+    written = None if over is None else over.entries.get(part)
+    kept = {LAYER_KEYS.get(name, name) for name in swept}
+    return (
+        {key: value for key, value in written.entries.items() if key not in kept} if isinstance(written, Table) else {}
+    )
 
 
 def _latent_width(model: Table) -> Scalar:

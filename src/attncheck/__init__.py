@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attncheck.harness.api import Examination, examine
     from attncheck.harness.checks.timing.settings import TimingSettings
     from attncheck.harness.pytest_plugin.backend_tests import backend_tests
+    from attncheck.harness.recording.plugin import record
 
     __version__: str
 
@@ -27,6 +28,7 @@ __all__ = [
     "backend_tests",
     "examine",
     "kernel_backend",
+    "record",
 ]
 
 _HOME = {
@@ -36,6 +38,7 @@ _HOME = {
     "backend_tests": "attncheck.harness.pytest_plugin.backend_tests",
     "examine": "attncheck.harness.api",
     "kernel_backend": "attncheck.backends.kernel",
+    "record": "attncheck.harness.recording.plugin",
 }
 
 

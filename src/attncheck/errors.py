@@ -8,6 +8,7 @@
     |   |   `-- SeveralMistakesError     several mistakes of one file
     |   |-- BatchSpecError           reading a batch string: text, position, why
     |   |-- SpecError                a layer, cache or batch that means nothing (also a ValueError)
+    |   |   `-- NotExpressibleError      a case that no stand-alone file can hold
     |   |-- UnknownNameError         a backend, suite, check, ... nobody knows; carries the known names
     |   |-- SelectionError           no case or backend is left after the filters
     |   |-- BackendLoadError         a named backend could not be imported, or breaks the contract

@@ -18,6 +18,18 @@ from attncheck.errors import CaseFileError, QuestionError, SeveralMistakesError
 BAD = Path(__file__).parent / "bad"
 
 PLACES: dict[str, tuple[int, int, str, str]] = {
+    "weight_is_zero": (5, 36, "cases[0].weight", "a weight is a number from 1e-30 to 1e30"),
+    "weight_of_a_matrix": (5, 38, "cases[0].weight", "2 cases cannot share one weight"),
+    "after_is_a_text": (7, 12, "cases[0].after", "after must be a list of batches, and this is a text"),
+    "layer_beside_of_another_dtype": (
+        7,
+        34,
+        "cases[0].layers[0].dtype",
+        "layers of one step may differ in scale, sliding_window",
+    ),
+    "layer_beside_is_a_text": (7, 14, "cases[0].layers[0]", "write {} for a twin"),
+    "too_many_layers_beside": (7, 13, "cases[0].layers", "at most 16"),
+    "layer_beside_of_no_window": (7, 31, "cases[0].layers[0].sliding_window", "sliding_window must be at least 1"),
     "a_sink_is_a_text": (8, 30, "cases[0].layer.sinks[5]", "an element of sinks must be a number"),
     "alias_bomb": (7, 37, "description[4][7]", "more than 100000 values"),
     "attn_type_unknown": (
@@ -107,7 +119,7 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "input_named_twice": (7, 30, "cases[0].inputs[2]", "the input is named twice"),
     "interleave_splits_pages": (7, 39, "cases[0].path.dcp.interleave", "give a divisor of block_size 16"),
     "k_scale_below_float32": (7, 43, "cases[0].cache.k_scale", "stay within 1.2e-38 and 3.4e+38"),
-    "later_check": (7, 24, "cases[0].checks[1]", "unknown check (found 'determinism'); known: numerics, lse"),
+    "later_check": (7, 24, "cases[0].checks[1]", "unknown check (found 'accuracy'); known: numerics, lse"),
     "layer_is_a_text": (5, 12, "cases[0].layer", "a layer must be a mapping"),
     "layout_lower": (8, 15, "cases[0].cache.layout", "layout must be one of 'NHD' or 'HND'"),
     "list_as_key": (7, 13, "cases[0].layer", "a key must be a single word"),
@@ -141,6 +153,12 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
     "no_suite": (1, 1, "", "suite is missing"),
     "not_utf8": (2, 17, "", "save the file as UTF-8"),
     "nul_byte": (3, 10, "", "character U+0000 is not allowed in YAML"),
+    "null_pages_without_window": (
+        6,
+        59,
+        "cases[0].batch.block_table.null_pages",
+        "no request has a page of 16 tokens that every row's window or chunk has left behind",
+    ),
     "number_as_key": (7, 13, "cases[0].layer", "a key must be a text, and this is a number"),
     "old_kv": (6, 12, "cases[0].batch", "write 8q1s1k"),
     "only_comments": (1, 1, "", "the file is empty"),
@@ -231,6 +249,13 @@ PLACES: dict[str, tuple[int, int, str, str]] = {
         "batch_spec_ranges[0].template",
         "the template has the fields ['m', 'n'], and ranges are given for ['n']",
     ),
+    "unmapped_tokens_in_parts": (
+        6,
+        60,
+        "cases[0].batch.padding.unmapped_tokens",
+        "not defined for the path split_kv",
+    ),
+    "stride_form_unknown": (7, 22, "cases[0].strides.query", "query must be one of 'contiguous', 'fused'"),
     "window_zero": (8, 23, "cases[0].layer.sliding_window", "must be at least 1 (found 0)"),
     "zero_count": (6, 12, "cases[0].batch", "a count of 0 asks nothing (at character 1)"),
     "zero_query": (6, 12, "cases[0].batch", "padding: {requests: n}"),

@@ -1,5 +1,6 @@
 """Loading suites: merging, matrices, paths, positions, selection."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from attncheck.reference.spec import (
     MicroBatchOptions,
     RequestSpec,
     SpecDecodeOptions,
+    StridesSpec,
     TreeOptions,
 )
 
@@ -170,6 +172,7 @@ def test_every_other_key(tmp_path: Path) -> None:
     case = one(
         tmp_path,
         "batch: 2q1s40, description: why, inputs: [views, needles], tolerance: {factor: 2, reason: because}, "
+        "strides: {key: transposed, output: padded}, "
         "layer: {attn_type: decoder, causal: false, logits_soft_cap: 30, kv_sharing: true, alibi: [1,2,3,4,5,6,7,8], "
         "output_quant: {scale: 0.5}}, "
         "cache: {kv_cache_dtype: fp8, k_scale: [0.5, 2], v_scale: 3, num_blocks: 40, first_block: 20}",
@@ -179,10 +182,34 @@ def test_every_other_key(tmp_path: Path) -> None:
     assert case.layer.output_quant.scale == 0.5
     assert case.cache.k_scale == (0.5, 2.0)
     assert case.inputs == ("needles", "views")
+    assert case.strides == StridesSpec(query="fused", key="transposed", value="fused", output="padded")
     assert case.tolerance is not None
     assert (case.tolerance.factor, case.tolerance.reason) == (2.0, "because")
     assert case.description == "why"
     hash(case)
+
+
+def test_batches_before_and_layers_beside(tmp_path: Path) -> None:
+    case = one(
+        tmp_path,
+        "batch: 2q4s40, path: spec_decode, layer: {sliding_window: 8}, "
+        "after: [2q4s20, [{query_len: 30}], {requests: q4s9, padding: {tokens: 2}}], "
+        "layers: [{}, {sliding_window: null, logits_soft_cap: 5.0}]",
+    )
+    assert [[(r.query_len, r.total_len) for r in batch] for batch in case.after] == [
+        [(4, 20)] * 2,
+        [(30, 30)],
+        [(4, 9)],
+    ]
+    assert [batch.path.name for batch in case.after] == ["spec_decode", "paged", "spec_decode"]
+    assert case.after[2].padding.tokens == 2
+    assert case.layers == (case.layer, replace(case.layer, sliding_window=None, logits_soft_cap=5.0))
+
+
+def test_company_is_part_of_the_question(tmp_path: Path) -> None:
+    plain, *others = (one(tmp_path, f"batch: q9{more}") for more in ("", ", after: [q4]", ", layers: [{}]"))
+    assert len({plain.hash, *(case.hash for case in others)}) == 3
+    assert one(tmp_path, "batch: q9, after: [], layers: []").hash == plain.hash
 
 
 def test_yaml_1_2_scalars(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from attncheck.reference.spec import (
     PathSpec,
     RequestSpec,
     SpecDecodeOptions,
+    StridesSpec,
 )
 
 LAYER = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64)
@@ -63,6 +64,8 @@ def test_what_is_asked_counts() -> None:
         case(cache=CacheSpec(layout="HND")),
         replace(base, inputs=("needles",)),
         replace(base, inputs=()),
+        replace(base, strides=StridesSpec(key="transposed")),
+        replace(base, strides=StridesSpec(value="transposed")),
         replace(base, batch=replace(batch, padding=PaddingSpec(tokens=1))),
         replace(base, batch=replace(batch, path=PathSpec(name="spec_decode"))),
         replace(base, batch=replace(batch, requests=(RequestSpec(query_len=5, seq_len=37, shared_prefix=16),))),

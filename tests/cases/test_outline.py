@@ -44,6 +44,13 @@ def case_of(folder: Path, text: str, *, layer: str = LAYER, batch: str = "q5s20_
     return case
 
 
+def test_company_is_named(tmp_path: Path) -> None:
+    case = case_of(tmp_path, "    after: [q9, 2q1s40]\n    layers: [{sliding_window: 4, scale: 0.5}, {}]\n")
+    assert shape_of(case).endswith("after q9, 2q1s40, beside scale 0.5 sliding_window 4, a layer like it")
+    assert keys_of(case)["after"] == "q9, 2q1s40"
+    assert keys_of(case)["layers"] == "scale 0.5 sliding_window 4, a layer like it"
+
+
 def test_the_plain_case(tmp_path: Path) -> None:
     case = case_of(tmp_path, "")
     assert shape_of(case) == (
@@ -77,6 +84,16 @@ def test_the_plain_case(tmp_path: Path) -> None:
             "    batch: {requests: q5s20_2q1s9, padding: {requests: 1, tokens: 4}}",
             {"batch is padded": True, "batch.padding.requests": 1, "batch.padding.tokens": 4},
             "padded by 1 request and 4 tokens",
+        ),
+        (
+            "    strides: {key: padded}",
+            {
+                "strides.query": "fused",
+                "strides.key": "padded",
+                "strides.value": "fused",
+                "strides.output": "contiguous",
+            },
+            "query fused, key padded, value fused, output contiguous",
         ),
         (
             "    path: {split_kv: {parts: 3}}",

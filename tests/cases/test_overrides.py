@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from attncheck.cases.loader import load_suite
+from attncheck.cases.model import Case
 from attncheck.cases.overrides import split_variant, with_defaults
 from attncheck.errors import CaseFileError, SelectionError, UnknownNameError
+from attncheck.reference.spec import CacheSpec
 
 SUITE = """\
 suite: t
@@ -119,8 +121,44 @@ def test_an_unknown_suite_is_told_without_its_braces() -> None:
         load_suite("decod{cache.block_size: 3}")
 
 
-def test_a_benchmark_file_has_no_defaults(tmp_path: Path) -> None:
+BENCH = """
+batch_specs: [q1s1k]
+kv_cache_dtype: fp8
+model: {num_q_heads: 8, num_kv_heads: 2, head_dim: 64, block_size: 16}
+"""
+
+
+def bench(tmp_path: Path, braces: str, more: str = "") -> list[Case]:
     path = tmp_path / "bench.yaml"
-    path.write_text("batch_specs: [q1s1k]\nmodel: {num_q_heads: 8, num_kv_heads: 2, head_dim: 64}\n", encoding="utf-8")
-    with pytest.raises(CaseFileError, match="has no defaults"):
-        load_suite(f"{path}{{cache.block_size: 32}}")
+    path.write_text(BENCH + more, encoding="utf-8")
+    return list(load_suite(f"{path}{braces}").cases)
+
+
+def test_the_model_of_a_benchmark_file_is_its_default(tmp_path: Path) -> None:
+    (case,) = bench(
+        tmp_path, "{cache.block_size: 32, cache.layout: HND, layer.head_size: 96, cache.kv_cache_dtype: auto}"
+    )
+    assert (case.cache.block_size, case.cache.layout, case.cache.kv_cache_dtype) == (32, "HND", "auto")
+    assert (case.layer.head_size, case.layer.num_heads) == (96, 8)
+    assert bench(tmp_path, "")[0].cache == CacheSpec(block_size=16, kv_cache_dtype="fp8")
+
+
+def test_a_value_of_a_benchmarks_sweep_keeps_what_it_says(tmp_path: Path) -> None:
+    sweep = "model_parameter_sweep: {values: [{head_dim: 128, block_size: 64}, {num_q_heads: 4}]}"
+    first, second = bench(tmp_path, "{cache.block_size: 32, layer.head_size: 96}", sweep)
+    assert (first.layer.head_size, first.cache.block_size) == (128, 64)
+    assert (second.layer.head_size, second.cache.block_size, second.layer.num_heads) == (96, 32, 4)
+
+
+def test_a_wrong_default_of_a_benchmark_file_is_named_where_it_was_written(tmp_path: Path) -> None:
+    with pytest.raises(CaseFileError, match="layout") as caught:
+        bench(tmp_path, "{cache.layout: DNH}")
+    assert "{cache.layout: DNH}" in str(caught.value)
+
+
+def test_the_pages_that_cases_leave_out_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "bench.yaml"
+    path.write_text(BENCH.replace("block_size: 16", "block_size: 8"), encoding="utf-8")
+    assert load_suite(str(path)).page_defaults == {"cache.block_size": "8", "cache.layout": "NHD"}
+    assert load_suite(f"{path}{{cache.block_size: 32}}").page_defaults == {"cache.layout": "NHD"}
+    assert load_suite("decode{cache.layout: HND}").page_defaults == {"cache.block_size": "16"}

@@ -24,7 +24,9 @@ SUITES = [
     "head_sizes",
     "interpreted",
     "kv_sharing",
+    "limits",
     "local",
+    "long_rows",
     "merge",
     "micro_batch",
     "mixed",
@@ -38,6 +40,8 @@ SUITES = [
     "soft_cap",
     "spec_decode",
     "split_kv",
+    "strides",
+    "tables",
     "xformers",
 ]
 CHEAP = [name for name in SUITES if name != "named_batches"]
@@ -82,6 +86,9 @@ def test_a_suite_says_what_each_case_is_about_and_stays_cheap(name: str) -> None
 
 def test_smoke_is_small() -> None:
     for case in cases("smoke"):
+        if case.id == "far-keys":
+            assert (case.batch.num_tokens, case.layer.num_heads, case.checks) == (2, 1, ("numerics",))
+            continue
         assert case.batch.max_seq_len <= 1100
         assert case.batch.num_tokens <= 150
         assert sum(total_len for _, total_len in lengths(case.batch)) * case.layer.num_kv_heads <= 4500
@@ -286,3 +293,54 @@ def test_a_window_has_rows_that_see_less_because_of_it() -> None:
             assert any(request.total_len > left + 1 for request in case.batch), case.key
         if left >= 0 and not case.layer.is_causal:
             assert any(request.query_len > left + 1 for request in case.batch), case.key
+
+
+def test_smoke_passes_the_limits_that_cost_little() -> None:
+    smoke = {case.id: case for case in cases("smoke")}
+    assert smoke["far-keys"].batch.max_seq_len > 2**16
+    cache, layer = smoke["far-elements"].cache, smoke["far-elements"].layer
+    assert (cache.first_block or 0) * cache.block_size * layer.head_size < 2**31
+    assert ((cache.first_block or 0) + 10) * cache.block_size * layer.head_size > 2**31
+    assert smoke["null-pages"].batch.block_table.null_pages
+    assert smoke["null-pages"].batch.block_table.row_gap
+    assert smoke["unmapped-rows"].batch.padding.unmapped_tokens
+    assert any(r.query_len > 64 and r.context_len > 512 for r in smoke["long-rows"].batch)
+
+
+def test_limits_are_passed_by_some_case() -> None:
+    asked = list(cases("limits"))
+    highest = [(case, (case.cache.first_block or 0)) for case in asked]
+    assert max(case.batch.max_seq_len for case in asked) > 2**16
+    assert any(2**15 < case.batch.max_seq_len < 2**16 for case in asked)
+    assert max(case.batch.num_tokens for case in asked) > 2**16
+    assert max(case.batch.num_requests * case.layer.num_heads for case in asked) > 2**16
+    assert any(first < 2**24 < first + 10 for _, first in highest)
+    assert any(first < 2**15 < first + 10 for _, first in highest)
+    assert any(first < 2**16 < first + 10 for _, first in highest)
+    slots = [(case, first * case.cache.block_size) for case, first in highest]
+    assert any(first < 2**31 < first + 3 * case.cache.block_size for case, first in slots)
+    for layout in ("NHD", "HND"):
+        elements = [
+            first * case.layer.num_kv_heads * case.layer.head_size
+            for case, first in slots
+            if case.cache.layout == layout and case.cache.kv_cache_dtype == "auto"
+        ]
+        assert any(2**31 - 2**12 < number < 2**31 for number in elements)
+
+
+def test_many_rows_have_keys_enough_to_be_split() -> None:
+    asked = [r for case in cases("long_rows") for r in case.batch if r.query_len > 64 and r.context_len > 512]
+    assert len(asked) > 10
+    windows = {case.layer.window[0] + 1 for case in cases("long_rows")}
+    for edge in (64, 128, 256, 512):
+        assert windows & {edge - 1, edge, edge + 1}, edge
+    assert max(sum(r.count for r in case.batch.requests if r.total_len > 256) for case in cases("long_rows")) > 128
+
+
+def test_tables_ask_about_all_that_stands_around_pages_and_rows() -> None:
+    asked = [case.batch for case in cases("tables")]
+    assert {batch.path.name for batch in asked} == {"paged", "spec_decode", "local", "mla"}
+    assert any(b.block_table.null_pages and b.block_table.row_gap and b.block_table.extra_columns for b in asked)
+    assert max(b.block_table.extra_columns for b in asked) > 1024
+    assert any(b.padding.tokens and b.padding.unmapped_tokens and b.padding.key_rows for b in asked)
+    assert any(b.padding.key_rows and not b.padding.query_rows for b in asked)

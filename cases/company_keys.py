@@ -1,0 +1,80 @@
+"""The keys ``after`` and ``layers`` of a case: batches before its own, and the other layers of its step."""
+
+from dataclasses import fields, replace
+
+from attncheck.cases.batch_keys import read_batch
+from attncheck.cases.consistency import check_meaning
+from attncheck.cases.paths import implied_path
+from attncheck.cases.tree import Items, Table, Tree, describe, merge
+from attncheck.cases.validation import validate
+from attncheck.errors import SpecError
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec, PathSpec
+
+DIFFERENT_KEYS = ("scale", "sliding_window", "logits_soft_cap", "alibi", "sinks", "kv_sharing", "head_size")
+"""What tells the layers of one step apart. One of another head size has a builder and pages of its own."""
+
+_MOST = 16
+"""Batches and layers that a case may name: each is as much work as the case itself."""
+
+
+def read_after(tree: Tree, layer: LayerSpec, cache: CacheSpec, path: PathSpec) -> tuple[BatchSpec, ...]:
+    """Return the batches before a case's own, by its path where that fits them, else by the one the layer implies."""
+    batches = []
+    for item in _list(tree, "after", "batches"):
+        batch = read_batch(item, path)
+        # Each has a pool of its own, as large as it needs.
+        room = replace(cache, num_blocks=None)
+        try:
+            check_meaning(layer, room, batch)
+        except SpecError as own:
+            if path.name == "fast_prefill":  # whose builder builds no batch of another path
+                raise item.place.fault(own.reason, value=own.value, allowed=own.allowed) from own
+            batch = replace(batch, path=implied_path(layer))
+            try:
+                check_meaning(layer, room, batch)
+            except SpecError as error:
+                raise item.place.fault(error.reason, value=error.value, allowed=error.allowed) from error
+        batches.append(batch)
+    return tuple(batches)
+
+
+def read_layers(tree: Tree, own: Tree, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> tuple[LayerSpec, ...]:
+    """Return the layers of a step: mappings of what is different, laid over the case's own layer."""
+    layers = []
+    for item in _list(tree, "layers", "mappings"):
+        if not isinstance(item, Table):
+            raise item.place.fault(
+                f"a layer must be a mapping, and this is {describe(item)}", allowed="write {} for a twin"
+            )
+        made = validate(LayerSpec, merge(own, item), "a layer")
+        for field in fields(LayerSpec):
+            if field.name not in DIFFERENT_KEYS and getattr(made, field.name) != getattr(layer, field.name):
+                allowed = f"layers of one step may differ in {', '.join(DIFFERENT_KEYS)}"
+                place = item.names.get(field.name, item.place)
+                raise place.fault("a step has no layers that differ in this", value=field.name, allowed=allowed)
+        try:
+            check_meaning(made, cache, batch)
+        except SpecError as error:
+            raise item.place.fault(error.reason, value=error.value, allowed=error.allowed) from error
+        layers.append(made)
+    return tuple(layers)
+
+
+def differences(layer: LayerSpec, own: LayerSpec) -> dict[str, object]:
+    """Return what ``layers`` says of a layer beside a case's own."""
+    given = {name: getattr(layer, name) for name in DIFFERENT_KEYS}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in given.items()
+        if value != getattr(own, name)
+    }
+
+
+def _list(tree: Tree, key: str, content: str) -> tuple[Tree, ...]:
+    if not isinstance(tree, Items):
+        raise tree.place.fault(
+            f"{key} must be a list of {content}, and this is {describe(tree)}", allowed="write [...]"
+        )
+    if len(tree.items) > _MOST:
+        raise tree.place.fault(f"{key} is too long", value=len(tree.items), allowed=f"at most {_MOST}")
+    return tuple(tree.items)

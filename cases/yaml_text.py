@@ -1,0 +1,90 @@
+"""Cases as the text of a case file, with every field that is not at its default."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from attncheck.cases.company_keys import differences
+from attncheck.cases.grammar import format_batch
+from attncheck.cases.model import Case, question
+from attncheck.errors import SpecError
+
+_WIDTH = 100
+_SHARED = ("layer", "cache")
+"""Keys of which the defaults hold what is the same in all cases."""
+
+
+def case_yaml(case: Case) -> str:
+    """Return a case file that asks the same as ``case``."""
+    return _text({"suite": case.suite, "cases": [_entry(case)]})
+
+
+def suite_yaml(name: str, description: str, cases: Sequence[Case]) -> str:
+    """Return a case file of several cases; what their layers and caches have in common is its ``defaults``."""
+    entries = [_entry(case) for case in cases]
+    for entry, case in zip(entries, cases, strict=True):
+        entry["batch"] = _short_batch(case, entry["batch"])
+    defaults = {key: _common(entry.get(key, {}) for entry in entries) for key in _SHARED}
+    for entry in entries:
+        for key, common in defaults.items():
+            entry[key] = {name: value for name, value in entry.get(key, {}).items() if name not in common}
+    document = {
+        "suite": name,
+        "description": description,
+        "defaults": {key: common for key, common in defaults.items() if common},
+        "cases": [{key: value for key, value in entry.items() if key not in _SHARED or value} for entry in entries],
+    }
+    return _text(document)
+
+
+def _text(document: Mapping[str, Any]) -> str:
+    text: str = yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=_WIDTH, allow_unicode=True)
+    return text
+
+
+def _entry(case: Case) -> dict[str, Any]:
+    """Return a case as a case file writes it."""
+    asked = question(case)
+    path: Any = asked.get("path", {}).get("name")
+    if path is not None and "options" in asked["path"]:
+        path = {path: asked["path"]["options"]}
+    tolerance = case.tolerance and {"factor": case.tolerance.factor, "reason": case.tolerance.reason}
+    entry = {
+        "id": case.id,
+        "description": case.description,
+        "weight": case.weight,
+        "layer": asked["layer"],
+        "cache": asked.get("cache"),
+        "path": path,
+        "batch": _batch_keys(asked),
+        "after": [_batch_keys(batch) for batch in asked.get("after", ())],
+        "layers": [differences(layer, case.layer) for layer in case.layers],
+        "strides": asked.get("strides"),
+        "checks": list(case.checks or ()),
+        "tolerance": tolerance,
+    }
+    if case.inputs is not None:
+        entry["inputs"] = list(case.inputs)
+    return {key: value for key, value in entry.items() if value not in (None, "", []) or key == "inputs"}
+
+
+def _batch_keys(asked: Mapping[str, Any]) -> Any:
+    """Return a batch as a case file writes it."""
+    around = {key: asked[key] for key in ("padding", "block_table") if key in asked}
+    return {"requests": asked["requests"], **around} if around else asked["requests"]
+
+
+def _short_batch(case: Case, batch: Any) -> Any:
+    """Return ``batch`` with its requests as one string, where a string can say them."""
+    try:
+        text = format_batch(case.batch.requests)
+    except SpecError:
+        return batch
+    return {**batch, "requests": text} if isinstance(batch, dict) else text
+
+
+def _common(tables: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the entries that are the same in all tables."""
+    first, *others = tables
+    return {key: value for key, value in first.items() if all(key in o and o[key] == value for o in others)}
