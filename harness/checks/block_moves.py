@@ -16,7 +16,7 @@ from attncheck.backends.dtypes import FP8_DTYPES, cache_dtype
 from attncheck.harness.checks.findings import Broken, Finding
 from attncheck.harness.checks.function_calls import Function, call
 from attncheck.harness.driver.foreign_code import call_backend
-from attncheck.harness.driver.kv_pool import flat_bytes
+from attncheck.harness.driver.pool_memory import flat_bytes
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.reference import copy_blocks, reshape_and_cache, swap_blocks

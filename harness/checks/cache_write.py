@@ -12,13 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks import block_moves, fp8_write
+from attncheck.harness.checks import block_moves, fp8_write, shared_cache, write_faults
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.fp8_write import Rows
 from attncheck.harness.checks.interface import Check, CheckedCase
 from attncheck.harness.driver.kv_pool import KVPool, same_bytes
 from attncheck.harness.driver.observation import Observation, Raised
-from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.driver.session import Session
+from attncheck.harness.driver.turn import Fill
 from attncheck.harness.problem.float8 import alike, numbers_of
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.signatures import decode
@@ -26,6 +27,11 @@ from attncheck.harness.problem.storage import Storage, key_storage, value_storag
 
 _NAMED = 4
 """Wrong slots described in a finding."""
+
+_MOST_BYTES = 2**26
+"""Bytes of a pool above which faults of writers are not tried."""
+
+_CHANGED = "; they belong to the model, and a layer may write its output and the cache alone"
 
 _EXPLAINED = 0.98
 """Share of the wrong bytes that a fault has to explain."""
@@ -96,7 +102,7 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
             right = alike(image, held) == alike(seen.pool_after, held)
             expected = torch.where(right, seen.pool_after, expected)
     if same_bytes(expected, seen.pool_after):
-        return Broken(changed[0], figures) if changed else Holds(figures)
+        return Broken(changed[0], figures, changed[0] + _CHANGED) if changed else Holds(figures)
     examined = torch.cat([slots, *pool.regions.values(), problem.owned_slots]).unique()
     wrong = _differing(pool, expected, seen.pool_after, examined.to(expected.device)).cpu()
     figures["slots_wrong"] = len(wrong)
@@ -105,10 +111,14 @@ def judge_pool(problem: Problem, pool: KVPool, seen: Observation, rows: Rows, ho
     images = seen.pool_before, seen.pool_after
     complaints = [_complaint(problem, pool, images, int(slot), slots) for slot in wrong[:_NAMED]]
     count = "1 slot is wrong" if len(wrong) == 1 else f"{len(wrong)} slots are wrong, first"
-    meaning = _meaning(problem, wrong, slots)
+    meaning = _padding_fault(problem, wrong, slots) or _fault_of_writer(
+        problem, pool, rows, (before, expected, seen.pool_after)
+    )
     if meaning is None and held.itemsize == 1:
         guesses = ((text, after(stored)) for text, stored in fp8_write.faulty_rows(rows, _storages(problem)))
         meaning = _coding_fault(expected, seen.pool_after, held, guesses)
+    if meaning is None:
+        meaning = _stray_rows(wrong, slots)
     return Broken(f"{count}: {complaints[0]}", figures, meaning, (*complaints[1:], *changed))
 
 
@@ -176,20 +186,49 @@ def _origin(problem: Problem, row: Tensor) -> str:
     return ""
 
 
-def _meaning(problem: Problem, wrong: Tensor, mapped: Tensor) -> str | None:
+def _padding_fault(problem: Problem, wrong: Tensor, mapped: Tensor) -> str | None:
+    """Return where a row with slot -1 was written, if that alone is wrong."""
     last = problem.num_blocks * problem.cache.block_size - 1
     strays = wrong[~torch.isin(wrong, mapped)].tolist()
     if strays == [last]:
         return "slot -1 was taken for the last slot of the pool"
-    if strays == [0]:
-        return "rows with slot -1 were written to slot 0"
-    if not strays:
+    return "rows with slot -1 were written to slot 0" if strays == [0] else None
+
+
+def _stray_rows(wrong: Tensor, mapped: Tensor) -> str | None:
+    """Return where rows were written that no row maps to; None: nowhere."""
+    strays = wrong[~torch.isin(wrong, mapped)]
+    for shift, where in ((1, "behind"), (-1, "before")):
+        if len(strays) == len(wrong) > 0 and bool(torch.isin(strays - shift, mapped).all()):
+            return f"the slot {where} a row of the step is written too, where the slot mapping does not point"
+    return "rows were written where the slot mapping does not point" if len(strays) else None
+
+
+def _fault_of_writer(problem: Problem, pool: KVPool, rows: Rows, images: tuple[Tensor, Tensor, Tensor]) -> str | None:
+    """Return which fault explains nearly all bytes; ``images``: the pool before, as it should be, and as it is."""
+    before, expected, got = images
+    new = problem.key_slots[problem.new_keys[problem.new_keys >= 0]]
+    if not len(new) or got.numel() > _MOST_BYTES:
         return None
-    return "rows were written where the slot mapping does not point"
+    keys, values = pool.read_image(before, new.to(got.device))
+    for meaning, written, slots in write_faults.faulty_writes(problem, rows, (keys, values)):
+        image = before.clone()
+        kept = slots >= 0
+        pool.write_image(image, slots[kept], *(part[kept.to(part.device)] for part in written))
+        if write_faults.explains(expected, got, image):
+            return meaning
+    return None
 
 
 def _check(case: CheckedCase) -> Finding:
-    return check_cache_write(case.problem, *case.first_step())
+    session, seen = case.first_step()
+    finding = check_cache_write(case.problem, session, seen)
+    if isinstance(finding, Holds) and case.problem.writes_nothing:
+        return shared_cache.check_handed_keys(session, case.truth, finding)
+    if isinstance(finding, NotExamined) and seen.changed:
+        changed = f"inputs were changed: {', '.join(seen.changed)}"
+        return Broken(changed, meaning=changed + _CHANGED, details=finding.reasons)
+    return finding
 
 
 CHECK = Check(_check)

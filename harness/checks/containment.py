@@ -18,11 +18,11 @@ from torch import Tensor
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.interface import Check, CheckedCase
-from attncheck.harness.checks.numerics import output_shares, summarize
-from attncheck.harness.driver.kv_pool import same_bytes
+from attncheck.harness.checks.numerics import differing_rows, output_shares, summarize
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.output_buffers import CANARY
-from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.driver.session import Session
+from attncheck.harness.driver.turn import Fill
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage
 from attncheck.harness.truth.truth import Truth
@@ -44,15 +44,28 @@ def check_containment(problem: Problem, truth: Truth, session: Session, seen: Ob
     if outside is not None:
         return outside
     repeats = _Repeats(problem, truth, session, seen)
+    found: Broken | None = None
     for name, fill in fills:
+        if found is not None and fill.poison is not None:
+            continue  # what else leaks from foreign slots, the trace of the first poison says
         leak = repeats.leak(fill)
         if isinstance(leak, str):
-            return _trace(session, repeats, name, fill, leak)
-        if leak is not None:
+            first, found = found, _trace(session, repeats, name, fill, leak)
+            found = found if first is None else replace(found, details=(*found.details, first.summary))
+        elif leak is not None:
             return leak
-    notes = (
+    if found is not None:
+        return found
+    notes: tuple[str, ...] = (
         () if repeats.bitwise else (f"compared {repeats.measure}: the backend does not repeat itself on equal input",)
     )
+    if session.backend.conventions.needs_finite_pool and session.pool is not None and session.pool.regions:
+        moved = repeats.is_moved_by(Fill(poison=math.nan))
+        notes += (
+            ("needs_finite_pool is declared, and NaN in foreign slots does not reach the output here",)
+            if moved is False
+            else ()
+        )
     figures = {"rows": len(truth.out), "poisonings": len(fills), "bitwise": int(repeats.bitwise)}
     if session.pool is not None:
         figures["slots_poisoned"] = sum(map(len, session.pool.regions.values()))
@@ -163,7 +176,7 @@ def _fills(problem: Problem, session: Session) -> Iterator[tuple[str, Fill]]:
             is_held = held != torch.float8_e4m3fn or not math.isinf(value)
             if is_held and (math.isfinite(value) or not session.backend.conventions.needs_finite_pool):
                 yield name, Fill(poison=value)
-    if problem.case.batch.padding.tokens:
+    if problem.case.batch.padding.query_rows or problem.case.batch.padding.key_rows:
         yield "zeros in place of NaN", Fill(padding=0.0)
 
 
@@ -189,18 +202,10 @@ def _worst(truth: Truth, seen: Observation) -> float:
 def _differing_rows(problem: Problem, a: Observation, b: Observation) -> Tensor:
     """Real rows whose output or LSE differ in any bit (NaN equals NaN)."""
     real = len(problem.query)
-    differs = _unequal(a.output[:real], b.output[:real])
+    differs = differing_rows(a.output[:real], b.output[:real])
     if a.lse is not None and b.lse is not None:
-        differs |= _unequal(a.lse[:real], b.lse[:real])
+        differs |= differing_rows(a.lse[:real], b.lse[:real])
     return differs.nonzero().flatten()
-
-
-def _unequal(a: Tensor, b: Tensor) -> Tensor:
-    if same_bytes(a, b):
-        return torch.zeros(len(a), dtype=torch.bool, device=a.device)
-    a, b = a.double(), b.double()
-    both_nan = torch.isnan(a) & torch.isnan(b)
-    return ((a != b) & ~both_nan).flatten(1).any(dim=1)
 
 
 def _trace(session: Session, repeats: _Repeats, name: str, fill: Fill, moved: str) -> Broken:

@@ -9,7 +9,7 @@ from torch import Tensor
 from attncheck.errors import InternalError
 from attncheck.harness.checks.findings import Broken
 from attncheck.harness.driver.foreign_code import call_backend
-from attncheck.harness.driver.kv_pool import flat_bytes
+from attncheck.harness.driver.pool_memory import flat_bytes
 from attncheck.harness.truth.tolerance import Budget, share_of_budget
 
 Function = Callable[..., Any]

@@ -5,7 +5,6 @@ truth and observation, and of the backend's declared conventions.
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from attncheck.harness.checks.numerics import output_shares, summarize
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.truth.explain import explain_lse
+from attncheck.harness.truth.lse_hypotheses import lse_explanations
 from attncheck.harness.truth.truth import Truth
 
 
@@ -25,13 +25,9 @@ def check_lse(problem: Problem, truth: Truth, seen: Observation, conventions: Co
     """Judge the LSE of one step."""
     if seen.lse is None:
         return NotExamined(("lse is not declared",))
-    shifted = conventions.alibi_reference != "query" and problem.layer.alibi_slopes is not None
-    if shifted and problem.layer.sink_logits is not None:
+    got = comparable_lse(problem, seen, conventions)
+    if got is None:
         return NotExamined(("ALiBi measured from elsewhere together with sinks: the LSE has no common meaning",))
-    raw = seen.lse[: len(truth.lse)]
-    got = raw.double() * (math.log(2) if conventions.lse_base == "2" else 1.0)
-    if shifted:
-        got = got - _alibi_shift(problem, conventions, seen).to(got.device)
     shares = lse_shares(got, truth.lse, truth.budget.lse)
     worst = float(shares.max()) if shares.numel() else 0.0
     figures = {"rows": shares.shape[0], "heads": shares.shape[1], "budget_share": worst}
@@ -44,6 +40,18 @@ def check_lse(problem: Problem, truth: Truth, seen: Observation, conventions: Co
     if not bool((shares > 1).any()):
         return Holds(figures)
     return Broken(summarize(problem, shares), figures, _meaning(problem, truth, seen, got))
+
+
+def comparable_lse(problem: Problem, seen: Observation, conventions: Conventions) -> Tensor | None:
+    """Return the LSE of the real rows of a step as the truth has it, float64 ``[t, H]``.
+
+    Return None if the backend has no LSE, or one that has no common meaning.
+    """
+    shifted = conventions.alibi_reference != "query" and problem.layer.alibi_slopes is not None
+    if seen.lse is None or (shifted and problem.layer.sink_logits is not None):
+        return None
+    got = seen.lse[: len(seen.position)].double() * (math.log(2) if conventions.lse_base == "2" else 1.0)
+    return got - _alibi_shift(problem, conventions, seen).to(got.device) if shifted else got
 
 
 def lse_shares(got: Tensor, lse: Tensor, allowed: Tensor) -> Tensor:
@@ -69,20 +77,7 @@ def _meaning(problem: Problem, truth: Truth, seen: Observation, got: Tensor) -> 
     if bool((~torch.isneginf(got) & torch.isneginf(truth.lse)).any()):
         return "a row that sees nothing must have -inf"
     output_holds = not bool((output_shares(truth, seen) > 1).any())
-    return explain_lse(problem, truth, got, _usual_mistakes(truth, output_holds))
-
-
-def _usual_mistakes(truth: Truth, output_holds: bool) -> Iterator[tuple[str, Tensor]]:
-    """(meaning, LSE) of what goes wrong with the LSE alone."""
-    for base, name in ((2, "2"), (10, "10")):
-        yield (
-            f"the logarithm is to base {name} (declare lse_base, or multiply by ln {name})",
-            truth.lse / math.log(base),
-        )
-    if truth.params.sinks is not None and output_holds:
-        sinks = torch.tensor(truth.params.sinks, dtype=torch.float64, device=truth.lse.device)
-        bare = truth.lse + torch.log1p(-torch.exp(sinks - truth.lse))
-        yield "the sinks are in the output but not in the LSE", bare
+    return explain_lse(problem, truth, got, lse_explanations(truth, got, output_holds=output_holds))
 
 
 def _check(case: CheckedCase) -> Finding:

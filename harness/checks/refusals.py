@@ -4,18 +4,27 @@ A feature quietly ignored is the worst bug of all: accepted, undeclared and wron
 cases are the business of ``numerics``. Cannot see: declarations no case of the run asks about.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 
 from attncheck.backends.declarations import is_merged, required_features
+from attncheck.cases.model import Case
+from attncheck.cases.outline import shape_of
+from attncheck.errors import QuestionError
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
-from attncheck.harness.checks.interface import Check, CheckedCase
-from attncheck.harness.checks.numerics import output_shares, summarize
+from attncheck.harness.checks.interface import Check, CheckedCase, SelectedCases
+from attncheck.harness.checks.numerics import output_shares, summarize, wrong_figures
+from attncheck.harness.checks.undeclared_forms import UndeclaredForm, is_plain, undeclared_forms
+from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.driver.kv_pool import same_bytes
 from attncheck.harness.driver.observation import Observation, Raised
 from attncheck.harness.driver.session import Session
-from attncheck.harness.problem.problem import Problem
+from attncheck.harness.problem.output_quantisation import output_values
+from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.harness.truth.explain import explain
-from attncheck.harness.truth.truth import Truth
+from attncheck.harness.truth.truth import Truth, truth_of
 from attncheck.reports.analysis.support import ANSWERED, REFUSED, UNCLEAR
 from attncheck.reports.run_file.causes import cause_of_error
 
@@ -55,25 +64,26 @@ def _cause(raised: Raised) -> str:
     return cause_of_error(type(raised.error).__name__, raised.stage, raised.message, raised.trace)
 
 
-def check_undeclared(
-    problem: Problem, truth: Truth, attempt: Observation | Raised, reasons: tuple[str, ...]
-) -> Finding:
-    """A case the declarations leave out, tried all the same: refusing is right, answering right is fine."""
-    if isinstance(attempt, Raised):
-        if attempt.is_refusal:
-            return Holds(notes=(f"{REFUSED} {attempt.stage}: {attempt.message}",))
-        after = f" after changing {' and '.join(attempt.touched)}" if attempt.touched else ""
-        return Broken(
-            f"{UNCLEAR}: {type(attempt.error).__name__} at {attempt.stage}{after}: {attempt.message}",
-            meaning="a case the backend cannot do must be refused with ValueError, NotImplementedError or TypeError",
-            details=(*reasons, attempt.trace),
-            finding=f"{UNCLEAR}: {_cause(attempt)}",
-        )
+def check_refusal(raised: Raised, reasons: tuple[str, ...]) -> Holds | Broken:
+    """Judge what a case raised that the declarations leave out for ``reasons``: to refuse it is right."""
+    if raised.is_refusal:
+        return Holds(notes=(f"{REFUSED} {raised.stage}: {raised.message}",))
+    after = f" after changing {' and '.join(raised.touched)}" if raised.touched else ""
+    return Broken(
+        f"{UNCLEAR}: {type(raised.error).__name__} at {raised.stage}{after}: {raised.message}",
+        meaning="a refusal is a ValueError, NotImplementedError or TypeError that the backend raises itself",
+        details=(*reasons, raised.trace),
+        finding=f"{UNCLEAR}: {_cause(raised)}",
+    )
+
+
+def check_answer(problem: Problem, truth: Truth, attempt: Observation, reasons: tuple[str, ...]) -> Holds | Broken:
+    """Judge the answer to such a case: a right one is fine."""
     shares = output_shares(truth, attempt)
     if bool(attempt.unwritten.any()) or bool((shares > 1).any()):
         return Broken(
             f"not declared ({'; '.join(reasons)}), accepted, and wrong: {summarize(problem, shares)}",
-            {"budget_share": float(shares.max())},
+            wrong_figures(shares, output_values(attempt.output[: len(shares)], truth.codes), attempt.unwritten),
             explain(problem, truth, attempt.output[: len(shares)], shares),
         )
     return Holds(notes=(f"{ANSWERED}: {'; '.join(reasons)}",))
@@ -99,7 +109,62 @@ def _check(case: CheckedCase) -> Finding:
     if case.undeclared:
         return _check_undeclared_case(case)
     session, seen = case.try_first_step()
-    return broken_promise(session) if isinstance(session, Raised) else check_declared(session, seen)
+    finding = broken_promise(session) if isinstance(session, Raised) else check_declared(session, seen)
+    if isinstance(seen, Raised) or not _is_first_plain(case):
+        return finding
+    forms = check_undeclared_forms(case)
+    if isinstance(finding, Broken) and isinstance(forms, Broken):
+        return replace(forms, details=(*forms.details, finding.summary))
+    return finding if isinstance(finding, Broken) else forms
+
+
+def check_undeclared_forms(case: CheckedCase) -> Finding:
+    """Ask what differs from the case in one form that is not declared; each is to be refused, or answered right."""
+    answered, wrong = [], []
+    forms = tuple(undeclared_forms(case.backend, case.problem.case, str(case.device)))
+    for form in forms:
+        finding = _ask(case, form)
+        if isinstance(finding, Broken):
+            summary = f"asked besides with {form.changes}: {finding.summary}"
+            details = (shape_of(form.case), *finding.details)
+            wrong.append(replace(finding, summary=summary, details=details))
+        elif finding is not None and finding.notes[0].startswith(ANSWERED):
+            answered.append(form.changes)
+    if wrong:
+        first, *others = sorted(wrong, key=lambda each: UNCLEAR in each.summary)  # a wrong answer is worse
+        return replace(first, details=(*first.details, *(other.summary for other in others)))
+    notes = (f"asked besides, and {ANSWERED}: {'; '.join(answered)}",) if answered else ()
+    return Holds({"undeclared_asked": len(forms)}, notes)
+
+
+def _ask(case: CheckedCase, form: UndeclaredForm) -> Holds | Broken | None:
+    """Put one question; None: attncheck cannot put it."""
+    try:
+        problem = build_problem(form.case, case.problem.seed)
+        attempt = _attempt(case, problem)
+        if isinstance(attempt, Raised):
+            return check_refusal(attempt, form.reasons)
+        return check_answer(problem, truth_of(problem, case.device, refuse_blindness=False), attempt, form.reasons)
+    except QuestionError:
+        return None
+
+
+def _attempt(case: CheckedCase, problem: Problem) -> Observation | Raised:
+    try:
+        return Session(case.backend, problem, case.device).run()
+    except StageError as failure:
+        return failure.raised
+
+
+def _is_first_plain(case: CheckedCase) -> bool:
+    """Whether no case of the run before this one is as plain, and declared: the forms are asked once a backend."""
+    asked, backend = case.problem.case, case.backend
+    selected = case.shared.get(SelectedCases, SelectedCases).asking(case.loaded.ref, "refusals") or (asked,)
+
+    def is_declared(each: Case) -> bool:
+        return not declared_reasons(partial(backend.unsupported_reasons, each.layer, each.cache, each.batch))
+
+    return is_plain(asked) and next((each for each in selected if is_plain(each) and is_declared(each)), None) == asked
 
 
 def _check_undeclared_case(case: CheckedCase) -> Finding:
@@ -108,7 +173,9 @@ def _check_undeclared_case(case: CheckedCase) -> Finding:
         return skipped
     session, seen = case.try_first_step()
     attempt = session if isinstance(session, Raised) else seen
-    return check_undeclared(case.problem, case.truth, attempt, case.undeclared)
+    if isinstance(attempt, Raised):
+        return check_refusal(attempt, case.undeclared)
+    return check_answer(case.problem, case.truth, attempt, case.undeclared)
 
 
 CHECK = Check(_check, tries_undeclared=True)

@@ -28,13 +28,16 @@ def construct_impl(
     *,
     with_sinks: bool = True,
     writes: bool = False,
+    reads: str | None = None,
 ) -> Any:
     """The impl of the problem's layer; for a part of the keys that carries no sinks, ``with_sinks`` is off.
 
-    ``writes``: of the layer that fills the cache, where the problem's reads another layer's. The config is current
-    while the impl is made, as in vLLM.
+    ``writes``: of the layer that fills the cache, where the problem's reads another layer's. ``reads``: of a layer that
+    reads the cache of this one. The config is current while the impl is made, as in vLLM.
     """
     layer = problem.layer
+    if reads is None and problem.writes_nothing and not writes:
+        reads = SHARED_LAYER
     keywords: dict[str, Any] = {}
     if layer.sink_logits is not None and with_sinks:
         keywords["sinks"] = torch.tensor(layer.sink_logits, dtype=torch.float32, device=device)
@@ -53,7 +56,7 @@ def construct_impl(
             problem.cache.kv_cache_dtype,
             layer.logits_soft_cap,
             str(layer.attn_type),
-            SHARED_LAYER if problem.writes_nothing and not writes else None,
+            reads,
             **keywords,
         )
     _require_output_quant(impl, problem)
@@ -76,22 +79,24 @@ def construct_builder(
     device: torch.device,
     attn_layer: LayerStub | None = None,
     *,
+    beside: Sequence[LayerStub] = (),
     fills: int = 0,
     capture_sizes: tuple[int, ...] = (),
 ) -> Any:
     """The metadata builder of a layer that is asked ``problems``, the first of which says all but the bounds.
 
-    ``attn_layer``: the layer, with its impl, which builders find in the config's ``static_forward_context``. ``fills``:
-    of the layer that fills the cache, by prompts of up to so many tokens. ``capture_sizes``: tokens of the graphs that
-    will be captured, ascending.
+    ``attn_layer``: the layer, with its impl, which builders find in the config's ``static_forward_context``.
+    ``beside``: further layers that the builder serves. ``fills``: of the layer that fills the cache, by prompts of up
+    to so many tokens. ``capture_sizes``: tokens of the graphs that will be captured, ascending.
     """
     builder = backend.get_builder_cls()
     if isinstance(problems[0].case.batch.path.options, FastPrefillOptions) and not fills:
         builder = create_fast_prefill_custom_backend("FastPrefill", backend).get_builder_cls()
     layers = {} if attn_layer is None else {LAYER: attn_layer}
+    layers |= {f"layer.{number}": layer for number, layer in enumerate(beside, start=2)}
     spec, config = builder_arguments(backend, problems, fills=fills, capture_sizes=capture_sizes, layers=layers)
     with set_current_vllm_config(config):
-        return builder(spec, [LAYER], config, device)
+        return builder(spec, list(layers) or [LAYER], config, device)
 
 
 def builder_arguments(
@@ -144,7 +149,7 @@ def _longest(backend: type[AttentionBackend], problem: Problem) -> int:
 
 
 def _num_tokens(problem: Problem) -> int:
-    return problem.case.batch.num_tokens + problem.case.batch.padding.tokens
+    return problem.case.batch.num_tokens + problem.case.batch.padding.query_rows
 
 
 def _num_seqs(backend: type[AttentionBackend], problem: Problem) -> int:

@@ -52,28 +52,30 @@ class OutputBuffers:
 
 @dataclass(frozen=True)
 class BackendLayer:
-    """An impl of a backend and the layer object that holds it."""
+    """An impl of a backend and the layer object that holds it. ``writes``: whether the keys it is handed are stored."""
 
     backend: type[AttentionBackend]
     impl: Any
     attn_layer: LayerStub
+    writes: bool = True
 
     def output_buffers(self, problem: Problem, call: ForwardCall) -> OutputBuffers:
         """Return new buffers for the answer to ``call``, on its device."""
         device, shape = call.query.device, (len(call.query), problem.layer.num_heads)
         codes, lse, scale = output_codes(problem.layer), None, None
         dtype = problem.dtype if codes is None else codes.dtype
-        out = GuardedBuffer((*shape, problem.output_size), call.num_rows, dtype, device)
+        out = GuardedBuffer((*shape, problem.output_size), call.num_rows, dtype, device, call.output_form)
         if "lse" in self.backend.features:
-            lse = GuardedBuffer(shape, call.num_rows, torch.float32, device)
+            lse = GuardedBuffer(shape, call.num_rows, torch.float32, device, call.output_form)
         if codes is not None:
             scale = torch.tensor([codes.scale], dtype=torch.float32, device=device)
         return OutputBuffers(out, lse, scale)
 
     def store_new_rows(self, pool: KVPool, step: Step) -> None:
         """Write the new rows of ``step`` to the cache, unless the backend brings a writer of its own."""
-        if not self.impl.brings_writer and step.key is not None and step.value is not None:
-            pool.write(step.slot_mapping.clone(), step.key.clone(), step.value.clone())
+        if self.writes and not self.impl.brings_writer and step.key is not None and step.value is not None:
+            slots = step.slot_mapping.clone()
+            pool.write(slots, step.key[: len(slots)].clone(), step.value[: len(slots)].clone())
 
     def bind(
         self, call: ForwardCall, kv_cache: Tensor | None, metadata: Any, buffers: OutputBuffers
@@ -90,7 +92,7 @@ class BackendLayer:
         # An alias: what the backend does to the tensor object must not reach ours.
         cache = kv_cache.detach()
         enter = partial(impl.forward, attn_layer, query, key, value, cache, metadata, **buffers.handed_out())
-        if self.backend.forward_includes_kv_cache_update or metadata is None or key is None:
+        if self.backend.forward_includes_kv_cache_update or not self.writes or metadata is None or key is None:
             return enter  # without a frame of Python's on the way, which a clock would count
 
         def forward() -> object:

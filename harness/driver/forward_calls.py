@@ -30,7 +30,7 @@ from attncheck.reference import (
     make_local_attention_virtual_batches,
     split_attn_metadata,
 )
-from attncheck.reference.spec import MicroBatchOptions
+from attncheck.reference.spec import MicroBatchOptions, StrideForm
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ForwardCall:
     rows: int64 ``[num_rows]``, on the host: the step's row that stands at each real row of the query; padding stands
     behind these. nth, position: likewise, how many of the rows that the call has of its request stand before it, and
     where it stands among the keys of the call. The first ``num_key_rows`` rows of key and value are real. builder:
-    which of the session's builders makes the metadata.
+    which of the session's builders makes the metadata. output_form: how the output lies in memory.
     """
 
     common: CommonAttentionMetadata
@@ -54,6 +54,7 @@ class ForwardCall:
     common_prefix_len: int = 0
     carries_sinks: bool = True
     builder: int = 0
+    output_form: StrideForm = "contiguous"
 
     @property
     def num_rows(self) -> int:
@@ -75,7 +76,7 @@ def forward_calls_of(step: Step, features: frozenset[str], threshold: int | None
     """
     case = step.problem.case
     if isinstance(case.batch.path.options, MicroBatchOptions):
-        return tuple(_ordered(call, threshold) for call in _micro_batches(step, case.batch.path.options.cuts))
+        return micro_batches_of(step, case.batch.path.options.cuts, threshold)
     if is_merged(case.batch, features):
         parts = range(len(step.problem.parts))
         return tuple(_whole(step, step.common_metadata(part), carries_sinks=part == 0) for part in parts)
@@ -108,11 +109,12 @@ def _whole(
         num_key_rows=step.num_key_rows,
         common_prefix_len=common_prefix_len,
         carries_sinks=carries_sinks,
+        output_form=step.output_form,
     )
 
 
-def _micro_batches(step: Step, cuts: tuple[int, ...]) -> tuple[ForwardCall, ...]:
-    """One call for the rows between two cuts; the last takes the padding, too."""
+def micro_batches_of(step: Step, cuts: tuple[int, ...], threshold: int | None = None) -> tuple[ForwardCall, ...]:
+    """Return one call for the rows between two cuts; the last takes the padding, too. ``threshold``: as above."""
     common = step.common_metadata()
     starts, num_tokens = common.query_start_loc_cpu.tolist(), len(step.query)
     if not step.problem.layer.is_causal:
@@ -141,9 +143,10 @@ def _micro_batches(step: Step, cuts: tuple[int, ...]) -> tuple[ForwardCall, ...]
                 position=position,
                 num_key_rows=0 if step.key is None else real,
                 builder=index,
+                output_form=step.output_form,
             )
         )
-    return tuple(calls)
+    return tuple(_ordered(call, threshold) for call in calls)
 
 
 def _places(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:

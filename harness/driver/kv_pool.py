@@ -7,6 +7,7 @@ Slots are int64 indices into the pool, page * block_size + offset.
 import math
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from attncheck.backends.contract import AttentionBackend
 from attncheck.harness.driver.codec_proof import prove_codec
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.latent_views import LatentCodecView
+from attncheck.harness.driver.pool_memory import PoolMemory
 from attncheck.harness.problem.foreign_slots import STALE_ROWS, foreign_slots, stale_rows
 from attncheck.harness.problem.layer_sizes import stored_sizes
 from attncheck.harness.problem.problem import Problem
@@ -67,18 +69,17 @@ class KVPool:
         return other
 
     def has_codec_for(self, problem: Problem) -> bool:
-        """Whether :meth:`with_own_memory` can make a pool of ``problem``: it has the same layer and cache."""
-        own = self.problem
-        return self.codec is not None and (own.layer, own.cache) == (problem.layer, problem.cache)
+        """Whether :meth:`with_own_memory` can make a pool of ``problem``: its rows are stored in the same way."""
+        return self.codec is not None and _stored_as(self.problem) == _stored_as(problem)
 
-    def with_own_memory(self, problem: Problem) -> "KVPool":
+    def with_own_memory(self, problem: Problem, *, is_judged: bool = False) -> "KVPool":
         """Return a pool for ``problem`` in memory of its own, filled by the same codec, which is not proven again.
 
-        Foreign slots hold zeros and have no regions: such a pool serves steps whose answers are not looked at.
+        Foreign slots hold zeros and have no regions unless ``is_judged``: most answers are not looked at.
         """
         other = copy(self)
         other._allocate(problem)
-        other._take_up(problem, {})
+        other._take_up(problem, foreign_slots(problem) if is_judged else {})
         return other
 
     def _allocate(self, problem: Problem) -> None:
@@ -86,16 +87,18 @@ class KVPool:
 
     def _take_up(self, problem: Problem, regions: dict[str, Tensor]) -> None:
         self.problem, self.regions = problem, regions
+        reached = torch.cat([problem.owned_slots, *regions.values()])
+        self._memory = PoolMemory(self.kv_cache, problem.num_blocks, problem.cache.block_size, reached)
         self._fill()
         self._clean = self.bytes().clone()
 
     def bytes(self) -> Tensor:
-        """The cache's memory as flat uint8; a view."""
-        return flat_bytes(self.kv_cache)
+        """The cache's memory as flat uint8, of a very large one that a step may reach: a view, or else new."""
+        return self._memory.bytes()
 
     def filled(self, poison: float | None = None, regions: tuple[str, ...] | None = None) -> Tensor:
         """The cache as it stands before a step; ``poison`` in foreign slots (of ``regions``, default all)."""
-        self.bytes().copy_(self._clean)
+        self._memory.restore(self._clean)
         if poison is not None:
             chosen = [slots for name, slots in self.regions.items() if regions is None or name in regions]
             if chosen:
@@ -116,6 +119,7 @@ class KVPool:
         spread(math.nan)
         memory = self.bytes()
         memory[memory != zeros] = _E5M2_INFINITY | (0x80 if poison < 0 else 0)
+        self._memory.restore(memory)
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store rows where ``slots`` says; negative slots are left out."""
@@ -128,24 +132,20 @@ class KVPool:
     def write_image(self, image: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store rows in a copy of :meth:`bytes` through the codec."""
         codec = self._codec_in_hand()
-        slots, key, value = (tensor.to(self._device) for tensor in (slots, key, value))
-        call_backend("codec", lambda: codec.write(self._view(image), slots, key, value))
+        places = self._memory.slots_in_image(slots)
+        places, key, value = (tensor.to(self._device) for tensor in (places, key, value))
+        call_backend("codec", lambda: codec.write(self._memory.view(image), places, key, value))
 
     def read_image(self, image: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of a copy of :meth:`bytes`, read through the codec."""
         codec = self._codec_in_hand()
-        return call_backend("codec", lambda: codec.read(self._view(image), slots))
+        places = self._memory.slots_in_image(slots)
+        return call_backend("codec", lambda: codec.read(self._memory.view(image), places))
 
     def _codec_in_hand(self) -> KVCacheCodec:
         if self.codec is None:
             raise RuntimeError("only a pool with a codec can read or write a copy of its memory")
         return self.codec
-
-    def _view(self, image: Tensor) -> Tensor:
-        """A copy of the pool's memory in the shape and strides the backend knows."""
-        cache = self.kv_cache
-        view = torch.empty(0, dtype=cache.dtype, device=cache.device)
-        return view.set_(image.untyped_storage(), cache.storage_offset(), cache.shape, cache.stride())
 
     def _fill(self) -> None:
         """Plausible stale rows in every slot of interest, then the context."""
@@ -170,6 +170,12 @@ class KVPool:
         return key, value
 
 
+def _stored_as(problem: Problem) -> object:
+    """What of a layer and its cache says how rows are stored; scores and the place in the pool do not."""
+    layer, cache = problem.layer, replace(problem.cache, num_blocks=None, first_block=None)
+    return cache, layer.num_kv_heads, layer.head_size, layer.value_head_size, layer.dtype, layer.mla, layer.attn_type
+
+
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of as many bytes hold the same bits; eight bytes are compared at once where that is possible.
 
@@ -179,11 +185,6 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     if all(x.numel() % 8 == x.storage_offset() % 8 == 0 for x in (a, b)):
         a, b = a.view(torch.int64), b.view(torch.int64)
     return torch.equal(a, b)
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """All memory behind a tensor as flat uint8, whatever its shape and strides; a view."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _first_occurrences(slots: Tensor) -> Tensor:

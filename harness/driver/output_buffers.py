@@ -6,6 +6,9 @@ A backend gets an alias, so that what it does to the tensor object (resizing, re
 import torch
 from torch import Tensor
 
+from attncheck.harness.driver.operand_strides import empty_rows
+from attncheck.reference.spec import StrideForm
+
 CANARY = 1.5
 """The value of the padding rows of the output before a call."""
 
@@ -27,16 +30,27 @@ def still_unwritten(tensor: Tensor) -> Tensor:
 
 
 class GuardedBuffer:
-    """A buffer between guard rows: real rows marked as unwritten, padding rows holding a finite canary."""
+    """A buffer between guard rows: real rows marked as unwritten, padding rows holding a finite canary.
 
-    def __init__(self, shape: tuple[int, ...], real: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._all = torch.full((shape[0] + 2 * _GUARD_ROWS, *shape[1:]), _GUARD, dtype=dtype, device=device)
-        self.rows = self._all[_GUARD_ROWS : _GUARD_ROWS + shape[0]]
+    ``form``: how it lies in memory; what lies between its rows is guarded, too.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        real: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: StrideForm = "contiguous",
+    ) -> None:
+        guarded = (shape[0] + 2 * _GUARD_ROWS, *shape[1:])
+        rows, self._memory = empty_rows(guarded, form, dtype, device)
+        self.rows = rows[_GUARD_ROWS : _GUARD_ROWS + shape[0]]
         self.refill(real)
 
     def refill(self, real: int) -> None:
         """As new, in the same memory, for a step of ``real`` rows."""
-        self._all.fill_(_GUARD)
+        self._memory.fill_(_GUARD)
         self.rows[real:] = CANARY
         self._real = self.rows[:real]
         mark_unwritten(self._real)
@@ -46,9 +60,10 @@ class GuardedBuffer:
         return self.rows.detach()
 
     def breached(self) -> bool:
-        """Whether a guard row changed."""
-        guards = torch.cat([self._all[:_GUARD_ROWS], self._all[-_GUARD_ROWS:]])
-        return not bool((guards.float() == _GUARD).all())
+        """Whether memory beside the rows changed."""
+        beside = self._memory.clone()
+        beside.as_strided(self.rows.shape, self.rows.stride(), self.rows.storage_offset()).fill_(_GUARD)
+        return not bool((beside.float() == _GUARD).all())
 
     def touched(self) -> bool:
         """Whether any real row was written."""

@@ -53,6 +53,22 @@ class PersistentInputs:
             if own is not None and new is not None and _fits(own, new):
                 own[: len(new)].copy_(new)
 
+    def copy(self) -> ForwardCall:
+        """Return copies of the whole buffers."""
+        return map_tensors(self._own, Tensor.clone)
+
+    def changed_behind(self, earlier: ForwardCall, call: ForwardCall) -> Iterator[str]:
+        """Yield names of buffers that are not as in ``earlier``, a :meth:`copy`, behind what ``call`` was lent of them.
+
+        A call of fewer requests or rows must not reach there.
+        """
+        for name in _ROWS:
+            if not _same_behind(getattr(earlier, name), getattr(self._own, name), getattr(call, name)):
+                yield name
+        for name, now in _tensors_of(self._own.common):
+            if not _same_behind(getattr(earlier.common, name), now, getattr(call.common, name)):
+                yield f"metadata.{name}"
+
     def spans(self) -> dict[str, tuple[int, int]]:
         """Return the :func:`span` of query, key, value and each tensor of the metadata, by name."""
         named = {name: rows for name in _ROWS if (rows := getattr(self._own, name)) is not None}
@@ -111,6 +127,14 @@ def _fits(own: Tensor, new: Tensor) -> bool:
 
 def _front_of(own: Tensor | None, new: Tensor | None) -> Tensor | None:
     return new if own is None or new is None or not _fits(own, new) else own[: len(new)]
+
+
+def _same_behind(was: Tensor | None, now: Tensor | None, lent: Tensor | None) -> bool:
+    """Whether the bytes of two buffers are equal behind the front that ``lent`` is of the second."""
+    if was is None or now is None or lent is None or len(lent) == len(now) or not _fits(now, lent):
+        return True
+    behind = slice(len(lent), None)
+    return torch.equal(*(part[behind].contiguous().view(torch.uint8) for part in (was, now)))
 
 
 def _filled(own: Tensor, new: Tensor) -> Tensor:

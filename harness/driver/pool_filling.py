@@ -3,8 +3,9 @@
 A writer that is no method of its own is entered by prompts whose results are dropped.
 """
 
+from collections.abc import Hashable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -71,8 +72,11 @@ def new_pool(backend: type[AttentionBackend], problem: Problem, device: torch.de
 
 
 def _learned(backend: type[AttentionBackend], problem: Problem, device: torch.device) -> KVCacheCodec | NoCodec:
-    """What the backend's own writer tells of its cache."""
+    """What the backend's own writer tells of its cache; watched once a process for each layer and cache."""
     layer, cache = problem.layer, problem.cache
+    known = _known_layouts(backend, layer, replace(cache, num_blocks=None), device)
+    if known:
+        return known[0]
     filler = PoolFiller(backend, problem, device, replace(cache, k_scale=1.0, v_scale=1.0))
 
     def write_latent(kv_cache: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -84,7 +88,14 @@ def _learned(backend: type[AttentionBackend], problem: Problem, device: torch.de
     )
     if isinstance(found, NoCodec):
         return NoCodec(f"the backend brings no cache codec, and its writer shows none: {found.reason}")
+    known.append(found)
     return found
+
+
+@lru_cache(maxsize=256)
+def _known_layouts(*geometry: Hashable) -> list[KVCacheCodec]:  # noqa: ARG001 (the key of the list)
+    """Return the list that holds what was learned of ``geometry``; empty: nothing was yet."""
+    return []
 
 
 def _prefill_metadata(slots: Tensor, problem: Problem, device: torch.device) -> CommonAttentionMetadata:

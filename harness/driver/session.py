@@ -6,7 +6,7 @@ fresh tensors and reports what was seen. Whatever the backend raises is caught h
 
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend
 from attncheck.backends.declarations import is_merged
-from attncheck.harness.driver.construction import construct_builder, construct_impl
+from attncheck.harness.driver.construction import LAYER, construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import StageError, call_backend
 from attncheck.harness.driver.forward import BackendLayer, OutputBuffers
 from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs, forward_calls_of, num_builders
@@ -26,33 +26,9 @@ from attncheck.harness.driver.persistent_inputs import copied_calls
 from attncheck.harness.driver.pool_filling import new_pool
 from attncheck.harness.driver.results import CallResult, merged, observed, placed
 from attncheck.harness.driver.step import Step, make_step, request_order
+from attncheck.harness.driver.turn import Fill, OtherLayer, PreparedStep, Turn
 from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.problem import Problem
-
-
-@dataclass(frozen=True)
-class Fill:
-    """What stands where nothing should be looked at.
-
-    ``poison`` in foreign slots (None: plausible stale rows; only in ``regions``, where given), ``padding`` in the
-    padding rows of query, key and value. ``loose_bounds``: the metadata's maxima are upper bounds, not exact. ``rows``:
-    keys and values of which the step brings its part, in place of the problem's.
-    """
-
-    poison: float | None = None
-    regions: tuple[str, ...] | None = None
-    padding: float = float("nan")
-    loose_bounds: bool = False
-    rows: tuple[Tensor, Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class _PreparedStep:
-    """A step and its calls, as the backend gets copies of them. ``facts``: what of the fill they depend on."""
-
-    step: Step
-    calls: tuple[ForwardCall, ...]
-    facts: tuple[str, bool]
 
 
 class Session:
@@ -67,29 +43,75 @@ class Session:
         *,
         capture_sizes: tuple[int, ...] = (),
         pool: KVPool | None = None,
+        layers: Sequence[OtherLayer] = (),
+        role: str = "",
     ) -> None:
         """``later``: problems that are to follow ``beside`` this one; what a builder is told bounds them all.
 
         ``capture_sizes``: tokens of the graphs that will be captured, ascending. ``pool``: of another session of this
         backend, used again for the problem it was made for; its codec serves other problems of the layer and cache.
+        ``layers``: others that the builder serves, each a session of ``self.layers``. ``role``: how messages name it.
         """
         self.backend, self.problem, self.device = backend, problem, device
         self._asked, self._capture_sizes = (problem, *later), capture_sizes
-        self.attn_layer = LayerStub(problem.cache, device)
-        self.impl = self.attn_layer.impl = call_backend("construct", lambda: construct_impl(backend, problem, device))
-        self.layer = BackendLayer(backend, self.impl, self.attn_layer)
         self._builders: list[Any] = []
-        self._add_builder()
         self.pool = self._known_pool = pool
-        self._latest: _PreparedStep | None = None
+        self._latest: PreparedStep | None = None
+        self.role, self._is_refilled = role, True
+        self._reads: str | None = None
+        self.layers: tuple[Session, ...] = ()
+        self._construct()
+        self.layers = tuple(self._of_layer(other) for other in layers)
         self._prepare()
+        for session in self.layers:
+            session._known_pool = self.pool
+            session._prepare()
 
-    def beside(self, problem: Problem) -> "Session":
-        """A session for another problem of the same layer and cache, over the same impl and builder."""
+    def beside(self, problem: Problem, *, is_judged: bool = False) -> "Session":
+        """A session for another problem of the same layer and cache, over the same impl and builder.
+
+        ``is_judged``: foreign slots of a pool of its own hold stale rows, as those of the first session do.
+        """
         other = copy(self)
+        other.problem = problem
+        other._prepare(is_judged=is_judged)
+        return other
+
+    def in_flight(self, problem: Problem, role: str, first: "Session | None" = None) -> "Session":
+        """The same for a micro-batch that is built before this one has run, by a builder of its own.
+
+        ``first``: the session of that micro-batch on another layer, whose builder serves this layer, too.
+        """
+        other = copy(self)
+        other.role, other._builders = role, [] if first is None else first._builders
         other.problem = problem
         other._prepare()
         return other
+
+    def following(self, problem: Problem) -> "Session":
+        """The same for a step over the cache as the step before leaves it."""
+        other = copy(self)
+        other.problem, other._known_pool, other._is_refilled = problem, self.pool, False
+        other._prepare()
+        return other
+
+    def _of_layer(self, other: OtherLayer) -> "Session":
+        """A session of another layer over the same builders, still without a pool."""
+        made = copy(self)
+        made.problem, made.role = other.problem, other.role
+        made._is_refilled, made._reads = not other.shares_cache, LAYER if other.shares_cache else None
+        made._construct()
+        return made
+
+    def _construct(self) -> None:
+        """Impl and layer."""
+        self.attn_layer = LayerStub(self.problem.cache, self.device)
+        self.impl = self.attn_layer.impl = self._impl()
+        self.layer = BackendLayer(self.backend, self.impl, self.attn_layer, writes=self._reads is None)
+
+    def _impl(self, *, with_sinks: bool = True) -> Any:
+        made = partial(construct_impl, with_sinks=with_sinks, reads=self._reads)
+        return call_backend("construct", lambda: made(self.backend, self.problem, self.device))
 
     @property
     def builder(self) -> Any:
@@ -111,46 +133,50 @@ class Session:
     def _is_merged(self) -> bool:
         return is_merged(self.problem.case.batch, self.backend.features)
 
-    def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:
+    def run(self, fill: Fill = Fill(), *, images: bool = True) -> Observation | Raised:  # noqa: B008 (frozen)
         """One step over a freshly filled cache.
 
         ``images``: keep the cache's memory before and after, and look for changed inputs.
         """
         results: list[CallResult] = []
-        before = None
         try:
-            prepared = self._prepared(fill)
-            step, pristine = prepared.step, prepared.calls
-            calls = copied_calls(pristine)
-            kv_cache = self._filled_cache(step, fill)
-            before = self._image() if images else None
-            results.extend(self._call(call, kv_cache, metadata, before) for call, metadata in self._built(calls))
+            turn = self.begin(fill, images=images)
+            results = turn.results
+            for call, metadata in self.built(turn.calls):
+                self.take(turn, call, metadata)
         except StageError as failure:
             made = ("the output of an earlier call",) if results and not failure.raised.touched else ()
             return replace(failure.raised, touched=(*failure.raised.touched, *made))
-        whole = merged(results, self.backend.conventions) if self._is_merged else placed(results)
-        return observed(
-            whole,
-            step,
-            results,
-            pool_before=before,
-            pool_after=self._image() if images else None,
-            changed=(name for was, now in zip(pristine, calls, strict=True) for name in changed_inputs(was, now))
-            if images
-            else (),
-        )
+        return self.finish(turn)
 
-    def advance(self) -> Raised | None:
-        """Make one step, and return what it raised; nothing else of it is looked at. It may change its inputs."""
-        try:
-            prepared = self._prepared(Fill())
-            kv_cache = self._filled_cache(prepared.step, Fill())
-            for call, metadata in self._built(prepared.calls):
-                buffers = self.layer.output_buffers(self.problem, call)
-                call_backend("forward", partial(self._forward, call, kv_cache, metadata, buffers))
-        except StageError as failure:
-            return failure.raised
-        return None
+    def begin(self, fill: Fill = Fill(), *, images: bool = True) -> Turn:  # noqa: B008 (frozen)
+        """Make the inputs of a step, and fill the cache as ``fill`` wants it. Raises StageError."""
+        prepared = self._prepared(fill)
+        kv_cache = self._filled_cache(prepared.step, fill)
+        before = self._image() if images else None
+        return Turn(prepared.step, prepared.calls, copied_calls(prepared.calls), kv_cache, before, images)
+
+    def built(self, calls: Sequence[ForwardCall]) -> Iterable[tuple[ForwardCall, Any]]:
+        """Each call with its metadata. Micro-batches are built before the first of them runs; others one by one."""
+        built = ((call, self._build(call)) for call in calls)
+        return list(built) if num_builders(self.problem) > 1 else built
+
+    def take(self, turn: Turn, call: ForwardCall, metadata: Any) -> None:
+        """Make one call of the turn. Raises StageError."""
+        turn.results.append(self._call(call, turn.kv_cache, metadata, turn.before))
+
+    def finish(self, turn: Turn) -> Observation:
+        """Return what was seen of a turn whose calls are made."""
+        results = turn.results
+        calls = zip(turn.pristine, turn.calls, strict=True) if turn.has_images else ()
+        return observed(
+            merged(results, self.backend.conventions) if self._is_merged else placed(results),
+            turn.step,
+            results,
+            pool_before=turn.before,
+            pool_after=self._image() if turn.has_images else None,
+            changed=(name for was, now in calls for name in changed_inputs(was, now)),
+        )
 
     def run_without_metadata(self) -> Tensor | Raised:
         """The profiling call: no metadata, an empty cache. The output, in the step's order."""
@@ -169,45 +195,46 @@ class Session:
             raise TypeError(f"{type(self.impl).__name__}.chosen_kernels is {given!r}; a collection of names is right")
         return tuple(sorted({printable(str(name)) for name in names}))
 
-    def _prepare(self) -> None:
+    def _prepare(self, *, is_judged: bool = False) -> None:
         """Everything that depends on the problem."""
-        self.order = call_backend("builder", lambda: request_order(self.problem, self.threshold))
-        self._latest = None
         for _ in range(len(self._builders), num_builders(self.problem)):
             self._add_builder()
+        self.order = call_backend("builder", lambda: request_order(self.problem, self.threshold))
+        self._latest = None
         self._bare_layer = self.layer
         if self.problem.layer.sink_logits is not None and self._is_merged:
-            bare = call_backend(
-                "construct", lambda: construct_impl(self.backend, self.problem, self.device, with_sinks=False)
-            )
-            self._bare_layer = replace(self.layer, impl=bare)
-        self.pool = call_backend("cache", self._pool) if self.problem.has_pool else None
+            self._bare_layer = replace(self.layer, impl=self._impl(with_sinks=False))
+        self.pool = call_backend("cache", lambda: self._pool(is_judged=is_judged)) if self.problem.has_pool else None
         self._known_pool = self._known_pool or self.pool
 
-    def _pool(self) -> KVPool:
+    def _pool(self, *, is_judged: bool) -> KVPool:
         known, problem = self._known_pool, self.problem
-        if known is not None and known.problem is problem:
+        if known is not None and (known.problem is problem or not self._is_refilled):
             return known
         if known is not None and known.has_codec_for(problem):
-            return known.with_own_memory(problem)
+            return known.with_own_memory(problem, is_judged=is_judged)
         return new_pool(self.backend, problem, self.device, self.impl)
 
     def _add_builder(self) -> None:
-        sizes = self._capture_sizes
+        sizes, beside = self._capture_sizes, [session.attn_layer for session in self.layers]
         self._builders.append(
             call_backend(
                 "builder",
-                lambda: construct_builder(self.backend, self._asked, self.device, self.attn_layer, capture_sizes=sizes),
+                lambda: construct_builder(
+                    self.backend, self._asked, self.device, self.attn_layer, beside=beside, capture_sizes=sizes
+                ),
             )
         )
 
-    def _prepared(self, fill: Fill) -> "_PreparedStep":
+    def _prepared(self, fill: Fill) -> PreparedStep:
         """The step that ``fill`` asks for. The latest one is kept, unless ``fill`` brings rows of its own."""
-        facts = str(fill.padding) if self.problem.case.batch.padding.tokens else "", fill.loose_bounds
+        padding = self.problem.case.batch.padding
+        is_padded = padding.query_rows or padding.key_rows
+        facts = str(fill.padding) if is_padded else "", fill.loose, fill.strides
         if self._latest is not None and fill.rows is None and self._latest.facts == facts:
             return self._latest
         step = self._step(fill)
-        made = _PreparedStep(step, forward_calls_of(step, self.backend.features, self.threshold), facts)
+        made = PreparedStep(step, forward_calls_of(step, self.backend.features, self.threshold), facts)
         if fill.rows is None:
             self._latest = made
         return made
@@ -216,14 +243,10 @@ class Session:
         """The cache as ``fill`` wants it, or None where there is none; with the new rows, if no backend writes them."""
         if self.pool is None:
             return None
-        kv_cache = self.pool.filled(fill.poison, fill.regions)
+        if self._is_refilled:
+            self.pool.filled(fill.poison, fill.regions)
         self.layer.store_new_rows(self.pool, step)
-        return kv_cache
-
-    def _built(self, calls: Sequence[ForwardCall]) -> Iterable[tuple[ForwardCall, Any]]:
-        """Each call with its metadata. Micro-batches are built before the first of them runs; others one by one."""
-        built = ((call, self._build(call)) for call in calls)
-        return list(built) if num_builders(self.problem) > 1 else built
+        return self.pool.kv_cache
 
     def _build(self, call: ForwardCall) -> Any:
         builder = self._builders[call.builder]
@@ -262,7 +285,8 @@ class Session:
             self.order,
             padding_fill=fill.padding,
             pad_seq_len=self.backend.conventions.pad_seq_len,
-            loose_bounds=fill.loose_bounds,
+            loose=fill.loose,
+            strides=fill.strides,
             new_rows=fill.rows,
         )
 

@@ -6,14 +6,16 @@ slot -1 and rows of NaN.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attncheck.harness.driver.operand_strides import operand_views
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference import CommonAttentionMetadata
-from attncheck.reference.spec import FastPrefillOptions
+from attncheck.reference.spec import FastPrefillOptions, StrideForm, StridesSpec
 
 _LOOSE = 7
 """How much more than the batch's length a loose bound says, where the step has room for it."""
@@ -38,8 +40,10 @@ class Step:
     seq_lens: Tensor
     block_table: Tensor
     pad_seq_len: int
-    looseness: int
-    """How much the maxima of the metadata are above the batch's."""
+    loose: tuple[str, ...]
+    """The maxima of the metadata that are above the batch's."""
+    output_form: StrideForm
+    """How the output lies in memory."""
 
     @property
     def num_key_rows(self) -> int:
@@ -80,7 +84,7 @@ class Step:
             num_actual_tokens=int(host_starts[-1]) + self.problem.case.batch.padding.tokens,
             max_query_len=int(query_lens.max()),
             max_seq_len=int(host_lens.max()),
-            block_table_tensor=table,
+            block_table_tensor=_slice_of_wider(table, self.problem.case.batch.block_table.row_gap),
             slot_mapping=slots,
             causal=self.problem.layer.is_causal and is_aligned,
             encoder_seq_lens=np.array(host_lens.tolist(), dtype=np.int32) if cross else None,
@@ -95,16 +99,15 @@ class Step:
 
         Bounds stay true ones: no query is longer than the step has tokens, no request longer than its table.
         """
-        if not self.looseness:
-            return common
         tokens, room = common.num_actual_tokens, common.num_actual_tokens
         if self.problem.has_pool:
             room = common.block_table_tensor.shape[1] * self.problem.cache.block_size
-        return replace(
-            common,
-            max_query_len=max(common.max_query_len, min(common.max_query_len + self.looseness, tokens)),
-            max_seq_len=max(common.max_seq_len, min(common.max_seq_len + self.looseness, room)),
-        )
+        limits = {"max_query_len": tokens, "max_seq_len": room}
+        looser: dict[str, Any] = {}
+        for name in self.loose:
+            exact = int(getattr(common, name))
+            looser[name] = max(exact, min(exact + _LOOSE, limits[name]))
+        return replace(common, **looser)
 
     def _of_part(self, part: int) -> tuple[Tensor, Tensor, Tensor]:
         """``seq_lens``, block table and slots of one part of the keys; what the other parts write has slot -1."""
@@ -137,6 +140,14 @@ def request_order(problem: Problem, threshold: int | None) -> list[int]:
     return sorted(requests, key=lambda i: problem.requests[i].query_len > threshold)
 
 
+def strides_of(problem: Problem) -> StridesSpec:
+    """Return how the operands of a problem lie in memory: as its case says, else fused where it plants views."""
+    if problem.case.strides is not None:
+        return problem.case.strides
+    rows: StrideForm = "fused" if "views" in problem.inputs else "contiguous"
+    return StridesSpec(query=rows, key=rows, value=rows)
+
+
 def make_step(
     problem: Problem,
     device: torch.device,
@@ -144,15 +155,16 @@ def make_step(
     *,
     padding_fill: float = float("nan"),
     pad_seq_len: int = 0,
-    loose_bounds: bool = False,
+    loose: tuple[str, ...] = (),
+    strides: StridesSpec | None = None,
     new_rows: tuple[Tensor, Tensor] | None = None,
 ) -> Step:
     """The step of ``problem`` on ``device``, its requests in ``order`` (default: as they stand in the case).
 
     Every call gives new tensors with equal contents; ``padding_fill`` stands in the padding rows of query, key, value,
-    ``pad_seq_len`` in the ``seq_lens`` of padding requests. With ``loose_bounds`` the maxima of the metadata are upper
-    bounds, as in a step padded for a captured graph. ``new_rows`` replace the problem's keys and values, whose shapes
-    they have, in what the step brings.
+    ``pad_seq_len`` in the ``seq_lens`` of padding requests. ``loose`` names the maxima of the metadata that are
+    upper bounds, as in a step padded for a captured graph. ``new_rows`` replace the problem's keys and values, whose
+    shapes they have, in what the step brings. ``strides``: how the operands lie in memory; None: as the case has it.
     """
     order = tuple(range(len(problem.requests)) if order is None else order)
     requests = [problem.requests[i] for i in order]
@@ -163,14 +175,14 @@ def make_step(
         rows = torch.cat([torch.arange(r.first_row, r.first_row + r.rows) for r in requests])
     new_keys, slot_keys = _writes(problem, order)
     # In cross attention the key rows are the encoder's: the decoder's padding tokens do not lengthen them.
-    key_padding = 0 if problem.is_cross else padding.tokens
-    query = _padded(_rows_at(problem.query, rows), padding.tokens, padding_fill).to(device)
+    slot_padding, key_padding = (0, 0) if problem.is_cross else (padding.tokens, padding.query_rows)
+    query = _padded(_rows_at(problem.query, rows), padding.query_rows, padding_fill).to(device)
     key, value = (
-        _padded(_rows_at(all_rows, new_keys), key_padding, padding_fill).to(device)
+        _padded(_rows_at(all_rows, new_keys), key_padding + padding.key_rows, padding_fill).to(device)
         for all_rows in new_rows or (problem.keys, problem.values)
     )
-    if "views" in problem.inputs:
-        query, key, value = _as_views(query, key, value)
+    strides = strides or strides_of(problem)
+    query, key, value = operand_views((query, key, value), strides)
     no_keys = problem.writes_nothing or (problem.is_cross and not len(new_keys))
     lens = torch.tensor([*(r.num_keys for r in requests), *[pad_seq_len] * padding.requests])
     table = _padded(problem.block_table.index_select(0, torch.tensor(order, dtype=torch.int64)), padding.requests, 0)
@@ -182,13 +194,14 @@ def make_step(
         query=query,
         key=None if no_keys else key,
         value=None if no_keys else value,
-        slot_mapping=_padded(_slots_of(problem, slot_keys), key_padding, -1).to(device),
-        slot_keys=_padded(slot_keys, key_padding, -1),
+        slot_mapping=_padded(_slots_of(problem, slot_keys), slot_padding, -1).to(device),
+        slot_keys=_padded(slot_keys, slot_padding, -1),
         query_start_loc=starts.int().to(device),
         seq_lens=lens.int().to(device),
         block_table=table.to(device),
         pad_seq_len=pad_seq_len,
-        looseness=_LOOSE if loose_bounds else 0,
+        loose=loose,
+        output_form=strides.output,
     )
 
 
@@ -232,14 +245,11 @@ def _padded(rows: Tensor, count: int, fill: float) -> Tensor:
     return torch.cat([rows, rows.new_full((count, *rows.shape[1:]), fill)]) if count else rows
 
 
-def _as_views(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """The same values as slices of one fused tensor, as a model's layer hands them; of two, where row counts differ."""
-    groups = [(query, key, value)] if len(query) == len(key) else [(query,), (key, value)]
-    views: list[Tensor] = []
-    for group in groups:
-        widths = [t.shape[1] * t.shape[2] for t in group]
-        # Columns nobody owns stand behind the last slice, so that rows are strided even for a group of one.
-        fused = torch.cat([*(t.flatten(1) for t in group), query.new_zeros(len(group[0]), 16)], dim=1)
-        parts = fused.split([*widths, 16], dim=1)
-        views += [part.unflatten(1, t.shape[1:]) for part, t in zip(parts, group, strict=False)]
-    return tuple(views)
+def _slice_of_wider(table: Tensor, gap: int) -> Tensor:
+    """Return the table, or the same entries as a slice of a table with ``gap`` more columns, of page 0, and a row."""
+    if not gap:
+        return table
+    wider = table.new_zeros(len(table) + 1, table.shape[1] + gap)
+    part = wider[: len(table), : table.shape[1]]
+    part.copy_(table)
+    return part

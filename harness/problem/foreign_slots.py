@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from attncheck.harness.problem.layer_sizes import naive_layer, stored_sizes
+from attncheck.harness.problem.memory_estimate import SMALL_POOL
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.random_stream import RandomStream
 from attncheck.harness.problem.visible_span import visible_span
 from attncheck.reference import layer_params
-
-SMALL_POOL = 1 << 22
-"""Slots up to which the whole pool is filled and poisoned; of a larger one only the surroundings of owned pages."""
 
 STALE_ROWS = 64
 """Distinct stale rows: slot ``i`` of a region holds row ``i % STALE_ROWS``."""
@@ -35,18 +33,23 @@ def _stale_rows(heads: int, size: int, dtype: torch.dtype) -> Tensor:
 def rows_in_pool(problem: Problem, slots: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return keys and values ``[n, Hkv, D]`` that attention finds at ``slots`` (int64 ``[n]``).
 
-    None where a slot is outside of the pool, and for pools that are too large to be filled whole.
+    None where a slot is outside of the pool. What nobody filled in a large pool is 0.
     """
-    total = problem.num_blocks * problem.cache.block_size
-    if total > SMALL_POOL or bool(((slots < 0) | (slots >= total)).any()):
+    if bool(((slots < 0) | (slots >= problem.num_blocks * problem.cache.block_size)).any()):
         return None
-    source = torch.zeros(total, dtype=torch.int64)
-    for region in foreign_slots(problem).values():
-        source[region] = torch.arange(len(region)) % STALE_ROWS
-    source[problem.key_slots] = torch.arange(len(problem.keys)) + STALE_ROWS
-    stale_keys, stale_values = stale_rows(problem)
-    index = source[slots]
-    return torch.cat([stale_keys, problem.keys])[index], torch.cat([stale_values, problem.values])[index]
+    regions = list(foreign_slots(problem).values())
+    # Keys stand first: they are written last.
+    filled, order = torch.cat([problem.key_slots, *regions]).sort(stable=True)
+    stale = [torch.arange(len(region)) % STALE_ROWS for region in regions]
+    source = torch.cat([torch.arange(len(problem.keys)) + STALE_ROWS, *stale])[order]
+    place = torch.searchsorted(filled, slots).clamp(max=len(filled) - 1)
+    index = torch.where(filled[place] == slots, source[place], STALE_ROWS + len(problem.keys))
+    found = (
+        torch.cat([old, own, own.new_zeros(1, *own.shape[1:])])[index]
+        for old, own in zip(stale_rows(problem), (problem.keys, problem.values), strict=True)
+    )
+    keys, values = found
+    return keys, values
 
 
 def foreign_slots(problem: Problem) -> dict[str, Tensor]:
@@ -69,8 +72,10 @@ def foreign_slots(problem: Problem) -> dict[str, Tensor]:
 def _pages_of_interest(problem: Problem, owned_pages: Tensor) -> Tensor:
     if problem.num_blocks * problem.cache.block_size <= SMALL_POOL:
         return torch.arange(problem.num_blocks)
+    size = problem.cache.block_size
     wrapped = [owned_pages % (1 << bits) for bits in (15, 16, 31)]
-    per_page = problem.cache.block_size * problem.layer.num_kv_heads * problem.layer.head_size
+    wrapped.append(owned_pages * size % (1 << 32) // size)  # a slot kept in 32 bits
+    per_page = size * problem.layer.num_kv_heads * problem.layer.head_size
     # Where an element offset kept in 32 bits would land, with keys and values apart or packed together.
     wrapped += [owned_pages * elements % (1 << 32) // elements for elements in (per_page, 2 * per_page)]
     near: Tensor = torch.cat([owned_pages - 1, owned_pages + 1, *wrapped]).unique()

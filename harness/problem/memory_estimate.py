@@ -26,9 +26,21 @@ _WEIGHT_COPIES = 3
 _POOL_COPIES = 8
 """The pool, its clean image, and the images before and after of the three steps that containment holds at once."""
 
+SMALL_POOL = 1 << 18
+"""Slots up to which the whole pool is filled, poisoned and copied; of a larger one the surroundings of owned pages."""
 
-def needed_bytes(case: Case) -> int:
-    """An upper estimate of what examining ``case`` holds at once, in bytes, on the host or the device."""
+_NEAR = 8
+"""Pages looked at for each that is owned: its neighbours, and where numbers of fewer bits would lead."""
+
+_MOST_RESERVED = 2**37
+"""Bytes of a large pool that a host reserves without taking memory; a larger one counts like any other."""
+
+
+def needed_bytes(case: Case, *, reserves: bool = False) -> int:
+    """An upper estimate of what examining ``case`` holds at once, in bytes, on the host or the device.
+
+    ``reserves``: as on a host, whose memory a large pool takes only where it is touched.
+    """
     layer, cache, batch = case.layer, case.cache, case.batch
     if isinstance(batch.path.options, CausalConv1dOptions):
         columns = batch.num_tokens + 2 * batch.num_requests * (batch.path.options.width + 3)
@@ -47,9 +59,13 @@ def needed_bytes(case: Case) -> int:
     pools, parts = _pools_and_parts(batch)
     pages = keys // cache.block_size + 2 * batch.num_requests
     blocks = cache.num_blocks or (cache.first_block or 0) + 2 * pages
-    pool = pools * blocks * cache.block_size * stored * itemsize
+    page = cache.block_size * stored * itemsize
+    pool = pools * blocks * page
+    held = _POOL_COPIES * pool
+    if blocks * cache.block_size > SMALL_POOL:
+        held = _POOL_COPIES * _NEAR * pages * page + (0 if reserves and pool <= _MOST_RESERVED else pool)
     rows = batch.num_tokens * layer.num_heads * max(width, asked.head_size + asked.value_head_size) * 8
-    held = _POOL_COPIES * pool + keys * (stored * itemsize + exact * copies * 8) + (_ROW_COPIES + 2 * parts) * rows
+    held += keys * (stored * itemsize + exact * copies * 8) + (_ROW_COPIES + 2 * parts) * rows
     return held + _WEIGHT_COPIES * _num_weights(layer) * 8
 
 
@@ -72,7 +88,7 @@ def _num_weights(layer: LayerSpec) -> int:
 
 def shortage(case: Case, device: "torch.device") -> str | None:
     """Why ``case`` does not fit ``device`` (and the host) right now, with the GiB it needs; None: it does."""
-    needed = needed_bytes(case)
+    needed = needed_bytes(case, reserves=device.type == "cpu")
     room = {
         "the host": free_host_bytes(),
         "the process": free_own_bytes(),

@@ -6,8 +6,8 @@ one pool.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from attncheck.cases.model import Case
 from attncheck.errors import SpecError
+from attncheck.harness.problem.layer_sizes import naive_layer
 from attncheck.harness.problem.random_stream import RandomStream
+from attncheck.harness.problem.visible_span import visible_span
+from attncheck.reference import layer_params
 from attncheck.reference.spec import DCPOptions, RequestSpec, SplitKVOptions
 
 _SLACK = 2
@@ -93,8 +96,10 @@ def lay_out(case: Case, lengths: Sequence[int], places: KeyPlaces, stream: Rando
     drawn = _draw_pages(case, [-(-n // size) for n in lengths], shared, stream)
 
     def finish() -> PageLayout:
-        table = _block_table(drawn, stream)
+        table = _block_table(drawn, stream, case.batch.block_table.extra_columns)
         slots = table[places.request, places.position // size].long() * size + places.position % size
+        if case.batch.block_table.null_pages:
+            table = _without_freed_pages(case, table)
         parts, part_of_key = _page_parts(case, specs, lengths, table)
         return PageLayout(drawn.pages, table, slots, drawn.num_blocks, parts, part_of_key)
 
@@ -117,17 +122,13 @@ def _draw_pages(case: Case, counts: Sequence[int], shared: Sequence[int], stream
     # Of a very large pool only a window is drawn from: shuffling millions of ids would say no more.
     choice = min(num_blocks - first, 2 * needed + 64)
     ids = (stream.permutation(choice)[:needed] + first).tolist()
-    common, free = ids[:prefix], ids[prefix:]
-    pages = []
-    for count, own in zip(counts, shared, strict=True):
-        take = count - own
-        pages.append(tuple(common[:own] + free[:take]))
-        free = free[take:]
+    common, free = ids[:prefix], iter(ids[prefix:])
+    pages = ((*common[:own], *islice(free, count - own)) for count, own in zip(counts, shared, strict=True))
     return _Drawn(tuple(pages), num_blocks)
 
 
-def _block_table(drawn: _Drawn, stream: RandomStream) -> Tensor:
-    width = max(map(len, drawn.pages)) + _SLACK
+def _block_table(drawn: _Drawn, stream: RandomStream, extra_columns: int = 0) -> Tensor:
+    width = max(map(len, drawn.pages)) + _SLACK + extra_columns
     table = stream.integers(len(drawn.pages) * width, drawn.num_blocks).reshape(len(drawn.pages), width)
     request, column = key_places([len(pages) for pages in drawn.pages])
     own = torch.tensor(list(chain.from_iterable(drawn.pages)), dtype=torch.int64)
@@ -136,6 +137,30 @@ def _block_table(drawn: _Drawn, stream: RandomStream) -> Tensor:
     is_own = torch.isin(table + first_id[:, None], own + first_id[request])
     table.masked_fill_(is_own, 0)[request, column] = own
     return table.int()
+
+
+def layout_of_layer(layout: PageLayout, case: Case) -> PageLayout:
+    """Return the layout as a case has it that differs in its layer: with other null pages, if it has any."""
+    if not case.batch.block_table.null_pages:
+        return layout
+    table = layout.block_table.clone()
+    for row, own in zip(table, layout.pages, strict=True):
+        row[: len(own)] = row.new_tensor(own)
+    return replace(layout, block_table=_without_freed_pages(case, table))
+
+
+def _without_freed_pages(case: Case, table: Tensor) -> Tensor:
+    """Return the table with page 0 in place of pages that the window or chunk of every row and layer has left behind.
+
+    A cache manager takes such pages back, and may give them to others.
+    """
+    lengths = torch.tensor([spec.total_len for spec in case.batch])
+    first_rows = torch.tensor([spec.context_len for spec in case.batch])
+    first_keys = torch.stack(
+        [visible_span(layer_params(naive_layer(layer)), first_rows, lengths)[0] for layer in (case.layer, *case.layers)]
+    ).amin(0)
+    is_freed = torch.arange(table.shape[1]) < (first_keys // case.cache.block_size)[:, None]
+    return table.masked_fill(is_freed, 0)
 
 
 def _slots(pages: Sequence[int], positions: Tensor, size: int) -> Tensor:

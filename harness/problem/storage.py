@@ -5,16 +5,19 @@ beforehand, so that every right writer stores the same bytes, and the truth is t
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from attncheck.backends.dtypes import DTYPES, FP8_DTYPES, cache_dtype
-from attncheck.harness.problem.float8 import nearest_code, numbers_of
+from attncheck.harness.problem.float8 import alike, nearest_code, numbers_of, truncated_code
 from attncheck.harness.problem.signatures import SMALLEST
 from attncheck.reference.attention.quant import quantize_fp8
 from attncheck.reference.spec import CacheSpec, LayerSpec
+
+_NEAR_CODES = 3
+"""How far from a code another one is looked for that careless rounding leaves alone."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,29 @@ class Storage:
         """Float64 ``numbers`` as rows that come out of the cache as they went in; those no row can hold become 0."""
         if not self.is_fp8:
             return numbers.to(self.held).to(self.dtype)
-        return self.usable_rows(self.codes(numbers))
+        heads = torch.arange(numbers.shape[1], device=numbers.device)[:, None] % len(self.scale)
+        sturdy = self._sturdy_codes.to(numbers.device)
+        return self.usable_rows(sturdy[heads, self.codes(numbers).long()])
+
+    @cached_property
+    def _sturdy_codes(self) -> Tensor:
+        """uint8 ``[1 or Hkv, 256]``: the nearest code that a writer keeps which cuts the mantissa off; else the code.
+
+        The layer's dtype rounds ``code * scale``, and such a writer stores the code below where it rounds towards 0.
+        """
+        codes = torch.arange(256, dtype=torch.uint8).expand(len(self.scale), -1)
+        rows = self.rows_of(codes).float()
+        quotients = rows / self.scale, rows * (1 / self.scale)
+        kept = self.holds(codes)
+        for quotient in quotients:
+            kept &= alike(truncated_code(quotient.double(), self.held), self.held) == alike(codes, self.held)
+        nearest = codes.clone()
+        for step in range(_NEAR_CODES, 0, -1):
+            for moved in (codes.long() + step, codes.long() - step):
+                other = moved.clamp(0, 255)
+                is_code = (moved == other) & (other // 128 == codes // 128) & kept.gather(1, other)
+                nearest = torch.where(is_code, other.to(torch.uint8), nearest)
+        return torch.where(kept, codes, nearest)
 
     def codes(self, rows: Tensor) -> Tensor:
         """The codes (uint8) of rows, on their device."""

@@ -7,37 +7,37 @@ batches a fault leaves the answer right, and would "explain" any error.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import chain
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from attncheck.harness.problem.output_quantisation import output_error, output_values
 from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.fits import Misfit, best_fit
+from attncheck.harness.truth.fitted_factors import other_factors
 from attncheck.harness.truth.head_map import other_heads
 from attncheck.harness.truth.hypotheses import Hypothesis, explanations, imprecisions
 from attncheck.harness.truth.key_spans import WINDOW_START, other_spans
+from attncheck.harness.truth.key_weights import key_pattern, lost_keys
 from attncheck.harness.truth.latent_forms import latent_explanations
+from attncheck.harness.truth.modifier_hypotheses import fitted_sinks, modifier_explanations, other_sinks
 from attncheck.harness.truth.paging_hypotheses import paging_explanations
 from attncheck.harness.truth.partial_results import merged_wrongly
 from attncheck.harness.truth.path_hypotheses import path_explanations
+from attncheck.harness.truth.rearranged import misplaced, packed_queries, query_explanations, rescaled
 from attncheck.harness.truth.scale_hypotheses import scale_explanations
+from attncheck.harness.truth.score_hypotheses import overflowing_caps, score_explanations
 from attncheck.harness.truth.softmax_hypotheses import rescaling_explanations
 from attncheck.harness.truth.tolerance import share_of_budget
 from attncheck.harness.truth.truth import Truth
-from attncheck.reports.run_file.causes import EVIDENCE
+from attncheck.harness.truth.wrong_rows import pattern
+from attncheck.reports.run_file.causes import EVIDENCE, UNKNOWN
 
 _FEW_WORK = 2**31
 """Rows x keys x head size above which explaining would take longer than the run."""
-
-_APART = 3.0
-"""Budgets between an answer and the truth from which on an output tells them apart."""
-
-_NEARER = 4.0
-"""How many times nearer than the truth an answer has to be to the wrong rows, all together."""
-
-_BEYOND_DOUBT = 1000.0
-"""How many times nearer an answer may be further off than its budget: the truth's is small where scores are capped."""
 
 _LSE_SLACK = 4.0
 """Budgets allowed around another log-sum-exp."""
@@ -49,39 +49,57 @@ Asked = tuple[Tensor, Tensor]
 
 
 def explain(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> str | None:
-    """One line that explains ``output`` (``[T, H, Dv]``, codes perhaps), whose errors in budgets are ``shares``."""
+    """One line that explains ``output`` (``[T, H, Dv]``, codes perhaps), whose errors in budgets are ``shares``.
+
+    Where some rows and heads hold NaN or Inf, and others are wrong, the line is about the others.
+    """
     values = output_values(output, truth.codes)
-    if not bool(torch.isfinite(values).all()):
-        return _not_finite(problem, truth, values)
+    is_finite = torch.isfinite(values).all(dim=-1)
+    if not bool(is_finite.all()):
+        if not bool((shares > 1)[is_finite].any()):
+            return _not_finite(problem, truth, values)
+        shares = shares.masked_fill(~is_finite, 0.0)
+        values = torch.where(is_finite[..., None], values, truth.out)
     if bool(torch.isneginf(truth.lse)[shares > 1].all()):
         return "a row that sees nothing must be 0"
     if _too_much_work(truth):
-        return None
+        return _described(problem, truth, values, shares)
 
     def loss(out: Tensor) -> Tensor:
         return share_of_budget(out - truth.out, truth.budget)
 
-    def misfits(answers: Iterable[tuple[str, Tensor]]) -> Iterator[_Misfit]:
+    def misfits(answers: Iterable[tuple[str, Tensor]], fitted: Literal["", "number", "rows"] = "") -> Iterator[Misfit]:
         for meaning, out in answers:
             against = share_of_budget(output_error(output, out, truth.codes), truth.budget)
             apart = share_of_budget(truth.out - out, truth.budget)
-            yield _Misfit(meaning, against, apart, _slack(out, truth))
+            against, apart = (each.masked_fill(~is_finite, 0.0) for each in (against, apart))
+            yield Misfit(meaning, against, apart, _slack(out, truth.out), fitted)
 
-    def answers() -> Iterator[tuple[str, Tensor]]:
+    def fixed() -> Iterator[tuple[str, Tensor]]:
         yield from _requantised(truth, output)
-        yield from ((h.meaning, h.compute()[0]) for h in _explanations(problem, truth))
-        for nearest in (other_heads, other_spans):
+        yield from ((h.meaning, h.compute()[0]) for h in _standing(problem, truth, output, shares))
+        yield from ((h.meaning, h.compute()[0]) for h in packed_queries(truth))
+        yield from other_sinks(truth.params, truth.rows)
+
+    def fitted_by_row() -> Iterator[tuple[str, Tensor]]:
+        for nearest in (fitted_sinks, other_heads, other_spans, misplaced, rescaled):
             yield from nearest(problem, truth, values, shares)
 
-    factor = _common_factor(truth, values, shares)
-    scaled = (f"the output is the right one times {factor:.3g}", truth.out * factor)
+    factors = misfits(other_factors(problem, truth, values, shares), "number")
     return (
-        _best_fit(problem, misfits(answers()), shares)
-        or _best_fit(problem, misfits([scaled]), shares)
-        or _best_fit(problem, misfits(merged_wrongly(problem, truth, values, shares)), shares)
+        best_fit(problem, chain(misfits(fixed()), factors, misfits(fitted_by_row(), "rows")), shares)
+        or best_fit(problem, misfits(lost_keys(problem, truth, values, shares)), shares)
+        or best_fit(problem, misfits(merged_wrongly(problem, truth, values, shares)), shares)
         or _imprecision(truth, problem.dtype, shares, lambda asked: loss(asked[0].double()))
-        or _stranger(problem, truth, values, shares)
+        or _described(problem, truth, values, shares)
     )
+
+
+def _described(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> str | None:
+    """Return what is wrong in words, where no known fault fits: which keys, and which rows, heads and channels."""
+    keys = None if _too_much_work(truth) else key_pattern(problem, truth, values, shares)
+    words = [each for each in (keys, pattern(problem, truth, values - truth.out, shares)) if each]
+    return f"{UNKNOWN}{'; '.join(words)}" if words else None
 
 
 def explain_lse(problem: Problem, truth: Truth, got: Tensor, others: Iterable[tuple[str, Tensor]] = ()) -> str | None:
@@ -89,20 +107,21 @@ def explain_lse(problem: Problem, truth: Truth, got: Tensor, others: Iterable[tu
 
     ``others``: (meaning, LSE) of faults that concern the LSE alone; they are tried first.
     """
-
-    def misfits() -> Iterator[_Misfit]:
-        answers = list(others)
-        if not _too_much_work(truth):
-            answers += ((h.meaning, h.compute()[1]) for h in _explanations(problem, truth))
-        for meaning, lse in answers:
-            against, apart = (_lse_error(x, lse, truth) for x in (got, truth.lse))
-            yield _Misfit(meaning, against, apart, torch.full_like(lse, _LSE_SLACK))
-
     shares = _lse_error(got, truth.lse, truth)
-    meaning = _best_fit(problem, misfits(), shares)
-    if meaning is not None or _too_much_work(truth):
+
+    def best(answers: Iterable[tuple[str, Tensor]]) -> str | None:
+        slack = torch.full_like(got, _LSE_SLACK)
+        misfits = (
+            Misfit(meaning, _lse_error(got, lse, truth), _lse_error(truth.lse, lse, truth), slack)
+            for meaning, lse in answers
+        )
+        return best_fit(problem, misfits, shares)
+
+    if (meaning := best(others)) or _too_much_work(truth):
         return meaning
-    return _imprecision(truth, problem.dtype, shares, lambda asked: _lse_error(asked[1].double(), truth.lse, truth))
+    return best((h.meaning, h.compute()[1]) for h in _explanations(problem, truth)) or _imprecision(
+        truth, problem.dtype, shares, lambda asked: _lse_error(asked[1].double(), truth.lse, truth)
+    )
 
 
 def concerned_features(problem: Problem, truth: Truth, meaning: str | None) -> tuple[str, ...]:
@@ -115,103 +134,52 @@ def concerned_features(problem: Problem, truth: Truth, meaning: str | None) -> t
     return next((each.features for each in _explanations(problem, truth) if each.meaning == words), ())
 
 
-@dataclass(frozen=True)
-class _Misfit:
-    """How far an answer is from what was seen, and from the truth; float64 ``[T, H]`` in budgets."""
-
-    meaning: str
-    against: Tensor
-    apart: Tensor
-    slack: Tensor
-
-    def fits(self, shares: Tensor) -> Tensor:
-        """Where what was seen may be this answer; ``shares``: how far it is from the truth."""
-        return self.against <= torch.maximum(self.slack, shares / _BEYOND_DOUBT)
-
-    def explains(self, shares: Tensor) -> bool:
-        """Whether this answer, and not the truth, stands wherever the output is wrong."""
-        wrong = shares > 1
-        if not bool((self.fits(shares) & (self.against < shares))[wrong].all()):
-            return False
-        far = bool((self.apart[wrong] >= _APART).any())
-        return far and _NEARER * _size(self.against[wrong]) <= _size(shares[wrong])
-
-
-def _best_fit(problem: Problem, misfits: Iterable[_Misfit], shares: Tensor) -> str | None:
-    """The first answer that stands in all rows, or else the first that stands in all wrong ones."""
-    partly = None
-    for misfit in misfits:
-        if not misfit.explains(shares):
-            continue
-        if bool(misfit.fits(shares).all()):
-            return f"{misfit.meaning}{EVIDENCE} all rows"
-        if partly is None:
-            partly = misfit
-    if partly is None:
-        return None
-    return f"{partly.meaning}{EVIDENCE} {_which(problem, shares > 1, partly.apart >= _APART)}"
-
-
-def _which(problem: Problem, wrong: Tensor, telling: Tensor) -> str:
-    """The wrong rows in words; ``telling``: where the fault would be seen if it were everywhere."""
-    wrong, telling = wrong.cpu(), telling.cpu()
-    rows, heads = wrong.any(dim=1), wrong.any(dim=0)
-    count = int(rows.sum())
-    text = "the one wrong row" if count == 1 else f"the {count} wrong rows"
-    spared_rows, spared_heads = telling.any(dim=1) & ~rows, telling[rows].any(dim=0) & ~heads
-    if bool(spared_rows.any()):
-        for phrase, has in _properties(problem, rows):
-            if bool(has[rows].all()) and not bool(has[spared_rows].any()):
-                text += f", {phrase}" if count == 1 else f", all {phrase}"
-                break
-    return f"{text}, {_heads(problem, heads)}" if bool(spared_heads.any()) else text
-
-
-def _properties(problem: Problem, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What rows may share: (in words, bool ``[T]``); ``rows``: the wrong ones."""
-
-    def each(values: list[int]) -> Tensor:
-        return torch.tensor([v for v, r in zip(values, problem.requests, strict=True) for _ in range(r.rows)])
-
-    query_len, num_keys = each([r.rows for r in problem.requests]), each([r.num_keys for r in problem.requests])
-    request, cached = each(list(range(len(problem.requests)))), each([r.cached for r in problem.requests])
-    nth = torch.cat([torch.arange(r.rows) for r in problem.requests])
-    yield "with query_len 1", query_len == 1
-    yield "with query_len > 1", query_len > 1
-    yield "without context", cached == 0
-    yield "with context", cached > 0
-    first = int(request[rows][0])
-    yield f"of request {first}", request == first
-    yield "first of their requests", nth == 0
-    yield "last of their requests", nth == query_len - 1
-    yield "where the last page is full", num_keys % problem.cache.block_size == 0
-    yield "where the last page is not full", num_keys % problem.cache.block_size != 0
-    for name, value in (("seq_len", num_keys), ("query_len", query_len), ("row of the request", nth)):
-        least, most = int(value[rows].min()), int(value[rows].max())
-        yield f"with {name} >= {least}", value >= least
-        yield f"with {name} <= {most}", value <= most
-
-
-def _heads(problem: Problem, heads: Tensor) -> str:
-    group = problem.layer.num_heads // problem.layer.num_kv_heads
-    indices = heads.nonzero().flatten().tolist()
-    names = ", ".join(map(str, indices))
-    if len(indices) > 2 and indices[-1] - indices[0] == len(indices) - 1:
-        names = f"{indices[0]} to {indices[-1]}"
-    text = f"only head {names}" if len(indices) == 1 else f"only heads {names}"
-    if group > 1 and len(indices) == group and indices[0] % group == 0 and indices[-1] < indices[0] + group:
-        text += f" (those of KV head {indices[0] // group})"
-    return text
-
-
 def _explanations(problem: Problem, truth: Truth) -> Iterator[Hypothesis]:
     # Of scales first: a k_scale of 1/8 left out is a softmax scale of 1/8 left out.
     yield from scale_explanations(problem, truth.params, truth.rows)
-    yield from explanations(truth.params, truth.rows, problem.cache.block_size)
     yield from latent_explanations(problem, truth.params, truth.rows)
+    yield from explanations(truth.params, truth.rows, problem.cache.block_size)
+    yield from modifier_explanations(truth.params, truth.rows)
     yield from path_explanations(problem, truth.params, truth.rows)
     yield from paging_explanations(problem, truth.params, truth.rows)
     yield from rescaling_explanations(truth.params, truth.rows, problem.cache.block_size)
+    yield from score_explanations(truth.params, truth.rows)
+    yield from query_explanations(truth)
+
+
+def _standing(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> Iterator[Hypothesis]:
+    """Yield the hypotheses that stand in the wrong rows of the smallest request of one kind or another.
+
+    To try the others on all rows would take most of the time.
+    """
+    smallest: dict[tuple[bool, bool], int] = {}
+    work = [request.rows * request.num_keys for request in problem.requests]
+    is_wrong = (shares > 1).any(dim=1)
+    for index in sorted(range(len(work)), key=work.__getitem__):
+        request = problem.requests[index]
+        if bool(is_wrong[request.first_row : request.first_row + request.rows].any()):
+            smallest.setdefault((request.query_len == 1, request.cached > 0), index)
+    if problem.layer.mla is not None or len(smallest) == len(problem.requests):
+        yield from _explanations(problem, truth)
+        return
+    kept = torch.tensor([r in smallest.values() for r in range(len(work))], device=shares.device)
+    own = kept.repeat_interleave(truth.rows.num_rows)
+    starts = torch.cat([kept.new_zeros(1, dtype=torch.int64), (truth.rows.num_rows * kept).cumsum(0)])
+    kind = torch.arange(len(work), device=shares.device).repeat_interleave(truth.rows.num_rows)[own]
+    part = replace(truth, rows=replace(truth.rows, query=truth.rows.query[own], cu_seqlens_q=starts))
+    budget, right, got, off = truth.budget.of_rows(own), truth.out[own], output[own], shares[own]
+    tried, standing = set(), set()
+    for hypothesis in _explanations(problem, part):
+        out = hypothesis.compute()[0]
+        against = share_of_budget(output_error(got, out, truth.codes), budget)
+        misfit = Misfit(hypothesis.meaning, against, against, _slack(out, right))
+        holds = (misfit.fits(off) & (against < off)) | (off <= 1)
+        tried.add(hypothesis.meaning)
+        if any(bool(holds[kind == index].all()) for index in smallest.values()):
+            standing.add(hypothesis.meaning)
+    for hypothesis in _explanations(problem, truth):
+        if hypothesis.meaning in standing or hypothesis.meaning not in tried:
+            yield hypothesis
 
 
 def _requantised(truth: Truth, output: Tensor) -> list[tuple[str, Tensor]]:
@@ -230,15 +198,11 @@ def _too_much_work(truth: Truth) -> bool:
     return len(truth.rows.query) * len(truth.rows.keys) * truth.rows.keys.shape[-1] > _FEW_WORK
 
 
-def _slack(out: Tensor, truth: Truth) -> Tensor:
+def _slack(out: Tensor, right: Tensor) -> Tensor:
     """Budgets allowed around another answer: more where it is larger than the truth the budget was made for."""
-    size, usual = torch.linalg.vector_norm(out, dim=-1), torch.linalg.vector_norm(truth.out, dim=-1)
+    size, usual = torch.linalg.vector_norm(out, dim=-1), torch.linalg.vector_norm(right, dim=-1)
     slack: Tensor = 2 * (size / usual.clamp(min=1e-30)).clamp(min=1.0)
     return slack
-
-
-def _size(shares: Tensor) -> float:
-    return float(torch.linalg.vector_norm(shares.clamp(max=1e100)))
 
 
 def _lse_error(a: Tensor, b: Tensor, truth: Truth) -> Tensor:
@@ -247,22 +211,19 @@ def _lse_error(a: Tensor, b: Tensor, truth: Truth) -> Tensor:
     return torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
 
 
-def _common_factor(truth: Truth, output: Tensor, shares: Tensor) -> float:
-    """By how much the wrong rows are too large."""
-    wrong = shares > 1
-    own = (truth.out[wrong] ** 2).sum(dim=-1).clamp(min=1e-300)
-    return float(((output[wrong] * truth.out[wrong]).sum(dim=-1) / own).median())
-
-
 def _not_finite(problem: Problem, truth: Truth, output: Tensor) -> str:
     """NaN or Inf, and what it could be. It is not a slot that nobody owns: in this step these hold finite numbers."""
-    rows = (~torch.isfinite(output)).flatten(1).any(dim=1)
+    rows_and_heads = (~torch.isfinite(output)).any(dim=-1)
+    rows = rows_and_heads.any(dim=1)
     empty = torch.isneginf(truth.lse).all(dim=1)
     if bool(empty[rows].all()):
         return "NaN or Inf in rows that see nothing, and in no others: 0 divided by 0; they must be 0"
     if not bool(torch.isnan(output).any()):
         return "Inf in the output, and no NaN: something overflows"
-    padding = ", or a padding row of the inputs" if problem.case.batch.padding.tokens else ""
+    caps = None if truth.params.soft_cap is None else overflowing_caps(truth.params, truth.rows, rows_and_heads)
+    if caps is not None:
+        return f"NaN or Inf just where a score is {caps:.3g} soft caps or more: exp overflows inside of tanh"
+    padding = ", or a padding row of the inputs" if problem.case.batch.padding.query_rows else ""
     return (
         "NaN or Inf in the output. It could be: what stood in the output before the call (NaN)"
         f"{padding}; scores that overflow; a tile of keys in which a row sees nothing (-inf minus -inf)"
@@ -282,19 +243,3 @@ def _imprecision(truth: Truth, dtype: torch.dtype, shares: Tensor, measure: Call
         if float(((seen - own).abs() <= math.log2(_ALIKE)).double().mean()) >= _MOST:
             found.append((float((seen - own).abs().mean()), hypothesis.meaning))
     return f"as inexact as {min(found)[1]}" if found else None
-
-
-def _stranger(problem: Problem, truth: Truth, output: Tensor, shares: Tensor) -> str | None:
-    """Which key's value stands out in the error of the worst row, if one does."""
-    row, head = divmod(int(shares.argmax()), shares.shape[1])
-    error = output[row, head] - truth.out[row, head]
-    values = truth.rows.values[:, head // truth.params.group_size].double()
-    lengths = torch.linalg.vector_norm(values, dim=-1) * torch.linalg.vector_norm(error)
-    likeness = (values @ error) / lengths.clamp(min=1e-30)
-    best = int(likeness.abs().argmax())
-    if float(likeness[best].abs()) < 0.8:
-        return None
-    request = int(torch.searchsorted(truth.rows.cu_seqlens_k, best, right=True)) - 1
-    place = f"request {request}, position {best - problem.requests[request].base}"
-    weight = "too much" if float(likeness[best]) > 0 else "too little"
-    return f"at row {row} ({problem.row_name(row)}), head {head}: the key of {place} weighs {weight}"

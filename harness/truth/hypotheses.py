@@ -127,6 +127,23 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
     if rows.tree is not None:
         alone = replace(rows, tree=torch.eye(len(rows.tree), dtype=torch.bool, device=rows.tree.device))
         yield _altered("a row of the tree sees the context and itself, and no ancestor", alone, params, "tree")
+        size = len(rows.tree)
+        wide = 1 << (size - 1).bit_length()
+        if wide != size:
+            index = (torch.arange(size)[:, None] * wide + torch.arange(size)).clamp(max=size * size - 1)
+            padded = replace(rows, tree=rows.tree.flatten()[index.to(rows.tree.device)])
+            yield _altered(f"the rows of the tree are read as if they were {wide} long", padded, params, "tree")
+        context = (rows.num_keys - rows.num_rows).tolist()
+        tree = rows.tree
+
+        def by_position(r: int, q: Tensor, k: Tensor) -> Tensor:
+            row, inside = q - context[r], k < size
+            return inside & ~tree[row.clamp(0, size - 1), k.clamp(max=size - 1)]
+
+        flat = replace(rows, tree=None)
+        yield masked(
+            "the tree is read by the position of a key, not by its place behind the context", flat, params, by_position
+        )
     if min(params.window) >= 0 and not params.causal:
         unlimited = replace(params, window=(-1, -1))
         yield _altered("the window is ignored on both sides", rows, unlimited, "sliding_window")
@@ -147,6 +164,7 @@ def explanations(params: AttentionParams, rows: UnpagedAttention, block_size: in
     if rows.tree is None and (params.causal or max(params.window) >= 0):
         yield _moved_mask("the mask is that of the next row: a key too late", rows, params, 1)
         yield _moved_mask("the mask is that of the row before: a key too early", rows, params, -1)
+    yield from _windows_of_other_rows(params, rows)
     for meaning, hidden in _lost_keys(rows, block_size):
         yield masked(meaning, rows, params, hidden)
     if 1 < params.num_kv_heads < params.num_heads:
@@ -219,6 +237,7 @@ def _lost_keys(rows: UnpagedAttention, block_size: int) -> Iterator[tuple[str, H
     context = [k - q for q, k in zip(query_lens, key_lens, strict=True)]
     yield "the causal mask is aligned to the first key (top left)", lambda r, q, k: k > q - context[r]
     yield "the keys of this step are missing", lambda r, _q, k: k >= context[r]
+    yield "the keys of the context are missing", lambda r, _q, k: k < context[r]
     yield "the key of the row itself is missing", lambda _r, q, k: k >= q
     yield "the last key is missing", lambda r, _q, k: k >= key_lens[r] - 1
     yield "the first key is missing", lambda _r, _q, k: k < 1
@@ -234,6 +253,25 @@ def _moved_mask(meaning: str, rows: UnpagedAttention, params: AttentionParams, s
     """The mask of rows ``shift`` positions further on, over the same keys."""
     every = replace(params, causal=False, window=(-1, -1), attn_chunk_size=None)
     return masked(meaning, rows, every, lambda _r, q, k: ~visible(params, q + shift, k))
+
+
+def _windows_of_other_rows(params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+    """Yield the faults of a tile of rows under one window."""
+    left, right = params.window
+    if left < 0:
+        return
+    num_rows, num_keys = rows.num_rows.tolist(), rows.num_keys.tolist()
+    if max(num_rows) < 2:
+        return
+    every = replace(params, window=(-1, right))
+    for which, last in (("first", 0), ("last", 1)):
+
+        def hidden(r: int, _q: Tensor, k: Tensor, last: int = last) -> Tensor:
+            first_key: int = num_keys[r] - (1 if last else num_rows[r]) - left
+            return k < first_key
+
+        meaning = f"the window of all rows of a request begins where that of its {which} row does"
+        yield masked(meaning, rows, every, hidden)
 
 
 def _zeros(rows: UnpagedAttention) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,9 @@ _MOST_ROWS = 128
 _MOST_SCORES = 2**24
 """Scores ``H * rows * keys`` of a request above which they are not held at once."""
 
+_MOST_KEYS = 8192
+"""Keys of a request above which no spans are tried: each end is tried in turn."""
+
 
 def other_spans(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> list[tuple[str, Tensor]]:
     """Return (meaning, output ``[T, H, Dv]``) of the spans that come nearest to ``values``: other ends, other starts.
@@ -29,7 +32,7 @@ def other_spans(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) 
     have no such span, or are too many.
     """
     wrong = (shares > 1).any(dim=1)
-    if truth.rows.tree is not None or problem.layer.mla is not None or not 0 < int(wrong.sum()) <= _MOST_ROWS:
+    if truth.rows.tree is not None or not 0 < int(wrong.sum()) <= _MOST_ROWS:
         return []
     outs = {"end": truth.out.clone(), "start": truth.out.clone()}
     moved: dict[str, list[int]] = {"end": [], "start": []}
@@ -37,7 +40,8 @@ def other_spans(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) 
         own = wrong[request.first_row : request.first_row + request.rows].nonzero().flatten()
         if not len(own):
             continue
-        if truth.params.num_heads * request.rows * request.num_keys > _MOST_SCORES:
+        scores = truth.params.num_heads * request.rows * request.num_keys
+        if scores > _MOST_SCORES or request.num_keys > _MOST_KEYS:
             return []
         for place, (out, shift) in _nearest(truth, index, request, own, values, shares).items():
             outs[place][request.first_row + own] = out

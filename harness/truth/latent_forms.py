@@ -138,9 +138,48 @@ def latent_explanations(problem: Problem, params: AttentionParams, rows: Unpaged
         keys[..., part] = 0.0
         lost = replace(rows, keys=keys)
         yield Hypothesis(f"the {name} part of the keys is missing", partial(lost.attend, params))
+    query = rows.query.clone()
+    query[..., nope:] = rows.query[:, :1, nope:]
+    meaning = "every query head has the rotated part of head 0"
+    yield Hypothesis(meaning, partial(replace(rows, query=query).attend, params))
+    if mla.workspace is not None and rows.tree is None and not problem.parts:
+        yield from _piece_explanations(problem, params, rows, mla.workspace)
     cut = naive_rows(problem, _cut_in_halves(weights), cache_rows(problem, rows.keys.device))
     meaning = "the rows of kv_b_proj are taken for all keys, then all values; they alternate by head"
     yield Hypothesis(meaning, partial(cut.attend, params))
+
+
+def _piece_explanations(
+    problem: Problem, params: AttentionParams, rows: UnpagedAttention, size: int
+) -> Iterator[Hypothesis]:
+    """Yield faults of a context taken in pieces of ``size`` keys, in requests of several rows."""
+    cached = [request.cached for request in problem.requests]
+    starts = [request.first_position for request in problem.requests]
+
+    def is_piece(r: int, k: Tensor) -> Tensor:
+        end: int = cached[r]
+        return k < end
+
+    def partial_piece(r: int, _q: Tensor, k: Tensor) -> Tensor:
+        return is_piece(r, k) & (k >= cached[r] // size * size)
+
+    def last_piece(r: int, _q: Tensor, k: Tensor) -> Tensor:
+        return is_piece(r, k) & (k >= (cached[r] - 1) // size * size)
+
+    def later_pieces(r: int, _q: Tensor, k: Tensor) -> Tensor:
+        return is_piece(r, k) & (k >= size)
+
+    def by_local_index(r: int, q: Tensor, k: Tensor) -> Tensor:
+        return is_piece(r, k) & (k % size > q - starts[r])
+
+    faults = {
+        "the last, partly filled piece of the context is missing": partial_piece,
+        "the last piece of the context is missing": last_piece,
+        "only the first piece of the context is read": later_pieces,
+        "the causal mask is applied to pieces of the context, by their own positions": by_local_index,
+    }
+    for meaning, hidden in faults.items():
+        yield Hypothesis(meaning, partial(rows.attend, params, hidden=hidden))
 
 
 def _cut_in_halves(weights: UpProjections) -> UpProjections:

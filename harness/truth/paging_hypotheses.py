@@ -8,19 +8,29 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from attncheck.harness.problem.foreign_slots import rows_in_pool
+from attncheck.harness.problem.foreign_slots import STALE_ROWS, rows_in_pool, stale_rows
 from attncheck.harness.problem.problem import Problem
 from attncheck.harness.problem.storage import key_storage
 from attncheck.harness.truth.hypotheses import Hypothesis, masked
 from attncheck.harness.truth.unpaged import HiddenKeys, UnpagedAttention
-from attncheck.reference import AttentionParams
+from attncheck.reference import AttentionParams, visible
 
 _PAGE_SIZES = (1, 8, 16, 32, 64, 128, 256)
 """Tokens a page may have in a kernel that does not take their number from the cache."""
+
+_COLUMNS = (1, 2, 4, 8, 16, 32, 64)
+"""Columns of a block table that a kernel may have room for."""
+
+_FEW_PAGES = 4
+"""The largest of the columns of a block table of which any two are exchanged."""
+
+_PAGE_BITS = (8, 15, 16, 24)
+"""Bits that a page number may be cut to."""
 
 _SPLITS = (2, 4, 8, 16)
 """Numbers of splits of the keys among programs."""
@@ -42,6 +52,81 @@ def paging_explanations(problem: Problem, params: AttentionParams, rows: Unpaged
         if found is not None:
             keys, values = (part.to(rows.keys) for part in found)
             yield Hypothesis(meaning, partial(replace(rows, keys=keys, values=values).attend, params))
+            yield Hypothesis(f"of keys alone: {meaning}", partial(replace(rows, keys=keys).attend, params))
+            yield Hypothesis(f"of values alone: {meaning}", partial(replace(rows, values=values).attend, params))
+    yield from _stale_keys(problem, params, rows)
+    yield from _keys_behind(problem, params, rows)
+
+
+def _stale_keys(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+    """Yield what comes of reading the slots of this step's keys before they are written."""
+    new = problem.new_keys[problem.new_keys >= 0]
+    if not len(new):
+        return
+    made = []
+    for own, stale in zip((rows.keys, rows.values), stale_rows(problem), strict=True):
+        part = own.clone()
+        part[new.to(own.device)] = stale.to(own)[torch.arange(len(new)) % STALE_ROWS]
+        made.append(part)
+    meaning = "the cache is read before this step's keys and values are written"
+    for which, keys, values in (
+        ("", made[0], made[1]),
+        ("of keys alone: ", made[0], rows.values),
+        ("of values alone: ", rows.keys, made[1]),
+    ):
+        yield Hypothesis(f"{which}{meaning}", partial(replace(rows, keys=keys, values=values).attend, params))
+
+
+def _keys_behind(problem: Problem, params: AttentionParams, rows: UnpagedAttention) -> Iterator[Hypothesis]:
+    """Yield what comes of slots behind the last key: seen by every row, or taken for keys of the request."""
+    if params.attn_chunk_size is not None or rows.tree is not None:
+        return
+    size, num_keys = problem.cache.block_size, rows.num_keys.tolist()
+    width = problem.block_table.shape[1] * size
+    room = [-(-n // size) * size - n for n in num_keys]
+    one = [min(1, width - n) for n in num_keys]
+    yield from _longer(problem, params, rows, "seq_lens is taken to be one larger", one, seen_by_all=False)
+    yield from _longer(problem, params, rows, "the slot behind the last key is seen by every row", one)
+    if room != one:
+        meaning = "the slots behind the last key are seen by every row, to the end of the page"
+        yield from _longer(problem, params, rows, meaning, room)
+
+
+def _longer(
+    problem: Problem,
+    params: AttentionParams,
+    rows: UnpagedAttention,
+    meaning: str,
+    extra: list[int],
+    *,
+    seen_by_all: bool = True,
+) -> Iterator[Hypothesis]:
+    """Yield the fault of ``extra`` keys of each request, those in the slots behind its own."""
+    size, table, num_keys = problem.cache.block_size, problem.block_table.long(), rows.num_keys.tolist()
+    slots = [
+        table[r, position // size] * size + position % size
+        for r, (n, more) in enumerate(zip(num_keys, extra, strict=True))
+        for position in range(n, n + more)
+    ]
+    found = rows_in_pool(problem, torch.stack(slots)) if slots else None
+    if found is None:
+        return
+    keys, values = (
+        torch.cat([part for pair in zip(own.split(num_keys), stale.to(own).split(extra), strict=True) for part in pair])
+        for own, stale in zip((rows.keys, rows.values), found, strict=True)
+    )
+    starts = torch.tensor([0, *(n + more for n, more in zip(num_keys, extra, strict=True))]).cumsum(0)
+    longer = replace(rows, keys=keys, values=values, cu_seqlens_k=starts.to(rows.cu_seqlens_k))
+    if not seen_by_all:
+        yield Hypothesis(meaning, partial(longer.attend, params))
+        return
+
+    def hidden(r: int, q: Tensor, k: Tensor) -> Tensor:
+        # Rows are aligned to the end of the keys, and so of the longer ones.
+        end: int = num_keys[r]
+        return ~(visible(params, q - extra[r], k) | (k >= end))
+
+    yield masked(meaning, longer, replace(params, causal=False, window=(-1, -1)), hidden)
 
 
 def _wrong_slots(problem: Problem) -> Iterator[tuple[str, Tensor | None]]:
@@ -55,16 +140,91 @@ def _wrong_slots(problem: Problem) -> Iterator[tuple[str, Tensor | None]]:
         return None if bool((column >= table.shape[1]).any()) else table[owner, column] * stride + offset
 
     page, offset = position // size, position % size
+
+    def slots_of(other: Tensor) -> Tensor:
+        return other[request, page] * size + offset
+
+    behind = (table[request, 0] + page) % problem.num_blocks
+    yield "pages are taken to lie behind one another, from the first of the request on", behind * size + offset
     for other in _PAGE_SIZES:
         if other < size:  # of larger ones, some pages would begin behind the pool
             yield f"page p is read from slot {other} * p on, not {size} * p", slots(request, page, offset, other)
+        if other != size:
+            column, offset_in = position // other, position % other
+            yield f"a page is taken to have {other} tokens, not {size}", slots(request, column, offset_in, other)
+            meaning = f"columns of the block table are counted in pages of {other} tokens, not of {size}"
+            yield meaning, slots(request, column, offset_in)
+    for number in _COLUMNS:
+        meaning = f"only the first {number} columns of the block table are read, over and over"
+        yield meaning, slots(request, page % number, offset)
+        yield (
+            f"the page of column {number - 1} is read for all later ones",
+            slots(request, page.clamp(max=number - 1), offset),
+        )
+    last = (lengths[request] - 1) // size
+    yield (
+        "the last page is that of the column before",
+        slots(request, torch.where(page == last, (page - 1).clamp(min=0), page), offset),
+    )
+    for which, exchanged in _exchanged_pages(page, last):
+        yield f"{which} of the block table are exchanged", slots(request, exchanged, offset)
     yield "the block table is read one column too far right", slots(request, page + 1, offset)
     yield "the block table is read one column too far left", slots(request, (page - 1).clamp(min=0), offset)
     if len(lengths) > 1:
         yield "every request reads the block table of request 0", slots(torch.zeros_like(request), page, offset)
+        before, after = (request - 1).clamp(min=0), (request + 1).clamp(max=len(lengths) - 1)
+        yield "every request reads the block table of the request before it", slots(before, page, offset)
+        yield "every request reads the block table of the next request", slots(after, page, offset)
     after, before = position + 1, (position - 1).clamp(min=0)
     yield "keys and values are read one position too late", slots(request, after // size, after % size)
     yield "keys and values are read one position too early", slots(request, before // size, before % size)
+    for bits in (15, 16):
+        short = position % 2**bits
+        yield f"key positions are kept in {bits} bits", slots(request, short // size, short % size)
+    asked = problem.case.batch.block_table
+    if asked.row_gap:
+        packed = torch.nn.functional.pad(table, (0, asked.row_gap)).flatten()[: table.numel()].view_as(table)
+        yield "the width of the block table is taken for the distance of its rows", slots_of(packed)
+    if asked.null_pages:
+        packed = table.gather(1, (table == 0).sort(dim=1, stable=True).indices)
+        yield "null pages of the block table are left out", slots_of(packed)
+    for meaning, short in _short_numbers(problem, table[request, page]):
+        yield meaning, short * size + offset
+
+
+def _exchanged_pages(page: Tensor, last: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield (which pages of a request, int64 ``[N]``: the page read for each key); ``last``: of the key's request."""
+
+    def exchanged(one: Tensor, other: Tensor) -> Tensor:
+        both = (one <= last) & (other <= last) & (one >= 0) & (other >= 0)
+        moved = torch.where(page == one, other, torch.where(page == other, one, page))
+        return torch.where(both, moved, page)
+
+    longest = min(int(last.max()), _FEW_PAGES)
+    columns = [torch.full_like(page, column) for column in range(longest + 1)]
+    yield "the last two pages", exchanged(last, last - 1)
+    yield "the first and the last page", exchanged(columns[0], last)
+    yield "every two neighbouring pages", torch.where(page ^ 1 <= last, page ^ 1, page)
+    yield "all pages, in reversed order,", last - page
+    for one, other in combinations(range(longest + 1), 2):
+        yield f"pages {one} and {other}", exchanged(columns[one], columns[other])
+
+
+def _short_numbers(problem: Problem, pages: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(meaning, int64 ``[N]``: the page read in place of each of ``pages``), where numbers have too few bits."""
+    size, layer = problem.cache.block_size, problem.layer
+    for bits in _PAGE_BITS:
+        yield f"page numbers are kept in {bits} bits", pages % 2**bits
+    units = {"slots": size}
+    row = size * layer.num_kv_heads * layer.head_size
+    itemsize = key_storage(layer, problem.cache).held.itemsize
+    for where, planes in (("", 1), (" of keys beside values", 2)):
+        units[f"offsets in elements{where}"] = row * planes
+        units[f"offsets in bytes{where}"] = row * planes * itemsize
+    for name, unit in units.items():
+        yield f"{name} are kept in 32 bits", pages * unit % 2**32 // unit
+        signed = ((pages * unit + 2**31) % 2**32 - 2**31) // unit
+        yield f"{name} are kept in 32 bits, with a sign", signed % problem.num_blocks
 
 
 def _unread_keys(problem: Problem) -> Iterator[tuple[str, HiddenKeys]]:

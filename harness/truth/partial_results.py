@@ -29,7 +29,7 @@ def merged_wrongly(problem: Problem, truth: Truth, values: Tensor, shares: Tenso
     size is left out where a row has more splits than a quarter of the channels: any output would fit.
     """
     wrong = (shares > 1).any(dim=1)
-    if truth.rows.tree is not None or problem.layer.mla is not None or not 0 < int(wrong.sum()) <= _MOST_ROWS:
+    if truth.rows.tree is not None or not 0 < int(wrong.sum()) <= _MOST_ROWS:
         return []
     found = []
     for split in _SPLITS:

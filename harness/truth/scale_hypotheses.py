@@ -5,12 +5,13 @@ The keys and values of the rows are numbers, ``code * scale``; so each fault is 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attncheck.harness.problem.problem import Problem
-from attncheck.harness.problem.storage import key_storage, value_storage
+from attncheck.harness.problem.storage import Storage, key_storage, value_storage
 from attncheck.harness.truth.hypotheses import Hypothesis, Toggle, keys_seen
 from attncheck.harness.truth.unpaged import UnpagedAttention
 from attncheck.reference import AttentionParams
@@ -53,6 +54,16 @@ def scale_explanations(problem: Problem, params: AttentionParams, rows: UnpagedA
         yield _scaled("v_scale is applied twice", params, rows, "v_scale", value)
         yield _both("k_scale and v_scale are applied twice", params, rows, key, value)
         yield _both("k_scale and v_scale are exchanged", params, rows, value / key, key / value)
+        yield _scaled("k_scale divides the codes", params, rows, "k_scale", key**-2)
+        yield _scaled("v_scale divides the codes", params, rows, "v_scale", value**-2)
+        yield _both("k_scale and v_scale divide the codes", params, rows, key**-2, value**-2)
+        yield _scaled("k_scale is used for values, in place of v_scale", params, rows, "v_scale", key / value)
+        yield _scaled("v_scale is used for keys, in place of k_scale", params, rows, "k_scale", value / key)
+        yield from _lost_subnormals(params, rows, storages)
+        for how, shift in (("in reversed order of heads", 0), ("of the next head", -1), ("of the head before", 1)):
+            k_other, v_other = (each.roll(shift, 0) if shift else each.flip(0) for each in (key, value))
+            if len(key) > 1 or len(value) > 1:
+                yield _both(f"the scales are used {how}", params, rows, k_other / key, v_other / value)
     else:
         yield _scaled("k_scale multiplies keys that are no codes", params, rows, "k_scale", key)
         yield _scaled("v_scale multiplies values that are no codes", params, rows, "v_scale", value)
@@ -60,6 +71,25 @@ def scale_explanations(problem: Problem, params: AttentionParams, rows: UnpagedA
     q_scale = problem.cache.q_scale
     factor = torch.tensor(q_scale if isinstance(q_scale, tuple) else (q_scale,), dtype=torch.float64)[:, None]
     yield _scaled("q_scale multiplies a query that is no codes", params, rows, "q_scale", factor)
+
+
+def _lost_subnormals(
+    params: AttentionParams, rows: UnpagedAttention, storages: tuple[Storage, Storage]
+) -> Iterator[Hypothesis]:
+    """Yield what comes of codes below the smallest normal one that are read as 0."""
+    flushed = [
+        part.masked_fill(
+            part.abs() < float(torch.finfo(storage.held).tiny) * storage.scale.double().to(part.device), 0.0
+        )
+        for part, storage in zip((rows.keys, rows.values), storages, strict=True)
+    ]
+    for which, keys, values in (
+        ("", flushed[0], flushed[1]),
+        ("of keys ", flushed[0], rows.values),
+        ("of values ", rows.keys, flushed[1]),
+    ):
+        made = replace(rows, keys=keys, values=values)
+        yield Hypothesis(f"subnormal codes {which}are read as 0", partial(made.attend, params))
 
 
 def _scaled(meaning: str, params: AttentionParams, rows: UnpagedAttention, name: str, factor: Tensor) -> Hypothesis:

@@ -17,7 +17,7 @@ from attncheck.reference import AttentionParams
 _TILES = (16, 32, 64, 128)
 """Keys of a tile, besides those of a page."""
 
-_MOST_SCORES = 2**25
+MOST_SCORES = 2**25
 """Scores ``H * rows * keys`` of a request above which they are not held at once."""
 
 _FAULTS = (
@@ -31,18 +31,18 @@ _FAULTS = (
 def rescaling_explanations(params: AttentionParams, rows: UnpagedAttention, block_size: int) -> Iterator[Hypothesis]:
     """The faults for each usual size of tiles that cuts the longest request, tiles counted from position 0."""
     most, longest = int(rows.num_rows.max()), int(rows.num_keys.max())
-    if most * longest * params.num_heads > _MOST_SCORES:
+    if most * longest * params.num_heads > MOST_SCORES:
         return
-    scores = cache(partial(_scores, params, rows))
+    scores = cache(partial(masked_scores, params, rows))
     for tile in sorted({*_TILES, block_size}):
         if tile < longest:
             for what, spoils_acc, spoils_sum in _FAULTS:
                 meaning = f"{what} when a tile of {tile} keys raises the maximum"
-                ask = partial(_attend, params, rows, scores, tile, spoils_acc, spoils_sum)
+                ask = partial(attend_scores, params, rows, scores, tile, spoils_acc, spoils_sum)
                 yield Hypothesis(meaning, ask)
 
 
-def _scores(params: AttentionParams, rows: UnpagedAttention, request: int) -> Tensor:
+def masked_scores(params: AttentionParams, rows: UnpagedAttention, request: int) -> Tensor:
     """Return the masked scores of a request, float64 ``[H, rows, keys]``."""
     scores = unmasked_scores(params, rows, request)
     num_rows, num_keys = scores.shape[1:]
@@ -73,15 +73,18 @@ def parts_of_request(rows: UnpagedAttention, request: int) -> tuple[Tensor, Tens
     return rows.query[slice(*q)].double(), rows.keys[slice(*k)].double(), rows.values[slice(*k)].double()
 
 
-def _attend(
+def attend_scores(
     params: AttentionParams,
     rows: UnpagedAttention,
     scores: Callable[[int], Tensor],
     tile: int,
-    spoils_acc: bool,
-    spoils_sum: bool,
+    spoils_acc: bool = False,
+    spoils_sum: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[T, H, Dv]`` and LSE ``[T, H]`` of a kernel that leaves out a rescaling."""
+    """Return output ``[T, H, Dv]`` and LSE ``[T, H]`` of ``scores`` (of a request, ``[H, rows, keys]``).
+
+    ``spoils_acc``, ``spoils_sum``: a kernel with tiles of ``tile`` keys leaves out a rescaling.
+    """
     outs, lses = [], []
     for request in range(len(rows.cu_seqlens_q) - 1):
         values_KNv = parts_of_request(rows, request)[2]

@@ -61,6 +61,10 @@ class Budget:
         """The same on a device."""
         return Budget(self.norm.to(device), self.peak.to(device), self.lse.to(device))
 
+    def of_rows(self, rows: Tensor | slice) -> "Budget":
+        """The budget of some rows."""
+        return Budget(self.norm[rows], self.peak[rows], self.lse[rows])
+
     def scaled(self, factor: float) -> "Budget":
         """The budget of a case that multiplies it."""
         return Budget(self.norm * factor, self.peak * factor, self.lse * factor)

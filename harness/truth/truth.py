@@ -67,10 +67,8 @@ class Truth:
     def of_requests(self, first: int, end: int) -> "Truth":
         """The truth of requests ``first .. end - 1`` alone; the tensors share memory."""
         rows = slice(int(self.rows.cu_seqlens_q[first]), int(self.rows.cu_seqlens_q[end]))
-        budget = Budget(self.budget.norm[rows], self.budget.peak[rows], self.budget.lse[rows])
-        return replace(
-            self, rows=self.rows.of_requests(first, end), out=self.out[rows], lse=self.lse[rows], budget=budget
-        )
+        asked = self.rows.of_requests(first, end)
+        return replace(self, rows=asked, out=self.out[rows], lse=self.lse[rows], budget=self.budget.of_rows(rows))
 
 
 def truth_of(problem: Problem, device: torch.device, *, refuse_blindness: bool = True) -> Truth:

@@ -18,6 +18,7 @@ from attncheck.harness.checks.cudagraph.measurement import (
     measure_level,
 )
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
+from attncheck.harness.checks.cudagraph.probes import ALIKE, PAIRED
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.reference.spec import AttentionCGSupport, BatchSpec, RequestSpec
 
@@ -48,8 +49,10 @@ class _Group:
         """Return which probes each layer plays. ``full``: the measurement of the plainest."""
         passed = [probe.name for probe in full.levels.probes if probe.outcome == "passed"]
         is_declared = full.broke is None or full.broke[0].level.value <= full.declared.value
-        broken = [] if full.broke is None or is_declared else [full.broke[0].name]
-        return dict(zip(self.layers, assign_probes(_traits(self.layers), passed, broken), strict=True))
+        broken = [] if passed or full.broke is None or is_declared else [full.broke[0].name]
+        paired = [name for name in passed if name in PAIRED]
+        assigned = assign_probes(_traits(self.layers), [*passed, *broken], paired, ALIKE)
+        return dict(zip(self.layers, assigned, strict=True))
 
 
 class BackendLevels:

@@ -1,12 +1,15 @@
 """Which probes each layer and cache of a run plays, so that all of them together cover what a fault may depend on.
 
 A fault of graphs depends on a probe and, often, on one trait of a layer or its cache: a window, a dtype, a page size.
-So every pair of a trait and a probe is played somewhere, and not every probe on every layer. A fault that needs two
-traits at once is missed where no layer with both plays the probe that shows it.
+So every pair of a trait and a probe is played somewhere, and not every probe on every layer; of probes that differ in a
+number alone, a trait meets one. The first probes of each level are played on every pair of traits as well, such as a
+window in pages of 32 tokens. A fault that needs more is missed where no layer with all of it plays the probe that shows
+it.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import combinations, cycle
 
 from attncheck.reference.spec import CacheSpec, LayerSpec
 
@@ -50,29 +53,35 @@ def plainest(traits: Sequence[frozenset[Trait]]) -> int:
 
 
 def assign_probes(
-    traits: Sequence[frozenset[Trait]], probes: Sequence[str], broken: Sequence[str] = ()
+    traits: Sequence[frozenset[Trait]],
+    probes: Sequence[str],
+    paired: Collection[str] = (),
+    alike: Collection[Collection[str]] = (),
 ) -> tuple[frozenset[str], ...]:
     """Return the probes that each layer plays: all of them the plainest one, at least one every other.
 
-    ``probes`` come out right on the plainest layer and ``broken`` do not; of ``probes``, if any, is the one at least.
-    Every trait of any layer meets every probe. Of layers that add as many traits to a probe, the one with the fewest
-    probes so far takes it.
+    Every trait of any layer meets every probe, and one probe of each set in ``alike``; those of a set take turns. Every
+    pair of traits that a layer has meets the probes in ``paired``, and layers that no other probe needs play these in
+    turn. Of layers that add as much to a probe, the one with the fewest probes so far takes it.
     """
-    if not (probes or broken):
+    if not probes:
         return (frozenset(),) * len(traits)
     plain = plainest(traits)
     assigned: list[set[str]] = [set() for _ in traits]
-    assigned[plain].update(probes, broken)
-    special = frozenset().union(*traits) - traits[plain]
-    for probe in (*probes, *broken):
-        missing = special
+    assigned[plain].update(probes)
+    pairs = [own | {frozenset(pair) for pair in combinations(own, 2)} for own in traits]
+    sets = [[probe for probe in probes if probe in names] for names in alike]
+    sets += [[probe] for probe in probes if not any(probe in names for names in alike)]
+    for names in filter(None, sets):
+        turns = cycle(names)
+        owned: Sequence[frozenset[object]] = pairs if names[0] in paired else traits
+        missing = frozenset().union(*owned) - owned[plain]
         while missing:
-            gains = [len(missing & own) for own in traits]
-            best = min(range(len(traits)), key=lambda index: (-gains[index], len(assigned[index])))
-            assigned[best].add(probe)
-            missing -= traits[best]
-    enough = probes or broken
-    idle = [own for own in assigned if own.isdisjoint(enough)]
-    for number, own in enumerate(idle):
+            gains = [len(missing & own) for own in owned]
+            best = min(range(len(owned)), key=lambda index: (-gains[index], len(assigned[index])))
+            assigned[best].add(next(turns))
+            missing -= owned[best]
+    enough = [probe for probe in probes if probe in paired] or probes
+    for number, own in enumerate(own for own in assigned if not own):
         own.add(enough[number % len(enough)])
     return tuple(map(frozenset, assigned))

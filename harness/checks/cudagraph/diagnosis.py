@@ -5,15 +5,16 @@ padding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attncheck.backends.conventions import Conventions
 from attncheck.harness.checks.cudagraph.metadata_trace import MetadataTrace
+from attncheck.harness.checks.cudagraph.probe import Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
-from attncheck.harness.checks.cudagraph.probes import Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.session import CapturedBucket, GraphSession
 from attncheck.harness.checks.cudagraph.step_faults import step_fault
 from attncheck.harness.driver.foreign_code import StageError
+from attncheck.reports.run_file.causes import UNKNOWN
 
 _NAMED = 3
 
@@ -96,8 +97,9 @@ def why_wrong(step: DiagnosedStep, capture: CapturedBucket, made_of: MetadataTra
 
 def _why_wrong_anyway(step: DiagnosedStep, fault: str) -> str:
     """Of a step that is wrong without a graph, too."""
+    first = replace(step, turn=replace(step.turn, gains_pages=False))  # without the step before it
     try:
-        anew = step.fault_without_graph(step.afresh(is_pool_finite=step.session.is_pool_finite))
+        anew = first.fault_without_graph(step.afresh(is_pool_finite=step.session.is_pool_finite))
     except StageError as failure:
         anew = failure.raised.message
     if anew is None:
@@ -108,4 +110,4 @@ def _why_wrong_anyway(step: DiagnosedStep, fault: str) -> str:
             "wrong without a graph, too, and right without padding: padding (query length 0, seq_lens "
             f"{step.conventions.pad_seq_len}, slot -1, rows of NaN) is not left alone"
         )
-    return f"wrong without a graph, too: {fault}"
+    return f"{UNKNOWN}wrong without a graph, too: {fault}"

@@ -1,19 +1,49 @@
 """What graphs read: buffers for the largest step of a probe, and the dummies a graph is captured with."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 
 import torch
 from torch import Tensor
 
-from attncheck.harness.checks.cudagraph.probes import Bucket
-from attncheck.harness.driver.forward_calls import ForwardCall
-from attncheck.harness.driver.persistent_inputs import PersistentInputs
+from attncheck.harness.checks.cudagraph.probe import Bucket
+from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs
+from attncheck.harness.driver.persistent_inputs import PersistentInputs, map_tensors
 from attncheck.harness.problem.problem import Problem
 from attncheck.reference import CommonAttentionMetadata
 
 _UNOWNED = 16
 """Columns of the fused tensor behind the last slice, which nobody owns."""
+
+
+class GraphInputs:
+    """The persistent inputs of every call of a step: of micro-batches, each has its own."""
+
+    def __init__(self, buffers: Sequence[PersistentInputs]) -> None:
+        self._buffers = tuple(buffers)
+
+    @property
+    def host_twins(self) -> tuple[Tensor, ...]:
+        """What lies on the host by the contract."""
+        return tuple(twin for inputs in self._buffers for twin in inputs.host_twins)
+
+    def load(self, fresh: Sequence[ForwardCall]) -> list[ForwardCall]:
+        """Copy the contents of ``fresh`` into the buffers, and return the calls over them."""
+        return [inputs.load(call) for inputs, call in zip(self._buffers, fresh, strict=True)]
+
+    def copied(self, calls: Sequence[ForwardCall]) -> list[tuple[ForwardCall, ForwardCall]]:
+        """Return copies of the calls and of the whole buffers, to compare with later."""
+        copies = (map_tensors(call, Tensor.clone) for call in calls)
+        return [(copy, inputs.copy()) for inputs, copy in zip(self._buffers, copies, strict=True)]
+
+    def changed(self, calls: Sequence[ForwardCall], copies: Sequence[tuple[ForwardCall, ForwardCall]]) -> set[str]:
+        """Return names of inputs that are not as in ``copies``, in what the calls were lent or behind it."""
+        return {
+            name
+            for inputs, call, (lent, whole) in zip(self._buffers, calls, copies, strict=True)
+            for name in (*changed_inputs(lent, call), *inputs.changed_behind(whole, call))
+        }
 
 
 def allocate_inputs(
@@ -72,16 +102,25 @@ def dummy_call(problem: Problem, bucket: Bucket, width: int, *, longest: bool) -
     return _call(problem, dummy, query, key, value)
 
 
-def a_step_earlier(call: ForwardCall) -> ForwardCall:
-    """Return the same requests in the same pages, a token shorter; nothing is written."""
+def some_steps_earlier(call: ForwardCall, tokens: int, block_size: int | None = None) -> ForwardCall:
+    """Return the same requests in the same pages, so many ``tokens`` shorter; nothing is written.
+
+    ``block_size``: pages that the requests do not need yet are not in their tables. None: all are, as for drafts.
+    """
     common = call.common
+    fewer = common.num_computed_tokens_cpu.clamp(min=0, max=tokens)
+    seq_lens, table = common.seq_lens_cpu - fewer, common.block_table_tensor
+    if block_size is not None:
+        is_later = torch.arange(table.shape[1]) * block_size >= seq_lens[:, None]
+        table = torch.where(is_later.to(table.device), table[:, -1:], table)
     return replace(
         call,
         common=replace(
             common,
-            seq_lens=(common.seq_lens - 1).clamp(min=0),
-            seq_lens_cpu=(common.seq_lens_cpu - 1).clamp(min=0),
-            num_computed_tokens_cpu=(common.num_computed_tokens_cpu - 1).clamp(min=0),
+            seq_lens=seq_lens.to(common.seq_lens),
+            seq_lens_cpu=seq_lens,
+            num_computed_tokens_cpu=common.num_computed_tokens_cpu - fewer,
+            block_table_tensor=table,
             slot_mapping=torch.full_like(common.slot_mapping, -1),
         ),
     )

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 
 from attncheck.backends.contract import AttentionBackend
+from attncheck.harness.checks.cudagraph.probe import Probe
 from attncheck.harness.checks.cudagraph.probe_play import ProbeFault, UnmeasuredProbe, play_probe, refused_batches
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
-from attncheck.harness.checks.cudagraph.probes import Probe
 from attncheck.harness.checks.cudagraph.recorder import recorder_for
 from attncheck.harness.driver.construction import builder_arguments
 from attncheck.harness.driver.foreign_code import StageError, call_backend
@@ -104,12 +104,13 @@ def measure_by_share(
 
 
 def _on_smallest_batch(probe: Probe) -> Probe:
-    """Return the probe of one request alone, or of two where they differ in length. Where it breaks, so does the level.
+    """Return the probe of one request a micro-batch, or of two where they differ in length.
 
-    It has the first graph and the first step alone.
+    It has the first graph and the first step alone. Where it breaks, so does the level.
     """
     bucket, requests = probe.buckets[0], probe.turns[0].requests
-    few = requests[:1] if bucket.query_len is not None or len(requests) == 1 else (requests[0], requests[-1])
+    is_uniform = bucket.query_len is not None or len(requests) == 1
+    few = requests[: probe.num_micro_batches] if is_uniform else (requests[0], requests[-1])
     small = replace(bucket, num_reqs=len(few), num_tokens=sum(query_len for query_len, _ in few))
     return replace(probe, buckets=(small,), turns=(replace(probe.turns[0], requests=few),))
 

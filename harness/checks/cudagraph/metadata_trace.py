@@ -69,10 +69,10 @@ class MetadataTrace:
         return next((path for path, (address, *_) in self.places.items() if start <= address < end), None)
 
 
-def trace(metadata: object) -> MetadataTrace:
-    """The trace of what ``build`` returned."""
+def trace(parts: Mapping[str, object]) -> MetadataTrace:
+    """Return the trace of what :func:`parts_of` found."""
     places, numbers = {}, {}
-    for path, value in _found_in(metadata):
+    for path, value in parts.items():
         if isinstance(value, Tensor):
             places[path] = _place(value)
         else:
@@ -80,17 +80,13 @@ def trace(metadata: object) -> MetadataTrace:
     return MetadataTrace(places, numbers)
 
 
-def tensors_in(metadata: object) -> dict[str, Tensor]:
-    """The tensors themselves, by path."""
-    return {path: value for path, value in _found_in(metadata) if isinstance(value, Tensor)}
+def parts_of(metadata: object) -> dict[str, object]:
+    """Return the tensors and numbers of what ``build`` returned, by path."""
+    return dict(islice(_leaves(metadata, "metadata", 0, set()), _MOST))
 
 
 def _place(tensor: Tensor) -> Place:
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
-
-
-def _found_in(metadata: object) -> Iterator[tuple[str, object]]:
-    return islice(_leaves(metadata, "metadata", 0, set()), _MOST)
 
 
 def _leaves(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, object]]:

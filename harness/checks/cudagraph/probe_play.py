@@ -6,14 +6,16 @@ from functools import partial
 import torch
 
 from attncheck.backends.contract import AttentionBackend
+from attncheck.harness.checks.cudagraph.capture import CapturedGraph
 from attncheck.harness.checks.cudagraph.diagnosis import DiagnosedStep, lets_nan_through, why_wrong
+from attncheck.harness.checks.cudagraph.probe import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.cudagraph.probe_problems import ProbeProblems
-from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, Released, UnseenError
-from attncheck.harness.checks.cudagraph.session import CapturedBucket, CapturedGraph, GraphSession
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, Released, UnseenError, UnwatchedRecorder
+from attncheck.harness.checks.cudagraph.session import CapturedBucket, GraphSession
 from attncheck.harness.checks.cudagraph.step_faults import capture_fault, step_fault
 from attncheck.harness.driver.foreign_code import StageError, declared_reasons
 from attncheck.harness.problem.problem import Problem
+from attncheck.reports.run_file.causes import UNKNOWN
 
 _TOLD = 10
 """Most requests of a step whose lengths a message lists."""
@@ -67,6 +69,9 @@ def play_probe(
     captures: list[CapturedBucket] = []
     for bucket in probe.buckets:
         capture = _captured(session, bucket, turns[0], problems[0])
+        if isinstance(capture, UnmeasuredProbe):
+            unwatched = GraphSession(backend, probe, problems, device, UnwatchedRecorder())
+            return _fault_unwatched(unwatched, probe.buckets[: len(captures) + 1]) or capture
         if not isinstance(capture, CapturedBucket):
             return capture
         captures.append(capture)
@@ -98,6 +103,20 @@ def _captured(
     return capture if fault is None else ProbeFault(f"{fault} ({bucket})")
 
 
+def _fault_unwatched(session: GraphSession, buckets: tuple[Bucket, ...]) -> ProbeFault | None:
+    """Return the fault of a backend that raises in captures with a new impl, where nothing watches it, or None.
+
+    What is raised once, such as for the first call of a shape, is raised again by a new impl. What the watch causes is
+    not.
+    """
+    for bucket in buckets:
+        try:
+            session.capture(bucket)
+        except StageError as failure:
+            return ProbeFault(f"{failure.raised.in_words} ({bucket})")
+    return None
+
+
 def refused_batches(backend: type[AttentionBackend], probe: Probe, questions: ProbeProblems) -> ProbeFault | None:
     """Return the fault of a probe whose batches for a graph the backend declines, or None."""
     for turn in probe.turns:
@@ -127,7 +146,11 @@ def _take(step: DiagnosedStep, problem: Problem, capture: CapturedBucket | None)
         if fault is None:
             continue
         if capture is None:
-            return ProbeFault(f"{_in_words(step)}: {fault}", "this step was made without a graph, between replays")
+            return ProbeFault(
+                f"{_in_words(step)}: {fault}", f"{UNKNOWN}this step was made without a graph, between replays"
+            )
+        if one.seen.changed:
+            return ProbeFault(f"{_in_words(step)}: {fault}", "build or the graph writes to buffers of the model runner")
         if step.session.recorder.name == "emulated" and (hidden := _hidden(step, problem)):
             return UnmeasuredProbe(hidden)
         return ProbeFault(f"{_in_words(step)}: {fault}", why_wrong(step, capture, one.trace, index))

@@ -12,7 +12,8 @@ import torch
 
 from attncheck.cases.model import Case
 from attncheck.cases.paths import implied_path
-from attncheck.harness.checks.cudagraph.probes import Probe, ProbeStep, probes_of
+from attncheck.harness.checks.cudagraph.probe import Probe, ProbeStep
+from attncheck.harness.checks.cudagraph.probes import probes_of
 from attncheck.harness.problem.page_layout import key_places, lay_out
 from attncheck.harness.problem.problem import Problem, build_problem, place_requests
 from attncheck.harness.problem.random_stream import RandomStream
@@ -33,6 +34,7 @@ class ProbeProblems:
         self.probes = probes_of(case.layer, case.cache)
         one_token = BatchSpec(requests=(RequestSpec(query_len=1),), path=implied_path(case.layer))
         self.smallest = replace(case, batch=one_token)
+        self._cases: dict[tuple[Probe, ProbeStep, bool], Case] = {}
         self._problems: dict[Case, Problem] = {}
         self._truths: dict[Case, Truth] = {}
         self._batches: dict[Case, tuple[Case, int]] = {}
@@ -52,6 +54,12 @@ class ProbeProblems:
 
     def case(self, probe: Probe, turn: ProbeStep, *, is_padded: bool = True) -> Case:
         """The question of one step; with ``is_padded``, as large as the graph it is for."""
+        key = probe, turn, is_padded
+        if key not in self._cases:
+            self._cases[key] = self._case_of(probe, turn, is_padded=is_padded)
+        return self._cases[key]
+
+    def _case_of(self, probe: Probe, turn: ProbeStep, *, is_padded: bool) -> Case:
         requests = tuple(RequestSpec(query_len=query_len, seq_len=seq_len) for query_len, seq_len in turn.requests)
         padding = PaddingSpec()
         if turn.bucket is not None and is_padded:

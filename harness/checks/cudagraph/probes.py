@@ -5,9 +5,8 @@ edges of pages, windows and chunks.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
+from attncheck.harness.checks.cudagraph.probe import Bucket, Lengths, Probe, ProbeStep
 from attncheck.reference.spec import AttentionCGSupport, CacheSpec, LayerSpec
 
 SINGLE = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -16,6 +15,12 @@ ALWAYS = AttentionCGSupport.ALWAYS
 
 VERIFIED = range(2, 9)
 """Query lengths of uniform batches: 1 + K for K draft tokens. 5, 6 and 7 fill no tile of a power of two."""
+
+PAIRED = frozenset({"decode", "long decode", "verify 2", "verify, longest dummies", "mixed", "long prefill"})
+"""Names of probes that show most faults, of each level: those that are played on every pair of traits."""
+
+ALIKE = (frozenset({"verify 3", "verify 5", "verify 7"}), frozenset({"verify 4", "verify 6", "verify 8"}))
+"""Sets of probes that differ in their query length alone: odd ones, and even ones."""
 
 _FARTHEST = 4096
 """The longest window or chunk whose edge is played; what a graph freezes shows at shorter lengths as well."""
@@ -28,59 +33,6 @@ _MANY = 34
 
 _TWO_TILES = 256
 """Rows of two of the largest tiles in use: two dummies of 128 rows fill two, and 255 rows beside one fill three."""
-
-Lengths = tuple[int, int]
-"""(query_len, seq_len) of one request."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """The shape of one captured graph. ``query_len``: of every request; None: any that come to ``num_tokens``."""
-
-    num_reqs: int
-    num_tokens: int
-    query_len: int | None
-
-    @property
-    def dummy_query_lens(self) -> tuple[int, ...]:
-        """Query lengths at capture: the tokens shared out, what is left over to the last request."""
-        each, rest = divmod(self.num_tokens, self.num_reqs)
-        return (*[each] * (self.num_reqs - 1), each + rest)
-
-    def __str__(self) -> str:
-        rows = "mixed" if self.query_len is None else f"of {self.query_len}"
-        return f"{self.num_reqs} requests {rows}, {self.num_tokens} tokens"
-
-
-@dataclass(frozen=True)
-class ProbeStep:
-    """One step: by the graph of ``bucket`` (an index; None: without a graph).
-
-    ``draft_index``: metadata come from ``build_for_drafting`` with this index; None: from ``build``.
-    """
-
-    requests: tuple[Lengths, ...]
-    bucket: int | None = 0
-    draft_index: int | None = None
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Buckets captured in order with one impl, then steps in order. ``establishes`` completes "shows that ...".
-
-    ``dummy_lens``: what stands in ``seq_lens`` at capture: the query length, or as older engines do, the maximum.
-    ``drafts``: speculated tokens the builder's config speaks of. ``num_builders``: all of them build every step from
-    one common metadata, and each has graphs of its own.
-    """
-
-    name: str
-    level: AttentionCGSupport
-    establishes: str
-    buckets: tuple[Bucket, ...]
-    turns: tuple[ProbeStep, ...]
-    dummy_lens: Literal["shortest", "longest"] = "shortest"
-    drafts: int = 0
-    num_builders: int = 1
 
 
 def probes_of(layer: LayerSpec, cache: CacheSpec) -> tuple[Probe, ...]:
@@ -107,9 +59,9 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
     yield Probe(
         "padded decode",
         SINGLE,
-        "a graph serves fewer requests than it was captured for",
+        "a graph serves fewer requests than it was captured for, and pages that a request gains between two replays",
         (eight,),
-        (ProbeStep(full[:5]), ProbeStep(full[6:7]), ProbeStep(full[1:])),
+        (ProbeStep(full[:5]), ProbeStep(full[6:7]), ProbeStep(full[1:], gains_pages=True)),
     )
     yield Probe(
         "buckets",
@@ -169,6 +121,14 @@ def _single(edge: int, reach: int) -> Iterator[Probe]:
             ProbeStep(full[4:]),
         ),
         drafts=3,
+    )
+    yield Probe(
+        "micro-batches",
+        SINGLE,
+        "one graph serves two micro-batches, whose metadata are built before the first of them is computed",
+        (eight,),
+        (ProbeStep(full[:7]),),
+        num_micro_batches=2,
     )
 
 

@@ -5,7 +5,7 @@ Two implementations share this: :mod:`attncheck.harness.checks.cudagraph.cuda` c
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -109,6 +109,25 @@ class Recorder(Protocol):
         lazily and left on its metadata is not there any more. Raises :class:`CaptureError`, :class:`UnseenError`, and
         whatever ``prepare`` or a warm-up raises.
         """
+
+
+class UnwatchedRecorder:
+    """Records nothing: it runs what a recorder would run, twice, as the backend runs without any recorder."""
+
+    name: RecorderName = "emulated"
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def mark_host(self, *tensors: Tensor) -> None:
+        """Nothing."""
+
+    def record(self, prepare: Callable[[], Forward]) -> Recording:
+        """Raises whatever ``prepare`` or one of the runs raises, and UnseenError where none does."""
+        for _ in range(2):
+            prepare()()
+        raise UnseenError("nothing is recorded")
 
 
 def recorder_for(device: torch.device) -> Recorder:

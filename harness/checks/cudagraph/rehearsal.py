@@ -30,10 +30,16 @@ _MOVES = frozenset({"to", "cuda"})
 
 def rehearse(forward: Callable[[], object]) -> Violation | None:
     """Call ``forward`` as under capture, but without one: return what a capture of it would not allow, or None."""
+    with _capturing_pretended():
+        return first_wait(forward)
+
+
+def first_wait(call: Callable[[], object]) -> Violation | None:
+    """Call ``call`` up to where it waits for the device: return what it did there, or what it raised; else None."""
     host_copies: set[SourceLine] = set()
     try:
-        with _capturing_pretended(), syncs_raise(), _calls_watched(host_copies):
-            forward()
+        with syncs_raise(), _calls_watched(host_copies):
+            call()
     except Exception as error:  # noqa: BLE001 (whatever a backend raises)
         return violation_of(error, host_copies)
     return None

@@ -15,20 +15,19 @@ from torch import Tensor
 
 from attncheck.backends.contract import AttentionBackend, CommonAttentionMetadata
 from attncheck.cases.model import Case
-from attncheck.harness.checks.cudagraph.capture import CapturedForward, capture_forward
-from attncheck.harness.checks.cudagraph.graph_inputs import a_step_earlier, allocate_inputs, dummy_call
-from attncheck.harness.checks.cudagraph.metadata_trace import MetadataTrace, tensors_in, trace
-from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
-from attncheck.harness.checks.cudagraph.recorder import CaptureError, Forward, Recorder, UnseenError
+from attncheck.harness.checks.cudagraph.capture import CapturedGraph, Group, alone, capture_group
+from attncheck.harness.checks.cudagraph.graph_inputs import GraphInputs, allocate_inputs, dummy_call, some_steps_earlier
+from attncheck.harness.checks.cudagraph.metadata_trace import MetadataTrace, parts_of, trace
+from attncheck.harness.checks.cudagraph.probe import Bucket, Probe, ProbeStep
+from attncheck.harness.checks.cudagraph.recorder import CaptureError, Recorder, UnseenError
 from attncheck.harness.driver.construction import construct_builder, construct_impl
 from attncheck.harness.driver.foreign_code import call_backend
 from attncheck.harness.driver.forward import BackendLayer, OutputBuffers
-from attncheck.harness.driver.forward_calls import ForwardCall, changed_inputs, forward_calls_of
+from attncheck.harness.driver.forward_calls import ForwardCall, forward_calls_of, micro_batches_of
 from attncheck.harness.driver.kv_pool import KVPool
 from attncheck.harness.driver.observation import Observation
-from attncheck.harness.driver.persistent_inputs import map_tensors
 from attncheck.harness.driver.pool_filling import new_pool
-from attncheck.harness.driver.results import CallResult, observed, placed
+from attncheck.harness.driver.results import observed, placed
 from attncheck.harness.driver.step import Step, make_step, request_order
 from attncheck.harness.driver.vllm_config import LayerStub
 from attncheck.harness.problem.problem import Problem
@@ -37,27 +36,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class CapturedGraph(CapturedForward):
-    """One captured graph of one builder, and what its metadata were made of. ``read``: paths the graph reads."""
-
-    buffers: OutputBuffers
-    trace: MetadataTrace
-    read: frozenset[str]
-
-
-@dataclass(frozen=True)
 class CapturedBucket:
-    """The graphs of one bucket, one a builder, and the cache's memory before and after."""
+    """The graphs of one bucket, the cache's memory before and after, and the inputs that ``forward`` ``changed``."""
 
     graphs: tuple[CapturedGraph, ...]
     pool: KVPool
     before: Tensor
     after: Tensor
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step of one builder: what was seen, over which pool, and the trace of the metadata it was made with."""
+    """One step by one graph: what was seen, over which pool, and the trace of the metadata it was made with."""
 
     seen: Observation
     pool: KVPool
@@ -87,13 +78,16 @@ class GraphSession:
         self._attn_layer = LayerStub(first.cache, device)
         self.impl = self._attn_layer.impl = self._enter("construct", lambda: construct_impl(backend, first, device))
         self._layer = BackendLayer(backend, self.impl, self._attn_layer)
-        self._builders = [self._enter("builder", self._new_builder) for _ in range(probe.num_builders)]
+        num_builders = max(probe.num_builders, probe.num_micro_batches)
+        self._builders = [self._enter("builder", self._new_builder) for _ in range(num_builders)]
         sizes = [(problem.case.batch.num_requests + problem.case.batch.padding.requests) for problem in problems]
         tokens = [(problem.case.batch.num_tokens + problem.case.batch.padding.tokens) for problem in problems]
         num_reqs = max(*sizes, *(bucket.num_reqs for bucket in probe.buckets))
         num_tokens = max(*tokens, *(bucket.num_tokens for bucket in probe.buckets))
         self._width = max(problem.block_table.shape[1] for problem in problems)
-        self._inputs = allocate_inputs(first, num_reqs, num_tokens, self._width, device)
+        self._inputs = GraphInputs(
+            [allocate_inputs(first, num_reqs, num_tokens, self._width, device) for _ in range(probe.num_micro_batches)]
+        )
         recorder.mark_host(*self._inputs.host_twins)
         self._pool = call_backend("cache", lambda: new_pool(backend, first, device, self.impl))
         self._pools: dict[Case, KVPool] = {first.case: self._pool}
@@ -101,43 +95,64 @@ class GraphSession:
     def capture(self, bucket: Bucket) -> CapturedBucket | CaptureError | UnseenError:
         """The bucket's graphs. Raises StageError where building or warming up breaks."""
         self._pool.filled()
-        dummy = dummy_call(self._problems[0], bucket, self._width, longest=self._probe.dummy_lens == "longest")
-        call = self._inputs.load(dummy)
-        return self._captured(call, self._pool, lambda builder, common: builder.build_for_cudagraph_capture(common))
+        part = bucket.part(self._probe.num_micro_batches)
+        dummy = dummy_call(self._problems[0], part, self._width, longest=self._probe.dummy_lens == "longest")
+        fresh = [dummy] * self._probe.num_micro_batches
+        calls = self._inputs.load(fresh)
+        pristine = self._inputs.copied(calls)
+
+        def build(builder: Any, common: CommonAttentionMetadata) -> Any:
+            return builder.build_for_cudagraph_capture(common)
+
+        captured = self._captured(calls, self._pool, build)
+        if not isinstance(captured, CapturedBucket):
+            return captured
+        changed = self._inputs.changed(calls, pristine)
+        if changed:  # what building for capture fills in is not forward's doing
+            calls = self._inputs.load(fresh)
+            pristine = self._inputs.copied(calls)
+            for group in self._groups(calls):
+                self._built(build, group)
+            changed -= self._inputs.changed(calls, pristine)
+        return replace(captured, changed=tuple(sorted(changed)))
 
     def step(self, turn: ProbeStep, problem: Problem, capture: CapturedBucket | None) -> list[StepResult]:
         """One step by the graphs of ``capture``, or without any; one result a builder. Raises StageError."""
-        step, pool, call = self._begin(turn, problem)
-        lent = map_tensors(call, Tensor.clone)
-        traces, forwards = [], []
-        for index, builder in enumerate(self._builders):
-            metadata = self._enter("build", partial(self._build, builder, turn, call.common))
-            traces.append(trace(metadata))
-            if capture is None:
-                buffers = self._layer.output_buffers(problem, call)
-                forwards.append((buffers, self._eager(call, pool, metadata, buffers)))
-            else:
-                graph = capture.graphs[index]
-                forwards.append((graph.buffers, graph.replay))
-            del metadata  # a graph must not live on what a step's metadata would have let go of
+        step, pool, fresh = self._begin(turn, problem)
+        if turn.gains_pages:
+            self._pass_a_page_earlier(turn, step, pool, fresh, capture)
+        calls = self._inputs.load(fresh)
+        pristine = self._inputs.copied(calls)
         taken = []
-        for (buffers, run), made_of in zip(forwards, traces, strict=True):
+        for buffers, run, made_of in self._forwards(turn, problem, pool, calls, capture):
             self._fill(pool, step)
-            buffers.refill(step.num_rows)
+            for call, own in zip(calls, buffers, strict=True):
+                own.refill(call.num_rows)
             before = pool.bytes().clone()
             returned = call_backend("forward" if capture is None else "replay", run)
-            result = self._layer.result_of(call, returned, buffers)
-            taken.append(StepResult(self._observe(step, lent, result, pool, before), pool, made_of))
+            results = [self._layer.result_of(*each) for each in zip(calls, returned, buffers, strict=True)]
+            seen = observed(
+                placed(results),
+                step,
+                results,
+                pool_before=before,
+                pool_after=pool.bytes().clone(),
+                changed=sorted(self._inputs.changed(calls, pristine)),
+            )
+            taken.append(StepResult(seen, pool, made_of))
         return taken
 
     def capture_step(self, turn: ProbeStep, problem: Problem) -> CapturedBucket | CaptureError | UnseenError:
         """Graphs captured at this very step, in place of dummies. Raises StageError as :meth:`capture` does."""
-        step, pool, call = self._begin(turn, problem)
+        step, pool, fresh = self._begin(turn, problem)
         self._fill(pool, step)
-        return self._captured(call, pool, lambda builder, common: self._build(builder, turn, common))
+        return self._captured(
+            self._inputs.load(fresh), pool, lambda builder, common: self._build(builder, turn, common)
+        )
 
     def _new_builder(self) -> Any:
-        sizes = tuple(sorted(bucket.num_tokens for bucket in self._probe.buckets))
+        parts = [bucket.part(self._probe.num_micro_batches) for bucket in self._probe.buckets]
+        sizes = tuple(sorted(part.num_tokens for part in parts))
         return construct_builder(self.backend, self._problems, self.device, self._attn_layer, capture_sizes=sizes)
 
     def _enter(self, name: str, call: Callable[[], T]) -> T:
@@ -147,22 +162,70 @@ class GraphSession:
 
         return call_backend(name, watched)
 
-    def _begin(self, turn: ProbeStep, problem: Problem) -> tuple[Step, KVPool, ForwardCall]:
-        """The step's tensors in the persistent buffers, and a cache for it, to be filled.
+    def _begin(self, turn: ProbeStep, problem: Problem) -> tuple[Step, KVPool, Sequence[ForwardCall]]:
+        """The step, a cache for it, to be filled, and its calls, to be loaded.
 
         A further draft follows one in the same pages, for which metadata were built.
         """
         order, threshold = call_backend("builder", partial(self._request_order, problem))
         step = make_step(problem, self.device, order, pad_seq_len=self.backend.conventions.pad_seq_len)
-        (fresh,) = forward_calls_of(step, self.backend.features, threshold)
+        if self._probe.num_micro_batches > 1:
+            fresh = micro_batches_of(step, (len(step.query) // 2,), threshold)
+        else:
+            fresh = forward_calls_of(step, self.backend.features, threshold)
         if problem.case not in self._pools:
             self._pools[problem.case] = self._pool.beside(problem)
         if turn.draft_index:
             before = replace(turn, draft_index=turn.draft_index - 1)
-            earlier = self._inputs.load(a_step_earlier(fresh)).common
-            for builder in self._builders:
-                self._enter("build", partial(self._build, builder, before, earlier))
-        return step, self._pools[problem.case], self._inputs.load(fresh)
+            for group in self._groups(self._inputs.load([some_steps_earlier(call, 1) for call in fresh])):
+                self._built(lambda builder, common: self._build(builder, before, common), group)
+        return step, self._pools[problem.case], fresh
+
+    def _pass_a_page_earlier(
+        self,
+        turn: ProbeStep,
+        step: Step,
+        pool: KVPool,
+        fresh: Sequence[ForwardCall],
+        capture: CapturedBucket | None,
+    ) -> None:
+        """Make a step of the same requests with a page less each; what it answers is not looked at."""
+        size = step.problem.cache.block_size
+        calls = self._inputs.load([some_steps_earlier(call, size, size) for call in fresh])
+        pool.filled(0.0)
+        for _, run, _ in self._forwards(turn, step.problem, pool, calls, capture):
+            call_backend("forward" if capture is None else "replay", run)
+
+    def _forwards(
+        self,
+        turn: ProbeStep,
+        problem: Problem,
+        pool: KVPool,
+        calls: Sequence[ForwardCall],
+        capture: CapturedBucket | None,
+    ) -> list[tuple[tuple[OutputBuffers, ...], Callable[[], list[object]], MetadataTrace]]:
+        """Build for every group of calls; return the buffers of each, what is to be run, and the metadata's trace."""
+        forwards = []
+        for index, group in enumerate(self._groups(calls)):
+            metadata = self._built(lambda builder, common: self._build(builder, turn, common), group)
+            made_of = trace(parts_of(alone(metadata)))
+            if capture is None:
+                buffers = tuple(self._layer.output_buffers(problem, call) for call in calls)
+                run = self._eager(calls, pool, metadata, buffers)
+            else:
+                buffers, run = capture.graphs[index].buffers, capture.graphs[index].replay
+            forwards.append((buffers, run, made_of))
+            del metadata  # a graph must not live on what a step's metadata would have let go of
+        return forwards
+
+    def _groups(self, calls: Sequence[ForwardCall]) -> list[Group]:
+        """What one graph holds: every call with its builder; micro-batches are together in one graph."""
+        if len(calls) > 1:
+            return [list(zip(self._builders, calls, strict=True))]
+        return [[(builder, calls[0])] for builder in self._builders]
+
+    def _built(self, build: Callable[[Any, CommonAttentionMetadata], Any], group: Group) -> list[Any]:
+        return [self._enter("build", partial(build, builder, call.common)) for builder, call in group]
 
     def _request_order(self, problem: Problem) -> tuple[list[int], int | None]:
         """As the model runner sorts the batch, and the threshold it sorts by."""
@@ -181,59 +244,28 @@ class GraphSession:
         return builder.build(common_prefix_len=0, common_attn_metadata=common)
 
     def _captured(
-        self, call: ForwardCall, pool: KVPool, build: Callable[[Any, CommonAttentionMetadata], Any]
+        self, calls: Sequence[ForwardCall], pool: KVPool, build: Callable[[Any, CommonAttentionMetadata], Any]
     ) -> CapturedBucket | CaptureError | UnseenError:
         before = pool.bytes().clone()
         graphs = []
-        for builder in self._builders:
-            graph = self._record(call, pool.kv_cache, partial(build, builder))
+        for group in self._groups(calls):
+            graph = capture_group(self.recorder, self._layer, self._problems[0], group, pool.kv_cache, build)
             if not isinstance(graph, CapturedGraph):
                 return graph
             graphs.append(graph)
         return CapturedBucket(tuple(graphs), pool, before, pool.bytes().clone())
 
-    def _record(
-        self, call: ForwardCall, kv_cache: Tensor, build: Callable[[CommonAttentionMetadata], Any]
-    ) -> CapturedGraph | CaptureError | UnseenError:
-        buffers = self._layer.output_buffers(self._problems[0], call)
-        latest: dict[str, Tensor] = {}
-        traces: list[MetadataTrace] = []
-
-        def on_metadata(metadata: Any) -> None:
-            latest.clear()
-            latest.update(tensors_in(metadata))
-            traces.append(trace(metadata))
-
-        captured = capture_forward(
-            self.recorder,
-            call,
-            build,
-            lambda lent, metadata: self._layer.enter(lent, kv_cache, metadata, buffers),
-            on_metadata,
-        )
-        if not isinstance(captured, CapturedForward):
-            return captured
-        recording = captured.recording
-        read = frozenset(path for path, tensor in latest.items() if recording.reads(tensor) is not False)
-        latest.clear()
-        return CapturedGraph(recording, captured.returned, buffers, traces[-1], read)
-
-    def _eager(self, call: ForwardCall, pool: KVPool, metadata: Any, buffers: OutputBuffers) -> Forward:
-        def run() -> object:
+    def _eager(
+        self, calls: Sequence[ForwardCall], pool: KVPool, metadata: Sequence[Any], buffers: Sequence[OutputBuffers]
+    ) -> Callable[[], list[object]]:
+        def run() -> list[object]:
             with self.recorder.watching():
-                returned = self._layer.enter(call, pool.kv_cache, metadata, buffers)
+                returned = [
+                    self._layer.enter(call, pool.kv_cache, own, answer)
+                    for call, own, answer in zip(calls, metadata, buffers, strict=True)
+                ]
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             return returned
 
         return run
-
-    def _observe(self, step: Step, lent: ForwardCall, result: CallResult, pool: KVPool, before: Tensor) -> Observation:
-        return observed(
-            placed([result]),
-            step,
-            [result],
-            pool_before=before,
-            pool_after=pool.bytes().clone(),
-            changed=changed_inputs(lent, result.call),
-        )

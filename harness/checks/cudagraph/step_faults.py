@@ -16,7 +16,9 @@ from attncheck.harness.truth.truth import Truth
 
 
 def capture_fault(problem: Problem, capture: CapturedBucket) -> str | None:
-    """Whether capturing left the cache as it was, byte for byte: all its slots are -1."""
+    """Whether capturing left the inputs and the cache as they were, byte for byte: all slots are -1."""
+    if capture.changed:
+        return f"forward changed its inputs at capture: {', '.join(capture.changed)}"
     if torch.equal(capture.before, capture.after):
         return None
     changed = "capture changed the cache, although every slot of its dummies is -1"

@@ -20,7 +20,7 @@ from attncheck.cases.model import Case
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
 from attncheck.harness.checks.function_calls import Function, Poisoning, as_tensor, call, is_answer
 from attncheck.harness.checks.functions.conv_problem import PAD_ID, build_conv, conv_truth, convolve
-from attncheck.harness.driver.kv_pool import flat_bytes
+from attncheck.harness.driver.pool_memory import flat_bytes
 from attncheck.harness.truth.tolerance import share_of_budget
 
 NAME = "causal_conv1d"

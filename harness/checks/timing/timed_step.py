@@ -202,8 +202,8 @@ class TimedStep:
         inputs.load_rows(fresh)
         captured = capture_forward(
             recorder,
-            call,
-            self._session.builder.build_for_cudagraph_capture,
+            lambda: map_tensors(call, torch.Tensor.detach),
+            lambda lent: self._session.builder.build_for_cudagraph_capture(lent.common),
             lambda lent, metadata: layer.enter(lent, self._kv_cache, metadata, buffers),
         )
         if isinstance(captured, CapturedForward):

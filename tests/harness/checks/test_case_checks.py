@@ -65,7 +65,7 @@ def test_every_row_has_its_module(name: str) -> None:
     assert isinstance(find_check(name), Check)
 
 
-@pytest.mark.parametrize("name", ["utilities", "interface", "determinism"])
+@pytest.mark.parametrize("name", ["utilities", "interface", "findings"])
 def test_what_is_no_check_of_backends_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"check '{name}' has no examiner; known: numerics, lse"):
         find_check(name)

@@ -208,3 +208,23 @@ def test_padding_rows_that_matter_are_called_so(make_case: Any) -> None:
     assert finding.summary.startswith(
         "padding rows of the inputs matter: with zeros in place of NaN, the output changes in 4 of 4 rows"
     )
+
+
+def test_beside_foreign_slots_that_leak_padding_is_asked_all_the_same(make_case: Any) -> None:
+    class Impl(ReferenceImpl):
+        def attend(self, *args: Any) -> None:
+            super().attend(*args)
+            args[6][: args[5].num_rows] += 0.0 * args[4][1][0].amax()
+            args[6][: args[5].num_rows] += torch.isnan(args[1][args[5].num_rows :]).any().to(args[6].dtype)
+
+    backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    finding = broken(backend, make_case((1, 20), (3, 9), padding=(0, 2)))
+    assert finding.summary.startswith("padding rows of the inputs matter: ")
+    assert any(detail.startswith("NaN in the null page reaches 4 of 4 rows") for detail in finding.details)
+
+
+def test_a_finite_pool_that_was_not_needed_is_a_note(make_case: Any) -> None:
+    members = {"conventions": Conventions(needs_finite_pool=True)}
+    finding = examine(backend_with(lambda *_: None, **members), make_case())
+    assert isinstance(finding, Holds)
+    assert finding.notes == ("needs_finite_pool is declared, and NaN in foreign slots does not reach the output here",)

@@ -1,49 +1,19 @@
-"""The batches that come between: of the same shape, and smaller; neither asks what its layer cannot answer."""
+"""What a finding of ``numerics`` carries beside the verdict."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
 from attncheck.backends.registry import load
+from attncheck.harness.checks.findings import Broken
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
-from attncheck.harness.checks.numerics import CHECK, other_batches
+from attncheck.harness.checks.numerics import CHECK, check_numerics
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.session import Session
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
-from attncheck.reference.spec import AttentionType, RequestSpec
-
-
-def lengths(case: Any) -> list[tuple[int, int]]:
-    return [(r.query_len, r.total_len) for r in case.batch]
-
-
-def test_one_is_alike_and_one_is_smaller(make_case: Any) -> None:
-    alike, smaller = other_batches(make_case((1, 37), (5, 40), (33, 33), padding=(1, 2)))
-    assert lengths(alike) == [(1, 36), (5, 39), (33, 33)]
-    assert alike.batch.padding.tokens == 2
-    assert lengths(smaller) == [(17, 17), (3, 20), (1, 19)]
-
-
-def test_pages_differ_where_lengths_cannot(make_case: Any) -> None:
-    case = make_case((33, 33), (1, 1))
-    alike, _ = other_batches(case)
-    assert lengths(alike) == lengths(case)
-    assert build_problem(alike, 1).block_table.tolist() != build_problem(case, 0).block_table.tolist()
-
-
-@pytest.mark.parametrize("attn_type", [AttentionType.ENCODER_ONLY, AttentionType.ENCODER])
-def test_encoders_keep_as_many_keys_as_rows(make_case: Any, attn_type: str) -> None:
-    for other in other_batches(make_case((9, 9), (1, 1), attn_type=attn_type)):
-        assert all(query_len == seq_len for query_len, seq_len in lengths(other))
-        build_problem(other, 0)
-
-
-def test_cross_attention_stays_on_its_step(make_case: Any) -> None:
-    first = RequestSpec(query_len=4, seq_len=4, encoder_len=30)
-    later = RequestSpec(query_len=1, seq_len=2, encoder_len=21)
-    alike, smaller = other_batches(make_case(first, later, attn_type=AttentionType.ENCODER_DECODER))
-    assert [(r.context_len > 0, r.encoder_len) for r in alike.batch] == [(False, 30), (True, 21)]
-    assert [(r.context_len > 0, r.encoder_len) for r in smaller.batch] == [(True, 10), (False, 15)]
 
 
 @pytest.mark.parametrize(
@@ -54,3 +24,64 @@ def test_the_finding_names_the_kernels_that_a_library_chose(ref: str, kernels: t
     truth = truth_of(problem, torch.device("cpu"))
     found = CHECK.run(CheckedCase(load(ref), problem, truth, torch.device("cpu"), (), SharedByChecks()))
     assert found.chosen_kernels == kernels  # type: ignore[union-attr]
+
+
+def judged(case: Any, change: Any) -> Broken:
+    """The finding about the reference, after ``change`` has written to the rows of its output."""
+
+    class Impl(ReferenceImpl):
+        def attend(self, *args: Any) -> None:
+            super().attend(*args)
+            change(args[6])
+
+    problem = build_problem(case, 0)
+    backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    seen = Session(backend, problem, torch.device("cpu")).run()
+    assert isinstance(seen, Observation)
+    found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
+    assert isinstance(found, Broken)
+    return found
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+def test_finite_numbers_are_judged_apart_from_those_that_are_not(make_case: Any, spoils: bool) -> None:
+    def change(output: torch.Tensor) -> None:
+        output[0, 1] = torch.nan
+        output[4, :2] = torch.inf
+        if spoils:
+            output[2:4, 3] *= 1.5
+
+    found = judged(make_case((1, 9), (6, 20)), change)
+    assert found.summary.startswith("4 of 7 rows" if spoils else "2 of 7 rows")
+    assert {name: n for name, n in found.figures.items() if name.startswith(("rows_", "heads_"))} == {
+        "rows_wrong": 4 if spoils else 2,
+        "heads_wrong": 3 if spoils else 2,
+        "rows_nan": 1,
+        "rows_inf": 1,
+        **({"rows_finite_wrong": 2} if spoils else {}),
+    }
+    assert (found.figures["finite_budget_share"] > 1) is spoils
+    apart = "; beside those that are not finite: 2 of 7 rows, first: row 2 (request 1, position 15), heads 3; worst "
+    assert (apart in found.summary) is spoils
+    assert found.summary.endswith("what is finite is right") is not spoils
+    assert ("the right one times 1.5" in str(found.meaning)) is spoils
+
+
+def test_rows_that_were_never_written_do_not_hide_wrong_ones(make_case: Any) -> None:
+    class Impl(ReferenceImpl):
+        def attend(self, *args: Any) -> None:
+            before = args[6][1].clone()
+            super().attend(*args)
+            args[6][1] = before
+            args[6][3] *= 2
+
+    problem = build_problem(make_case((1, 9), (6, 20)), 0)
+    backend = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    seen = Session(backend, problem, torch.device("cpu")).run()
+    assert isinstance(seen, Observation)
+    found = check_numerics(problem, truth_of(problem, torch.device("cpu")), seen)
+    assert isinstance(found, Broken)
+    assert found.summary.startswith(
+        "1 of 7 rows were never written, first: row 1 (request 1, position 14); of the others"
+    )
+    assert (found.figures["rows_unwritten"], found.figures["rows_finite_wrong"]) == (1, 1)

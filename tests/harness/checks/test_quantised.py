@@ -14,7 +14,8 @@ from attncheck.harness.checks import cache_write, fp8_write, numerics
 from attncheck.harness.checks.findings import Broken, Finding, Holds
 from attncheck.harness.driver.codec_proof import CodecError, prove_codec
 from attncheck.harness.driver.observation import Observation, Raised
-from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.driver.session import Session
+from attncheck.harness.driver.turn import Fill
 from attncheck.harness.problem.float8 import nearest_code, numbers_of, truncated_code
 from attncheck.harness.problem.output_quantisation import OutputCodes, output_codes
 from attncheck.harness.problem.problem import build_problem

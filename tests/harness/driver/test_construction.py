@@ -7,10 +7,13 @@ import torch
 
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder
 from attncheck.backends.impl import get_current_vllm_config
-from attncheck.harness.checks import numerics
-from attncheck.harness.checks.findings import Holds
+from attncheck.harness.checks.invariance.history import check_history
+from attncheck.harness.checks.invariance.right_rows import RightRows
+from attncheck.harness.checks.invariance.same_requests import same_requests
+from attncheck.harness.checks.invariance.same_step import same_step
 from attncheck.harness.driver.construction import construct_builder, construct_impl
 from attncheck.harness.driver.forward_calls import forward_calls_of, num_builders
+from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem
@@ -90,9 +93,13 @@ def test_bounds_hold_for_every_batch_that_follows(
     problem = build_problem(case, 0)
     truth = truth_of(problem, CPU)
     session = Session(backend, problem, CPU)
-    finding = numerics.check_numerics(problem, truth, session.run())  # type: ignore[arg-type]
-    assert isinstance(finding, Holds), finding
-    assert numerics.check_next_step(problem, truth, session, finding) is finding
+    seen = session.run()
+    assert isinstance(seen, Observation), seen
+    rows = RightRows.of(problem, truth, seen, backend.conventions)
+    assert bool(rows.is_right.all())
+    for variation in (*same_step(rows, session), *same_requests(rows, session)):
+        assert variation.wrong() is None, variation.what
+    assert check_history(rows, session) is None
 
 
 def config_of(case: Any) -> Any:

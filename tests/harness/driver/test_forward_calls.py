@@ -80,7 +80,7 @@ class TestChunks:
         assert lengths(call) == [(8, 8), (1, 1), (32, 32), (0, 0), (0, 0)]
 
     def test_bounds_do_not_reach_past_the_table(self, make_case: Any) -> None:
-        _, (call,) = calls(self.case(make_case), loose_bounds=True)
+        _, (call,) = calls(self.case(make_case), loose=("max_query_len", "max_seq_len"))
         assert (call.common.max_query_len, call.common.max_seq_len) == (8, 32)
 
 
@@ -115,7 +115,7 @@ class TestMicroBatches:
         assert last.rows.tolist() == [5, 6, 10, 11, 7, 8, 9]
 
     def test_bounds_are_those_of_the_piece(self, make_case: Any) -> None:
-        _, (first, last) = calls(self.case(make_case, 3), loose_bounds=True)
+        _, (first, last) = calls(self.case(make_case, 3), loose=("max_query_len", "max_seq_len"))
         assert (first.common.max_query_len, first.common.max_seq_len) == (3, 43)
         assert (last.common.max_query_len, last.common.max_seq_len) == (9, 77)
 
@@ -175,5 +175,7 @@ def test_fast_prefill_hands_over_the_last_rows_and_the_metadata_of_all(make_case
 
 
 def test_bounds_of_sequences_without_a_table(make_case: Any) -> None:
-    _, (call,) = calls(make_case((4, 4), (2, 2), attn_type=AttentionType.ENCODER_ONLY), loose_bounds=True)
+    _, (call,) = calls(
+        make_case((4, 4), (2, 2), attn_type=AttentionType.ENCODER_ONLY), loose=("max_query_len", "max_seq_len")
+    )
     assert (call.common.max_query_len, call.common.max_seq_len) == (6, 6)

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from attncheck.backends.caches.learned_codec import learn_codec
 from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
 from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.cases.model import Case
 from attncheck.harness.checks import cache_write
 from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.driver import pool_filling
 from attncheck.harness.driver.observation import Observation
 from attncheck.harness.driver.session import Session
 from attncheck.harness.driver.vllm_config import LayerStub
@@ -59,6 +61,22 @@ def test_a_right_writer_is_judged_by_what_it_taught(make_case: Callable[..., Cas
     assert finding.notes == ("how the cache is laid out was learned from the backend's own writer",)
 
 
+def test_a_layout_is_learned_once_for_each_layer_and_cache(
+    make_case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[CacheSpec] = []
+
+    def learn(write: Any, allocate: Any, layer: Any, cache: CacheSpec, device: Any) -> Any:
+        learned.append(cache)
+        return learn_codec(write, allocate, layer, cache, device)
+
+    monkeypatch.setattr(pool_filling, "learn_codec", learn)
+    backend = untold(Apart)
+    for block_size, request in ((16, (1, 9)), (16, (3, 40)), (32, (1, 9))):
+        assert isinstance(judged(backend, make_case(request, cache={"block_size": block_size})), Holds)
+    assert [cache.block_size for cache in learned] == [16, 32]
+
+
 def test_a_latent_cache_is_learned_as_well(make_case: Callable[..., Case]) -> None:
     mla = MLASpec(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
     case = make_case((1, 20), (5, 40), path="mla", num_kv_heads=1, head_size=80, mla=mla)
@@ -88,7 +106,7 @@ def test_a_scale_left_out_is_seen_although_it_was_learned_without(make_case: Cal
 
     finding = judged(untold(Unscaled), make_case(cache=SCALED))
     assert isinstance(finding, Broken)
-    assert finding.meaning == "the scale is left out"
+    assert finding.meaning == "k_scale and v_scale are left out"
 
 
 def test_a_writer_that_shows_no_layout_is_not_examined_and_the_reason_is_told(make_case: Callable[..., Case]) -> None:

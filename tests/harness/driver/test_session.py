@@ -10,7 +10,8 @@ from attncheck.backends.conventions import Conventions
 from attncheck.harness.driver.foreign_code import StageError
 from attncheck.harness.driver.kv_pool import same_bytes
 from attncheck.harness.driver.observation import Observation, Raised, capture_exception
-from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.driver.session import Session
+from attncheck.harness.driver.turn import Fill
 from attncheck.harness.problem.problem import build_problem
 from attncheck.harness.truth.truth import truth_of
 from attncheck.reference.spec import AttentionType, RequestSpec
@@ -64,22 +65,6 @@ def test_one_byte_makes_two_images_differ(start: int, size: int) -> None:
     assert same_bytes(image.view(torch.int8), other)
     other[-1] = 254
     assert not same_bytes(image, other)
-
-
-def test_a_step_that_is_not_looked_at_is_made(make_case: Any) -> None:
-    seen = []
-
-    def attend(self: Any, *args: Any) -> None:
-        seen.append(len(args))
-        if len(seen) == 2:
-            raise ValueError("the second step")
-
-    session = Session(impl(attend=attend), build_problem(make_case(), 0), CPU)
-    assert session.advance() is None
-    assert len(seen) == 1
-    raised = session.advance()
-    assert raised is not None
-    assert (raised.stage, raised.message) == ("forward", "the second step")
 
 
 def test_rows_come_back_in_the_problems_order_after_reordering(make_case: Any) -> None:

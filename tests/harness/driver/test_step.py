@@ -1,12 +1,15 @@
 """Steps: what is handed to a backend keeps vLLM's conventions."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from attncheck.harness.driver.forward_calls import forward_calls_of
+from attncheck.harness.driver.persistent_inputs import copied_calls
 from attncheck.harness.driver.step import make_step
 from attncheck.harness.problem.problem import build_problem
-from attncheck.reference.spec import AttentionType, RequestSpec
+from attncheck.reference.spec import AttentionType, BlockTableSpec, PaddingSpec, RequestSpec
 
 CPU = torch.device("cpu")
 
@@ -25,6 +28,36 @@ def test_padding_as_vllm_pads(make_case: Any) -> None:
     common = step.common_metadata()
     assert (common.num_reqs, common.num_actual_tokens, common.max_query_len, common.max_seq_len) == (4, 8, 3, 5)
     assert common.num_computed_tokens_cpu.tolist() == [4, 0, 0, 0]
+
+
+def around(case: Any, **spec: Any) -> Any:
+    """``case`` with another padding or block table."""
+    return replace(case, batch=replace(case.batch, **spec))
+
+
+def test_tokens_without_a_slot_are_in_no_count(make_case: Any) -> None:
+    padding = PaddingSpec(requests=1, tokens=2, unmapped_tokens=3, key_rows=4)
+    problem = build_problem(around(make_case((1, 5), (3, 3)), padding=padding), 0)
+    step = make_step(problem, CPU)
+    assert step.key is not None
+    assert step.value is not None
+    assert [len(rows) for rows in (step.query, step.key, step.value)] == [9, 13, 13]
+    assert torch.isnan(step.key[4:]).all()
+    common = step.common_metadata()
+    assert (common.num_actual_tokens, int(common.query_start_loc[-1])) == (6, 4)
+    assert common.slot_mapping.tolist() == [int(problem.key_slots[i]) for i in (4, 5, 6, 7)] + [-1, -1]
+
+
+def test_a_table_with_a_gap_is_a_slice_of_a_wider_one(make_case: Any) -> None:
+    case = make_case((1, 37), (5, 40))
+    whole = make_step(build_problem(case, 0), CPU).common_metadata().block_table_tensor
+    gap = BlockTableSpec(row_gap=5)
+    step = make_step(build_problem(around(case, block_table=gap, requests=case.batch.requests), 0), CPU)
+    (call,) = copied_calls(forward_calls_of(step, frozenset()))
+    for table in (step.common_metadata().block_table_tensor, call.common.block_table_tensor):
+        assert table.shape == whole.shape
+        assert table.stride() == (whole.shape[1] + 5, 1)
+        assert torch.equal(table, step.block_table)
 
 
 def test_query_key_and_value_are_slices_of_one_tensor(make_case: Any) -> None:

@@ -1,14 +1,16 @@
 """Parts of a batch: each key lies in exactly one, at the slot its part's table and length say."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from attncheck.errors import SpecError
+from attncheck.harness.problem.page_layout import layout_of_layer
 from attncheck.harness.problem.problem import Problem, build_problem
 from attncheck.reference import compute_slot_mapping
-from attncheck.reference.spec import DCPOptions, RequestSpec, SplitKVOptions
+from attncheck.reference.spec import BlockTableSpec, DCPOptions, RequestSpec, SplitKVOptions
 
 PAGE = 16
 
@@ -123,3 +125,39 @@ def test_a_pool_too_small_for_the_ranks_is_refused(make_case: Any) -> None:
     cache = {"num_blocks": 5}
     with pytest.raises(SpecError, match="needs 8 pages"):
         build_problem(make_case((1, 70), (1, 130), path="dcp", options=DCPOptions(size=2), cache=cache), 0)
+
+
+@pytest.mark.parametrize("layer", [{"sliding_window": 1}, {"sliding_window": 17}, {"sliding_window": 40}, {}])
+def test_pages_that_no_row_sees_are_null_in_the_table_alone(make_case: Any, layer: dict[str, Any]) -> None:
+    case = make_case((1, 200), (5, 70), (40, 40), **layer)
+    plain = build_problem(case, 0)
+    nulled = BlockTableSpec(null_pages=True, extra_columns=3)
+    problem = build_problem(replace(case, batch=replace(case.batch, block_table=nulled)), 0)
+    assert problem.block_table.shape[1] == plain.block_table.shape[1] + 3
+    window = layer.get("sliding_window", 10**6)
+    for row, request in zip(problem.block_table.tolist(), problem.requests, strict=True):
+        last_unseen = request.first_position - window  # of the first row, which sees the oldest keys
+        num_freed = max(0, (last_unseen + 1) // PAGE)
+        assert row[:num_freed] == [0] * num_freed
+        assert row[num_freed : len(request.pages)] == list(request.pages[num_freed:])
+        own = problem.key_slots[request.base : request.base + request.num_keys] // PAGE
+        assert own.tolist() == [request.pages[j // PAGE] for j in range(request.num_keys)]
+
+
+@pytest.mark.parametrize("other", [17, 18, 40, None])
+def test_another_layer_has_other_null_pages(make_case: Any, other: int | None) -> None:
+    case = make_case((1, 65), (5, 70), sliding_window=17)
+    case = replace(case, batch=replace(case.batch, block_table=BlockTableSpec(null_pages=True)))
+    problem, beside = build_problem(case, 0), replace(case.layer, sliding_window=other)
+    window = other or 10**6
+    named = [list(request.pages) for request in problem.requests]
+    for pages, request in zip(named, problem.requests, strict=True):
+        freed = max(0, request.first_position - window + 1) // PAGE
+        pages[:freed] = [0] * freed
+    changed = layout_of_layer(problem.layout, replace(case, layer=beside)).block_table.tolist()
+    assert [row[: len(own)] for row, own in zip(changed, named, strict=True)] == named
+    # A page is freed that no layer of the step needs.
+    both = build_problem(replace(case, layers=(beside,)), 0)
+    width = [max(17, window)] * 2
+    nulls = [max(0, r.first_position - w + 1) // PAGE for r, w in zip(both.requests, width, strict=True)]
+    assert [row[: len(own)].count(0) for row, own in zip(both.block_table.tolist(), named, strict=True)] == nulls

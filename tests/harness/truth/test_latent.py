@@ -13,7 +13,8 @@ from attncheck.backends.candidates.torch_mla import TorchMLABackend
 from attncheck.harness.checks.dump import dump_case
 from attncheck.harness.driver.latent_views import KVBProj
 from attncheck.harness.driver.observation import Observation
-from attncheck.harness.driver.session import Fill, Session
+from attncheck.harness.driver.session import Session
+from attncheck.harness.driver.turn import Fill
 from attncheck.harness.problem.latent import make_up_projections
 from attncheck.harness.problem.layer_sizes import naive_layer, stored_sizes
 from attncheck.harness.problem.memory_estimate import needed_bytes

@@ -24,6 +24,7 @@ from attncheck.reference.spec import (
     SplitKVOptions,
     TreeOptions,
 )
+from attncheck.reports.run_file.causes import ALTERNATIVE
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,7 @@ def meaning(backend: Any, case: Any) -> str | None:
     assert isinstance(seen, Observation)
     finding = numerics.check_numerics(problem, truth_of(problem, CPU), seen)
     assert isinstance(finding, Broken)
-    return finding.meaning
+    return finding.meaning and finding.meaning.partition(ALTERNATIVE)[0]
 
 
 class NoCascade(ReferenceBackend):

@@ -9,7 +9,7 @@ from attncheck.backends.registry import load
 from attncheck.harness.checks.cudagraph import backend_levels, check
 from attncheck.harness.checks.cudagraph.check import judge_level
 from attncheck.harness.checks.cudagraph.measurement import LevelMeasurement, ProbeFault, UnmeasuredProbe
-from attncheck.harness.checks.cudagraph.probes import Bucket, Probe, ProbeStep
+from attncheck.harness.checks.cudagraph.probe import Bucket, Probe, ProbeStep
 from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
 from attncheck.harness.problem.problem import build_problem

@@ -1,12 +1,13 @@
 """Which probes each layer plays: every trait meets every probe, and no layer plays none."""
 
 from dataclasses import fields, replace
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
 from attncheck.cases.loader import load_suite
 from attncheck.harness.checks.cudagraph.coverage import assign_probes, plainest, traits_of
+from attncheck.harness.checks.cudagraph.probes import ALIKE, PAIRED, probes_of
 from attncheck.reference.spec import CacheSpec, LayerSpec, MLASpec, OutputQuantSpec
 
 LAYER = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16)
@@ -105,19 +106,41 @@ def test_layers_with_equal_traits_take_turns():
     assert len(frozenset().union(*assigned[1:])) == 6
 
 
+def test_every_trait_meets_one_of_probes_that_are_alike_and_they_take_turns():
+    layers = traits("p", "pa", "pb", "pc", "pd")
+    plain, *others = assign_probes(layers, ["other", "two", "three", "four"], alike=[{"two", "three", "four"}])
+    assert plain == {"other", "two", "three", "four"}
+    assert sorted(sorted(own - {"other"}) for own in others) == [["four"], ["three"], ["two"], ["two"]]
+    assert all("other" in own for own in others)
+
+
 def test_one_layer_covers_what_two_would():
     assert [len(own) for own in assign_probes(traits("p", "pa", "pab"), ["one", "two", "three"])] == [3, 1, 3]
 
 
-def test_a_broken_probe_meets_every_trait_and_every_layer_plays_one_that_is_right():
-    layers = traits("p", "pa", "pb", "p", "p", "p")
-    assigned = assign_probes(layers, ["one", "two"], ["broken"])
-    assert [index for index, own in enumerate(assigned) if "broken" in own] == [0, 1, 2]
-    assert not any(own.isdisjoint({"one", "two"}) for own in assigned)
+@pytest.mark.parametrize("layers", [traits("p", "pa", "pb", "pab", "pac"), traits("pa", "pab", "pabc", "pc", "pbc")])
+def test_every_pair_of_traits_meets_the_paired_probes(layers):
+    assigned = assign_probes(layers, ["one", "two", "three"], ["two"])
+    pairs = {pair for own in layers for pair in combinations(sorted(own), 2)}
+    met = {
+        pair
+        for own, played in zip(layers, assigned, strict=True)
+        for pair in combinations(sorted(own), 2)
+        if "two" in played
+    }
+    assert met == pairs
 
 
-def test_where_nothing_is_right_every_layer_plays_what_broke():
-    assert assign_probes(traits("p", "pa", "p"), [], ["broken"]) == ({"broken"},) * 3
+def test_a_pair_that_no_layer_has_alone_costs_only_the_paired_probes():
+    layers = traits("p", "pa", "pb", "pab")
+    alone, paired = assign_probes(layers, ["one", "two"]), assign_probes(layers, ["one", "two"], ["two"])
+    assert [len(own) for own in alone] == [2, 1, 1, 2]
+    assert [sorted(own) for own in paired] == [["one", "two"], ["two"], ["two"], ["one", "two"]]
+
+
+def test_layers_that_no_probe_needs_play_the_paired_ones_in_turn():
+    assigned = assign_probes(traits("p", "p", "p", "p"), ["one", "two", "three"], ["one", "three"])
+    assert [sorted(own) for own in assigned[1:]] == [["one"], ["three"], ["one"]]
 
 
 def test_without_probes_nothing_is_played():
@@ -127,6 +150,6 @@ def test_without_probes_nothing_is_played():
 def test_the_layers_of_smoke_share_less_than_half_of_all_plays():
     cases = [case for case in load_suite("smoke").cases if case.layer.attn_type == "decoder"]
     layers = list(dict.fromkeys((case.layer, replace(case.cache, num_blocks=None, first_block=None)) for case in cases))
-    probes = [f"probe {number}" for number in range(24)]
-    assigned = assign_probes([traits_of(*each) for each in layers], probes)
+    probes = [probe.name for probe in probes_of(*layers[0])]
+    assigned = assign_probes([traits_of(*each) for each in layers], probes, PAIRED, ALIKE)
     assert sum(map(len, assigned)) < len(layers) * len(probes) / 2

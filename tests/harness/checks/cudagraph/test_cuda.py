@@ -239,11 +239,10 @@ def test_a_failed_capture_is_freed_though_its_refusal_is_kept(journal, monkeypat
             raise raises.with_traceback(None)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
-    recorder, call = CudaRecorder(DEVICE), SimpleNamespace(common=None)
-    monkeypatch.setattr("attncheck.harness.checks.cudagraph.capture.map_tensors", lambda call, _: call)
+    recorder = CudaRecorder(DEVICE)
     gc.disable()
     try:
-        refusal = capture_forward(recorder, call, lambda common: Rows(), enter)
+        refusal = capture_forward(recorder, SimpleNamespace, lambda _lent: Rows(), enter)
         raises.__traceback__ = None
         assert isinstance(refusal, CaptureError)
         assert [each() for each in (*made, *left)] == [None] * (len(made) + len(left))

@@ -10,7 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attncheck.harness.checks.cudagraph.metadata_trace import tensors_in, trace
+from attncheck.harness.checks.cudagraph.metadata_trace import parts_of
+from attncheck.harness.checks.cudagraph.metadata_trace import trace as trace_parts
+
+
+def trace(metadata):
+    return trace_parts(parts_of(metadata))
 
 
 @dataclass
@@ -91,7 +96,7 @@ def test_metadata_that_refer_to_themselves_end():
 def test_slots_are_followed():
     slotted = make_dataclass("Slotted", [("table", torch.Tensor)], slots=True)
     table = torch.zeros(2)
-    assert tensors_in(slotted(table)) == {"metadata.table": table}
+    assert parts_of(slotted(table)) == {"metadata.table": table}
 
 
 class Closed:

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attncheck.backends.candidates.torch_sdpa import SDPABackend, SDPABuilder, SDPAImpl
 from attncheck.cases.model import Case
 from attncheck.harness.checks.cudagraph.check import GraphLevelCheck
-from attncheck.harness.checks.findings import Broken, Holds
+from attncheck.harness.checks.findings import Broken, Holds, NotExamined
 from attncheck.harness.driver.observation import Raised
 from attncheck.reference.spec import AttentionCGSupport, BatchSpec, CacheSpec, LayerSpec, RequestSpec
 
@@ -83,6 +84,117 @@ def test_what_it_cannot_do_at_all_above_its_level_leaves_the_level_measured():
     promised = examined(backend_of(Promises))
     assert isinstance(promised, Raised)
     assert promised.message == "no drafts"
+
+
+class Grows(SDPAImpl):
+    """Raises in its first call of more rows than before; another call of as many is right."""
+
+    workspace = torch.empty(0)
+
+    def forward(self, layer, query, key, value, kv_cache, metadata, **keywords):
+        if metadata is not None and len(self.workspace) < len(query):
+            self.workspace = torch.empty(len(query))
+            raise RuntimeError(f"the workspace has room for fewer than {len(query)} rows")
+        return super().forward(layer, query, key, value, kv_cache, metadata, **keywords)
+
+
+class CopiesTooMuch(SDPAImpl):
+    """The same, where torch raises the error, and not the backend's own line."""
+
+    workspace = torch.empty(1)
+
+    def forward(self, layer, query, key, value, kv_cache, metadata, **keywords):
+        room, self.workspace = self.workspace, torch.empty(max(len(query), len(self.workspace)))
+        room[: len(query)].copy_(query[:, 0, 0])
+        return super().forward(layer, query, key, value, kv_cache, metadata, **keywords)
+
+
+class RaisesSecond(SDPAImpl):
+    """Raises in its second call: a capture that follows a warm-up."""
+
+    calls = 0
+
+    def forward(self, *args, **keywords):
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("the second call")
+        return super().forward(*args, **keywords)
+
+
+class RaisesWatched(SDPAImpl):
+    """Does not run while a mode of torch watches it."""
+
+    def forward(self, *args, **keywords):
+        if _get_current_dispatch_mode_stack():
+            raise RuntimeError("no rule for this mode")
+        return super().forward(*args, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("impl", "said"),
+    [
+        (Grows, "fewer than 8 rows"),
+        (CopiesTooMuch, "RuntimeError: output with shape"),
+        (RaisesSecond, "the second call"),
+    ],
+)
+def test_what_is_raised_once_is_a_finding(impl, said):
+    finding = examined(backend_of(impl=impl))
+    assert isinstance(finding, Broken)
+    assert "probe 'decode' broke: warm-up for capture raised RuntimeError: " in finding.summary
+    assert said in finding.summary
+
+
+def test_what_the_watch_causes_is_no_finding():
+    finding = examined(backend_of(impl=RaisesWatched))
+    assert isinstance(finding, NotExamined)
+    assert "does not run while torch's modes watch it: RuntimeError: no rule for this mode" in finding.reasons[0]
+
+
+class ChangesAtCapture(SDPAImpl):
+    """Clears a host twin of the metadata, which a capture does once, and a replay never."""
+
+    def forward(self, layer, query, key, value, kv_cache, metadata, **keywords):
+        out = super().forward(layer, query, key, value, kv_cache, metadata, **keywords)
+        if metadata.common.num_computed_tokens_cpu.eq(0).all():
+            metadata.common.num_computed_tokens_cpu.fill_(5)
+        return out
+
+
+class ChangesBehind(SDPAImpl):
+    """Changes lengths behind those of the step, where a larger step has its own."""
+
+    def forward(self, layer, query, key, value, kv_cache, metadata, **keywords):
+        out = super().forward(layer, query, key, value, kv_cache, metadata, **keywords)
+        lens = metadata.common.seq_lens
+        lens.as_strided((lens.untyped_storage().nbytes() // 4,), (1,), 0)[len(lens) :].fill_(7)
+        return out
+
+
+class FillsForCapture(SDPABuilder):
+    """Sets the lengths of the dummies to 1 for a capture, as builders of vLLM do; the runner refills them."""
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        metadata.common.seq_lens.fill_(1)
+        return metadata
+
+
+@pytest.mark.parametrize(
+    ("impl", "said"),
+    [
+        (ChangesAtCapture, "'decode' broke: forward changed its inputs at capture: metadata.num_computed_tokens_cpu"),
+        (ChangesBehind, "'buckets' broke: forward changed its inputs at capture: metadata.seq_lens (8 requests"),
+    ],
+)
+def test_what_forward_changes_of_the_metadata_at_capture_is_told(impl, said):
+    finding = examined(backend_of(impl=impl))
+    assert isinstance(finding, Broken)
+    assert said in finding.summary
+
+
+def test_a_builder_may_fill_in_the_dummies_of_a_capture():
+    assert isinstance(examined(backend_of(FillsForCapture)), Holds)
 
 
 def test_what_was_raised_is_raised_once_for_all_cases_of_a_layer():

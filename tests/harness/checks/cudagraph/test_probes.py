@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncheck.harness.checks.cudagraph.probes import ALWAYS, SINGLE, UNIFORM, Bucket, probes_of
+from attncheck.harness.checks.cudagraph.probe import Bucket
+from attncheck.harness.checks.cudagraph.probes import ALWAYS, PAIRED, SINGLE, UNIFORM, probes_of
 from attncheck.reference.spec import AttentionCGSupport, CacheSpec, LayerSpec
 
 PLAIN = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16)
@@ -44,6 +45,12 @@ def test_levels_are_in_order_and_names_are_unique(layer, cache):
     assert values == sorted(values)
     assert {probe.level for probe in probes} == set(AttentionCGSupport) - {AttentionCGSupport.NEVER}
     assert len({probe.name for probe in probes}) == len(probes)
+
+
+def test_each_level_has_probes_that_meet_pairs_of_traits():
+    paired = [probe for probe in probes_of(PLAIN, CacheSpec()) if probe.name in PAIRED]
+    assert len(paired) == len(PAIRED)
+    assert {probe.level for probe in paired} == {SINGLE, UNIFORM, ALWAYS}
 
 
 @given(layers, caches)

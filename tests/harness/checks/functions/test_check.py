@@ -12,11 +12,12 @@ from attncheck.backends.registry import LoadedBackend
 from attncheck.harness.problem.memory_estimate import needed_bytes
 from attncheck.harness.run.evaluation import Examiner, RunPlan
 from attncheck.reference import causal_conv1d, merge_attn_states
+from attncheck.reference.spec import DEFAULT_CHECKS
 from attncheck.reports.run_file.records import Record
 
-ALL = ("numerics", "lse", "cache_write", "containment", "cudagraph", "refusals")
+ALL = DEFAULT_CHECKS
 # What is not asked of a function without an LSE.
-UNASKED = {"lse": "unsupported", "cudagraph": "unsupported"}
+UNASKED = dict.fromkeys(("lse", "features", "determinism", "invariance", "builder", "cudagraph"), "unsupported")
 
 
 def offering(**functions: Callable[..., Any]) -> Any:

@@ -1,0 +1,193 @@
+"""``features``: a modifier turned off or moved, on another layer of a process, moves the answer as it moves the truth.
+
+A model has layers of several windows, caps and head counts, all in one process. So another impl and builder are made
+for the same rows, with one thing of the layer changed, and judged by the truth of that layer; then the first impl is
+asked again. ``numerics`` asks each layer alone, and cannot see a value that the first layer of a process has fixed for
+all. Cannot see: what is kept between layers that differ in something else.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from attncheck.cases.consistency import check_meaning
+from attncheck.errors import BlindCaseError, SpecError
+from attncheck.harness.checks.findings import Broken, Finding, Holds, NotExamined
+from attncheck.harness.checks.interface import Check, CheckedCase
+from attncheck.harness.checks.numerics import check_numerics, output_shares
+from attncheck.harness.driver.foreign_code import StageError, declared_reasons
+from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.page_layout import layout_of_layer
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.truth import Truth, truth_of
+from attncheck.reference.spec import AttentionType, LayerSpec
+from attncheck.reports.run_file.causes import ALTERNATIVE
+
+_MOST_SCORES = 2**22
+"""Scores of all heads up to which the truth of another layer is computed; more would take as long as all else."""
+
+_KEPT = "a value of another layer of the process is used: it was fixed at a first call, or a cache has no key for it"
+
+
+@dataclass(frozen=True)
+class ChangedLayer:
+    """The layer with one thing changed. ``what`` says it in words; ``heads``: the query heads it has of the first.
+
+    ``name``: what is changed, where the first layer has its default; a backend that ignores it is right there.
+    """
+
+    what: str
+    layer: LayerSpec
+    heads: tuple[int, ...] = ()
+    name: str = ""
+
+
+def other_layers(layer: LayerSpec, number: int) -> Iterator[tuple[ChangedLayer, ...]]:
+    """Yield layers of which the first that may be asked is meant: without a modifier, and with it moved.
+
+    Of a layer without modifiers: with another scale, group or mask. ``number`` chooses the modifier, and what is first.
+    """
+    modifiers = layer.modifiers if layer.mla is None else ()
+    if not modifiers:
+        yield _turned(list(_unmodified(layer)), number)
+        return
+    name = modifiers[number % len(modifiers)]
+    yield (ChangedLayer(f"without {name}", _with(layer, name, False if name in ("alibi", "sinks") else None)),)
+    yield _turned(list(_moved(layer, name)), number // len(modifiers))
+
+
+def _turned(layers: list[ChangedLayer], number: int) -> tuple[ChangedLayer, ...]:
+    first = number % len(layers)
+    return (*layers[first:], *layers[:first])
+
+
+def _unmodified(layer: LayerSpec) -> Iterator[ChangedLayer]:
+    scale = 0.75 * layer.softmax_scale
+    what = f"with scale {scale:.4g} in place of {layer.softmax_scale:.4g}"
+    yield ChangedLayer(what, replace(layer, scale=scale), name="scale" if layer.scale is None else "")
+    group = layer.num_heads // layer.num_kv_heads
+    if group > 1 and layer.mla is None:
+        heads = tuple(range(0, layer.num_heads, group))
+        what = f"with one query head for a KV head in place of {group}"
+        yield ChangedLayer(what, replace(layer, num_heads=layer.num_kv_heads), heads)
+    if layer.attn_type == AttentionType.DECODER and layer.mla is None:
+        causal = not layer.is_causal
+        yield ChangedLayer(f"with causal {causal}", replace(layer, causal=causal), name="" if causal else "causal")
+
+
+def _with(layer: LayerSpec, name: str, value: object) -> LayerSpec:
+    changed: dict[str, Any] = {name: value}
+    return replace(layer, **changed)
+
+
+def _moved(layer: LayerSpec, name: str) -> Iterator[ChangedLayer]:
+    def moved(value: object, words: str = "") -> ChangedLayer:
+        told = words or f"{name} {value} in place of {getattr(layer, name)}"
+        return ChangedLayer(f"with {told}", _with(layer, name, value))
+
+    size = getattr(layer, name)
+    if name in ("sliding_window", "attn_chunk_size"):
+        yield moved(size + 1)
+        if size > 1:
+            yield moved(size - 1)
+    elif name == "logits_soft_cap":
+        yield moved(size * 1.5)
+    else:
+        values = layer.alibi_slopes if name == "alibi" else layer.sink_logits
+        yield moved(tuple(reversed(values or ())), f"{name} in reverse order")
+
+
+def check_features(case: CheckedCase) -> Finding:
+    """Judge steps of other layers in between, and the first layer's own after them."""
+    problem, (session, first) = case.problem, case.first_step()
+    scores = sum(request.rows * request.num_keys for request in problem.requests) * problem.layer.num_heads
+    if scores > _MOST_SCORES:
+        return NotExamined(
+            (f"{scores} scores: truths of other layers are computed of {_MOST_SCORES} at most",), "attncheck"
+        )
+    right = (output_shares(case.truth, first) <= 1).all(dim=1)
+    done: list[str] = []
+    for others in other_layers(problem.layer, int(problem.case.hash, 16)):
+        possible = ((other, asked) for other in others if (asked := _asked(case, other)) is not None)
+        other, asked = next(possible, (None, None))
+        if other is None or asked is None:
+            continue
+        wrong = _judge(case, other, *asked, first if bool(right.all()) else None)
+        if wrong is not None:
+            return wrong
+        done.append(other.what)
+        again = session.run(images=False)
+        if isinstance(again, Raised):
+            return replace(again, stage=f"{again.stage} after a layer {other.what}")
+        count = int(((output_shares(case.truth, again) > 1).any(dim=1) & right).sum())
+        if count:
+            what = f"right at first, wrong after a layer {other.what} was made and asked: {count} of {len(right)} rows"
+            return Broken(what, {"rows_wrong": count}, _KEPT)
+    if not done:
+        return NotExamined(("the backend declares no layer that differs in one thing",))
+    return Holds({"rows": len(right), "layers": len(done)}, tuple(f"a layer {what} in between" for what in done))
+
+
+def _may_see_more(layer: LayerSpec, own: LayerSpec) -> bool:
+    """Whether ``layer`` may see keys on pages that every row of ``own`` has left behind."""
+    is_wider = layer.window[0] < 0 or layer.window[0] > own.window[0]
+    return is_wider or layer.attn_chunk_size != own.attn_chunk_size
+
+
+def _asked(case: CheckedCase, other: ChangedLayer) -> tuple[Problem, Truth] | None:
+    """The problem of another layer and its truth; None where it means nothing, or the backend does not declare it."""
+    problem = case.problem
+    given = other.layer, problem.cache, problem.case.batch
+    try:
+        check_meaning(*given)
+    except SpecError:
+        return None
+    if problem.case.batch.block_table.null_pages and _may_see_more(other.layer, problem.layer):
+        return None
+    if declared_reasons(partial(case.backend.unsupported_reasons, *given)):
+        return None
+    query = problem.query[:, list(other.heads)] if other.heads else problem.query
+    asked = replace(problem.case, layer=other.layer)
+    changed = replace(problem, case=asked, query=query, layout=layout_of_layer(problem.layout, asked))
+    try:
+        return changed, truth_of(changed, case.device, refuse_blindness=False)
+    except BlindCaseError:
+        return None
+
+
+def _judge(
+    case: CheckedCase, other: ChangedLayer, problem: Problem, truth: Truth, first: Observation | None
+) -> Broken | Raised | None:
+    """What is wrong with the step of another layer, or None if it is right.
+
+    ``first``: the step of the first layer; None: it is wrong, and to equal it says nothing.
+    """
+    try:
+        seen = Session(case.backend, problem, case.device).run(images=False)
+    except StageError as failure:
+        seen = failure.raised
+    if isinstance(seen, Raised):
+        return replace(seen, stage=f"{seen.stage} of a layer {other.what}")
+    finding = check_numerics(problem, truth, seen, explains=False)
+    if isinstance(finding, Holds):
+        return None
+    rows = len(truth.out)
+    is_first = (
+        first is not None
+        and not other.heads
+        and torch.allclose(seen.output[:rows].double(), first.output[:rows].double(), equal_nan=True)
+    )
+    kept = f"{other.name} of the layer is ignored{ALTERNATIVE}{_KEPT}" if other.name else _KEPT
+    return replace(
+        finding,
+        summary=f"a layer {other.what}, in the same process: {finding.summary}",
+        meaning=kept if is_first else None,
+        details=("it has the output of the first layer", *finding.details) if is_first else finding.details,
+    )
+
+
+CHECK = Check(check_features)

@@ -1,0 +1,80 @@
+"""Things that must not matter, changed together, and the smallest set of them that makes an answer wrong."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from attncheck.harness.checks.findings import Broken
+from attncheck.harness.driver.observation import Raised
+
+T = TypeVar("T")
+
+_KEPT = "something is kept from an earlier step, of other requests"
+
+_STATE = "something is kept from an earlier call, or the backend is not deterministic"
+
+
+@dataclass(frozen=True)
+class Change(Generic[T]):
+    """One thing changed in how a step is put. ``what`` says it in words; ``meaning``: the fault of what it disturbs."""
+
+    what: str
+    meaning: str
+    alter: Callable[[T], T]
+
+
+@dataclass(frozen=True)
+class Variation(Generic[T]):
+    """A step put in another way. ``plain``: without a change. ``judge`` says what is wrong with a step.
+
+    ``instead``: what is tried where this one raises; None: an error is a failure. ``afresh``: judges with an impl and
+    builder that have seen no other step.
+    """
+
+    plain: T
+    changes: tuple[Change[T], ...]
+    judge: Callable[[T], Broken | Raised | None]
+    instead: "Variation[T] | None" = None
+    afresh: Callable[[T], Broken | Raised | None] | None = None
+
+    @property
+    def what(self) -> str:
+        """The changes in words."""
+        return _listed(self.changes)
+
+    def wrong(self) -> Broken | Raised | None:
+        """Return what is wrong with the step, told of the smallest set of changes that does it; None if it is right."""
+        wrong = self._wrong_with(self.changes)
+        if wrong is None:
+            return None
+        unchanged = self._wrong_with(())
+        if unchanged is not None:
+            return _told(unchanged, "put once more as it was", _STATE)
+        needed = self.changes
+        for change in self.changes:
+            fewer = tuple(each for each in needed if each is not change)
+            still = self._wrong_with(fewer) if fewer else None
+            if still is not None:
+                wrong, needed = still, fewer
+        is_kept = self.afresh is not None and self.afresh(self._with(needed)) is None
+        meaning = _KEPT if is_kept else "; ".join(dict.fromkeys(change.meaning for change in needed))
+        return _told(wrong, f"with {_listed(needed)}", meaning)
+
+    def _wrong_with(self, changes: Sequence[Change[T]]) -> Broken | Raised | None:
+        return self.judge(self._with(changes))
+
+    def _with(self, changes: Sequence[Change[T]]) -> T:
+        put = self.plain
+        for change in changes:
+            put = change.alter(put)
+        return put
+
+
+def _listed(changes: Sequence[Change[T]]) -> str:
+    return " and ".join(change.what for change in changes)
+
+
+def _told(wrong: Broken | Raised, how: str, meaning: str) -> Broken | Raised:
+    if isinstance(wrong, Raised):
+        return replace(wrong, stage=f"{wrong.stage} of the step {how}")
+    return replace(wrong, summary=f"right at first, wrong {how}: {wrong.summary}", meaning=meaning)

@@ -1,0 +1,92 @@
+"""Judges further steps by the rows that the first step had right: what is wrong at once, other checks say."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attncheck.backends.conventions import Conventions
+from attncheck.harness.checks.findings import Broken
+from attncheck.harness.checks.lse import comparable_lse, lse_shares
+from attncheck.harness.checks.numerics import differing_rows, summarize
+from attncheck.harness.driver.kv_pool import same_bytes
+from attncheck.harness.driver.observation import Observation, Raised
+from attncheck.harness.problem.arrangement import Arrangement
+from attncheck.harness.problem.output_quantisation import output_error
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.tolerance import Budget, share_of_budget
+from attncheck.harness.truth.truth import Truth
+
+
+@dataclass(frozen=True)
+class RightRows:
+    """The rows of a problem that the first step answered right. ``is_right``, ``lse_is_right``: bool ``[T, H]``."""
+
+    problem: Problem
+    truth: Truth
+    conventions: Conventions
+    first: Observation
+    is_right: Tensor
+    lse_is_right: Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, truth: Truth, first: Observation, conventions: Conventions) -> "RightRows":
+        """Return the rows of the first step that lie within the budgets."""
+        output, lse = _shares(problem, truth, first, conventions, torch.arange(len(truth.out)))
+        lse_is_right = torch.ones_like(output, dtype=torch.bool) if lse is None else lse <= 1
+        return cls(problem, truth, conventions, first, output <= 1, lse_is_right)
+
+    def wrong_in(self, seen: Observation | Raised, how: Arrangement | None = None) -> Broken | Raised | None:
+        """Return what is wrong with a further step, or None if these rows are right in it, too.
+
+        ``how``: how its batch is made of the problem's requests; None: as the problem's own.
+        """
+        if isinstance(seen, Raised):
+            return seen
+        rows = torch.arange(len(self.truth.out)) if how is None else how.rows_of(self.problem)
+        output, lse = _shares(self.problem, self.truth, seen, self.conventions, rows)
+        for shares, is_right, name in ((output, self.is_right, ""), (lse, self.lse_is_right, "LSE: ")):
+            if shares is None:
+                continue
+            index = rows.to(shares.device)[:, None].expand_as(shares)
+            judged = torch.zeros_like(self.truth.lse).scatter_reduce_(0, index, shares, "amax")
+            judged = judged.masked_fill(~is_right, 0.0)
+            if bool((judged > 1).any()):
+                figures = {"budget_share": float(judged.max()), "rows_wrong": int((judged > 1).any(dim=1).sum())}
+                return Broken(f"{name}{summarize(self.problem, judged)}", figures, details=seen.protocol)
+        if how is None and self._cache_differs(seen):
+            return Broken("the cache holds other bytes after the step")
+        exact = self.conventions.batch_invariant and self.conventions.deterministic
+        return self._differing(seen, rows) if exact else None
+
+    def _cache_differs(self, seen: Observation) -> bool:
+        was, now = self.first.pool_after, seen.pool_after
+        return was is not None and now is not None and not same_bytes(was, now)
+
+    def _differing(self, seen: Observation, rows: Tensor) -> Broken | None:
+        """What is wrong where a backend claims that a row's bits depend on nothing beside it."""
+        was, now = self.first.output[rows.to(seen.output.device)], seen.output[: len(rows)]
+        wrong = rows[differing_rows(was, now).nonzero().flatten().cpu()]
+        if not len(wrong):
+            return None
+        first = int(wrong[0])
+        return Broken(
+            f"{len(wrong)} of {len(rows)} rows have other bits, first: row {first} ({self.problem.row_name(first)}); "
+            "batch_invariant is declared",
+            {"rows_wrong": len(wrong)},
+        )
+
+
+def _shares(
+    problem: Problem, truth: Truth, seen: Observation, conventions: Conventions, rows: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The errors of output and LSE in budgets, ``[t, H]``; infinite in rows that were not written.
+
+    ``rows``: the problem's row that stands at each row of ``seen``.
+    """
+    index = rows.to(truth.out.device)
+    budget = Budget(truth.budget.norm[index], truth.budget.peak[index], truth.budget.lse[index])
+    output = share_of_budget(output_error(seen.output[: len(rows)], truth.out[index], truth.codes), budget)
+    output = output.masked_fill(seen.unwritten[: len(rows), None], torch.inf)
+    lse = comparable_lse(problem, seen, conventions)
+    return output, None if lse is None else lse_shares(lse[: len(rows)], truth.lse[index], budget.lse)

@@ -1,0 +1,114 @@
+"""Questions that differ from a declared case in one thing, which the backend does not declare.
+
+The cases of a suite mix what they ask: a backend that refuses one part of a case is not asked about the others. So each
+dtype, size, layout, type of attention and modifier is asked for by itself, on a small batch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from attncheck.backends.contract import AttentionBackend
+from attncheck.cases.consistency import check_meaning
+from attncheck.cases.model import Case
+from attncheck.cases.paths import implied_path
+from attncheck.errors import SpecError
+from attncheck.harness.driver.foreign_code import declared_reasons
+from attncheck.reference.spec import AttentionType, BatchSpec, CacheSpec, LayerSpec, OutputQuantSpec, RequestSpec
+
+Changes = Mapping[str, Any]
+
+_DECODER = tuple(RequestSpec(query_len=rows, seq_len=keys) for rows, keys in ((1, 40), (5, 21), (9, 9)))
+"""A decode, an extend and a prompt."""
+
+_ENCODER = (RequestSpec(query_len=11), RequestSpec(query_len=20))
+_CROSS = (RequestSpec(query_len=4, encoder_len=23), RequestSpec(query_len=1, seq_len=9, encoder_len=17))
+_REQUESTS = {AttentionType.DECODER: _DECODER, AttentionType.ENCODER_DECODER: _CROSS}
+
+_SCALES = {"k_scale": 0.3, "v_scale": 0.07}
+
+
+@dataclass(frozen=True)
+class UndeclaredForm:
+    """A case of a form that the backend does not declare: what is changed, in words, and why it is left out."""
+
+    changes: str
+    case: Case
+    reasons: tuple[str, ...]
+
+
+def is_plain(case: Case) -> bool:
+    """Whether the case asks a decoder layer without modifiers for nothing but attention over its cache."""
+    layer = case.layer
+    shares = layer.kv_sharing or layer.output_quant is not None
+    return case.batch.path.name in ("paged", "mla") and layer.is_causal and not layer.modifiers and not shares
+
+
+def undeclared_forms(backend: type[AttentionBackend], case: Case, device: str) -> Iterator[UndeclaredForm]:
+    """Yield ``case``, on a small batch, in every form that ``backend`` does not declare; none if it leaves out that.
+
+    Raises StageError for a declaration that raises.
+    """
+    base = _with(case, {}, {})
+    if _reasons(backend, base):
+        return
+    for layer, cache in (*_layers(base.layer), *_caches(base.layer, base.cache)):
+        try:
+            changed = _with(case, layer, cache)
+            check_meaning(changed.layer, changed.cache, changed.batch)
+        except SpecError:  # such a layer has no such form
+            continue
+        asked = changed.layer, changed.cache, changed.batch
+        reasons = _reasons(backend, changed)
+        if reasons and not declared_reasons(partial(backend.unavailable_case_reasons, device, *asked)):
+            words = ", ".join(f"{name} {value}" for name, value in {**layer, **cache}.items() if value is not None)
+            yield UndeclaredForm(words, changed, reasons)
+
+
+def _reasons(backend: type[AttentionBackend], case: Case) -> tuple[str, ...]:
+    return declared_reasons(partial(backend.unsupported_reasons, case.layer, case.cache, case.batch))
+
+
+def _with(case: Case, layer: Changes, cache: Changes) -> Case:
+    """The case with other fields of layer and cache, asked of a few short requests. Raises SpecError."""
+    changed = replace(case.layer, **layer)
+    return replace(
+        case,
+        id=f"{case.id}.form",
+        layer=changed,
+        cache=replace(case.cache, num_blocks=None, first_block=None, **cache),
+        batch=BatchSpec(requests=_REQUESTS.get(changed.attn_type, _ENCODER), path=implied_path(changed)),
+        tolerance=None,
+        inputs=None,
+    )
+
+
+def _layers(layer: LayerSpec) -> Iterator[tuple[Changes, Changes]]:
+    """What a layer may have besides; a latent one has another dtype alone."""
+    for dtype in ("float16", "bfloat16", "float32"):
+        yield {"dtype": dtype}, {}
+    if layer.mla is not None:
+        return
+    for head_size in (layer.head_size + 8, 2 * layer.head_size, 272):
+        yield {"head_size": head_size}, {}
+    for attn_type in AttentionType:
+        yield {"attn_type": attn_type, "causal": None}, {}
+    modifiers = {"sliding_window": 9, "logits_soft_cap": 20.0, "alibi": True, "sinks": True}
+    others = {"causal": False, "head_size_v": 2 * layer.head_size, "output_quant": OutputQuantSpec(scale=0.005)}
+    for name, value in {**modifiers, **others, "kv_sharing": True}.items():
+        yield {name: value}, {}
+
+
+def _caches(layer: LayerSpec, cache: CacheSpec) -> Iterator[tuple[Changes, Changes]]:
+    """What a cache may be besides."""
+    for layout in ("NHD", "HND"):
+        yield {}, {"layout": layout}
+    for block_size in (1, max(1, cache.block_size // 2), cache.block_size + 8, 2 * cache.block_size):
+        yield {}, {"block_size": block_size}
+    for codes in ("fp8", "fp8_e5m2"):
+        yield {}, {"kv_cache_dtype": codes, **_SCALES}
+        per_head = {
+            name: tuple(scale * (1 + head) for head in range(layer.num_kv_heads)) for name, scale in _SCALES.items()
+        }
+        yield {}, {"kv_cache_dtype": codes, **per_head}

@@ -1,0 +1,132 @@
+"""Which of several answers an output shows: those that stand wherever it is wrong, far nearer to it than the truth.
+
+On some batches a fault leaves the answer right, and would "explain" any error: such an answer is not named.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.wrong_rows import shared_by, which_heads
+from attncheck.reports.run_file.causes import ALTERNATIVE, EVIDENCE
+
+_APART = 3.0
+"""Budgets between an answer and the truth from which on an output tells them apart."""
+
+_NEARER = 4.0
+"""How many times nearer than the truth an answer has to be to the wrong rows, all together."""
+
+_BEYOND_DOUBT = 1000.0
+"""How many times nearer an answer may be further off than its budget: the truth's is small where scores are capped."""
+
+_AS_NEAR, _NEAR = 2.0, 0.1
+"""Answers fit equally well if they are off by this factor of the nearest, and so many budgets a row and head more."""
+
+_MOST_NAMED = 3
+"""Answers that are named where several fit equally well."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """How far an answer is from what was seen, and from the truth; float64 ``[T, H]`` in budgets.
+
+    ``fitted``: what was chosen to come near, so that a fit says less: nothing, one number for all rows, or something in
+    each row.
+    """
+
+    meaning: str
+    against: Tensor
+    apart: Tensor
+    slack: Tensor
+    fitted: Literal["", "number", "rows"] = ""
+
+    def fits(self, shares: Tensor) -> Tensor:
+        """Where what was seen may be this answer; ``shares``: how far it is from the truth."""
+        return self.against <= torch.maximum(self.slack, shares / _BEYOND_DOUBT)
+
+    def explains(self, shares: Tensor, wrong: Tensor) -> bool:
+        """Whether this answer, and not the truth, stands in all rows and heads that are ``wrong`` (bool ``[T, H]``)."""
+        if not bool((self.fits(shares) & (self.against < shares))[wrong].all()):
+            return False
+        far = bool((self.apart[wrong] >= _APART).any())
+        return far and _NEARER * _size(self.against[wrong]) <= _size(shares[wrong])
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """An answer that stands in all wrong rows: in which rows it stands, and by how many budgets it is off in all."""
+
+    meaning: str
+    where: str
+    off: float
+
+
+def best_fit(problem: Problem, misfits: Iterable[Misfit], shares: Tensor) -> str | None:
+    """Return the best of the answers that stand in all wrong rows, and others that fit as well; None if none does.
+
+    Best is what stands in all rows, with nothing fitted or one number; then what stands just in rows of one kind.
+    """
+    wrong = shares > 1
+    ranked: dict[int, list[_Fit]] = {}
+    tried = list(misfits)
+    for misfit in tried:
+        if misfit.explains(shares, wrong):
+            where, is_told = _where(problem, misfit, shares)
+            if where == _EVERYWHERE:
+                rank = {"": 0, "number": 1, "rows": 3}[misfit.fitted]
+            else:
+                rank = 5 if misfit.fitted else 4 - 2 * is_told
+            ranked.setdefault(rank, []).append(_Fit(misfit.meaning, where, _size(misfit.against[wrong])))
+    if not ranked:
+        return _by_kind(problem, tried, shares)
+    best = ranked[min(ranked)]
+    most = _AS_NEAR * min(fit.off for fit in best) + _NEAR * math.sqrt(int(wrong.sum()))
+    first, *others = [fit for fit in best if fit.off <= most][:_MOST_NAMED]
+    return f"{first.meaning}{EVIDENCE} {first.where}" + "".join(f"{ALTERNATIVE}{fit.meaning}" for fit in others)
+
+
+_EVERYWHERE = "all rows"
+
+
+def _where(problem: Problem, misfit: Misfit, shares: Tensor) -> tuple[str, bool]:
+    """Return the rows that an answer stands in, and whether words tell them from rows where the fault would show."""
+    if bool(misfit.fits(shares).all()):
+        return _EVERYWHERE, True
+    wrong, telling = (shares > 1).cpu(), (misfit.apart >= _APART).cpu()
+    rows, heads = wrong.any(dim=1), wrong.any(dim=0)
+    count = int(rows.sum())
+    text = "the one wrong row" if count == 1 else f"the {count} wrong rows"
+    spared_rows, spared_heads = telling.any(dim=1) & ~rows, telling[rows].any(dim=0) & ~heads
+    is_told = not bool(spared_rows.any())
+    phrase = None if is_told else shared_by(problem, rows, spared_rows)
+    if phrase is not None:
+        text, is_told = f"{text}, {phrase}" if count == 1 else f"{text}, all {phrase}", True
+    return (f"{text}, {which_heads(problem, heads)}", False) if bool(spared_heads.any()) else (text, is_told)
+
+
+def _by_kind(problem: Problem, misfits: list[Misfit], shares: Tensor) -> str | None:
+    """Return one answer for each kind of request with wrong rows, where another one stands in each kind."""
+    wrong, found = shares > 1, []
+    kinds: dict[str, list[int]] = {}
+    for request in problem.requests:
+        kind = "query_len 1" if request.query_len == 1 else "context" if request.cached else "no context"
+        kinds.setdefault(kind, []).extend(range(request.first_row, request.first_row + request.rows))
+    for kind, rows in kinds.items():
+        part = torch.zeros_like(wrong)
+        part[rows] = wrong[rows]
+        if bool(part.any()):
+            fixed = (each for each in misfits if not each.fitted and each.explains(shares, part))
+            found.append((kind, next(fixed, None)))
+    if len(found) < 2:
+        return None
+    named = [f"{each.meaning} in rows with {kind}" for kind, each in found if each is not None]
+    return f"{'; '.join(named)}{EVIDENCE} all wrong rows" if len(named) == len(found) else None
+
+
+def _size(shares: Tensor) -> float:
+    return float(torch.linalg.vector_norm(shares.clamp(max=1e100)))

@@ -1,0 +1,112 @@
+"""By which factor scale, soft cap or ALiBi slopes are wrong, where the output is the right one of another number.
+
+The factor is looked for on the smallest requests with wrong rows, first on a grid and then between two of its points,
+and made exact on all rows.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from attncheck.harness.problem.problem import Problem
+from attncheck.harness.truth.tolerance import share_of_budget
+from attncheck.harness.truth.truth import Truth
+from attncheck.reference import AttentionParams
+
+_REACH, _STEP = math.log(4.0), 0.05
+"""Natural logarithms: of the largest factor that is looked for, and between two points of the grid."""
+
+_FINEST = 2e-6
+"""Difference of two logarithms below which the search ends."""
+
+_LEAST = 2e-4
+"""Share by which a factor has to differ from 1."""
+
+_NEARER = 2.0
+"""How many times nearer than the truth the best answer has to be on the smallest requests."""
+
+_FEW_SCORES, _MOST_SCORES = 2**17, 2**20
+"""Scores ``H * rows * keys``: of the smallest requests together, and of a request that is looked at in any case."""
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+Altered = Callable[[float], AttentionParams]
+
+
+def other_factors(problem: Problem, truth: Truth, values: Tensor, shares: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield (meaning, output ``[T, H, Dv]``) of the factor on each number of the layer that is nearest to ``values``.
+
+    ``shares``: the errors of ``values`` in budgets, ``[T, H]``.
+    """
+    every = [(truth, slice(None))]
+    few = [
+        (truth.of_requests(index, index + 1), slice(taken.first_row, taken.first_row + taken.rows))
+        for index in _smallest_wrong(problem, truth, shares)
+        for taken in (problem.requests[index],)
+    ]
+    if not few:
+        return
+    for name, altered in _numbers(truth.params):
+
+        def off(parts: list[tuple[Truth, slice]], log: float, altered: Altered = altered) -> float:
+            total = 0.0
+            for asked, rows in parts:
+                out, _ = asked.rows.attend(altered(math.exp(log)))
+                error = share_of_budget(values[rows] - out, asked.budget)
+                total += float(torch.log1p(error)[shares[rows] > 1].sum())
+            return total
+
+        grid = [step * _STEP for step in range(-round(_REACH / _STEP), round(_REACH / _STEP) + 1)]
+        best = _narrowed(partial(off, few), min(grid, key=partial(off, few)), _STEP)
+        if _NEARER * off(few, best) > off(few, 0.0):
+            continue
+        log = _narrowed(partial(off, every), best, _STEP / 10)
+        if abs(log) > _LEAST:
+            yield f"the {name} {math.exp(log):.4g} times the layer's", truth.rows.attend(altered(math.exp(log)))[0]
+
+
+def _numbers(params: AttentionParams) -> Iterator[tuple[str, Altered]]:
+    """Yield what may be wrong by a factor, in words, and the parameters for each factor."""
+    yield "scale is", lambda factor: replace(params, scale=params.softmax_scale * factor)
+    cap, slopes = params.soft_cap, params.alibi_slopes
+    if cap is not None:
+        yield "soft cap is", lambda factor: replace(params, logits_soft_cap=cap * factor)
+    if slopes is not None:
+        yield "ALiBi slopes are", lambda factor: replace(params, alibi_slopes=tuple(factor * each for each in slopes))
+
+
+def _smallest_wrong(problem: Problem, truth: Truth, shares: Tensor) -> list[int]:
+    """Return the requests with wrong rows that have the fewest scores; none where these are too many."""
+    wrong = (shares > 1).any(dim=1)
+    scores = {
+        index: request.rows * request.num_keys * truth.params.num_heads
+        for index, request in enumerate(problem.requests)
+        if bool(wrong[request.first_row : request.first_row + request.rows].any())
+    }
+    ordered = sorted(scores, key=scores.__getitem__)
+    if problem.parts or not ordered or scores[ordered[0]] > _MOST_SCORES:
+        return []
+    sums = accumulate(scores[index] for index in ordered)
+    return [index for index, total in zip(ordered, sums, strict=True) if index == ordered[0] or total <= _FEW_SCORES]
+
+
+def _narrowed(off: Callable[[float], float], middle: float, reach: float) -> float:
+    """Return where ``off`` is least within ``reach`` of ``middle``, by golden sections."""
+    low, high = middle - reach, middle + reach
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_left, at_right = off(left), off(right)
+    while high - low > _FINEST:
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - _GOLDEN * (high - low)
+            at_left = off(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + _GOLDEN * (high - low)
+            at_right = off(right)
+    return (low + high) / 2

@@ -1,0 +1,213 @@
+"""What must not matter, told of the smallest change that does; right backends of other shapes pass."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.conventions import Conventions
+from attncheck.backends.mutants import invariance as mutants
+from attncheck.backends.registry import LoadedBackend
+from attncheck.harness.checks.findings import Broken, Holds
+from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
+from attncheck.harness.checks.invariance.changes import Change, Variation
+from attncheck.harness.checks.invariance.check import CHECK
+from attncheck.harness.driver.observation import Raised
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+from attncheck.reports.run_file.causes import UNKNOWN
+
+CPU = torch.device("cpu")
+
+
+def examine(backend: Any, case: Any) -> Any:
+    problem = build_problem(case, 0)
+    loaded = LoadedBackend(name="candidate", ref="./x.py:X", backend=backend, version="", origin="test")
+    truth = truth_of(problem, CPU, refuse_blindness=False)
+    return CHECK.run(CheckedCase(loaded, problem, truth, CPU, (), SharedByChecks()))
+
+
+def with_attend(change: Any, **members: Any) -> Any:
+    """The reference, whose ``attend`` is followed by ``change(query, key, metadata, rows of the output)``."""
+
+    class Impl(ReferenceImpl):
+        def attend(self, *args: Any) -> None:
+            super().attend(*args)
+            change(args[1], args[2], args[5], args[6][: args[5].num_rows])
+
+    return type("Variant", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)} | members)
+
+
+FAULTS = [
+    (mutants.TakesHeadsForARun, {}, "strides.key: transposed:", "stride of key"),
+    (mutants.TakesQueryHeadsForARun, {}, "strides.query: transposed:", "stride of query"),
+    (mutants.WritesRowsWithoutRoom, {}, "strides.output: ", "stride of output"),
+    (mutants.LosesTheCapAlone, {"logits_soft_cap": 5.0}, "alone:", "beside it in the batch"),
+    (mutants.PlansOncePerLengths, {"sliding_window": 16}, "in other pages of a pool:", "kept from an earlier step"),
+    (mutants.PlansOncePerProcess, {"alibi": True}, "in other pages of a pool:", "block table"),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "layer", "what", "meaning"), FAULTS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_finding_names_the_one_thing_that_matters(
+    make_case: Any, backend: Any, layer: dict[str, Any], what: str, meaning: str
+) -> None:
+    found = examine(backend, make_case((1, 37), (5, 40), (33, 43), (1, 130), **layer))
+    assert isinstance(found, Broken)
+    assert found.summary.startswith("right at first, wrong with ")
+    assert what in found.summary
+    assert " and " not in found.summary.partition(":")[0]
+    assert meaning in (found.meaning or "")
+
+
+@pytest.mark.parametrize(
+    ("backend", "what"), [(mutants.SplitsByMaxSeqLen, "max_seq_len"), (mutants.StepsOverNarrowTables, "more columns")]
+)
+def test_a_batch_of_decodes_stays_one_while_its_room_grows(make_case: Any, backend: Any, what: str) -> None:
+    found = examine(backend, make_case((1, 37), (1, 40), (1, 130)))
+    assert isinstance(found, Broken)
+    assert what in found.summary
+
+
+def test_a_backend_of_rows_alone_is_handed_no_other_strides(make_case: Any) -> None:
+    seen = []
+    declared = Conventions(operand_strides="rows", padded_rows="untouched")
+    case = make_case(dtype="float32")
+    backend = with_attend(
+        lambda query, key, _metadata, rows: seen.append(
+            (query.stride(1) / query.shape[2], key.stride(1) / key.shape[2], rows.is_contiguous())
+        ),
+        conventions=declared,
+    )
+    assert isinstance(examine(backend, case), Holds)
+    assert set(seen) == {(1, 1, True)}
+    seen.clear()
+    backend.conventions = replace(declared, operand_strides="any")
+    assert isinstance(examine(backend, case), Holds)
+    assert len(set(seen)) > 2
+
+
+def test_a_backend_that_raises_is_told_with_what_was_changed(make_case: Any) -> None:
+    def refuse(_query: Any, _key: Any, metadata: Any, _rows: Any) -> None:
+        if metadata.common.max_seq_len > int(metadata.common.seq_lens.max()):
+            raise ValueError("max_seq_len must be exact")
+
+    found = examine(with_attend(refuse), make_case())
+    assert isinstance(found, Raised)
+    assert found.stage == "forward of the step with max_seq_len above the batch's"
+
+
+@pytest.mark.parametrize("is_wrong_at_once", [False, True])
+def test_no_cause_is_named_where_the_first_step_has_wrong_rows(make_case: Any, is_wrong_at_once: bool) -> None:
+    def attend(_query: Any, _key: Any, metadata: Any, rows: torch.Tensor) -> None:
+        if is_wrong_at_once:
+            rows[:1] *= 3
+        if metadata.common.max_seq_len > int(metadata.common.seq_lens.max()):
+            rows[1:] *= 3
+
+    found = examine(with_attend(attend), make_case())
+    assert isinstance(found, Broken)
+    assert (found.meaning or "").startswith(UNKNOWN) is is_wrong_at_once
+
+
+def test_heads_that_are_not_packed_may_be_refused(make_case: Any) -> None:
+    seen = []
+
+    def refuse(_query: Any, key: Any, _metadata: Any, rows: Any) -> None:
+        if key.stride(1) != key.shape[2] or not rows.is_contiguous():
+            raise ValueError("heads must be packed")
+        seen.append(key.stride(0) > key.shape[1] * key.shape[2])
+
+    found = examine(with_attend(refuse), make_case())
+    assert isinstance(found, Holds)
+    assert any("transposed raised ValueError: heads must be packed" in note for note in found.notes)
+    assert any(seen)
+
+
+def test_batch_invariance_is_held_to_the_bits(make_case: Any) -> None:
+    def depends(_query: Any, _key: Any, metadata: Any, rows: torch.Tensor) -> None:
+        if metadata.common.num_reqs == 1:
+            rows *= 1 + 2.0**-20
+
+    case = make_case(dtype="float32")
+    honest = Conventions(padded_rows="untouched")
+    assert isinstance(examine(with_attend(depends, conventions=honest), case), Holds)
+    found = examine(with_attend(depends, conventions=replace(honest, batch_invariant=True)), case)
+    assert isinstance(found, Broken)
+    assert "batch_invariant is declared" in found.summary
+    assert "alone" in found.summary
+
+
+def test_rows_that_are_wrong_at_once_are_left_to_other_checks(make_case: Any) -> None:
+    def halve(_query: Any, _key: Any, _metadata: Any, rows: torch.Tensor) -> None:
+        rows *= 0.5
+
+    found = examine(with_attend(halve), make_case())
+    assert isinstance(found, Holds)
+    assert found.figures["rows"] == 0
+
+
+def test_a_cache_that_differs_is_found_though_the_answer_is_right(make_case: Any) -> None:
+    class Impl(ReferenceImpl):
+        def write(self, layer: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
+            super().write(layer, key, value, key_cache, value_cache, slot_mapping)
+            if not key.is_contiguous() and key.stride(1) != key.shape[2]:
+                value_cache[0, 0] = 1.0
+
+    backend = type("Variant", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    found = examine(backend, make_case())
+    assert isinstance(found, Broken)
+    assert found.summary.endswith("with strides.key: transposed: the cache holds other bytes after the step")
+
+
+def variation(judge: Any) -> Variation[frozenset[str]]:
+    changes = tuple(Change(name, f"meaning of {name}", lambda put, name=name: put | {name}) for name in "abcd")
+    return Variation(frozenset(), changes, lambda put: Broken("wrong") if judge(put) else None)
+
+
+def test_the_smallest_set_of_changes_is_named() -> None:
+    def summary(judge: Any) -> Any:
+        wrong = variation(judge).wrong()
+        return wrong.summary if isinstance(wrong, Broken) else wrong
+
+    assert summary(lambda put: False) is None
+    assert summary(lambda put: "c" in put) == "right at first, wrong with c: wrong"
+    assert summary(lambda put: {"a", "d"} <= put) == "right at first, wrong with a and d: wrong"
+    assert summary(lambda put: True) == "right at first, wrong put once more as it was: wrong"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "refused", "handed"),
+    [(((1, 37), (1, 40)), (2, 3), (2, 2)), (((3, 37), (1, 40)), (2, 3), (2, 6)), (((1, 37), (1, 40)), (), (2, 3))],
+)
+def test_padding_that_is_not_declared_is_not_handed_out(
+    make_case: Any, lengths: Any, refused: Any, handed: tuple[int, int]
+) -> None:
+    seen = set()
+
+    class Backend(ReferenceBackend):
+        @classmethod
+        def unsupported_reasons(cls, layer: Any, cache: Any, batch: Any) -> list[str]:
+            padding = (batch.padding.requests, batch.padding.tokens)
+            if any(padding):
+                seen.add(padding)
+            return ["padding"] if padding == refused else []
+
+    class Impl(ReferenceImpl):
+        def forward(self, *args: Any, **keywords: Any) -> Any:
+            common = args[5].common
+            starts = common.query_start_loc_cpu.tolist()
+            empty = sum(a == b for a, b in pairwise(starts))
+            handed_out.add((empty, common.num_actual_tokens - starts[-1]))
+            return super().forward(*args, **keywords)
+
+    handed_out: set[tuple[int, int]] = set()
+    Backend.get_impl_cls = staticmethod(lambda: Impl)  # type: ignore[method-assign]
+    assert isinstance(examine(Backend, make_case(*lengths, dtype="float32")), Holds)
+    assert seen
+    assert handed_out == {(0, 0), handed}

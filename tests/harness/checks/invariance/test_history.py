@@ -1,0 +1,191 @@
+"""What an impl and builder saw before, or see beside a step: the finding names the batch or the layer that matters."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
+from attncheck.backends.mutants import history as mutants
+from attncheck.cases.loader import load_suite
+from attncheck.harness.checks.findings import Broken
+from attncheck.harness.checks.invariance import earlier_batches
+from attncheck.harness.checks.invariance import history as histories
+from attncheck.harness.checks.invariance.history import History, check_step
+from attncheck.harness.checks.invariance.other_layers import (
+    layer_of_another_group,
+    mirror_layer,
+    other_kind_of_layer,
+    sharing_layer,
+)
+from attncheck.harness.checks.invariance.right_rows import RightRows
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+
+CPU = torch.device("cpu")
+
+
+def begun(backend: Any, case: Any) -> tuple[RightRows, Session]:
+    problem = build_problem(case, 0)
+    session = Session(backend, problem, CPU)
+    return RightRows.of(problem, truth_of(problem, CPU), session.run(), backend.conventions), session  # type: ignore[arg-type]
+
+
+def everything(rows: RightRows, session: Session) -> dict[str, History]:
+    """One thing at a time."""
+    problem, backend, case = rows.problem, session.backend, rows.problem.case
+    other, sharing = other_kind_of_layer(problem, backend), sharing_layer(rows, backend)
+    group = layer_of_another_group(problem, backend)
+    assert other is not None
+    assert sharing is not None
+    assert group is not None
+    batches = [make(case) for make in (*earlier_batches.LARGER, *earlier_batches.SMALLER)]
+    mirror = mirror_layer(rows)
+    return {batch.kind: History(before=(batch,)) for batch in batches if batch is not None} | {
+        "mirror": History(layers=(mirror,)),
+        "sharing": History(layers=(sharing,)),
+        "other": History(layers=(other,)),
+        "group": History(layers=(group,)),
+        "equal": History(layers=(mirror,), flight=earlier_batches.alike(case)),
+        "unequal": History(layers=(mirror,), flight=earlier_batches.half(case)),
+    }
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend])
+@pytest.mark.parametrize(
+    "layer",
+    [{}, {"sliding_window": 24}, {"dtype": "float16", "alibi": True}, {"output_quant": None, "head_size_v": 32}],
+)
+def test_a_right_backend_is_right_after_and_beside_everything(make_case: Any, backend: Any, layer: Any) -> None:
+    rows, session = begun(backend, make_case((1, 37), (5, 40), (33, 33), (1, 130), **layer))
+    for name, history in everything(rows, session).items():
+        assert check_step(rows, session, history) is None, name
+
+
+def test_a_right_backend_that_claims_batch_invariance_is_right(make_case: Any) -> None:
+    class Claims(ReferenceBackend):
+        conventions = replace(ReferenceBackend.conventions, batch_invariant=True)
+
+    rows, session = begun(Claims, make_case((1, 37), (5, 40), (33, 33), (1, 130)))
+    for name, history in everything(rows, session).items():
+        assert check_step(rows, session, history) is None, name
+    assert histories.check_decode_loop(rows, session) is None
+
+
+@pytest.mark.parametrize(
+    ("mutant", "history", "words"),
+    [
+        (mutants.PlansForTheLongest, "a batch of longer requests", "wrong after a batch of longer requests"),
+        (mutants.KeepsTheMostRequests, "a batch of more requests", "wrong after a batch of more requests"),
+        (mutants.StaysSplit, "a batch of one request with many keys", "many keys (q1s601)"),
+        (mutants.PrefillsAsItDecoded, "a batch of decodes", "wrong after a batch of decodes"),
+        (mutants.KeepsTheMaskInMetadata, "other", "wrong in a step with a layer with scale"),
+        (mutants.GathersOnceAStep, "mirror", "a second layer of the same kind"),
+        (mutants.WritesForSharingLayers, "sharing", "a layer that shares its cache"),
+        (mutants.ScaleOfTheLatestLayer, "other", "wrong in a step with a layer with scale"),
+        (mutants.TableOfTheLatestGroup, "group", "a layer with head_size 32 in another group"),
+        (mutants.OnePlanForAllBuilders, "equal", "in flight as a micro-batch"),
+        (mutants.BoundOfTheLatestBuild, "unequal", "in flight as a micro-batch"),
+    ],
+)
+def test_the_finding_names_what_makes_the_difference(make_case: Any, mutant: Any, history: str, words: str) -> None:
+    rows, session = begun(mutant, make_case((33, 33), (7, 61), (1, 130)))
+    one = everything(rows, session)[history]
+    # Much more is played; what does not matter is left out of the words.
+    around = replace(one, before=(*one.before, earlier_batches.alike(rows.problem.case)))
+    found = check_step(rows, session, around)
+    assert isinstance(found, Broken)
+    assert words in found.summary
+    assert "of the same shape (" not in found.summary or history == "equal"
+
+
+def test_decodes_are_judged_after_prompts_on_the_path_for_decodes(make_case: Any) -> None:
+    rows, session = begun(mutants.DecodesAsItPrefilled, make_case((1, 37), (1, 130)))
+    found = check_step(rows, session, everything(rows, session)["a batch of prompts"])
+    assert isinstance(found, Broken)
+    assert "wrong after a batch of prompts (q37_q64)" in found.summary
+
+
+def test_a_field_that_a_layer_changes_is_named(make_case: Any) -> None:
+    rows, session = begun(mutants.ShortensTheMetadata, make_case((5, 40), (1, 130)))
+    found = check_step(rows, session, everything(rows, session)["mirror"])
+    assert isinstance(found, Broken)
+    assert "forward of the layer changes metadata.seq_lens" in found.details
+    assert found.meaning == "a layer changes the metadata, which all layers of the group share"
+
+
+@pytest.mark.parametrize("mutant", [mutants.KeepsThePagesOfARequest, mutants.PredictsLengths])
+def test_requests_that_go_on_are_judged_in_a_decode_loop(make_case: Any, mutant: Any) -> None:
+    rows, session = begun(mutant, make_case((1, 33), (5, 40), (33, 33), (1, 129)))
+    found = histories.check_decode_loop(rows, session)
+    assert isinstance(found, Broken)
+    assert "of a decode loop" in found.summary
+    assert any("new tokens" in line for line in found.details)
+
+
+def test_a_group_that_a_builder_refuses_is_asked_without_the_other_kind_of_layer(make_case: Any) -> None:
+    class Refuses(ReferenceBackend):
+        class Builder(ReferenceBackend.get_builder_cls()):  # type: ignore[misc]
+            def __init__(self, spec: Any, names: Any, config: Any, device: Any) -> None:
+                super().__init__(spec, names, config, device)
+                layers = config.compilation_config.static_forward_context
+                if len({layers[name].impl.scale for name in names}) > 1:
+                    raise NotImplementedError("layers of one scale only")
+
+        @staticmethod
+        def get_builder_cls() -> Any:
+            return Refuses.Builder
+
+    rows, session = begun(Refuses, make_case())
+    assert check_step(rows, session, everything(rows, session)["other"]) is None
+
+
+def test_every_way_is_chosen_in_smoke() -> None:
+    cases = [case for case in load_suite("smoke") if case.layer.mla is None and case.layer.has_cache]
+    chosen = [histories.history_of(*begun(ReferenceBackend, case)) for case in cases]
+    assert {len(history.before) for history in chosen} == {1, 2}
+    assert {len(history.layers) for history in chosen} >= {0, 1, 2, 3}
+    assert any(beside.layer.has_own_group for history in chosen for beside in history.layers)
+    assert any(history.flight is not None for history in chosen)
+
+
+NAMED = """suite: named
+defaults: {layer: {num_heads: 8, num_kv_heads: 2, head_size: 64, dtype: bfloat16}}
+cases:
+  - id: company
+    batch: q1s37_q5s40
+    after: [q40s60, 8q1s200]
+    layers: [{sliding_window: 8}, {kv_sharing: true, logits_soft_cap: 5.0}, {head_size: 32}, {}]
+"""
+
+
+def named_case(folder: Any) -> Any:
+    (folder / "named.yaml").write_text(NAMED)
+    (case,) = load_suite(str(folder / "named.yaml"))
+    return case
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend])
+def test_a_case_names_the_batches_before_and_the_layers_beside(tmp_path: Any, backend: Any) -> None:
+    rows, session = begun(backend, named_case(tmp_path))
+    history = histories.history_of(rows, session)
+    assert "after the batch (q40s60) and the batch (8q1s200)" in history.in_words
+    roles = [beside.layer.role for beside in history.layers]
+    shared = ["a layer with logits_soft_cap 5.0 that shares its cache"] if backend is ReferenceBackend else []
+    assert roles == [
+        "a layer with sliding_window 8",
+        *shared,
+        "a layer with head_size 32 in another group",
+        "a second layer of the same kind",
+    ]
+    assert all(beside.rows is not None and bool(beside.rows.is_right.all()) for beside in history.layers)
+    assert check_step(rows, session, history) is None
+
+
+@pytest.mark.parametrize("mutant", [mutants.KeepsTheMaskInMetadata, mutants.WritesForSharingLayers])
+def test_layers_that_a_case_names_are_judged(tmp_path: Any, mutant: Any) -> None:
+    rows, session = begun(mutant, named_case(tmp_path))
+    assert isinstance(check_step(rows, session, histories.history_of(rows, session)), Broken)

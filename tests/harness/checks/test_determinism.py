@@ -1,0 +1,88 @@
+"""The same question, the same bits; or within the budget, for a backend that says it is not deterministic."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.conventions import Conventions
+from attncheck.backends.mutants import invariance as mutants
+from attncheck.harness.checks.determinism import check_determinism
+from attncheck.harness.checks.findings import Broken, Finding, Holds
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+
+CPU = torch.device("cpu")
+WAVERING = Conventions(padded_rows="untouched", deterministic=False)
+
+
+def examine(backend: Any, case: Any) -> Finding:
+    problem = build_problem(case, 0)
+    session = Session(backend, problem, CPU)
+    seen = session.run()
+    assert isinstance(seen, Observation)
+    return check_determinism(problem, truth_of(problem, CPU), session, seen)
+
+
+def moved_by(amount: float) -> Any:
+    """The reference, whose output grows by the share ``amount`` with every call."""
+
+    class Impl(ReferenceImpl):
+        calls = 0
+
+        def attend(self, *args: Any) -> None:
+            super().attend(*args)
+            self.calls += 1
+            args[6][: args[5].num_rows] *= 1 + amount * (self.calls - 1)
+
+    return type("Variant", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+
+
+def test_a_right_backend_has_the_same_bits(make_case: Any) -> None:
+    found = examine(ReferenceBackend, make_case((5, 3), (1, 20), padding=(1, 2)))
+    assert isinstance(found, Holds)
+    assert found.figures["bitwise"] == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "where"),
+    [(mutants.AddsInAnyOrder, "once more, on the same impl"), (mutants.SplitsByTheCount, "on a new impl and builder")],
+)
+def test_bits_that_move_are_found(make_case: Any, backend: Any, where: str) -> None:
+    found = examine(backend, make_case())
+    assert isinstance(found, Broken)
+    assert "of the output have other bits" in found.summary
+    assert where in found.summary
+
+
+def test_a_backend_that_declares_it_must_stay_within_the_budget(make_case: Any) -> None:
+    case = make_case(dtype="float32")
+    slightly, grossly = moved_by(2.0**-22), moved_by(0.1)
+    assert isinstance(examine(slightly, case), Broken)
+    for backend in (slightly, grossly):
+        backend.conventions = WAVERING
+    found = examine(slightly, case)
+    assert isinstance(found, Holds)
+    assert found.notes == ("compared within the budget: the backend declares deterministic=False",)
+    found = examine(grossly, case)
+    assert isinstance(found, Broken)
+    assert "leave the budget" in found.summary
+
+
+def test_a_cache_that_wavers_is_found_whatever_is_declared(make_case: Any) -> None:
+    class Impl(ReferenceImpl):
+        calls = 0
+
+        def write(self, layer: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None:
+            super().write(layer, key, value, key_cache, value_cache, slot_mapping)
+            self.calls += 1
+            value_cache[0, 0] = self.calls
+
+    members = {"get_impl_cls": staticmethod(lambda: Impl), "conventions": replace(WAVERING)}
+    found = examine(type("Variant", (ReferenceBackend,), members), make_case())
+    assert isinstance(found, Broken)
+    assert found.summary.startswith("the cache holds other bytes")

@@ -1,0 +1,147 @@
+"""Other layers of the process: which are asked, and what is found of values that one layer fixes for all."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.registry import LoadedBackend
+from attncheck.harness.checks.features import CHECK, other_layers
+from attncheck.harness.checks.findings import Broken, Holds
+from attncheck.harness.checks.interface import CheckedCase, SharedByChecks
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+from attncheck.reference.spec import BlockTableSpec, LayerSpec
+
+CPU = torch.device("cpu")
+
+
+def examine(backend: Any, case: Any) -> Any:
+    problem = build_problem(case, 0)
+    loaded = LoadedBackend(name="candidate", ref="./x.py:X", backend=backend, version="", origin="test")
+    return CHECK.run(CheckedCase(loaded, problem, truth_of(problem, CPU), CPU, (), SharedByChecks()))
+
+
+def with_params(change: Any, **members: Any) -> Any:
+    """The reference, whose parameters are ``change(params)``, with one dictionary ``kept`` for all impls."""
+    kept: dict[str, Any] = {}
+
+    class Impl(ReferenceImpl):
+        def params(self, metadata: Any) -> Any:
+            return change(kept, super().params(metadata))
+
+    return type("Variant", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)} | members)
+
+
+def layer(**fields: Any) -> LayerSpec:
+    return LayerSpec(**{"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "dtype": "float32"} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "values"),
+    [
+        ({"sliding_window": 16}, "sliding_window", {None, 15, 17}),
+        ({"sliding_window": 1}, "sliding_window", {None, 2}),
+        ({"logits_soft_cap": 20.0}, "logits_soft_cap", {None, 30.0}),
+        ({"attn_chunk_size": 8}, "attn_chunk_size", {None, 7, 9}),
+        ({"num_heads": 2, "alibi": (0.5, 0.25)}, "alibi", {False, (0.25, 0.5)}),
+        ({"num_heads": 2, "sinks": (1.0, 2.0)}, "sinks", {False, (2.0, 1.0)}),
+    ],
+)
+def test_a_modifier_is_turned_off_and_moved(fields: dict[str, Any], name: str, values: set[Any]) -> None:
+    others = [list(other_layers(layer(**fields), number)) for number in range(4)]
+    assert all(len(groups) == 2 for groups in others)
+    assert {getattr(group[0].layer, name) for groups in others for group in groups} == values
+
+
+def test_a_layer_without_modifiers_gets_another_scale_group_or_mask() -> None:
+    found = [next(other_layers(layer(), number))[0] for number in range(3)]
+    assert [other.layer.softmax_scale for other in found] == [0.75 / 8, 1 / 8, 1 / 8]
+    assert [other.layer.num_heads for other in found] == [8, 2, 8]
+    assert [other.layer.is_causal for other in found] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"sliding_window": 16}, {"logits_soft_cap": 20.0, "sinks": True}, {"alibi": True, "dtype": "float16"}],
+)
+def test_a_right_backend_passes(make_case: Any, fields: dict[str, Any]) -> None:
+    found = examine(ReferenceBackend, make_case(**fields))
+    assert isinstance(found, Holds)
+    assert len(found.notes) == found.figures["layers"] == (2 if fields else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("window", {"sliding_window": 16}), ("logits_soft_cap", {"logits_soft_cap": 20.0}), ("sinks", {"sinks": True})],
+)
+def test_a_value_that_the_first_layer_fixes_is_found(make_case: Any, name: str, fields: dict[str, Any]) -> None:
+    def frozen(kept: dict[str, Any], params: Any) -> Any:
+        return replace(params, **{name: kept.setdefault(name, getattr(params, name))})
+
+    found = examine(with_params(frozen), make_case(**fields))
+    assert isinstance(found, Broken)
+    assert found.summary.startswith(f"a layer without {name.replace('window', 'sliding_window')}, in the same process")
+    assert "fixed at a first call" in (found.meaning or "")
+    assert "it has the output of the first layer" in found.details
+
+
+def test_of_a_first_layer_that_is_wrong_nothing_is_kept(make_case: Any) -> None:
+    found = examine(
+        with_params(lambda _kept, params: replace(params, logits_soft_cap=None)), make_case(logits_soft_cap=20.0)
+    )
+    assert isinstance(found, Broken)
+    assert found.meaning is None
+
+
+@pytest.mark.parametrize(
+    ("word", "changed", "cause"),
+    [
+        ("with scale", {"scale": 0.125}, "scale of the layer is ignored; it may also be that"),
+        ("with causal False", {"window": (-1, 0)}, "causal of the layer is ignored; it may also be that"),
+    ],
+)
+def test_what_no_layer_reads_is_named(make_case: Any, word: str, changed: dict[str, Any], cause: str) -> None:
+    cases = [make_case((4, length)) for length in range(30, 60)]
+    case = next(case for case in cases if word in next(other_layers(case.layer, int(case.hash, 16)))[0].what)
+    found = examine(with_params(lambda _kept, params: replace(params, **changed)), case)
+    assert isinstance(found, Broken)
+    assert (found.meaning or "").startswith(cause)
+
+
+def test_a_value_that_the_latest_layer_leaves_to_all_is_found(make_case: Any) -> None:
+    """What an impl writes to a global when it is made, the impls before it read."""
+    latest: dict[str, Any] = {}
+
+    class Impl(ReferenceImpl):
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            super().__init__(*args, **keywords)
+            latest["cap"] = self.logits_soft_cap
+
+        def params(self, metadata: Any) -> Any:
+            return replace(super().params(metadata), logits_soft_cap=latest["cap"])
+
+    backend = type("Variant", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    found = examine(backend, make_case(logits_soft_cap=20.0))
+    assert isinstance(found, Broken)
+    assert "wrong after a layer without logits_soft_cap was made and asked" in found.summary
+
+
+def test_of_layers_that_are_not_declared_the_next_is_asked(make_case: Any) -> None:
+    cases = [make_case((1, length)) for length in range(30, 60)]
+    case = next(case for case in cases if "causal" in next(other_layers(case.layer, int(case.hash, 16)))[0].what)
+    assert examine(ReferenceBackend, case).notes == ("a layer with causal False in between",)
+    features = ReferenceBackend.features - {"non_causal"}
+    found = examine(type("Variant", (ReferenceBackend,), {"features": features}), case)
+    assert found.notes == ("a layer with scale 0.09375 in place of 0.125 in between",)
+
+
+@pytest.mark.parametrize("heads", [2, 4, 6, 8])
+def test_a_wider_window_is_not_asked_where_pages_behind_it_are_gone(make_case: Any, heads: int) -> None:
+    """Pages that every row's window has left behind may be page 0: a wider one would read them."""
+    case = make_case((2, 329), sliding_window=8, num_heads=heads, scale=0.03)
+    batch = replace(case.batch, block_table=BlockTableSpec(null_pages=True))
+    found = examine(ReferenceBackend, replace(case, batch=batch))
+    assert not isinstance(found, Broken)

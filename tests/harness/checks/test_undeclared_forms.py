@@ -1,0 +1,135 @@
+"""What a backend leaves out is asked one thing at a time, once a backend, and judged like a case of a suite."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.registry import LoadedBackend
+from attncheck.harness.checks.undeclared_forms import is_plain, undeclared_forms
+from attncheck.harness.run.evaluation import Examiner, RunPlan
+from attncheck.reference.spec import FEATURES
+
+
+class Bare(ReferenceBackend):
+    """Declares one dtype, one head size, one page size, one layout, decoders, and no feature."""
+
+    features = frozenset()
+    supported_layouts = ("NHD",)
+    supported_kv_cache_dtypes = ("auto",)
+    supported_attn_types = ("decoder",)
+
+    @classmethod
+    def get_supported_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [64]
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls) -> list[Any]:
+        return [16]
+
+
+def records(backend: Any, *cases: Any) -> dict[str, Any]:
+    loaded = LoadedBackend(name="mine", ref="./x.py:Mine", backend=backend, version="", origin="test")
+    plan = RunPlan(cases=cases, backends=(loaded,), checks=("refusals",))
+    return {record.case_id: record for record in Examiner(plan).run()}
+
+
+def test_every_dimension_is_asked_by_itself(make_case: Any) -> None:
+    case = make_case()
+    asked = {form.changes: form.case for form in undeclared_forms(Bare, case, "cpu")}
+    dimensions = {changes.split()[0] for changes in asked}
+    assert dimensions == {
+        *("dtype", "head_size", "head_size_v", "attn_type", "causal", "sliding_window", "logits_soft_cap", "alibi"),
+        *("sinks", "output_quant", "kv_sharing", "layout", "block_size", "kv_cache_dtype"),
+    }
+    for form in undeclared_forms(Bare, case, "cpu"):
+        assert len({reason.split(":")[0].split()[0] for reason in form.reasons}) <= 2, form
+    assert {"attn_type encoder", "attn_type encoder_only", "attn_type encoder_decoder"} <= asked.keys()
+
+
+def test_what_is_declared_is_not_asked(make_case: Any) -> None:
+    everything = type("All", (ReferenceBackend,), {"features": frozenset(FEATURES)})
+    assert list(undeclared_forms(everything, make_case(), "cpu")) == []
+    assert list(undeclared_forms(Bare, make_case(dtype="float32"), "cpu")) == []
+
+
+def test_forms_are_asked_with_the_first_plain_case_alone(make_case: Any) -> None:
+    window, first, second = make_case(name="a", sliding_window=9), make_case(name="b"), make_case((1, 9), name="c")
+    assert [is_plain(case) for case in (window, first, second)] == [False, True, True]
+    seen = records(Bare, window, first, second)
+    assert "undeclared_asked" not in {*seen["a"].figures, *seen["c"].figures}
+    assert seen["b"].figures["undeclared_asked"] >= 20
+    assert records(Bare, second)["c"].figures["undeclared_asked"] >= 20
+
+
+def test_a_right_answer_is_a_note(make_case: Any) -> None:
+    record = records(Bare, make_case())["case"]
+    assert record.outcome == "passed"
+    (note,) = record.notes
+    assert note.startswith("asked besides, and answered right without declaring it: ")
+    assert "head_size 72" in note
+
+
+@pytest.mark.parametrize("size", [72, 128])
+def test_an_accepted_form_that_is_wrong_fails_and_is_described(make_case: Any, size: int) -> None:
+    class Impl(ReferenceImpl):
+        def attend(self, layer: Any, query: Any, *rest: Any) -> None:
+            super().attend(layer, query * (2 if self.head_size == size else 1), *rest)
+
+    record = records(type("Wrong", (Bare,), {"get_impl_cls": staticmethod(lambda: Impl)}), make_case())["case"]
+    assert record.outcome == "failed"
+    assert record.summary.startswith(f"asked besides with head_size {size}: not declared (head_size {size}")
+    assert f"head size {size}" in record.details[0]
+
+
+def test_an_accident_in_one_form_fails(make_case: Any) -> None:
+    class Impl(ReferenceImpl):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            if arguments[5] is not None:
+                _left, _right = arguments[5]
+            super().__init__(*arguments, **more)
+
+    record = records(type("Wrong", (Bare,), {"get_impl_cls": staticmethod(lambda: Impl)}), make_case())["case"]
+    assert record.outcome == "failed"
+    assert "sliding_window 9: not declared, and no clear refusal: TypeError at construct" in record.summary
+
+
+def test_no_form_has_pages_of_no_token(make_case: Any) -> None:
+    asked = list[int]()
+
+    class Told(Bare):
+        @classmethod
+        def unsupported_reasons(cls, layer: Any, cache: Any, batch: Any) -> list[str]:
+            asked.append(cache.block_size)
+            return ["no other page size"] if cache.block_size > 1 else []
+
+    assert list(undeclared_forms(Told, make_case(cache={"block_size": 1}), "cpu"))
+    assert min(asked) == 1
+
+
+def test_a_wrong_form_is_told_before_a_profiling_call_that_fails_and_forms_that_raise(make_case: Any) -> None:
+    class Impl(ReferenceImpl):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            if arguments[5] is not None:
+                _left, _right = arguments[5]
+            super().__init__(*arguments, **more)
+
+        def forward(self, *args: Any, **more: Any) -> Any:
+            output = super().forward(*args, **more)
+            if args[5] is None:
+                output.fill_(torch.nan)
+            return output
+
+        def attend(self, layer: Any, query: Any, *rest: Any) -> None:
+            super().attend(layer, query * (2 if self.logits_soft_cap else 1), *rest)
+
+    record = records(type("Wrong", (Bare,), {"get_impl_cls": staticmethod(lambda: Impl)}), make_case())["case"]
+    assert "asked besides with logits_soft_cap" in record.summary
+    assert "accepted, and wrong" in record.summary
+    assert any("TypeError at construct" in detail for detail in record.details)
+    assert record.details[-1] == "forward without metadata (the profiling call) left NaN or Inf in the output"

@@ -1,0 +1,146 @@
+"""A step of several sessions: what is built when, which metadata a layer gets, and who is named where one raises."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceBuilder, ReferenceImpl
+from attncheck.harness.driver.foreign_code import StageError
+from attncheck.harness.driver.model_step import run_step
+from attncheck.harness.driver.session import Session
+from attncheck.harness.driver.turn import OtherLayer
+from attncheck.harness.problem.problem import Problem, build_problem
+
+CPU = torch.device("cpu")
+
+
+class Watched(ReferenceBackend):
+    """Notes what is built and which layer runs over which metadata."""
+
+    events: list[tuple[str, Any]]
+
+    class Builder(ReferenceBuilder):
+        def build(self, *arguments: Any, **keywords: Any) -> Any:
+            made = super().build(*arguments, **keywords)
+            Watched.events.append(("build", made))
+            return made
+
+    class Impl(ReferenceImpl):
+        def attend(self, layer: Any, query: Any, *rest: Any) -> None:
+            _, _, _, metadata, *_ = rest
+            Watched.events.append((self.kv_sharing_target_layer_name or "forward", metadata))
+            super().attend(layer, query, *rest)
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        return Watched.Impl
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return Watched.Builder
+
+
+@pytest.fixture
+def events() -> Iterator[list[tuple[str, Any]]]:
+    Watched.events = []
+    yield Watched.events
+    del Watched.events
+
+
+@pytest.fixture
+def problem(make_case: Any) -> Problem:
+    return build_problem(make_case((1, 37), (5, 40)), 0)
+
+
+def twin(problem: Problem, *, shares_cache: bool = False) -> OtherLayer:
+    other = replace(problem, keys=-problem.keys, values=-problem.values)
+    return OtherLayer(other, "the twin", shares_cache=shares_cache)
+
+
+def test_layers_of_a_group_share_what_was_built_once(problem: Problem, events: Any) -> None:
+    session = Session(Watched, problem, CPU, layers=(twin(problem),))
+    run_step([*session.layers, session])
+    assert [name for name, _ in events] == ["build", "forward", "forward"]
+    assert len({id(metadata) for _, metadata in events}) == 1
+
+
+def test_each_layer_has_its_own_cache_and_keys(problem: Problem) -> None:
+    session = Session(ReferenceBackend, problem, CPU, layers=(twin(problem),))
+    other, own = run_step([*session.layers, session])
+    alone = Session(ReferenceBackend, problem, CPU).run()
+    assert torch.equal(own.output, alone.output)  # type: ignore[union-attr]
+    again = Session(ReferenceBackend, replace(problem, keys=-problem.keys, values=-problem.values), CPU).run()
+    assert torch.equal(other.output, again.output)  # type: ignore[union-attr]
+
+
+def test_a_layer_that_shares_a_cache_is_handed_keys_and_reads_the_other_s(problem: Problem, events: Any) -> None:
+    session = Session(Watched, problem, CPU, layers=(twin(problem, shares_cache=True),))
+    own, shared = run_step([session, *session.layers])
+    assert [name for name, _ in events] == ["build", "forward", "layer.1"]
+    assert torch.equal(own.output, shared.output)
+
+
+def test_micro_batches_are_built_before_the_first_one_runs(problem: Problem, make_case: Any, events: Any) -> None:
+    other = build_problem(make_case((3, 20), (2, 9), name="other"), 0)
+    session = Session(Watched, problem, CPU, (other,))
+    run_step([session, session.in_flight(other, "the other micro-batch")])
+    assert [name for name, _ in events] == ["build", "build", "forward", "forward"]
+    metadata = [made for _, made in events]
+    assert metadata[:2] == metadata[2:]
+    assert metadata[0] is not metadata[1]
+
+
+def test_a_builder_knows_all_layers_of_its_group(problem: Problem) -> None:
+    session = Session(ReferenceBackend, problem, CPU, layers=(twin(problem), twin(problem)))
+    known = session.builder.vllm_config.compilation_config.static_forward_context
+    assert session.builder.layer_names == ["layer.1", "layer.2", "layer.3"]
+    assert [known[name].impl for name in known] == [session.impl, *(layer.impl for layer in session.layers)]
+
+
+def test_the_layer_that_raises_is_named(problem: Problem) -> None:
+    class Raises(ReferenceBackend):
+        class Impl(ReferenceImpl):
+            calls = 0
+
+            def attend(self, *arguments: Any) -> None:
+                Raises.Impl.calls += 1
+                if Raises.Impl.calls == 2:
+                    raise RuntimeError("no workspace")
+                super().attend(*arguments)
+
+        @staticmethod
+        def get_impl_cls() -> Any:
+            return Raises.Impl
+
+    session = Session(Raises, problem, CPU, layers=(twin(problem),))
+    with pytest.raises(StageError) as caught:
+        run_step([session, *session.layers])
+    assert caught.value.raised.stage == "forward of the twin"
+
+
+def test_what_a_layer_changes_in_the_metadata_is_named(problem: Problem) -> None:
+    class Changes(ReferenceBackend):
+        class Impl(ReferenceImpl):
+            def attend(
+                self, layer: Any, query: Any, key: Any, value: Any, caches: Any, metadata: Any, *rest: Any
+            ) -> None:
+                super().attend(layer, query, key, value, caches, metadata, *rest)
+                metadata.common.seq_lens -= 1
+                metadata.plan = {"splits": 2}
+
+        @staticmethod
+        def get_impl_cls() -> Any:
+            return Changes.Impl
+
+    changes: list[str] = []
+    run_step([Session(Changes, problem, CPU)], changes)
+    assert changes == [
+        "forward of the layer changes metadata.common.seq_lens",
+        "forward of the layer changes metadata.plan",
+    ]
+    unchanged: list[str] = []
+    run_step([Session(ReferenceBackend, problem, CPU)], unchanged)
+    assert unchanged == []

@@ -1,0 +1,89 @@
+"""Operands in other memory: the same values, each form with the strides that it is named for."""
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from attncheck.harness.driver.operand_strides import operand_views
+from attncheck.harness.driver.output_buffers import GuardedBuffer
+from attncheck.harness.driver.step import make_step
+from attncheck.harness.problem.problem import build_problem
+from attncheck.reference.spec import StrideForm, StridesSpec
+
+CPU = torch.device("cpu")
+FORMS = get_args(StrideForm)
+
+
+def rows(count: int = 5, heads: int = 3, size: int = 4) -> torch.Tensor:
+    return torch.arange(count * heads * size, dtype=torch.float32).view(count, heads, size)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_holds_the_same_values_and_a_contiguous_last_dimension(form: Any) -> None:
+    given = rows(), rows() + 100, rows() + 200
+    views = operand_views(given, StridesSpec(query=form, key=form, value=form))
+    for view, own in zip(views, given, strict=True):
+        assert torch.equal(view, own)
+        assert view.stride(-1) == 1
+
+
+def test_each_form_has_the_strides_it_is_named_for() -> None:
+    def strides(form: Any, given: torch.Tensor) -> tuple[Any, ...]:
+        view, *_ = operand_views([given] * 3, StridesSpec(query=form, key="contiguous", value="contiguous"))
+        return *view.stride(), view.storage_offset() > 0
+
+    assert strides("contiguous", rows()) == (12, 4, 1, False)
+    assert strides("padded", rows()) == (28, 4, 1, False)
+    assert strides("offset", rows()) == (12, 4, 1, True)
+    assert strides("transposed", rows()) == (4, 20, 1, True)
+    assert strides("odd", rows(heads=1)) == (4, 7, 1, True)
+
+
+def test_fused_operands_share_memory_and_others_do_not() -> None:
+    spec = StridesSpec(query="fused", key="transposed", value="fused")
+    query, key, value = operand_views([rows(), rows(), rows()], spec)
+    places = [each.untyped_storage().data_ptr() for each in (query, key, value)]
+    assert places[0] == places[2] != places[1]
+
+
+def test_room_between_rows_is_no_number() -> None:
+    view, *_ = operand_views([rows()] * 3, StridesSpec(query="padded", key="contiguous", value="contiguous"))
+    whole = view.as_strided((5, 28), (28, 1))
+    assert bool(torch.isnan(whole[:, 12:]).all())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_buffer_of_any_form_tells_what_is_written_beside_its_rows(form: Any) -> None:
+    for shape in ((5, 3, 4), (5, 3)):
+        buffer = GuardedBuffer(shape, 4, torch.float32, CPU, form)
+        assert bool(buffer.unwritten_rows()[:4].all())
+        assert not buffer.touched()
+        buffer.handed_out()[:] = 2.0
+        assert buffer.touched()
+        assert not bool(buffer.unwritten_rows().any())
+        assert not buffer.breached()
+        behind = buffer.rows.as_strided(
+            shape, buffer.rows.stride(), buffer.rows.storage_offset() + buffer.rows.stride(0)
+        )
+        behind[:] = 2.0
+        assert buffer.breached()
+
+
+def test_what_lies_between_padded_rows_is_guarded() -> None:
+    buffer = GuardedBuffer((5, 3, 4), 5, torch.float32, CPU, "padded")
+    out = buffer.rows
+    out.as_strided((5,), (out.stride(0),), out.storage_offset() + 12).fill_(9.0)
+    assert buffer.breached()
+
+
+def test_a_step_takes_the_strides_of_its_case_before_what_its_inputs_plant(make_case: Any) -> None:
+    problem = build_problem(make_case(), 0)
+    fused = make_step(problem, CPU)
+    assert fused.query.stride(0) == (8 + 2 + 2) * 64 + 16
+    asked = replace(problem, case=replace(problem.case, strides=StridesSpec(query="transposed", output="padded")))
+    step = make_step(asked, CPU)
+    assert step.query.stride() == (64, 40 * 64, 1)
+    assert step.output_form == "padded"
+    assert torch.equal(step.query, fused.query)

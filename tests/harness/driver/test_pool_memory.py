@@ -1,0 +1,120 @@
+"""Images of a cache: of all of it, and of the pages of one that is too large to be copied."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from attncheck.backends.caches.codecs import default_codec
+from attncheck.backends.candidates.reference import ReferenceBackend, ReferenceImpl
+from attncheck.backends.candidates.torch_sdpa import SDPABackend
+from attncheck.harness.checks.cache_write import check_cache_write
+from attncheck.harness.checks.containment import check_containment
+from attncheck.harness.checks.findings import Broken, Finding, Holds
+from attncheck.harness.checks.numerics import check_numerics
+from attncheck.harness.driver.observation import Observation
+from attncheck.harness.driver.pool_memory import PoolMemory
+from attncheck.harness.driver.session import Session
+from attncheck.harness.problem.host_memory import own_memory
+from attncheck.harness.problem.memory_estimate import needed_bytes, shortage
+from attncheck.harness.problem.problem import build_problem
+from attncheck.harness.truth.truth import truth_of
+
+CPU = torch.device("cpu")
+FAR = {"block_size": 16, "first_block": 8388600}
+"""Pages at 2**31 elements of one head of size 16, keys and values each: a pool of 8 GiB."""
+
+
+@pytest.fixture
+def far_case(make_case: Any) -> Any:
+    """A small batch far up in a pool; keywords are of the cache."""
+    return lambda **cache: make_case(
+        (1, 40), (3, 21), (12, 12), cache=FAR | cache, num_heads=1, num_kv_heads=1, head_size=16, dtype="float16"
+    )
+
+
+def findings(backend: Any, case: Any) -> dict[str, Finding]:
+    problem = build_problem(case, 0)
+    truth, session = truth_of(problem, CPU), Session(backend, problem, CPU)
+    seen = session.run()
+    assert isinstance(seen, Observation)
+    return {
+        "numerics": check_numerics(problem, truth, seen),
+        "cache_write": check_cache_write(problem, session, seen),
+        "containment": check_containment(problem, truth, session, seen),
+    }
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_an_image_of_some_pages_has_what_the_cache_has(axis: int, swapped: bool) -> None:
+    num_blocks, size = 2**19, 16
+    shape = (num_blocks, 2, size, 3) if axis == 0 else (2, num_blocks, size, 3)
+    cache = torch.zeros(shape, dtype=torch.int8)
+    if swapped:
+        cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
+    pages = torch.tensor([3, 70000, num_blocks - 1])
+    cache.index_copy_(axis, pages, torch.randint(-99, 99, (*shape[:axis], 3, *shape[axis + 1 :]), dtype=torch.int8))
+    memory = PoolMemory(cache, num_blocks, size, torch.tensor([num_blocks * size - 1, 70000 * size, 3 * size + 5]))
+    image = memory.bytes()
+    assert image.numel() == 3 * 2 * size * 3
+    assert torch.equal(memory.view(image), cache.index_select(axis, pages))
+    assert memory.view(image).stride()[2:] == cache.stride()[2:]
+    slots = torch.tensor([70000 * size + 7, 3 * size, num_blocks * size - 1])
+    assert memory.slots_in_image(slots).tolist() == [size + 7, 0, 3 * size - 1]
+    before = cache.index_select(axis, pages)
+    cache.zero_()
+    memory.restore(image)
+    assert torch.equal(cache.index_select(axis, pages), before)
+
+
+def test_a_very_large_cache_without_an_axis_of_pages_is_not_copied() -> None:
+    cache = torch.zeros(1, dtype=torch.int8).expand(2**26, 16, 2)
+    with pytest.raises(MemoryError, match=r"no single axis of 67108863 pages"):
+        PoolMemory(cache, 2**26 - 1, 16, torch.tensor([0]))
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, SDPABackend])
+@pytest.mark.parametrize(
+    "cache", [{}, {"layout": "HND"}, {"kv_cache_dtype": "fp8_e5m2", "k_scale": 0.3, "first_block": 16777210}]
+)
+def test_a_right_backend_is_right_beyond_two_to_the_31_elements(far_case: Any, backend: Any, cache: Any) -> None:
+    case = far_case(**cache)
+    held = own_memory().resident
+    assert {name: type(finding) for name, finding in findings(backend, case).items()} == dict.fromkeys(
+        ("numerics", "cache_write", "containment"), Holds
+    )
+    assert own_memory().resident - held < 2**28
+    assert shortage(case, CPU) is None
+    assert needed_bytes(case) > 2**32 > needed_bytes(case, reserves=True)
+
+
+def test_a_pool_too_large_even_to_be_reserved_counts_as_memory(far_case: Any) -> None:
+    assert needed_bytes(far_case(num_blocks=2**31), reserves=True) > 2**40
+
+
+def test_a_stray_write_beside_the_pages_of_the_batch_is_found(far_case: Any) -> None:
+    class Impl(ReferenceImpl):
+        def write(self, layer: Any, key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any) -> None:
+            super().write(layer, key, value, key_cache, value_cache, slots)
+            real = slots[slots >= 0]
+            free = int(real.max()) // key_cache.shape[1] + 1
+            key_cache[free, 3] = key[0]
+
+    wrong = type("Wrong", (ReferenceBackend,), {"get_impl_cls": staticmethod(lambda: Impl)})
+    finding = findings(wrong, far_case())["cache_write"]
+    assert isinstance(finding, Broken)
+    assert "(page 8388604, offset 3; owned by no request) was overwritten" in finding.summary
+
+
+def test_the_codec_reads_an_image_as_it_reads_the_cache(far_case: Any) -> None:
+    problem = build_problem(far_case(), 0)
+    session = Session(ReferenceBackend, problem, CPU)
+    assert session.pool is not None
+    slots = problem.key_slots[problem.old_keys]
+    codec = default_codec(ReferenceBackend, problem.layer, problem.cache)
+    assert codec is not None
+    for image, cache in zip(
+        session.pool.read_image(session.pool.bytes(), slots), codec.read(session.pool.kv_cache, slots), strict=True
+    ):
+        assert torch.equal(image, cache)
