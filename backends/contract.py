@@ -123,6 +123,9 @@ class AttentionBackend(ABC):
     supported_devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     """Types of devices, as in ``torch.device.type``."""
 
+    builder_only: ClassVar[bool] = False
+    """Whether nothing but its metadata builder can be driven, so that no impl is ever made."""
+
     @staticmethod
     @abstractmethod
     def get_name() -> str:

@@ -8,9 +8,12 @@ difference needs a change here, not a flag in a backend.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from attncheck.reference.spec import StridesSpec
+
 LSEBase = Literal["e", "2"]
 AlibiReference = Literal["query", "zero", "context"]
 PaddedRows = Literal["untouched", "finite"]
+OperandStrides = Literal["any", "rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +43,27 @@ class Conventions:
     sync_free_build: bool = False
     """Whether ``build`` never waits for the device."""
 
+    deterministic: bool = True
+    """Whether the same question has the same bits each time; with atomic additions it has not."""
+
+    operand_strides: OperandStrides = "any"
+    """What strides query, key, value and output may have beside a contiguous last dimension: ``any``, or those of
+    vLLM's models (``rows``), in which the heads of a row lie one behind the other, and the output is contiguous."""
+
+    def excluded_strides(self, strides: StridesSpec | None) -> str:
+        """Return those of ``strides`` that a backend of these conventions does not get."""
+        if self.operand_strides == "any" or strides is None:
+            return ""
+        heads = [name for name in ("query", "key", "value") if getattr(strides, name) == "transposed"]
+        output = [] if strides.output in ("contiguous", "offset") else ["output"]
+        return ", ".join(f"strides.{name} {getattr(strides, name)}" for name in (*heads, *output))
+
     def __post_init__(self) -> None:
         for name, allowed in (
             ("lse_base", get_args(LSEBase)),
             ("alibi_reference", get_args(AlibiReference)),
             ("padded_rows", get_args(PaddedRows)),
+            ("operand_strides", get_args(OperandStrides)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(allowed)}")

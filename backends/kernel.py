@@ -158,6 +158,8 @@ def kernel_backend(
         backend = Backend
         metadata_cls = Metadata
         brings_writer = writer is not None
+        kernel = staticmethod(fn)  # by which it is called, so that a derived class can record the call
+        writing_kernel = staticmethod(writer or fn)
 
         def write(
             self,
@@ -171,7 +173,7 @@ def kernel_backend(
             if writer is None:
                 raise RuntimeError(f"{label} brings no writer")
             extra = _scales(layer, writer_options)
-            writer(key, value, key_cache, value_cache, slot_mapping, **extra)
+            self.writing_kernel(key, value, key_cache, value_cache, slot_mapping, **extra)
 
         def attend(
             self,
@@ -219,7 +221,7 @@ def kernel_backend(
                 if output_lse is None:
                     output_lse = query.new_empty((query.shape[0], self.num_heads), dtype=torch.float32)
                 extra["output_lse"] = output_lse
-            returned = fn(query, *caches, metadata.common, self.params(metadata), output, **extra)
+            returned = self.kernel(query, *caches, metadata.common, self.params(metadata), output, **extra)
             self.ignored_result = _ignored_result(fn, returned, output)
 
     for made in (Backend, Metadata, Builder, Impl):

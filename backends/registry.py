@@ -7,19 +7,18 @@ Four spellings, tried in this order:
 - ``path/to/file.py:Class``: a file that no package holds; its only class or function needs no name;
 - ``package.module:Class``: anything importable.
 
-The object found may be a backend class, or a plain function, which ``kernel_backend`` wraps. What is loaded has been
-checked against the contract's form. Importing this module loads no torch.
+The object found is a backend class, or a function, which ``kernel_backend`` wraps. Importing this loads no torch.
 """
 
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -50,6 +49,9 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
 
 FAMILIES: Mapping[str, str] = MappingProxyType({"vllm": "vllm:CPU_ATTN"})
 """Built-in names that stand for many backends, of which one must be named: how that is typed, by an example."""
+
+SURVEYS: Mapping[str, str] = MappingProxyType({"vllm": "attncheck.backends.candidates.vllm.survey"})
+"""Families of which ``NAME:*`` stands for every backend: the module with their names, and what they declare."""
 
 ONLY_NAMED = frozenset({*FAMILIES, "xformers_vllm"})
 """Built-in names that run only when asked for: families, and candidates that are known to be wrong."""
@@ -82,14 +84,13 @@ class LoadedBackend:
 
 
 def builtin_names() -> tuple[str, ...]:
-    """Names of the backends attncheck brings along and runs where none is named."""
+    """Names of built-in backends that run where none is named."""
     return tuple(name for name in BUILTIN if name not in ONLY_NAMED)
 
 
-def entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+def entry_points() -> dict[str, metadata.EntryPoint]:
     """Installed entry points by name. A built-in name cannot be taken by one."""
-    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    return {point.name: point for point in found if point.name not in BUILTIN}
+    return {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name not in BUILTIN}
 
 
 def known_names() -> tuple[str, ...]:
@@ -100,13 +101,16 @@ def known_names() -> tuple[str, ...]:
 def load(ref: str) -> LoadedBackend:
     """The backend ``ref`` names.
 
-    Raises :class:`UnknownNameError` for a name nobody registered, :class:`BackendUnavailableError` for a registered one
-    whose library cannot be imported here, or any whose factories say so, and :class:`BackendLoadError` for everything
-    else that is in the way: a file that does not import, a class that is not there, a contract that is not kept.
+    Raises:
+        UnknownNameError: no such name is registered.
+        BackendUnavailableError: its library cannot be imported here, or its factories say so.
+        BackendLoadError: the file does not import, the class is missing, or it breaks the contract.
     """
     name, colon, argument = ref.partition(":")
     if name in BUILTIN:
         return _load_registered(ref, name, argument if colon else None, BUILTIN[name], "built in")
+    if name == "mutants" and argument:
+        return _load_registered(ref, name, argument, "attncheck.backends.mutants.loading:MutantBackend", "mutant")
     if (point := entry_points().get(name)) is not None:
         distribution = point.dist.name if point.dist is not None else "an unknown distribution"
         return _load_registered(ref, name, argument if colon else None, point.value, f"entry point of {distribution}")
@@ -130,7 +134,7 @@ def load(ref: str) -> LoadedBackend:
 def load_object(obj: object) -> LoadedBackend:
     """A backend class or a plain attention function, handed over from Python.
 
-    Raises :class:`BackendLoadError`, and :class:`BackendUnavailableError` where its library cannot be imported here.
+    Raises :class:`BackendLoadError`, and :class:`BackendUnavailableError` where its library is missing.
     """
     name = getattr(obj, "__qualname__", type(obj).__name__)
     module = getattr(obj, "__module__", "") or ""  # None of code that exec ran
@@ -142,7 +146,7 @@ def load_object(obj: object) -> LoadedBackend:
 
 def _load_registered(ref: str, name: str, argument: str | None, target: str, origin: str) -> LoadedBackend:
     """A registered name's import failing means that a library is missing: an outcome, not a wrong question."""
-    if name in FAMILIES and not argument:
+    if name in FAMILIES and argument in (None, "", "*"):
         raise BackendLoadError(ref, f"{name} stands for many backends", allowed=f"name one, such as {FAMILIES[name]}")
     full_name = name if argument is None else ref
     module, _, attribute = target.partition(":")
@@ -207,8 +211,8 @@ def _import_module(ref: str, name: str, *, missing_is_unavailable: bool = False)
     except ImportError as error:
         if missing_is_unavailable:
             raise
-        file = Path(f"{name.replace('.', '/')}.py")
-        allowed = f"for the file, ask for ./{file}{ref[len(name) :]}" if file.is_file() else _known()
+        file, known = Path(f"{name.replace('.', '/')}.py"), f"registered names are {', '.join(known_names())}"
+        allowed = f"for the file, ask for ./{file}{ref[len(name) :]}" if file.is_file() else known
         raise BackendLoadError(ref, import_failure(error), allowed=allowed) from error
     except (Exception, SystemExit) as error:
         raise BackendLoadError(ref, import_failure(error), raised=type(error).__name__) from error
@@ -283,10 +287,6 @@ def _choice(place: str, classes: list[str]) -> str:
 
 def _place(module: ModuleType) -> str:
     return str(getattr(module, "__file__", None) or module.__name__)
-
-
-def _known() -> str:
-    return f"registered names are {', '.join(known_names())}"
 
 
 def import_failure(error: BaseException) -> str:

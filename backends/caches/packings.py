@@ -19,6 +19,9 @@ latent        ``(blocks, 4, 8)``         per token: latent row | rotated part
 
 import inspect
 import math
+import mmap
+import os
+import sys
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -35,6 +38,9 @@ PACKINGS: tuple[Packing, ...] = ("split_first", "split_second", "content", "plan
 _PROBE_BLOCKS = 1009
 _PROBE_HEADS = (13, 17, 19)
 """Primes, so that no axis of the answer can be taken for another; more than one, in case a size of the case is one."""
+
+_RESERVED = 2**26
+"""Bytes from which on memory of the host is reserved, and taken as it is touched."""
 
 _SWAPPED_ORDER: dict[Packing, tuple[int, ...]] = {
     "split_first": (0, 1, 3, 2, 4),
@@ -162,9 +168,26 @@ def allocate_kv_cache(
     if not shape or min(shape) < 1:
         raise ValueError(f"{backend.get_name()}.get_kv_cache_shape() returned {shape}: every extent must be positive")
     order = stride_order(backend, layer, cache)
-    flat = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
+    flat = zeroed_bytes(math.prod(shape) * dtype.itemsize, torch.device(device))
     physical = flat.view(dtype).view([shape[dimension] for dimension in order])
     return physical.permute(_inverse(order))
+
+
+def zeroed_bytes(count: int, device: torch.device) -> Tensor:
+    """Return ``count`` zeros, uint8. On the host many of them take no memory until they are touched.
+
+    Raises OSError where the system does not let so many be reserved.
+    """
+    if device.type != "cpu" or count < _RESERVED:
+        return torch.zeros(count, dtype=torch.uint8, device=device)
+    if sys.platform != "linux":
+        return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+    file = os.memfd_create("kv_cache")  # other than anonymous memory it may be larger than the machine's
+    try:
+        os.ftruncate(file, count)
+        return torch.frombuffer(mmap.mmap(file, count), dtype=torch.uint8)
+    finally:
+        os.close(file)
 
 
 def _packing_order(packing: Packing, layout: str) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
     )
 
 
-@pytest.mark.parametrize("ref", ["vllm", "vllm:"])
+@pytest.mark.parametrize("ref", ["vllm", "vllm:", "vllm:*"])
 def test_a_name_that_stands_for_many_runs_only_when_one_is_named(ref):
     assert "vllm" not in builtin_names()
     assert "vllm" in known_names()

@@ -3,28 +3,26 @@
 What it declares, and where it can run, are taken from what vLLM says of the class.
 """
 
-from typing import Any, ClassVar, cast
+import sys
+from typing import Any, ClassVar
 
 import torch
 
 from attncheck.backends import interpreter
 from attncheck.backends.caches.codecs import KVCacheCodec
-from attncheck.backends.caches.packings import allocate_kv_cache
 from attncheck.backends.candidates.vllm import interpreted, package
 from attncheck.backends.candidates.vllm.builder import VLLMBuilder
 from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
-from attncheck.backends.candidates.vllm.config import plain_config
 from attncheck.backends.candidates.vllm.declarations import VLLMDeclarations, declarations_of
 from attncheck.backends.candidates.vllm.impl import VLLMImpl
-from attncheck.backends.candidates.vllm.selection import select
+from attncheck.backends.candidates.vllm.latent_bridge import LatentCache, VLLMLatentBuilder
+from attncheck.backends.candidates.vllm.latent_impl import VLLMLatentImpl
+from attncheck.backends.candidates.vllm.selection import is_state_space, select
+from attncheck.backends.candidates.vllm.state_space import state_space_backend
+from attncheck.backends.candidates.vllm.trial import missing_parts
 from attncheck.backends.candidates.vllm.validation import configuration_problems
-from attncheck.backends.contract import AttentionBackend, MultipleOf
-from attncheck.backends.dtypes import DTYPES
-from attncheck.backends.impl import set_current_vllm_config
-from attncheck.reference.spec import BatchSpec, CacheSpec, DType, LayerSpec, Layout
-
-_ABSENT = "'_OpNamespace'"
-"""Of the message with which torch answers for an operator that no library has registered."""
+from attncheck.backends.contract import AttentionBackend, Conventions, MultipleOf
+from attncheck.reference.spec import BatchSpec, CacheSpec, LayerSpec
 
 
 class VLLMBackend(AttentionBackend):
@@ -37,7 +35,7 @@ class VLLMBackend(AttentionBackend):
     declared: ClassVar[VLLMDeclarations]
 
     @classmethod
-    def from_argument(cls, argument: str) -> "type[VLLMBackend]":
+    def from_argument(cls, argument: str) -> type[AttentionBackend]:
         """The candidate for a name of vLLM's, for ``module:Class``, or for ``path/to/file.py:Class``.
 
         Raises:
@@ -45,23 +43,35 @@ class VLLMBackend(AttentionBackend):
             ValueError: no such class, or one that the bridge cannot drive.
         """
         theirs = select(argument)
+        if is_state_space(theirs):
+            return state_space_backend(theirs)
         found = declarations_of(theirs)
         parts = {"their_backend": theirs, "__module__": __name__}
-        impl = type(f"{theirs.__name__}Impl", (VLLMImpl,), parts)
-        builder = type(f"{theirs.__name__}Builder", (VLLMBuilder,), parts)
+        is_latent = "mla" in found.features
+        impl = type(
+            f"{theirs.__name__}Impl",
+            (VLLMLatentImpl if is_latent else VLLMImpl,),
+            parts | {"brings_writer": found.has_writer},
+        )
+        builder = type(f"{theirs.__name__}Builder", (VLLMLatentBuilder if is_latent else VLLMBuilder,), parts)
         members = {
             "declared": found,
-            "forward_includes_kv_cache_update": getattr(theirs, "forward_includes_kv_cache_update", True),
+            # A latent layer writes before its forward. Where this build has no writer, none is called.
+            "forward_includes_kv_cache_update": not found.has_writer
+            if is_latent
+            else getattr(theirs, "forward_includes_kv_cache_update", True),
             "features": found.features,
+            "conventions": Conventions(operand_strides="rows"),
             "supported_kv_cache_dtypes": found.kv_cache_dtypes,
-            "supported_layouts": layouts(theirs),
+            "supported_layouts": ("NHD", "HND") if is_latent else layouts(theirs),
             "supported_attn_types": found.attn_types,
             "supported_devices": (package.platform().device_type,),
             "get_name": staticmethod(theirs.get_name),
             "get_impl_cls": staticmethod(lambda: impl),
             "get_builder_cls": staticmethod(lambda: builder),
         }
-        made = type(theirs.__name__, (cls,), parts | members)
+        bases = (LatentCache, cls) if is_latent else (cls,)
+        made = type(theirs.__name__, bases, parts | members)
         made.__doc__ = f"vLLM's {theirs.__module__}.{theirs.__qualname__}."
         return made
 
@@ -95,11 +105,11 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def unavailable_reasons(cls, device: str) -> list[str]:
-        """See the contract; what vLLM says of the machine, else what a plain layer and its writer say here."""
+        """See the contract; what vLLM says of the machine, else what a plain layer and one row of it show here."""
         reasons = _machine_reasons(cls.their_backend, device)
         if cls.declared.layer_error:
             reasons = reasons or [cls.declared.layer_error]
-        return reasons or missing_operators(cls)
+        return reasons if reasons or cls.is_mla() else missing_parts(cls)
 
     @classmethod
     def unavailable_case_reasons(cls, device: str, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
@@ -109,12 +119,12 @@ class VLLMBackend(AttentionBackend):
     @classmethod
     def required_environment(cls, device: str) -> dict[str, str]:
         """See the contract; a variable of Triton's, for kernels of Triton on a CPU."""
-        return interpreter.required_environment(device) if interpreted.launches_triton(cls.their_backend) else {}
+        return interpreter.required_environment(device) if _can_be_interpreted(cls.their_backend) else {}
 
     @classmethod
     def default_suite(cls, device: str) -> str:
         """See the contract; a small one where kernels are interpreted."""
-        return interpreter.default_suite(device) if interpreted.launches_triton(cls.their_backend) else "smoke"
+        return interpreter.default_suite(device) if _can_be_interpreted(cls.their_backend) else "smoke"
 
     @classmethod
     def unsupported_reasons(cls, layer: LayerSpec, cache: CacheSpec, batch: BatchSpec) -> list[str]:
@@ -132,52 +142,10 @@ class VLLMBackend(AttentionBackend):
 
     @classmethod
     def version(cls) -> str:
-        """Of vLLM; it tells where its kernels are interpreted."""
-        return interpreter.marked(package.version()) if _is_interpreted(cls.their_backend) else package.version()
-
-
-def missing_operators(backend: type[VLLMBackend]) -> list[str]:
-    """Why not even one row can be written: an operator that this build of vLLM does not have; empty: none is known.
-
-    Whatever else a writer raises is for the checks to find.
-    """
-    if backend.forward_includes_kv_cache_update or not (backend.get_supported_dtypes() and backend.supported_layouts):
-        return []
-    sizes = backend.get_supported_head_sizes()
-    dtype = next(name for name, dtype in DTYPES.items() if dtype in backend.get_supported_dtypes())
-    size = backend.get_supported_kernel_block_sizes()[0]
-    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=sizes[0] if sizes else 64, dtype=cast(DType, dtype))
-    cache = CacheSpec(
-        block_size=max(16, size.base) if isinstance(size, MultipleOf) else size,
-        layout=cast(Layout, backend.supported_layouts[0]),
-    )
-    try:
-        _write_a_row(backend, layer, cache)
-    except AttributeError as error:
-        return [f"this build of vLLM lacks an operator of its writer: {error}"] if _ABSENT in str(error) else []
-    except Exception:  # noqa: BLE001 (someone else's code)
-        return []
-    return []
-
-
-def _write_a_row(backend: type[VLLMBackend], layer: LayerSpec, cache: CacheSpec) -> None:
-    device, dtype = torch.device(package.platform().device_type), DTYPES[layer.dtype]
-    sizes = (layer.num_heads, layer.num_kv_heads, layer.head_size)
-    plain = plain_config(dtype, *sizes, block_size=cache.block_size, kv_cache_layout=cache.layout)
-    with set_current_vllm_config(plain):
-        impl = backend.get_impl_cls()(layer.num_heads, layer.head_size, layer.softmax_scale, layer.num_kv_heads)
-    kv_cache = allocate_kv_cache(backend, layer, cache, 2, device)
-    row, slots = torch.zeros(1, 1, layer.head_size, dtype=dtype, device=device), torch.ones(1, dtype=torch.int64)
-    impl.do_kv_cache_update(_Unscaled(device), row, row, kv_cache, slots.to(device))
-
-
-class _Unscaled:
-    """An ``AttentionLayer`` whose scales are all 1."""
-
-    def __init__(self, where: torch.device) -> None:
-        one = torch.ones(1, dtype=torch.float32, device=where)
-        self._q_scale = self._k_scale = self._v_scale = self._prob_scale = one
-        self._q_scale_float = self._k_scale_float = self._v_scale_float = 1.0
+        """Of vLLM; it tells where its kernels are interpreted, and for which instructions a CPU's are compiled."""
+        if _is_interpreted(cls.their_backend):
+            return interpreter.marked(package.version())
+        return ", ".join([package.version(), *_instruction_set(cls.their_backend)])
 
 
 def _machine_reasons(their_backend: type[Any], device: str) -> list[str]:
@@ -185,18 +153,41 @@ def _machine_reasons(their_backend: type[Any], device: str) -> list[str]:
     kind, platform = torch.device(device).type, package.platform()
     if platform.device_type != kind:
         return [f"device {device}: vLLM {package.version()} is built for {platform.device_type or 'no device'} here"]
-    reasons = []
-    capability = platform.get_device_capability()
-    supports = getattr(their_backend, "supports_compute_capability", None)
-    # Without a GPU there is none to compare: a class that needs one does not support the lowest.
-    if supports is not None and not supports(capability or package.lowest_capability()):
-        found = "there is none" if capability is None else f"this one has {capability.as_version_str()}"
-        reasons.append(f"vLLM's class names the compute capabilities of GPUs that it supports, and {found}")
-    if interpreted.launches_triton(their_backend):
+    found = package.platform().get_device_capability()
+    reasons = _capability_reasons(their_backend, found)
+    if interpreted.launches_triton(their_backend) and (found is not None or not reasons):
         reasons += interpreted.missing_triton()
     return reasons
 
 
+def _instruction_set(their_backend: type[Any]) -> tuple[str, ...]:
+    """Return the path that vLLM's own function chooses for a bfloat16 layer on this CPU; nothing where it has none."""
+    modules = (vars(sys.modules[kind.__module__]) for kind in their_backend.get_builder_cls().__mro__)
+    choose = next((names["_get_attn_isa"] for names in modules if "_get_attn_isa" in names), None)
+    return () if choose is None else (str(choose(torch.bfloat16, 32, 64)),)
+
+
+def _capability_reasons(their_backend: type[Any], found: Any) -> list[str]:
+    """Return why vLLM's class cannot run on a GPU of this compute capability; ``found`` is None where there is none."""
+    supports = getattr(their_backend, "supports_compute_capability", None)
+    if supports is None:
+        return []
+    try:
+        # Without a GPU there is none to compare: a class that needs one does not support the lowest.
+        is_supported = bool(supports(found or package.lowest_capability()))
+    except Exception as error:  # noqa: BLE001 (someone else's code, which asks the drivers of its own platform)
+        return [f"supports_compute_capability of vLLM's class raised {type(error).__name__}: {error}"]
+    if is_supported:
+        return []
+    here = "there is none" if found is None else f"this one has {found.as_version_str()}"
+    return [f"vLLM's class names the compute capabilities of GPUs that it supports, and {here}"]
+
+
+def _can_be_interpreted(their_backend: type[Any]) -> bool:
+    """Return whether the backend is made of Triton kernels, and needs no GPU by its own declaration."""
+    return interpreted.launches_triton(their_backend) and not _capability_reasons(their_backend, None)
+
+
 def _is_interpreted(their_backend: type[Any]) -> bool:
     """Return whether the backend's kernels run by Triton's interpreter in this process."""
-    return interpreter.is_interpreted() and interpreted.launches_triton(their_backend)
+    return interpreter.is_interpreted() and _can_be_interpreted(their_backend)

@@ -1,5 +1,6 @@
 """The metadata builder: the contract's arguments and metadata turned into vLLM's, calls passed on to its builder."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -7,7 +8,6 @@ import torch
 from attncheck.backends.candidates.vllm import interpreted, package
 from attncheck.backends.candidates.vllm.cache import their_spec
 from attncheck.backends.candidates.vllm.config import their_config
-from attncheck.backends.candidates.vllm.impl import VLLMImpl
 from attncheck.backends.candidates.vllm.layers import current
 from attncheck.backends.candidates.vllm.metadata import fill_positions, step_fields
 from attncheck.backends.contract import AttentionCGSupport, CommonAttentionMetadata, KVCacheSpec
@@ -31,9 +31,9 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
                 "and tells no builder of them"
             )
         layers = _their_layers(layer_names, vllm_config)
-        self.config = their_config(vllm_config, layers)
-        self.spec = their_spec(next(iter(layers.values()), None), self.their_backend, self.config, kv_cache_spec)
-        made = self.their_backend.get_builder_cls()
+        self.config = self.their_config(vllm_config, layers, kv_cache_spec)
+        self.spec = self.spec_of(next(iter(layers.values()), None), self.config, kv_cache_spec)
+        made = self.their_builder(kv_cache_spec)
         with current(self.config):
             self.theirs = made(self.spec, layer_names, self.config, device)
         self.reorder_batch_threshold = self.theirs.reorder_batch_threshold
@@ -46,13 +46,29 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
         self._positions = self._position_buffer(vllm_config.scheduler_config.max_num_batched_tokens)
 
     @classmethod
+    def their_config(cls, plain: Any, layers: Mapping[str, Any], spec: KVCacheSpec) -> Any:
+        """VLLM's config for a group of ``layers`` (vLLM's, by name) whose cache is as ``spec`` says."""
+        return their_config(plain, layers)
+
+    @classmethod
+    def spec_of(cls, layer: Any, config: Any, spec: KVCacheSpec) -> Any:
+        """Return vLLM's spec of the cache of ``layer``, a layer of vLLM's. If it is None, only ``spec`` is known."""
+        return their_spec(layer, cls.their_backend, config, spec)
+
+    @classmethod
+    def their_builder(cls, spec: KVCacheSpec) -> type[Any]:
+        """VLLM's builder for such a group."""
+        made: type[Any] = cls.their_backend.get_builder_cls()
+        return made
+
+    @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """The level that vLLM's builder says for this config and spec."""
-        made = cls.their_backend.get_builder_cls()
+        made = cls.their_builder(kv_cache_spec)
         if not hasattr(made, "get_cudagraph_support"):
             return AttentionCGSupport[made.cudagraph_support.name]
-        config = their_config(vllm_config)
-        spec = their_spec(None, cls.their_backend, config, kv_cache_spec)
+        config = cls.their_config(vllm_config, {}, kv_cache_spec)
+        spec = cls.spec_of(None, config, kv_cache_spec)
         with current(config):
             return AttentionCGSupport[made.get_cudagraph_support(config, spec).name]
 
@@ -64,9 +80,12 @@ class VLLMBuilder(AttentionMetadataBuilder[Any]):
             return self.theirs.build(common_prefix_len, self._translated(common_attn_metadata), fast_build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-        """See the contract."""
+        """See the contract; no request of the runner's dummies is in its prompt."""
+        common = self._translated(common_attn_metadata)
+        if getattr(common, "is_prefilling", None) is not None:
+            common.is_prefilling = torch.zeros_like(common.is_prefilling)
         with interpreted.launches():
-            return self.theirs.build_for_cudagraph_capture(self._translated(common_attn_metadata))
+            return self.theirs.build_for_cudagraph_capture(common)
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> Any:
         """See the contract."""
@@ -89,7 +108,5 @@ def _their_layers(layer_names: list[str], vllm_config: Any) -> dict[str, Any]:
     known = vllm_config.compilation_config.static_forward_context
     found = {name: known[name] for name in layer_names if name in known}
     return {
-        name: attn_layer.impl.join(attn_layer)
-        for name, attn_layer in found.items()
-        if isinstance(attn_layer.impl, VLLMImpl)
+        name: attn_layer.impl.join(attn_layer) for name, attn_layer in found.items() if hasattr(attn_layer.impl, "join")
     }

@@ -31,7 +31,7 @@ def their_spec(layer: Any, their_backend: type[Any], config: Any, spec: KVCacheS
     spec that says so.
     """
     specs = package.module("vllm.v1.kv_cache_interface")
-    kind = AttentionType.DECODER if layer is None else AttentionType(layer.attn_type)
+    kind = AttentionType(getattr(layer, "attn_type", AttentionType.DECODER))
     sizes = {
         "block_size": spec.block_size,
         "num_kv_heads": spec.num_kv_heads,

@@ -6,6 +6,9 @@ all that its constructors look at.
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType, SimpleNamespace
@@ -17,8 +20,15 @@ from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import THEIR_LAYOUTS
 
 
-def their_config(plain: Any, layers: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def their_config(
+    plain: Any,
+    layers: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    model: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
     """VLLM's ``VllmConfig`` that says what ``plain`` says, with ``layers`` (vLLM's, by name) in its forward context.
+
+    model: what the model's ``config.json`` says besides, or in place of what follows from ``plain``.
 
     Raises:
         NotImplementedError: drafts are verified as a tree, which vLLM's configs have no word for.
@@ -26,22 +36,61 @@ def their_config(plain: Any, layers: Mapping[str, Any] = MappingProxyType({})) -
     speculative = plain.speculative_config
     if speculative is not None and speculative.speculative_token_tree is not None:
         raise NotImplementedError("speculative_token_tree: vLLM's SpeculativeConfig has no tree of drafts")
-    configs = package.module("vllm.config")
-    with package.kept_environment():
-        model = _model_config(configs, plain)
-        config = configs.VllmConfig(
-            model_config=model,
-            cache_config=configs.CacheConfig(
-                block_size=plain.cache_config.block_size, cache_dtype=plain.cache_config.cache_dtype
-            ),
-            parallel_config=configs.ParallelConfig(),
-            scheduler_config=_scheduler_config(configs, plain),
-            compilation_config=configs.CompilationConfig(),
-            speculative_config=None if speculative is None else _speculative_config(configs, plain, model),
-        )
+    config = deepcopy(_made(_sizes_of(plain, model)))
     _restore(config, plain)
     config.compilation_config.static_forward_context.update(layers)
     return config
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What vLLM's constructors read of a plain config."""
+
+    dtype: torch.dtype
+    max_model_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    cache_dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_drafts: int | None
+    more: str
+    """Further entries of the model's ``config.json``, as JSON."""
+
+
+def _sizes_of(plain: Any, more: Mapping[str, Any]) -> _Sizes:
+    model, speculative = plain.model_config, plain.speculative_config
+    return _Sizes(
+        dtype=model.dtype,
+        max_model_len=model.max_model_len,
+        num_heads=model.get_num_attention_heads(None),
+        num_kv_heads=model.get_num_kv_heads(None),
+        head_size=model.get_head_size(),
+        block_size=plain.cache_config.block_size,
+        cache_dtype=plain.cache_config.cache_dtype,
+        max_num_seqs=plain.scheduler_config.max_num_seqs,
+        max_num_batched_tokens=plain.scheduler_config.max_num_batched_tokens,
+        num_drafts=None if speculative is None else speculative.num_speculative_tokens,
+        more=json.dumps(dict(more), sort_keys=True),
+    )
+
+
+@lru_cache(maxsize=64)
+def _made(sizes: _Sizes) -> Any:
+    """Return vLLM's config of these sizes, to be copied: making one takes ten times as long as a copy."""
+    configs = package.module("vllm.config")
+    with package.kept_environment():
+        model = _model_config(configs, sizes)
+        return configs.VllmConfig(
+            model_config=model,
+            cache_config=configs.CacheConfig(block_size=sizes.block_size, cache_dtype=sizes.cache_dtype),
+            parallel_config=configs.ParallelConfig(),
+            scheduler_config=_scheduler_config(configs, sizes),
+            compilation_config=configs.CompilationConfig(),
+            speculative_config=_speculative_config(configs, sizes, model),
+        )
 
 
 def plain_config(
@@ -89,49 +138,48 @@ def _restore(config: Any, plain: Any) -> None:
     config.scheduler_config.max_num_batched_tokens = plain.scheduler_config.max_num_batched_tokens
 
 
-def _model_config(configs: Any, plain: Any) -> Any:
-    model = plain.model_config
-    num_heads, head_size = model.get_num_attention_heads(None), model.get_head_size()
-    sizes = {
+def _model_config(configs: Any, sizes: _Sizes) -> Any:
+    described = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": num_heads * head_size,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": model.get_num_kv_heads(None),
-        "head_dim": head_size,
+        "hidden_size": sizes.num_heads * sizes.head_size,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_size,
         "num_hidden_layers": 2,
         "intermediate_size": 32,
         "vocab_size": 32,
-        "max_position_embeddings": model.max_model_len,
+        "max_position_embeddings": sizes.max_model_len,
     }
     with TemporaryDirectory(prefix="attncheck-vllm-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(sizes))
+        (Path(folder) / "config.json").write_text(json.dumps(described | json.loads(sizes.more)))
         return configs.ModelConfig(
             model=folder,
             tokenizer=folder,
             skip_tokenizer_init=True,
-            dtype=model.dtype,
-            max_model_len=model.max_model_len,
+            dtype=sizes.dtype,
+            max_model_len=sizes.max_model_len,
         )
 
 
-def _scheduler_config(configs: Any, plain: Any) -> Any:
+def _scheduler_config(configs: Any, sizes: _Sizes) -> Any:
     """The bounds of a step; vLLM wants room for one whole request, which is given and taken back afterwards."""
     make = getattr(configs.SchedulerConfig, "default_factory", configs.SchedulerConfig)
-    longest, tokens = plain.model_config.max_model_len, plain.scheduler_config.max_num_batched_tokens
     return make(
-        max_model_len=longest,
-        max_num_seqs=plain.scheduler_config.max_num_seqs,
-        max_num_batched_tokens=max(tokens, longest, plain.scheduler_config.max_num_seqs),
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=max(sizes.max_num_batched_tokens, sizes.max_model_len, sizes.max_num_seqs),
         is_encoder_decoder=False,
     )
 
 
-def _speculative_config(configs: Any, plain: Any, model: Any) -> Any:
-    """Drafts from the prompt's own n-grams: the method that needs no model."""
+def _speculative_config(configs: Any, sizes: _Sizes, model: Any) -> Any:
+    """Drafts from the prompt's own n-grams: the method that needs no model; None where there are none."""
+    if sizes.num_drafts is None:
+        return None
     return configs.SpeculativeConfig(
         method="ngram",
-        num_speculative_tokens=plain.speculative_config.num_speculative_tokens,
+        num_speculative_tokens=sizes.num_drafts,
         prompt_lookup_max=2,
         target_model_config=model,
         target_parallel_config=configs.ParallelConfig(),

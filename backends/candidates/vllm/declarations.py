@@ -13,6 +13,7 @@ import torch
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
 from attncheck.backends.candidates.vllm.config import plain_config, their_config
+from attncheck.backends.candidates.vllm.latent_layers import LatentSizes, has_writer, make_latent_layer
 from attncheck.backends.candidates.vllm.layers import LayerArguments, make_layer
 from attncheck.backends.declarations import MultipleOf
 from attncheck.backends.dtypes import DTYPES
@@ -51,7 +52,10 @@ _TRIED: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class VLLMDeclarations:
-    """What a class declares. layer_error: why not even a plain layer of it can be made here; empty where it can."""
+    """What a class declares. layer_error: why not even a plain layer of it can be made here; empty where it can.
+
+    has_writer: of a latent cache, whether this build has the operators that write it.
+    """
 
     dtypes: tuple[torch.dtype, ...]
     head_sizes: tuple[int, ...]
@@ -59,6 +63,7 @@ class VLLMDeclarations:
     attn_types: tuple[str, ...]
     features: frozenset[str]
     layer_error: str
+    has_writer: bool = True
 
 
 def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
@@ -67,9 +72,12 @@ def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
     features = {name for name, predicate in _PREDICATES.items() if _says(their_backend, predicate)}
     if any(name.startswith("fp8") for name in kv_cache_dtypes):
         features.add("fp8_kv")
+    if is_mla(their_backend):
+        features.add("mla")
     dtypes = tuple(dtype for dtype in DTYPES.values() if _takes_dtype(their_backend, dtype))
     head_sizes = tuple(their_backend.get_supported_head_sizes())
-    plain = replace(_PLAIN, head_size=64 if 64 in head_sizes or not head_sizes else head_sizes[0])
+    usual = 576 if is_mla(their_backend) else 64
+    plain = replace(_PLAIN, head_size=usual if usual in head_sizes or not head_sizes else head_sizes[0])
     layer, layer_error = _made(their_backend, plain, dtypes)
     if layer is not None:
         features |= {name for name, extra in _TRIED.items() if _is_made(their_backend, replace(plain, **extra), dtypes)}
@@ -81,7 +89,13 @@ def declarations_of(their_backend: type[Any]) -> VLLMDeclarations:
         attn_types=tuple(kind.value for kind in AttentionType if _takes_type(their_backend, kind)),
         features=frozenset(features),
         layer_error=layer_error,
+        has_writer=layer is None or not is_mla(their_backend) or has_writer(layer),
     )
+
+
+def is_mla(their_backend: type[Any]) -> bool:
+    """Whether vLLM's class serves layers with a latent cache, and no others."""
+    return _says(their_backend, "is_mla")
 
 
 def _says(their_backend: type[Any], predicate: str) -> bool:
@@ -115,6 +129,7 @@ def _made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.d
     """A layer as ``given``, or what its making raised."""
     try:
         size = kernel_block_sizes(their_backend)[0]
+        sizes = LatentSizes.of_row(given.head_size) if is_mla(their_backend) else None
         plain = plain_config(
             dtype=dtypes[0] if dtypes else torch.bfloat16,
             num_heads=given.num_heads,
@@ -122,6 +137,8 @@ def _made(their_backend: type[Any], given: LayerArguments, dtypes: tuple[torch.d
             head_size=given.head_size,
             block_size=max(16, size.base) if isinstance(size, MultipleOf) else size,
         )
+        if sizes is not None:
+            return make_latent_layer(their_backend, their_config(plain, model=sizes.model()), given, sizes), ""
         return make_layer(their_backend, their_config(plain), given), ""
     except Exception as error:  # noqa: BLE001 (someone else's code: whatever it raises is the answer)
         return None, f"making a plain layer raised {type(error).__name__}: {error}"

@@ -109,6 +109,8 @@ class VLLMImpl(AttentionImpl[Any]):
                 output_scale=output_scale,
                 output_block_scale=output_block_scale,
             )
+        if hasattr(self.layer, "isa"):  # a builder of the CPU's has chosen it
+            self.chosen_kernels = (str(self.layer.isa),)
         return output
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:

@@ -19,6 +19,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -57,7 +58,7 @@ def missing_triton() -> list[str]:
     if importlib.util.find_spec("triton") is None:
         return ["it is made of Triton kernels, and Triton is not installed"]
     if is_interpreted():
-        return ["it is made of Triton kernels, and vLLM was imported without Triton before attncheck could offer it"]
+        return ["it is made of Triton kernels, and this build of vLLM takes Triton for missing where there is no GPU"]
     return [
         "it is made of Triton kernels, and vLLM finds no driver for Triton here; TRITON_INTERPRET=1 interprets them"
     ]
@@ -107,7 +108,13 @@ def launches_triton(backend: Any) -> bool:
         backend: a vLLM ``AttentionBackend`` class, imported.
     """
     classes = (backend.get_impl_cls(), backend.get_builder_cls())
-    return any(_is_of_triton(value) for cls in classes for value in _values_named_by(cls))
+    return any(map(_names_triton, classes))
+
+
+@lru_cache(maxsize=64)
+def _names_triton(cls: type) -> bool:
+    """Return whether a method of ``cls`` does; reading all of their code takes tens of milliseconds."""
+    return any(_is_of_triton(value) for value in _values_named_by(cls))
 
 
 def _values_named_by(cls: type) -> Iterator[object]:

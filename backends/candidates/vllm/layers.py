@@ -10,7 +10,7 @@ import torch
 from attncheck.backends.candidates.vllm import package
 from attncheck.backends.impl import AttentionLayer
 
-_NAME = "layer.1"
+LAYER_NAME = "layer.1"
 """Names of layers hold a number, by which vLLM orders them; that of a layer whose cache this one reads comes before."""
 
 
@@ -60,7 +60,7 @@ def make_layer(their_backend: type[Any], config: Any, given: LayerArguments) -> 
         target = given.kv_sharing_target_layer_name
         if target is not None:
             made(target, None)
-        layer = made(_NAME, target)
+        layer = made(LAYER_NAME, target)
         layer.process_weights_after_loading(config.model_config.dtype)
     return layer
 

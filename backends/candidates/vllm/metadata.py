@@ -56,7 +56,7 @@ def fill_positions(metadata: CommonAttentionMetadata, buffer: Tensor) -> Tensor:
     # Of a decoder that attends to an encoder's keys the lengths are the encoder's, and may be shorter.
     positions[: len(within)] = (within + computed.repeat_interleave(query_lens)).clamp(min=0)
     view = buffer[: len(positions)]
-    view.copy_(positions)
+    view.copy_(positions, non_blocking=True)
     return view
 
 

@@ -17,6 +17,9 @@ from attncheck.backends.candidates.vllm import interpreted
 _LEVEL = "VLLM_LOGGING_LEVEL"
 _QUIET = "ERROR"
 
+ABSENT_OPERATOR = "'_OpNamespace'"
+"""Of the message with which torch answers for an operator that no library has registered."""
+
 
 def module(name: str) -> Any:
     """A module of vLLM's by its full name. What importing it raises passes through."""
@@ -40,6 +43,23 @@ def find(name: str, *modules: str) -> Any:
 def version() -> str:
     """The installed version."""
     return str(module("vllm").__version__)
+
+
+def load_plugins() -> None:
+    """Loads vLLM's general plugins, which may register classes, as every process of vLLM does.
+
+    Raises:
+        ImportError: a plugin raises.
+    """
+    plugins = _if_there("vllm.plugins")
+    if plugins is None or not hasattr(plugins, "load_general_plugins"):
+        return
+    try:
+        plugins.load_general_plugins()
+    except Exception as error:
+        raise ImportError(
+            f"a plugin of the group vllm.general_plugins raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def platform() -> Any:

@@ -52,7 +52,7 @@ def configuration_problems(their_backend: type[Any], layer: LayerSpec, cache: Ca
     ]
 
 
-def refuse_as_vllm_does(their_backend: type[Any], config: Any, given: LayerArguments) -> None:
+def refuse_as_vllm_does(their_backend: type[Any], config: Any, given: LayerArguments, *, use_mla: bool = False) -> None:
     """``ValueError`` where vLLM would not make such a layer with this backend, though it were asked for by name.
 
     Its GPU platforms ask ``validate_configuration`` before they make a layer; its CPU platform takes whatever comes,
@@ -66,7 +66,7 @@ def refuse_as_vllm_does(their_backend: type[Any], config: Any, given: LayerArgum
         dtype=config.model_config.dtype,
         kv_cache_dtype=config.cache_config.cache_dtype,
         block_size=config.cache_config.block_size if AttentionType(given.attn_type).has_cache else None,
-        use_mla=False,
+        use_mla=use_mla,
         has_sink=given.sinks is not None,
         attn_type=given.attn_type,
         has_sliding_window=given.sliding_window is not None,

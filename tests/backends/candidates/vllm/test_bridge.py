@@ -10,9 +10,9 @@ import torch
 
 from attncheck.backends import registry
 from attncheck.backends.candidates.vllm import package
-from attncheck.backends.candidates.vllm.bridge import missing_operators
 from attncheck.backends.candidates.vllm.cache import cache_shape, kernel_block_sizes, layouts, stride_order
-from attncheck.backends.candidates.vllm.selection import select
+from attncheck.backends.candidates.vllm.selection import registered, select
+from attncheck.backends.candidates.vllm.trial import absent_part, missing_parts
 from attncheck.backends.contract import MultipleOf
 from attncheck.errors import BackendLoadError, BackendUnavailableError
 
@@ -23,8 +23,9 @@ class Base:
     get_name = staticmethod(lambda: "SOME")
 
 
-class Latent(Base):
+class Sparse(Base):
     is_mla = staticmethod(lambda: True)
+    is_sparse = staticmethod(lambda: True)
 
 
 class Nameless(Base):
@@ -35,7 +36,7 @@ class Backends(Enum):
     """Stands for vLLM's registry: a class, one whose library is missing, one that breaks, one that is only a tag."""
 
     SOME = "Base"
-    LATENT = "Latent"
+    SPARSE = "Sparse"
     FLASH = "missing"
     BROKEN = "broken"
     TAG = ""
@@ -45,7 +46,7 @@ class Backends(Enum):
             raise ModuleNotFoundError("No module named 'flash'", name="flash")
         if self is Backends.BROKEN:
             raise AssertionError("Torch not compiled with CUDA enabled")
-        return {"Base": Base, "Latent": Latent}[self.value]
+        return {"Base": Base, "Sparse": Sparse}[self.value]
 
 
 @pytest.fixture
@@ -132,13 +133,13 @@ def test_names_modules_and_files_name_a_class(vllm, tmp_path):
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("OTHER", r"unknown backend of vLLM 9\.9 'OTHER' \(known: SOME, LATENT, FLASH, BROKEN\)$"),
+        ("OTHER", r"unknown backend of vLLM 9\.9 'OTHER' \(known: SOME, SPARSE, FLASH, BROKEN\)$"),
         ("FLASK", "did you mean 'FLASH'"),
-        ("TAG", "unknown backend of vLLM 9.9 'TAG'"),
+        ("TAG", r"TAG names no class of vLLM 9\.9"),
         ("theirs:Gone", "theirs has no 'Gone'"),
         ("theirs:number", "theirs:number is 3: give a class derived from vLLM's AttentionBackend"),
         ("nobody.has:This", "there is no module nobody"),
-        ("LATENT", "LATENT is for layers with a latent cache"),
+        ("SPARSE", "SPARSE is for layers with keys that an indexer chooses"),
         ("theirs:Nameless", "calls itself 'NAMELESS'"),
     ],
 )
@@ -198,14 +199,83 @@ def test_the_order_of_a_layout_moves_tokens_before_heads():
 
 
 def test_a_class_that_reads_no_layout_of_the_contract_is_asked_for_no_row():
-    backend = SimpleNamespace(
-        forward_includes_kv_cache_update=False,
-        supported_layouts=layouts(newer(names=["LHBNC"])),
-        get_supported_dtypes=lambda: [torch.float16],
-        get_supported_head_sizes=list,
-        get_supported_kernel_block_sizes=lambda: [16],
-    )
-    assert missing_operators(backend) == []
+    class Backend:
+        supported_attn_types = ("decoder",)
+        supported_layouts = layouts(newer(names=["LHBNC"]))
+        get_supported_dtypes = staticmethod(lambda: [torch.float16])
+
+    assert missing_parts(Backend) == []
+
+
+def raised(call):
+    """What ``call`` raises, with its traceback."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (each caller knows what it has raised)
+        call()
+    return caught.value
+
+
+def test_what_a_row_raises_is_a_reason_where_a_part_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "of_another_platform.py").write_text("assert False, 'no such GPU'\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    lacking = {
+        "this build of vLLM lacks an operator of its writer": lambda: torch.ops.not_of_this_build.write(1),
+        "its writer imports what cannot be imported here: ModuleNotFoundError": lambda: __import__("not_there"),
+        "its writer imports what cannot be imported here: AssertionError: no such GPU": lambda: __import__(
+            "of_another_platform"
+        ),
+    }
+    for reason, call in lacking.items():
+        (told,) = absent_part("writer", raised(call))
+        assert told.startswith(reason)
+    assert absent_part("writer", raised(lambda: {}["key"])) == []
+    assert absent_part("forward", raised(lambda: torch.ones(2) @ torch.ones(3))) == []
+
+
+class Registry(SimpleNamespace):
+    """A registry of vLLM's with these classes by name; None: a name without one."""
+
+    def __init__(self, **classes):
+        super().__init__(__members__={})
+        for name, cls in classes.items():
+            self.register(name, cls)
+
+    def register(self, name, cls):
+        def path():
+            if cls is None:
+                raise ValueError(f"{name} must be registered before use")
+            return f"theirs.{cls.__name__}"
+
+        self.__members__[name] = SimpleNamespace(name=name, value=None, get_path=path, get_class=lambda: cls)
+
+
+class State(Base):
+    get_name = staticmethod(lambda: "STATE_ATTN")
+    is_ssm = staticmethod(lambda: True)
+
+
+def test_classes_of_plugins_and_of_layers_with_a_state_are_found_by_name(vllm, monkeypatch):
+    held = vars(sys.modules["vllm.v1.attention.backends.registry"])
+    held["AttentionBackendEnum"] = Registry(SOME=Base, TAG=None, CUSTOM=None)
+    held["MambaAttentionBackendEnum"] = Registry(STATE=State, CUSTOM=None)
+
+    def load_general_plugins():
+        held["AttentionBackendEnum"].register("CUSTOM", Base)
+
+    plugins = ModuleType("vllm.plugins")
+    plugins.load_general_plugins = load_general_plugins
+    monkeypatch.setitem(sys.modules, "vllm.plugins", plugins)
+    assert set(registered()) == {"SOME", "TAG", "CUSTOM", "STATE"}
+    assert select("CUSTOM") is Base
+    assert select("STATE") is State
+    with pytest.raises(ValueError, match="TAG names no class of vLLM"):
+        select("TAG")
+
+    def load_general_plugins():
+        raise RuntimeError("no licence")
+
+    plugins.load_general_plugins = load_general_plugins
+    with pytest.raises(ImportError, match=r"vllm\.general_plugins raised RuntimeError: no licence"):
+        select("SOME")
 
 
 def test_page_sizes_are_the_kernels_own():

@@ -26,9 +26,9 @@ def test_every_entry_is_about_a_case_of_a_shipped_suite():
         (
             "xformers_vllm",
             ["window-mixed", "soft-cap-alone", "head-size-without-operator.80", "padded-decode", "mixed"],
-            "9 xfailed",
+            "12 xfailed",
         ),
-        ("xformers_vllm:auto", ["decode"], "2 xfailed"),
+        ("xformers_vllm:auto", ["decode"], "4 xfailed"),
     ],
 )
 @pytest.mark.slow

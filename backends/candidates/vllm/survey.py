@@ -1,0 +1,162 @@
+"""All classes of the installed vLLM: their names, and what each declares, by the columns of vLLM's own table.
+
+Values are read from the classes, by their predicates. vLLM's page of attention backends has the same columns.
+"""
+
+from collections.abc import Callable, Iterable
+from math import gcd
+from typing import Any, get_args
+
+import torch
+
+from attncheck.backends.candidates.vllm import package
+from attncheck.backends.candidates.vllm.cache import kernel_block_sizes
+from attncheck.backends.candidates.vllm.config import plain_config, their_config
+from attncheck.backends.candidates.vllm.selection import is_state_space, path_of, registered, select_class
+from attncheck.backends.contract import KVCacheSpec, MultipleOf
+from attncheck.backends.dtypes import DTYPES
+from attncheck.reference.spec import AttentionType
+
+_CAPABILITIES = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+"""Compute capabilities of the GPUs that vLLM's page tells apart."""
+
+_HEAD_SIZES = range(1, 1025)
+
+_ANY = ("any",)
+
+
+def member_names() -> tuple[str, ...]:
+    """Return the arguments that name classes of the installed vLLM: of its registries, and of its platform.
+
+    Raises:
+        ImportError: vLLM, or a plugin of it, cannot be imported.
+    """
+    package.module("vllm")
+    return (*registered(), *_chosen_by_platform())
+
+
+def declared_by(argument: str) -> tuple[dict[str, tuple[str, ...]], str]:
+    """What the class of ``argument`` declares, value by value under each column, and its CUDA-graph level.
+
+    Nothing where it cannot be imported. A predicate that raises is one value, with what it raised.
+    """
+    try:
+        theirs = select_class(argument)
+    except Exception:  # noqa: BLE001 (someone else's code; the registry says why it is not there)
+        return {}, ""
+    columns: dict[str, Callable[[], Iterable[str]]] = {
+        "layers": lambda: [_kind(theirs)],
+        "dtype": lambda: [name for name, dtype in DTYPES.items() if theirs.supports_dtype(dtype)],
+        "kv_cache_dtype": lambda: [name for name in _cache_dtypes() if theirs.supports_kv_cache_dtype(name)],
+        "block_size": lambda: _sizes(kernel_block_sizes(theirs)),
+        "head_size": lambda: _head_sizes(theirs),
+        "sinks": lambda: _yes(theirs.supports_sink()),
+        "sliding_window": lambda: _yes(theirs.supports_sliding_window()),
+        "non_causal": lambda: _yes(theirs.supports_non_causal()),
+        "sparse": lambda: _yes(theirs.is_sparse()),
+        "mm_prefix": lambda: _yes(theirs.supports_mm_prefix()),
+        "dcp": lambda: _yes(theirs.supports_dcp()),
+        "attn_type": lambda: [kind.value for kind in AttentionType if theirs.supports_attn_type(kind.value)],
+        "compute_capability": lambda: _capabilities(theirs),
+    }
+    if is_state_space(theirs):  # which has none of the others
+        columns = {"layers": columns["layers"]}
+    return {name: tuple(_asked(values)) for name, values in columns.items()}, _level(theirs)
+
+
+def _asked(values: Callable[[], Iterable[str]]) -> Iterable[str]:
+    try:
+        return values()
+    except AttributeError:  # an older class, which does not know the question
+        return ()
+    except Exception as error:  # noqa: BLE001 (someone else's code)
+        return [f"raises {type(error).__name__}: {error}".partition("\n")[0]]
+
+
+def _kind(theirs: type[Any]) -> str:
+    if is_state_space(theirs):
+        return "state"
+    return "latent" if theirs.is_mla() else "keys and values"
+
+
+def _cache_dtypes() -> tuple[str, ...]:
+    return get_args(package.find("CacheDType", "vllm.config.cache", "vllm.config"))
+
+
+def _yes(answer: object) -> list[str]:
+    return ["yes" if answer else "no"]
+
+
+def _sizes(sizes: Iterable[int | MultipleOf]) -> list[str]:
+    return list(_ANY) if MultipleOf(1) in sizes else [str(size) for size in sizes]
+
+
+def _head_sizes(theirs: type[Any]) -> list[str]:
+    """Those that the predicate takes: one by one, or as a row of sizes with equal steps."""
+    taken = [size for size in _HEAD_SIZES if theirs.supports_head_size(size)]
+    if len(taken) == len(_HEAD_SIZES):
+        return list(_ANY)
+    step = gcd(*taken) if taken else 1
+    if len(taken) < 3 or taken != list(range(taken[0], taken[-1] + 1, step)):
+        return [str(size) for size in taken]
+    kind = "" if step == 1 else f"multiples of {step}, "
+    is_open = taken[-1] + step > _HEAD_SIZES[-1]
+    return [f"{kind}{taken[0]} and above" if is_open else f"{kind}{taken[0]} to {taken[-1]}"]
+
+
+def _capabilities(theirs: type[Any]) -> list[str]:
+    """Runs of compute capabilities, as ``8.0 to 9.0``; any, where the class names none."""
+    kind = type(package.lowest_capability())
+    taken = [theirs.supports_compute_capability(kind(*each)) for each in _CAPABILITIES]
+    if all(taken) and theirs.supports_compute_capability(package.lowest_capability()):
+        return list(_ANY)
+    names = [f"{major}.{minor}" for major, minor in _CAPABILITIES]
+    runs: list[list[str]] = []
+    for position, (name, is_taken) in enumerate(zip(names, taken, strict=True)):
+        if is_taken and position and taken[position - 1]:
+            runs[-1].append(name)
+        elif is_taken:
+            runs.append([name])
+    if runs and runs[-1][-1] == names[-1]:
+        return [*map(_run, runs[:-1]), f"{runs[-1][0]} and above"]
+    return [_run(run) for run in runs]
+
+
+def _run(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def _level(theirs: type[Any]) -> str:
+    """The level that the builder says for a plain layer; of a class that needs more to say it, the class's own."""
+    try:
+        builder = theirs.get_builder_cls()
+        own = getattr(builder, "_cudagraph_support", None) or getattr(builder, "cudagraph_support", None)
+    except Exception:  # noqa: BLE001 (someone else's code)
+        return ""
+    try:
+        plain = plain_config(torch.bfloat16, num_heads=2, num_kv_heads=1, head_size=64, block_size=64)
+        config = their_config(plain)
+        spec = KVCacheSpec(block_size=64, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+        return str(builder.get_cudagraph_support(config, spec).name)
+    except Exception:  # noqa: BLE001 (someone else's code)
+        return str(getattr(own, "name", ""))
+
+
+def _chosen_by_platform() -> tuple[str, ...]:
+    """``module:Class`` of what a platform of a plugin chooses, where no name of the registries has it."""
+    platform = package.platform()
+    if not getattr(platform, "is_out_of_tree", bool)():
+        return ()
+    named = {path for member in registered().values() if (path := path_of(member))}
+    found: dict[str, None] = {}
+    for use_mla in (False, True):
+        try:
+            selector = package.module("vllm.v1.attention.selector").AttentionSelectorConfig
+            asked = selector(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=use_mla)
+            path = str(platform.get_attn_backend_cls(None, asked, num_heads=2))
+        except Exception:  # noqa: BLE001, S112 (someone else's code: it has no such class, or says so in its own way)
+            continue
+        if path not in named:
+            place, _, name = path.rpartition(".")
+            found[f"{place}:{name}"] = None
+    return tuple(found)

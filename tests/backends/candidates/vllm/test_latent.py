@@ -1,0 +1,162 @@
+"""Layers with a latent cache where vLLM is a stand-in: what is never asked, and what its objects are made with."""
+
+from dataclasses import replace
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attncheck.backends.candidates.vllm import latent_bridge
+from attncheck.backends.candidates.vllm.latent_bridge import LatentCache, VLLMLatentBuilder
+from attncheck.backends.candidates.vllm.latent_layers import LatentSizes, make_latent_layer
+from attncheck.backends.candidates.vllm.layers import LayerArguments
+from attncheck.backends.contract import KVCacheSpec
+from attncheck.reference.spec import (
+    BatchSpec,
+    CacheSpec,
+    LayerSpec,
+    MLASpec,
+    PaddingSpec,
+    PathSpec,
+    RequestSpec,
+    SpecDecodeOptions,
+)
+
+SIZES = MLASpec(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+LAYER = LayerSpec(num_heads=2, num_kv_heads=1, head_size=48, dtype="float16", mla=SIZES)
+SPEC = KVCacheSpec(block_size=16, num_kv_heads=1, head_size=48, dtype=torch.float16)
+
+
+class QueryLens(Enum):
+    SINGLE_ONLY = 0
+    UNIFORM = 1
+
+
+class Builder:
+    query_len_support = QueryLens.SINGLE_ONLY
+    determine_chunked_prefill_workspace_size = staticmethod(lambda _config: 4096)
+
+
+class TakesDrafts(Builder):
+    query_len_support = QueryLens.UNIFORM
+
+
+class Theirs:
+    get_name = staticmethod(lambda: "THEIRS")
+    get_builder_cls = staticmethod(lambda: Builder)
+
+
+class Candidate(LatentCache):
+    their_backend = Theirs
+    features = frozenset({"mla", "non_causal", "fp8_kv"})
+    supported_kv_cache_dtypes = ("auto", "fp8")
+    supported_layouts = ("NHD", "HND")
+    get_name = staticmethod(lambda: "CANDIDATE")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A CPU on which the backend's kernels are its own."""
+    monkeypatch.setattr(latent_bridge.package, "platform", lambda: SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(latent_bridge, "launches_triton", lambda _: False)
+
+
+def batch(*lengths, drafts=None, **padding):
+    """Requests of ``(query_len, seq_len)``."""
+    options = None if drafts is None else SpecDecodeOptions(num_speculative_tokens=drafts)
+    path = PathSpec(name="mla") if options is None else PathSpec(name="spec_decode", options=options)
+    requests = tuple(RequestSpec(query_len=query, seq_len=seq) for query, seq in lengths)
+    return BatchSpec(requests=requests, padding=PaddingSpec(**padding), path=path)
+
+
+def reasons(asked, *, layer=LAYER, dtype="auto"):
+    return Candidate.unsupported_reasons(layer, CacheSpec(kv_cache_dtype=dtype), asked)
+
+
+@pytest.mark.parametrize("asked", [batch((1, 9), (1, 3), requests=2, tokens=2), batch((5, 9), (1, 3))])
+def test_decodes_with_a_request_for_each_row_of_padding_are_asked(asked):
+    assert reasons(asked) == []
+
+
+@pytest.mark.parametrize("asked", [batch((1, 9), requests=2, tokens=3), batch((5, 5), (1, 3), requests=1, tokens=1)])
+def test_padding_that_no_graph_of_vllm_s_has_is_not_asked(asked):
+    (reason,) = reasons(asked)
+    assert f"{asked.padding.tokens} padding tokens: vLLM pads decodes of one length alone" in reason
+
+
+def test_drafts_are_padded_where_the_builder_takes_them_for_decodes(monkeypatch):
+    asked = batch((3, 9), (3, 5), drafts=2, requests=1, tokens=3)
+    assert len(reasons(asked)) == 1
+    monkeypatch.setattr(Theirs, "get_builder_cls", staticmethod(lambda: TakesDrafts))
+    assert reasons(asked) == []
+    assert len(reasons(replace(asked, padding=PaddingSpec(requests=1, tokens=1)))) == 1
+
+
+def test_rows_without_a_slot_are_asked_where_graphs_are(monkeypatch):
+    asked = batch((1, 9), (4, 9), unmapped_tokens=3)
+    assert reasons(asked) == ["rows that no slot is for: vLLM's runner pads no rows on a CPU"]
+    monkeypatch.setattr(latent_bridge, "launches_triton", lambda _: True)
+    assert reasons(asked) == []
+
+
+def test_rows_that_see_later_ones_come_in_blocks_of_one_length():
+    blocks = replace(LAYER, causal=False)
+    assert reasons(batch((3, 9), (3, 5)), layer=blocks) == []
+    (reason,) = reasons(batch((3, 9), (2, 5)), layer=blocks)
+    assert "one" in reason
+
+
+def test_a_context_of_codes_is_read_by_decodes_alone_on_a_cpu():
+    assert reasons(batch((1, 9), (1, 5)), dtype="fp8") == []
+    assert reasons(batch((5, 5), (1, 1)), dtype="fp8") == []
+    (reason,) = reasons(batch((5, 9)), dtype="fp8")
+    assert reason.startswith("kv_cache_dtype fp8: ")
+
+
+def test_a_layer_without_a_latent_cache_is_refused_for_that_alone():
+    plain = LayerSpec(num_heads=2, num_kv_heads=1, head_size=48, dtype="float16")
+    assert len(reasons(batch((5, 9), (1, 3), requests=1, tokens=1), layer=plain)) == 1
+
+
+@pytest.mark.parametrize(("asked", "rows"), [(None, 4096), (16, 16), (17, 32), (1, 16)])
+def test_the_workspace_is_the_case_s_in_whole_pages(asked, rows):
+    builder = type("Made", (VLLMLatentBuilder,), {"their_backend": Theirs})
+    made = builder.their_builder(replace(SPEC, chunked_prefill_workspace_size=asked))
+    assert made.determine_chunked_prefill_workspace_size(None) == rows
+    assert Builder.determine_chunked_prefill_workspace_size(None) == 4096
+
+
+@pytest.mark.parametrize("width", [576, 320, 64, 24])
+def test_sizes_of_a_row_fill_it(width):
+    sizes = LatentSizes.of_row(width)
+    assert sizes.row_size == width
+    assert sizes.kv_lora_rank > 0
+    assert LatentSizes.of(SimpleNamespace(**vars(sizes))) == sizes
+    assert sizes.model()["kv_lora_rank"] == sizes.kv_lora_rank
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("alibi_slopes", [0.5]),
+        ("logits_soft_cap", 30.0),
+        ("attn_type", "encoder_only"),
+        ("kv_sharing_target_layer_name", "layer.0"),
+    ],
+)
+def test_what_vllm_s_layer_has_no_argument_for_is_refused(name, value):
+    plain = {
+        "num_heads": 2,
+        "head_size": 48,
+        "scale": 0.1,
+        "num_kv_heads": 1,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "logits_soft_cap": None,
+        "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None,
+        "sinks": None,
+    }
+    with pytest.raises(NotImplementedError, match=name):
+        make_latent_layer(Theirs, None, LayerArguments(**plain | {name: value}), LatentSizes.of_row(48))
