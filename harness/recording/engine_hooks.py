@@ -1,0 +1,136 @@
+"""Wraps the methods of vLLM by which a model runner makes attention metadata, while a recording is on.
+
+The seam is a builder's ``build``: every version calls it with the common metadata of the batch. Batches that are made
+up, for profiling, warming or capturing, and those of a drafter are not seen.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from attncheck.harness.recording.layer_kinds import layer_kinds
+from attncheck.harness.recording.recorder import LOGGER, BatchRecorder, Group
+
+_DUMMY_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+"""Modules whose ``GPUModelRunner`` makes up batches."""
+
+
+class Hooks:
+    """The methods of vLLM that are wrapped, until :meth:`remove`."""
+
+    def __init__(self, recorder: BatchRecorder) -> None:
+        self._recorder = recorder
+        self._wrapped: dict[tuple[type[Any], str], Any] = {}
+
+    def install(self, group_class: type[Any] | None = None) -> bool:
+        """Watch each builder that ``AttentionGroup`` makes from now on; return False where another recording does.
+
+        Raises:
+            ImportError: vLLM is not installed.
+        """
+        group_class = group_class or import_module("vllm.v1.worker.utils").AttentionGroup
+        if hasattr(group_class.create_metadata_builders, "__wrapped__"):
+            return False
+        self._wrap(group_class, "create_metadata_builders", self._builders_made)
+        return True
+
+    def remove(self) -> None:
+        """Put back what stood there, and see nothing more."""
+        self._recorder.is_on = False
+        for (owner, name), original in self._wrapped.items():
+            setattr(owner, name, original)
+        self._wrapped.clear()
+
+    def _wrap(self, owner: type[Any], name: str, around: Callable[..., Any]) -> None:
+        """Replace a method of a class by ``around``, which gets the original before its own arguments."""
+        original = owner.__dict__.get(name)
+        if original is None or (owner, name) in self._wrapped:
+            return
+        self._wrapped[owner, name] = original
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **keywords: Any) -> Any:
+            return around(original, *args, **keywords)
+
+        setattr(owner, name, wrapped)
+
+    def _builders_made(self, original: Callable[..., Any], attn_group: Any, config: Any, *args: Any, **kw: Any) -> Any:
+        made = original(attn_group, config, *args, **kw)
+        try:
+            self._watch(attn_group, config)
+        except Exception:  # noqa: BLE001 (an engine must serve, whatever went wrong here)
+            self._recorder.is_on = False
+            LOGGER.exception("attncheck cannot record this engine; it is not affected")
+        return made
+
+    def _watch(self, attn_group: Any, config: Any) -> None:
+        parallel = config.parallel_config
+        if parallel.rank or parallel.data_parallel_rank:
+            return  # ranks of tensor parallelism see the same batches
+        self._wrap_runners()
+        layers = config.compilation_config.static_forward_context
+        speculative = config.speculative_config
+        for builder in attn_group.metadata_builders:
+            block_size = builder.kv_cache_spec.block_size
+            kinds, left_out = layer_kinds((layers[name] for name in attn_group.layer_names), config, block_size)
+            drafts = speculative.num_speculative_tokens if speculative is not None else 0
+            watch_builder(self._recorder, Group(kinds, left_out, block_size, drafts), builder)
+        self._recorder.backends[attn_group.backend.get_name()] = None
+
+    def _wrap_runners(self) -> None:
+        """Wrap what an engine has imported by the time it makes its builders."""
+        for module in map(sys.modules.get, _DUMMY_RUNNERS):
+            if module is not None:
+                self._wrap(module.GPUModelRunner, "_dummy_run", self._dummy_run)
+        if (module := sys.modules.get("vllm.v1.cudagraph_dispatcher")) is not None:
+            self._wrap(module.CudagraphDispatcher, "dispatch", self._dispatch)
+        if (module := sys.modules.get("vllm.v1.worker.block_table")) is not None:
+            self._wrap(module.BlockTable, "get_device_tensor", self._device_table)
+
+    def _dummy_run(self, original: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        with self._recorder.looking_away():
+            return original(*args, **keywords)
+
+    def _dispatch(self, original: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        chosen = original(*args, **keywords)
+        self._recorder.graph_mode = getattr(chosen[0], "name", "")
+        return chosen
+
+    def _device_table(self, original: Callable[..., Any], table: Any, *args: Any, **keywords: Any) -> Any:
+        tensor = original(table, *args, **keywords)
+        self._recorder.host_tables[tensor.data_ptr()] = table.get_numpy_array()
+        return tensor
+
+
+def watch_builder(recorder: BatchRecorder, group: Group, builder: Any) -> None:
+    """Have ``recorder`` see each batch of ``builder``, before it builds."""
+    build = builder.build
+
+    @functools.wraps(build)
+    def seen_build(common_prefix_len: int, common_attn_metadata: Any, *args: Any, **keywords: Any) -> Any:
+        recorder.see(group, common_prefix_len, common_attn_metadata)
+        return build(common_prefix_len, common_attn_metadata, *args, **keywords)
+
+    builder.build = seen_build
+    if (update := getattr(builder, "update_block_table", None)) is not None:
+
+        @functools.wraps(update)
+        def seen_update(metadata: Any, blk_table: Any, *args: Any, **keywords: Any) -> Any:
+            recorder.see_update(group, blk_table)
+            return update(metadata, blk_table, *args, **keywords)
+
+        builder.update_block_table = seen_update
+    for name in ("build_for_cudagraph_capture", "build_for_drafting"):
+        if (method := getattr(builder, name, None)) is not None:
+            setattr(builder, name, _unseen(recorder, method))
+
+
+def _unseen(recorder: BatchRecorder, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def called(*args: Any, **keywords: Any) -> Any:
+        with recorder.looking_away():
+            return method(*args, **keywords)
+
+    return called

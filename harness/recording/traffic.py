@@ -1,0 +1,193 @@
+"""Distinct batches and how often each came, in bounded memory.
+
+Two batches are one where their requests lie in the same buckets of lengths, however ordered. Buckets grow twice as wide
+whenever there are too many. Each distinct batch keeps one of the real batches that it stands for, each of them with the
+same chance.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from attncheck.reference.spec import CacheSpec, LayerSpec
+
+BUCKETS_PER_OCTAVE = 4
+"""Buckets between a length and its double, while there is room for all batches."""
+
+WIDEST = 6
+"""How often buckets may be widened: from a quarter of an octave to sixteen octaves."""
+
+MOST_IN_MEMORY = 1024
+"""Distinct batches kept while an engine serves. Widening their buckets takes it about 20 ms, once each time."""
+
+_QUARTER_BIT, _QUARTERS_OF_ONE = 21, 127 << 2
+"""Of a float32 number, where its exponent and the first two bits behind it begin, and what these are of 1.0."""
+
+Lengths = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What the layers of one kind are, and where their cache lies."""
+
+    layer: LayerSpec
+    cache: CacheSpec
+
+    def __hash__(self) -> int:
+        return self._hash  # kept: that of all fields takes longer than counting a batch
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.layer, self.cache))
+
+
+class Batch(NamedTuple):
+    """One step of the engine, as its attention metadata describes it: lengths and sizes, no token and no tensor.
+
+    A tuple, since one is made in each step. ``prefix``: the first so many tokens lie on the same pages for the requests
+    ``sharers``. ``cascade``: the prefix that attention is computed of only once; 0: none. ``drafts``: draft tokens that
+    a request may bring; 0: no speculation. ``graph_mode``: that of vLLM; empty: not known.
+    """
+
+    query_lens: Lengths
+    seq_lens: Lengths
+    padding_requests: int = 0
+    padding_tokens: int = 0
+    table_width: int = 0
+    table_stride: int = 0
+    prefix: int = 0
+    sharers: tuple[int, ...] = ()
+    has_null_pages: bool = False
+    cascade: int = 0
+    drafts: int = 0
+    causal: bool = True
+    graph_mode: str = ""
+
+
+def batch_key(batch: Batch, widening: int) -> tuple[object, ...]:
+    """Return what ``batch`` has in common with those counted as the same, buckets widened so many times."""
+    queries = (_buckets(batch.query_lens) >> widening) + (batch.query_lens > 1)
+    cells = (queries << 16) + (_buckets(batch.seq_lens) >> widening)
+    cells.sort()
+    if widening:
+        ends = np.append(np.flatnonzero(cells[1:] != cells[:-1]) + 1, cells.size)
+        counts = np.diff(ends, prepend=0).astype(np.int32)
+        lengths = cells[ends - 1].tobytes() + (_buckets(counts) >> widening).tobytes()
+    else:
+        lengths = cells.tobytes()
+    numbers = (batch.padding_requests, batch.padding_tokens, batch.prefix, len(batch.sharers), batch.cascade)
+    wide = tuple([(n.bit_length() << 2) >> widening if n else -1 for n in numbers]) if any(numbers) else ()
+    return lengths, wide, batch.has_null_pages, batch.drafts, batch.causal, batch.graph_mode
+
+
+@dataclass(slots=True)
+class _Tally:
+    """How many calls came, and one of their batches."""
+
+    calls: int
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A distinct batch of one kind of layer: ``calls`` of ``forward`` came with it, or with one counted as the same."""
+
+    kind: LayerKind
+    batch: Batch
+    calls: int
+
+
+class Traffic:
+    """What was counted so far. ``steps``: batches handed in, by all kinds of layers together."""
+
+    def __init__(self, most: int = MOST_IN_MEMORY) -> None:
+        self._most = most
+        self._widening = 0
+        self._tallies: dict[tuple[LayerKind, tuple[object, ...]], _Tally] = {}
+        self._random = random.Random(0)  # noqa: S311 (which real batch stands for others is no secret)
+        self.left_out: dict[str, int] = {}
+        """Why batches were not counted, and how many."""
+
+    def add(self, batch: Batch, kinds: Iterable[tuple[LayerKind, int]]) -> None:
+        """Count one step: a call of ``forward`` for each layer of each kind."""
+        key = batch_key(batch, self._widening)
+        for kind, layers in kinds:
+            self._put((kind, key), batch, layers)
+        while len(self._tallies) > self._most and self._widening < WIDEST:
+            self._widening += 1
+            self._tallies = self._widened(self._widening)
+        while len(self._tallies) > self._most:
+            dropped = self._tallies.pop(min(self._tallies, key=lambda each: self._tallies[each].calls))
+            self.leave_out("there were too many distinct batches", dropped.calls)
+
+    def leave_out(self, reason: str, calls: int) -> None:
+        """Count calls that no case can describe."""
+        self.left_out[reason] = self.left_out.get(reason, 0) + calls
+
+    def counted(self, most: int) -> tuple[int, list[Counted]]:
+        """Return how often buckets were widened for ``most`` distinct batches at most, and these, the commonest first.
+
+        With the widest buckets there may still be more of them.
+        """
+        widening, tallies = self._widening, dict(self._tallies)  # a copy: the engine goes on
+        while len(tallies) > most and widening < WIDEST:
+            widening += 1
+            tallies = self._widened(widening)
+        found = [Counted(kind, tally.batch, tally.calls) for (kind, _), tally in tallies.items()]
+        return widening, sorted(found, key=lambda each: -each.calls)
+
+    def _put(self, key: tuple[LayerKind, tuple[object, ...]], batch: Batch, calls: int) -> None:
+        tally = self._tallies.get(key)
+        if tally is None:
+            self._tallies[key] = _Tally(calls, batch)
+            return
+        tally.calls += calls
+        if self._random.random() * tally.calls < calls:
+            tally.batch = batch
+
+    def _widened(self, widening: int) -> dict[tuple[LayerKind, tuple[object, ...]], _Tally]:
+        """Return the tallies with wider buckets."""
+        wide = Traffic(self._most)
+        for (kind, _), tally in self._tallies.items():
+            wide._put((kind, batch_key(tally.batch, widening)), tally.batch, tally.calls)
+        return wide._tallies
+
+
+def _buckets(lengths: Lengths) -> Lengths:
+    """Return the bucket of each length: 0 for 1, and :data:`BUCKETS_PER_OCTAVE` of them from a length to its double."""
+    buckets: Lengths = (lengths.astype(np.float32).view(np.int32) >> _QUARTER_BIT) - _QUARTERS_OF_ONE
+    return buckets
+
+
+def shared_prefix(pages: Lengths, full_pages: Lengths) -> tuple[int, tuple[int, ...]]:
+    """Return how many leading pages the largest group of requests shares, and which requests these are.
+
+    ``pages``: a row of page numbers for each request. ``full_pages``: how many pages of a request lie before the step's
+    own tokens. Page 0 belongs to nobody. A page is shared only behind shared pages, as engines share them.
+    """
+    first = np.where(full_pages > 0, pages[:, 0], 0)
+    ordered = np.sort(first)
+    ordered = ordered[ordered > 0]
+    if not (ordered[1:] == ordered[:-1]).any():
+        return 0, ()
+    ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1, ordered.size)
+    page = ordered[ends[np.argmax(np.diff(ends, prepend=0))] - 1]
+    rows = np.flatnonzero(first == page)
+    shared, beyond = 1, int(full_pages[rows].min()) + 1
+    while beyond - shared > 1:
+        middle = (shared + beyond) // 2
+        column = pages[rows, middle - 1]
+        shared, beyond = (middle, beyond) if (column == column[0]).all() else (shared, middle)
+    return shared, tuple(rows.tolist())
+
+
+def iter_lengths(batch: Batch) -> Iterator[tuple[int, int, int]]:
+    """Yield query length, length in all and shared prefix of each request."""
+    sharers = set(batch.sharers)
+    lengths = zip(batch.query_lens.tolist(), batch.seq_lens.tolist(), strict=True)
+    for row, (query, total) in enumerate(lengths):
+        yield query, total, batch.prefix if row in sharers else 0

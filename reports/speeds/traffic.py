@@ -1,0 +1,66 @@
+"""Time that each backend takes for recorded traffic: the median of each case, as often as the case came.
+
+A case counts only where every backend of its suite was timed in it, in the same run and so on one device. What is left
+out is said beside the sum, for each backend.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from attncheck.reports.analysis.phrases import plural
+from attncheck.reports.run_file.header import RunHeader
+from attncheck.reports.speeds.speed import Speed
+from attncheck.reports.speeds.tables import FASTEST, SpeedTable, case_id, fastest, suites_of, time_unit
+
+
+def traffic_tables(header: RunHeader, speeds: Sequence[Speed]) -> tuple[SpeedTable, ...]:
+    """Return a table for each suite whose cases have weights, with a row for each backend that was timed in it."""
+    weights: dict[str, dict[str, float]] = {}
+    for case in header.cases:
+        if case.weight is not None:
+            weights.setdefault(case.suite, {})[case.id] = case.weight
+    forward = suites_of([speed for speed in speeds if speed.part == "forward"])
+    return tuple(_table(suite, forward[suite], own) for suite, own in weights.items() if suite in forward)
+
+
+def _table(suite: str, speeds: Sequence[Speed], weights: Mapping[str, float]) -> SpeedTable:
+    timed: dict[str, dict[str, Speed]] = {}
+    for speed in speeds:
+        if case_id(speed) in weights:
+            timed.setdefault(speed.backend, {})[case_id(speed)] = speed
+    shared = set.intersection(*map(set, timed.values())) if timed else set()
+    all_calls = sum(weights.values())
+    calls = sum(weights[case] for case in shared)
+    sums = {name: _sums([(weights[case], cases[case]) for case in sorted(shared)]) for name, cases in timed.items()}
+    means = {name: sum(rounds) / len(rounds) for name, rounds in sums.items() if rounds}
+    unit = time_unit(means.values())
+    least = min(means.values(), default=1.0)
+    first = fastest({name: sums[name] for name in means})
+    rows = tuple(
+        (
+            name,
+            f"{sum(weights[case] for case in cases) / all_calls:.1%}",
+            f"{unit.text(means[name])}{f' {FASTEST}' if name == first else ''}" if name in means else "-",
+            f"{means[name] / least:.3g}" if name in means else "-",
+        )
+        for name, cases in timed.items()
+    )
+    headings = ("backend", "calls timed", f"{calls / all_calls:.1%} of calls ({unit.name})", "times the least")
+    return SpeedTable(suite, headings, rows, first is not None, len(shared))
+
+
+def _sums(weighted: Sequence[tuple[float, Speed]]) -> list[float]:
+    """Return the time of all calls in each round; of all rounds together where cases have different numbers of them."""
+    rounds = {len(speed.rounds) for _, speed in weighted}
+    if not weighted:
+        return []
+    if len(rounds) > 1:
+        return [sum(weight * speed.median_ns for weight, speed in weighted)]
+    return [sum(weight * speed.medians_ns[index] for weight, speed in weighted) for index in range(*rounds)]
+
+
+def traffic_title(table: SpeedTable) -> str:
+    """Return what the sums of a table are of."""
+    if not table.averaged:
+        return "on this traffic: no case was timed of all backends, so none is compared"
+    cases = plural(table.averaged, "case")
+    return f"on this traffic: forward of {cases} that all were timed in, each as often as it came, without builds"
