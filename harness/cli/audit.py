@@ -1,0 +1,92 @@
+"""``attncheck audit``: what the backends of a library declare, beside what was measured, of a run over all of them."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attncheck.errors import QuestionError
+from attncheck.harness.cli import run_arguments as arguments
+from attncheck.harness.cli.output import refuse_input, say, write_output
+
+
+class AuditFormat(StrEnum):
+    """How an audit is written."""
+
+    markdown = "markdown"
+    json = "json"
+
+
+def audit(
+    family: Annotated[str, typer.Argument(metavar="FAMILY", help="The library, such as vllm.")],
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run file of FAMILY:*. Default: they are run now.")
+    ] = None,
+    suite: arguments.Suites = None,
+    settings: arguments.Settings = None,
+    case: arguments.Cases = None,
+    check: arguments.Checks = None,
+    device: arguments.Device = None,
+    form: Annotated[AuditFormat, typer.Option("--format", help="Markdown, or the same as JSON.")] = (
+        AuditFormat.markdown
+    ),
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")] = None,
+) -> int:
+    """Write an audit of all backends of a library: CUDA-graph levels and features, declared and measured.
+
+    Without a run file all that can run here are examined first, as by `attncheck run --backend 'FAMILY:*'`. Markdown
+    can be pasted into a thread. A backend that falls short is told in the tables, and is no failure of the command.
+    """
+    from attncheck.reports.audit import page
+    from attncheck.reports.run_file.store import read_run
+
+    examining = {"--suite": suite, "--set": settings, "--case": case, "--check": check, "--device": device}
+    options = [name for name, value in examining.items() if value]
+    if run_file is not None and options:
+        raise QuestionError(
+            f"{options[0]} is about a run that is made now, and {run_file} is one; leave out one of them"
+        )
+    path = run_file or _examined(family, suite or [], settings or [], case or [], check or [], device)
+    run = read_run(path)
+    names = [*(each.name for each in run.header.surveyed), *(each.name for each in run.header.backends)]
+    if not any(name.startswith(f"{family}:") for name in names):
+        raise QuestionError(f"{path} has no backend of {family!r}; make one by `attncheck run --backend '{family}:*'`")
+    refuse_input(output, [path])
+    write_output(page.render(run) if form is AuditFormat.markdown else page.document(run), output)
+    return 0
+
+
+def _examined(
+    family: str, suites: list[str], settings: list[str], cases: list[str], checks: list[str], device: str | None
+) -> Path:
+    """Examine all backends of the family, and return the run file."""
+    from attncheck.harness.cli.run_execution import execute_run
+    from attncheck.harness.cli.run_files import kept_folder
+    from attncheck.harness.cli.run_options import RunOptions
+    from attncheck.harness.run.patterns import choose_checks, split_commas
+
+    backend = f"{family}:*"
+    asked = {"--backend": [backend], "--suite": suites, "--set": settings, "--case": cases, "--check": checks}
+    asked["--device"] = [device] if device else []
+    options = RunOptions(
+        backends=(backend,),
+        suites=split_commas(suites),
+        settings=tuple(settings),
+        cases=split_commas(cases),
+        checks=choose_checks(checks),
+        device=device,
+        folder=kept_folder(),
+        command=(
+            "attncheck",
+            "run",
+            *(word for name, values in asked.items() for value in values for word in (name, value)),
+        ),
+    )
+    finished = execute_run(options, lambda _header: None)
+    if finished.ended_by is not None:
+        raise finished.ended_by
+    if finished.path is None:
+        raise RuntimeError("the run has a folder, and wrote no file")
+    say(f"run file: {finished.path}")
+    return finished.path

@@ -1,0 +1,193 @@
+"""An audit as Markdown that can be pasted into a thread, and as a JSON document."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+from attncheck.reports.analysis import phrases
+from attncheck.reports.analysis.support import SupportVerdict
+from attncheck.reports.audit.features import (
+    FEATURES,
+    UNASKED,
+    AuditedBackend,
+    AuditedFeature,
+    MeasuredValue,
+    audited_features,
+)
+from attncheck.reports.audit.levels import BATCHES, NOT_MEASURED, AuditedLevel, audited_levels
+from attncheck.reports.markdown import markup
+from attncheck.reports.run_file.store import Run
+
+FORMAT = 1
+"""Version of the JSON document. Raised when a field changes its meaning or goes."""
+
+_VERDICTS: dict[SupportVerdict, str] = {
+    "right": "right",
+    "short": "**wrong**",
+    "unproven": "fails for other reasons",
+    "wrong": "not declared, **accepted and wrong**",
+    "died": "not declared, **the process died**",
+    "answered": "not declared, right all the same",
+    "unclear": "not declared, refused unclearly",
+    "refused": "not declared, refused",
+    "left": "not asked",
+}
+"""What a verdict is called, in the order of a cell."""
+
+_NOT_ASKED = "not asked"
+_SHOWN_LAYERS = 4
+
+_LEGEND = (
+    "A number counts cases. Right and wrong are measured. What is not declared is told where it was tried. "
+    "No case asks about sparse, mm_prefix and dcp, nor on a CPU about compute_capability."
+)
+
+
+def render(run: Run) -> str:
+    """The audit as Markdown, ending in a newline."""
+    levels, backends = audited_levels(run), audited_features(run)
+    able, left = [each for each in backends if not each.reason], [each for each in backends if each.reason]
+    measured = [row for row in levels if row.measured != NOT_MEASURED]
+    sections = [
+        f"## {markup.escaped(_title(run))}",
+        markup.escaped(_circumstances(run)),
+        "### CUDA-graph levels",
+        _level_table(measured) if measured else "No level was measured.",
+        *_unmeasured([row for row in levels if row.measured == NOT_MEASURED]),
+        "### Features, declared and measured",
+        markup.escaped(_LEGEND),
+        _feature_table(able),
+        *([f"### Declared, and not examined here ({len(left)})", _declared_table(left)] if left else []),
+        f"Command: {markup.code(shlex.join(run.header.command))}" if run.header.command else "",
+    ]
+    return phrases.printable("\n\n".join(section for section in sections if section)) + "\n"
+
+
+def document(run: Run) -> str:
+    """The same as JSON."""
+    environment = run.header.environment
+    parts = {
+        "format": FORMAT,
+        "kind": "audit",
+        "title": _title(run),
+        "device": environment.device_name,
+        "capability": environment.capability,
+        "versions": {each.name: each.version for each in run.header.backends},
+        "levels": [asdict(row) | {"batches": dict(row.batches)} for row in audited_levels(run)],
+        "backends": [asdict(each) for each in audited_features(run)],
+        "command": list(run.header.command),
+    }
+    return json.dumps(parts, indent=2) + "\n"
+
+
+def _title(run: Run) -> str:
+    families = dict.fromkeys(each.name.partition(":")[0] for each in run.header.surveyed)
+    versions = dict.fromkeys(
+        each.version.partition(",")[0] for each in run.header.backends if each.name.partition(":")[0] in families
+    )
+    what = " ".join([*families, *(version for version in versions if version)])
+    return f"Attention backends{f' of {what}' if what else ''}: declared and measured"
+
+
+def _circumstances(run: Run) -> str:
+    env = run.header.environment
+    device = f"{env.device_name}{f', compute capability {env.capability}' if env.capability else ''}"
+    suites = ", ".join(f"{suite.name} ({phrases.suite_size(suite)})" for suite in run.header.suites)
+    return f"Measured by attncheck {env.attncheck} on {device}, torch {env.torch}; suites: {suites}."
+
+
+def _level_table(rows: Sequence[AuditedLevel]) -> str:
+    headings = ("backend", "layers", "declared", "measured", "head-room", *BATCHES.values(), "what breaks next")
+    return markup.table(headings, [_level_row(row) for row in rows])
+
+
+def _level_row(row: AuditedLevel) -> list[str]:
+    more = len(row.layers) - _SHOWN_LAYERS
+    layers = "; ".join(row.layers[:_SHOWN_LAYERS]) + (f"; {more} more kinds" if more > 0 else "")
+    return [
+        markup.code_cell(_own(row.backend)),
+        f"{markup.escaped(layers)} ({phrases.plural(row.cases, 'case')})",
+        row.declared,
+        f"**{row.measured}**" if row.falls_short else row.measured,
+        row.head_room or "-",
+        *(f"**{words}**" if words == "breaks" else words for _, words in row.batches),
+        markup.escaped(row.breaks) or "-",
+    ]
+
+
+def _unmeasured(rows: Sequence[AuditedLevel]) -> list[str]:
+    """The backends without a measured level: what they declare, those with one reason together."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        reason = row.breaks.replace(_own(row.backend), "it")
+        reasons.setdefault(reason, []).append(f"{markup.code_cell(_own(row.backend))} ({row.declared})")
+    lines = [[", ".join(names), markup.escaped(reason)] for reason, names in reasons.items()]
+    return ["Not measured:", markup.table(["backend (declared)", "reason"], lines)] if rows else []
+
+
+def _feature_table(backends: Sequence[AuditedBackend]) -> str:
+    columns = [feature.column for feature in backends[0].features] if backends else []
+    rows = [[markup.code_cell(_own(each.name)), *map(_cell, each.features)] for each in backends]
+    return markup.table(["backend", *columns], rows)
+
+
+def _declared_table(backends: Sequence[AuditedBackend]) -> str:
+    columns = [feature.column for feature in backends[0].features]
+    rows = [
+        [markup.code_cell(_own(each.name)), *(_values(feature.declared) for feature in each.features)]
+        for each in backends
+        if any(feature.declared for feature in each.features)
+    ]
+    return markup.table(["backend", *columns], rows)
+
+
+def _cell(feature: AuditedFeature) -> str:
+    if not (feature.declared or feature.measured):
+        return "-"
+    if feature.column in (*FEATURES, *UNASKED):
+        declared = _values(feature.declared)
+        return f"{declared}: {_told(feature.measured[0]) if feature.measured else _NOT_ASKED}" if declared else "-"
+    exact = {value for value in feature.declared if re.fullmatch(r"\w+", value) and value != "any"}
+    known = {each.value: each for each in feature.measured}
+    groups: dict[str, list[str]] = {}
+    for value in (*feature.declared, *(each for each in known if each not in exact)):
+        found = known.get(value)
+        if found is not None and (found.verdict != "left" or value in exact):
+            groups.setdefault(_VERDICTS[found.verdict], []).append(_with_counts(found))
+        elif value in exact and feature.is_asked:
+            groups.setdefault(_NOT_ASKED, []).append(value)
+    ordered = [word for word in _VERDICTS.values() if word in groups]
+    measured = "; ".join(f"{word}: {_values(groups[word])}" for word in ordered)
+    ranges = _values(value for value in feature.declared if value not in exact)
+    if not feature.is_asked:
+        return _values(feature.declared) or "-"
+    if ranges:
+        return f"{ranges} ({measured or _NOT_ASKED})"
+    return measured or "-"
+
+
+def _told(found: MeasuredValue) -> str:
+    return _VERDICTS[found.verdict] + _counts(found)
+
+
+def _with_counts(found: MeasuredValue) -> str:
+    return found.value + _counts(found)
+
+
+def _counts(found: MeasuredValue) -> str:
+    if not found.asked:
+        return ""
+    if found.verdict == "short":
+        return f" ({found.asked - found.right} of {found.asked})"
+    return f" ({found.right if found.verdict == 'right' else found.asked})"
+
+
+def _values(values: Iterable[str]) -> str:
+    return markup.escaped(", ".join(values))
+
+
+def _own(name: str) -> str:
+    """The name within its family."""
+    return name.partition(":")[2] or name

@@ -1,0 +1,161 @@
+"""An audit: what a library's classes declare stands beside what the records of a run show, cell by cell."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attncheck.harness.cli.app import main
+from attncheck.reports.audit import page
+from attncheck.reports.audit.levels import audited_levels
+from attncheck.reports.run_file.header import BackendInfo, RunHeader, SurveyedBackend
+from attncheck.reports.run_file.records import Record
+from attncheck.reports.run_file.store import Run, read_run
+
+SINGLE = "UNIFORM_SINGLE_TOKEN_DECODE"
+DECLARED = {
+    "layers": ("keys and values",),
+    "dtype": ("float16", "bfloat16", "float32"),
+    "block_size": ("multiples of 16",),
+    "head_size": ("64", "80"),
+    "sinks": ("yes",),
+    "sliding_window": ("no",),
+    "dcp": ("yes",),
+}
+NEEDS = ("attn_type=decoder", "block_size=32", "head_size=64")
+
+
+def levels(measured: str | None, *outcomes: str) -> dict[str, Any]:
+    """Levels of a backend that declares UNIFORM_BATCH, with a probe for each level above NEVER."""
+    probes = [
+        {"name": f"probe {level}", "level": level, "outcome": outcome, "reason": "" if outcome == "passed" else "moved"}
+        for level, outcome in zip((SINGLE, "UNIFORM_BATCH", "ALWAYS"), outcomes, strict=True)
+    ]
+    return {"declared": "UNIFORM_BATCH", "measured": measured, "recorder": "emulated", "probes": probes}
+
+
+@pytest.fixture
+def run(tmp_path: Path, asked: RunHeader, make: Callable[..., Record], write_run: Callable[..., Path]) -> Run:
+    """A run of ``vllm:*`` of which ONE was examined, TWO has no level, and THREE cannot run."""
+    surveyed = (
+        SurveyedBackend(name="vllm:ONE", declared=DECLARED, level="UNIFORM_BATCH"),
+        SurveyedBackend(name="vllm:TWO", declared={"layers": ("latent",)}, level="NEVER"),
+        SurveyedBackend(name="vllm:THREE", declared=DECLARED, level="ALWAYS", reason="THREE needs a GPU"),
+        SurveyedBackend(name="vllm:FOUR", reason="No module named 'four'"),
+    )
+    backends = tuple(
+        BackendInfo(name=f"vllm:{name}", ref=f"vllm:{name}", version="9.9", features=features)
+        for name, features in (("ONE", ("sinks",)), ("TWO", ()))
+    )
+    header = asked.model_copy(
+        update={"backends": backends, "surveyed": surveyed, "command": ("attncheck", "run", "--backend", "vllm:*")}
+    )
+
+    def one(outcome: str, case: str, needs: tuple[str, ...], **fields: Any) -> Record:
+        return make(outcome, backend="vllm:ONE", backend_ref="vllm:ONE", case_id=case, needs=needs, **fields)
+
+    half = ("dtype=float16", *NEEDS)
+    records = [
+        one("passed", "plain", half),
+        one("passed", "plain", half, check="cudagraph", graph=levels(SINGLE, "passed", "failed", "not run")),
+        one("failed", "sinks", ("dtype=bfloat16", "sinks", *NEEDS), concerns=("sinks", "dtype=bfloat16")),
+        one(
+            "failed",
+            "sinks",
+            ("dtype=bfloat16", "sinks", *NEEDS),
+            check="cudagraph",
+            graph=levels(SINGLE, "passed", "failed", "not run"),
+            summary="declared UNIFORM_BATCH",
+        ),
+        one("unsupported", "window", ("sliding_window", *half), reasons=("feature 'sliding_window' is not declared",)),
+        make(
+            "unsupported",
+            backend="vllm:TWO",
+            backend_ref="vllm:TWO",
+            check="cudagraph",
+            reasons=("the layer has no latent cache",),
+        ),
+    ]
+    return read_run(write_run(tmp_path / "run.jsonl", header, *records))
+
+
+def test_levels_are_told_per_kind_of_layer_and_of_batch(run: Run) -> None:
+    one, two, three, four = audited_levels(run)
+    assert (one.backend, one.declared, one.measured, one.falls_short) == ("vllm:ONE", "UNIFORM_BATCH", SINGLE, True)
+    assert dict(one.batches) == {
+        "decodes of one token": "right (1 probe)",
+        "uniform batches of several tokens": "breaks",
+        "mixed batches": "not asked",
+    }
+    assert set(one.layers) == {"plain", "sinks"}
+    assert "moved" in one.breaks
+    assert (two.declared, two.measured, two.breaks) == ("NEVER", "not measured", "the layer has no latent cache")
+    assert (three.declared, three.breaks) == ("ALWAYS", "THREE needs a GPU")
+    assert (four.declared, four.breaks) == ("unknown", "No module named 'four'")
+
+
+def test_head_room_is_what_could_be_declared_instead(
+    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    record = make("passed", backend="vllm:ONE", check="cudagraph", graph=levels("ALWAYS", "passed", "passed", "passed"))
+    (one, *_) = audited_levels(read_run(write_run(tmp_path / "more.jsonl", run.header, record)))
+    assert (one.head_room, one.falls_short, one.breaks) == ("ALWAYS", False, "")
+
+
+def test_each_cell_has_what_is_declared_and_what_is_measured(run: Run) -> None:
+    (row,) = [line for line in page.render(run).splitlines() if line.startswith("| `ONE` | keys")]
+    cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+    heads = next(line for line in page.render(run).splitlines() if line.startswith("| backend | layers | dtype"))
+    by_column = dict(zip([cell.strip() for cell in heads.strip("|").split("|")], cells, strict=True))
+    assert by_column["dtype"] == "right: float16 (1); **wrong**: bfloat16 (1 of 1); not asked: float32"
+    assert by_column["head_size"] == "right: 64 (1); not asked: 80"
+    assert by_column["block_size"] == "multiples of 16 (right: 32 (1))"
+    assert by_column["sinks"] == "yes: **wrong** (1 of 1)"
+    assert by_column["sliding_window"] == "no: not asked"
+    assert by_column["dcp"] == "yes: not asked"
+
+
+def test_a_builder_that_passes_says_nothing_of_sizes(
+    run: Run, make: Callable[..., Record], write_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    state = SurveyedBackend(name="vllm:ONE", declared={"layers": ("state",)}, level="UNIFORM_BATCH")
+    header = run.header.model_copy(update={"surveyed": (state,)})
+    record = make("passed", backend="vllm:ONE", check="numerics", needs=("dtype=float16", *NEEDS))
+    text = page.render(read_run(write_run(tmp_path / "state.jsonl", header, record)))
+    (row,) = [line for line in text.splitlines() if line.startswith("| `ONE` | state")]
+    assert set(row.strip("| ").split(" | ")[2:]) == {"-"}
+
+
+def test_what_cannot_run_is_told_with_its_declarations_and_its_reason(run: Run) -> None:
+    text = page.render(run)
+    assert text.startswith("## Attention backends of vllm 9.9: declared and measured\n")
+    assert "| `THREE` (ALWAYS) | it needs a GPU |" in text
+    assert "| `THREE` | keys and values | float16, bfloat16, float32 |" in text
+    assert "| `FOUR` |" not in text
+
+
+def test_the_json_has_the_same(run: Run) -> None:
+    found = json.loads(page.document(run))
+    assert [row["backend"] for row in found["levels"]] == ["vllm:ONE", "vllm:TWO", "vllm:THREE", "vllm:FOUR"]
+    one = {feature["column"]: feature for feature in found["backends"][0]["features"]}
+    assert one["dtype"]["declared"] == ["float16", "bfloat16", "float32"]
+    assert {value["value"]: value["verdict"] for value in one["dtype"]["measured"]} == {
+        "float16": "right",
+        "bfloat16": "short",
+    }
+    assert one["dcp"]["is_asked"] is False
+
+
+def test_the_command_reads_a_run_and_refuses_others(
+    run: Run, write: Callable[..., Path], make: Callable[..., Record], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", "vllm", str(run.path)]) == 0
+    assert capsys.readouterr().out == page.render(run)
+    assert main(["audit", "vllm", str(run.path), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "audit"
+    assert main(["audit", "vllm", str(run.path), "--suite", "smoke"]) == 2
+    assert "--suite is about a run that is made now" in capsys.readouterr().err
+    assert main(["audit", "vllm", str(write(make("passed"), name="other.jsonl"))]) == 2
+    assert "has no backend of 'vllm'" in capsys.readouterr().err
