@@ -114,7 +114,9 @@ def plain_value(value: Any) -> Any:
             return Values(str(value.dtype).removeprefix("torch."), value.detach().cpu().clone())
         case np.ndarray():
             return Values(str(value.dtype), torch.from_numpy(value.copy()))
-        case slice() | range() | torch.device() | torch.dtype():
+        case slice():
+            return {name: plain_value(getattr(value, name)) for name in ("start", "stop", "step")}
+        case range() | torch.device() | torch.dtype():
             return str(value)
         case list() | tuple():
             return [plain_value(item) for item in value]

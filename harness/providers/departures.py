@@ -1,11 +1,11 @@
-"""Known differences between a provider and the reference, each with its reason and the place where it shows.
+"""Known differences between a provider and the reference, each with its reason and exactly what it changes.
 
 A *drift* is a change of signature or meaning since the behaviour the reference describes. A *judgement* is a defect, or
-an input taken without a check, where the reference deliberately answers otherwise. Both are verified: a departure that
-no longer shows is stale.
+an input taken without a check, where the reference deliberately answers otherwise. A departure makes of the reference's
+object one that departs in this way alone. What that one answers is excused, and no other answer is. Departures are
+verified: one that does not show wherever it is predicted is stale.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,39 +13,37 @@ from typing import Any, Literal
 
 from attncheck.harness.providers.answers import AnswerDifference
 from attncheck.harness.providers.questions import SubjectCall
-from attncheck.harness.providers.signatures import PARAMETERS
 
 
 @dataclass(frozen=True)
 class Departure:
     """One known difference of one subject, told as what the provider does.
 
-    It shows as a difference at one of ``places`` (a difference's place, or what it begins with; ``[]`` stands for any
-    index), in a question that has one of ``tags`` if there are any; or, where no answer shows it, by ``shows(object)``
-    being true of the provider's object.
+    ``changes(object)`` returns the reference's object with this difference, for questions that have one of ``tags``, or
+    for all of them if there are none. ``parameters``: the parameters that differ, and what is found in their place.
+    ``shows(object)``: whether the provider's object has a difference of form that an adapter hides from the answers.
     """
 
     subject: str
     kind: Literal["drift", "judgement"]
     what: str
-    places: tuple[str, ...] = ()
+    changes: Callable[[Any], Any] | None = None
     tags: frozenset[str] = frozenset()
+    parameters: tuple[tuple[str, str], ...] = ()
     shows: Callable[[Any], bool] | None = None
 
     @property
     def is_form(self) -> bool:
         """Whether it is a matter of how the function is called, and no answer shows it."""
-        return not any(place for place in self.places if not place.startswith(PARAMETERS))
+        return self.changes is None
 
-    def explains(self, question: SubjectCall | None, difference: AnswerDifference) -> bool:
-        """Whether this difference is this departure. The parameters of a function belong to no question."""
-        if self.tags and not (question is not None and self.tags & question.tags):
-            return False
-        return any(_without_indices(difference.place).startswith(place) for place in self.places)
+    def concerns(self, question: SubjectCall) -> bool:
+        """Return whether it may change the answer to this question."""
+        return self.changes is not None and (not self.tags or bool(self.tags & question.tags))
 
-
-def _without_indices(place: str) -> str:
-    return re.sub(r"\[\d+\]", "[]", place)
+    def explains_parameter(self, difference: AnswerDifference) -> bool:
+        """Return whether this difference between parameters is this departure."""
+        return (difference.place, difference.seen) in self.parameters
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Asks one provider all questions about one subject, and counts what comes of it."""
 
+import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal
 
 import attncheck.reference
@@ -13,11 +14,11 @@ from attncheck.errors import InternalError
 from attncheck.harness.providers.answers import (
     AnswerDifference,
     ProviderAnswer,
-    answer_differences,
     answer_of,
     is_bound,
 )
 from attncheck.harness.providers.departures import Departure
+from attncheck.harness.providers.explanation import Explanation, explain_answer
 from attncheck.harness.providers.provider import Provider
 from attncheck.harness.providers.questions import Generation, Subject, SubjectCall, SubjectSetting
 from attncheck.harness.providers.signatures import signature_differences
@@ -41,6 +42,8 @@ class Disagreement:
 class SubjectResult:
     """What came of one subject. ``place``: the module it was found in; ``shown``: how often each departure showed.
 
+    ``missed``: how often one was predicted, and the answer was right without it.
+
     Questions are counted by how they were answered. The comparison of parameters is no question; ``first`` may be it.
     """
 
@@ -49,6 +52,7 @@ class SubjectResult:
     counts: Counter[Word] = field(default_factory=Counter)
     bounds: int = 0
     shown: Counter[Departure] = field(default_factory=Counter)
+    missed: Counter[Departure] = field(default_factory=Counter)
     stale: tuple[Departure, ...] = ()
     first: Disagreement | None = None
 
@@ -64,9 +68,10 @@ class SubjectResult:
 
 
 def reference_targets(subject: Subject) -> list[Any]:
-    """The reference's own objects of a subject: its name, then its helpers'."""
+    """The reference's own objects of a subject: itself, then its helpers."""
     home = attncheck.reference if subject.generation == "v1" else attncheck.reference.v0
-    return [getattr(home, name) for name in (subject.name, *subject.helpers)]
+    named, *helpers = [getattr(home, name) for name in (subject.name, *subject.helpers)]
+    return [subject.ours or named, *helpers]
 
 
 def examine_subject(provider: Provider, subject: Subject, setting: SubjectSetting) -> SubjectResult | None:
@@ -86,19 +91,55 @@ def examine_subject(provider: Provider, subject: Subject, setting: SubjectSettin
     known = provider.departures.of(subject.key)
     examined = SubjectResult(found[0].place)
     if subject.is_function:
-        _judge(examined, None, signature_differences(ours[0], raw), known)
+        _enter(
+            examined, "its parameters", _explain_parameters(signature_differences(ours[0], raw, subject.newer), known)
+        )
+    lacking = subject.newer - _parameters_of(raw)
     for question in subject.questions(setting):
-        expected = _expected(subject, question, ours)
-        seen = _seen(subject, question, theirs)
+        if not lacking.isdisjoint(question.arguments):
+            continue
+        explanation = _explain(subject, question, ours, theirs, known)
         examined.questions += 1
-        examined.counts[_judge(examined, question, answer_differences(expected, seen), known)] += 1
+        examined.counts[_enter(examined, question.text, explanation)] += 1
     for departure in known:
         if departure.shows is not None and departure.shows(raw):
             examined.shown[departure] += 1
-    examined.stale = tuple(departure for departure in known if not examined.shown[departure])
+    examined.stale = tuple(each for each in known if examined.missed[each] or not examined.shown[each])
     # In the order of the table: which departure of a question is seen first is a matter of chance.
     examined.shown = Counter({each: examined.shown[each] for each in known if examined.shown[each]})
     return examined
+
+
+def _parameters_of(function: Any) -> frozenset[str]:
+    try:
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def _explain_parameters(found: Sequence[AnswerDifference], known: tuple[Departure, ...]) -> Explanation:
+    """Return which departures explain differences between parameters. Those tolerated are not counted."""
+    shown = tuple(each for each in known if any(map(each.explains_parameter, found)))
+    wrong = [each for each in found if not each.tolerated and not any(one.explains_parameter(each) for one in shown)]
+    return Explanation(shown, wrong=tuple(wrong))
+
+
+def _explain(
+    subject: Subject, question: SubjectCall, ours: list[Any], theirs: list[Any], known: tuple[Departure, ...]
+) -> Explanation:
+    """Put one question to the reference, to the reference under the known departures, and to the provider."""
+    expected = _expected(subject, question, ours)
+    seen = _seen(subject, question, theirs)
+
+    def predict(chosen: tuple[Departure, ...]) -> ProviderAnswer:
+        changed = reduce(_change, chosen, ours[0])
+        return _seen(subject, question, [changed, *ours[1:]])
+
+    return explain_answer(expected, seen, tuple(each for each in known if each.concerns(question)), predict)
+
+
+def _change(target: Any, departure: Departure) -> Any:
+    return target if departure.changes is None else departure.changes(target)
 
 
 def _expected(subject: Subject, question: SubjectCall, targets: list[Any]) -> ProviderAnswer:
@@ -116,28 +157,13 @@ def _seen(subject: Subject, question: SubjectCall, targets: list[Any]) -> Provid
         return answer_of(partial(subject.ask, *targets), question.copies())
 
 
-def _judge(
-    examined: SubjectResult,
-    question: SubjectCall | None,
-    found: Iterable[AnswerDifference],
-    known: tuple[Departure, ...],
-) -> Word:
-    """Enters the differences of one question, and says how it was answered."""
-    showing: set[Departure] = set()
-    kinds: set[str] = set()
-    unexplained = []
-    for difference in found:
-        explanation = next((each for each in known if each.explains(question, difference)), None)
-        if explanation is not None:
-            showing.add(explanation)
-            kinds |= set() if difference.tolerated else {explanation.kind}
-        elif not difference.tolerated:
-            unexplained.append(difference)
-        else:
-            examined.bounds += is_bound(difference.place)
-    examined.shown.update(showing)
-    if unexplained:
+def _enter(examined: SubjectResult, question: str, explanation: Explanation) -> Word:
+    """Enter how one question was answered, and return the word for it."""
+    examined.bounds += sum(is_bound(difference.place) for difference in explanation.tolerated)
+    if explanation.wrong:
         if examined.first is None:
-            examined.first = Disagreement("its parameters" if question is None else question.text, tuple(unexplained))
+            examined.first = Disagreement(question, explanation.wrong)
         return "differs"
-    return "judged" if "judgement" in kinds else "drifted" if "drift" in kinds else "equal"
+    examined.shown.update(explanation.shown)
+    examined.missed.update(explanation.missed)
+    return "judged" if "judgement" in explanation.kinds else "drifted" if "drift" in explanation.kinds else "equal"

@@ -1,4 +1,4 @@
-"""From a name to a provider: ``vllm``, an importable module, or a file, and the objects it offers.
+"""From a name to a provider: ``vllm``, a file of its functions, a module, a file or a mutant, and what it offers.
 
 A plain module offers objects under the reference's names, and under ``v0`` those of the first generation; it is asked
 in the reference's own objects. A package that needs more (objects of its own, several modules, known departures) is
@@ -15,6 +15,8 @@ from typing import Any
 
 import attncheck.reference
 from attncheck.backends import registry
+from attncheck.backends.mutants.catalogue import PREFIX
+from attncheck.backends.mutants.loading import mutant_utilities
 from attncheck.errors import BackendLoadError, ProviderLoadError
 from attncheck.harness.providers.departures import Departures
 
@@ -72,17 +74,22 @@ class Provider:
 
 
 def load_provider(ref: str) -> Provider:
-    """The provider ``ref`` names: a built-in name, ``package.module`` or ``path/to/file.py``.
+    """The provider ``ref`` names: ``vllm``, ``mutants:NAME``, ``package.module`` or ``path/to/file.py``.
+
+    ``vllm:path/to/file.py`` is a file of functions that take and return vLLM's objects.
 
     Raises:
         ProviderLoadError: nothing of that name can be imported, or importing it fails.
     """
-    if ref in BUILTIN:
-        module, _, name = BUILTIN[ref].partition(":")
+    package = ref.partition(":")[0]
+    if package in BUILTIN:
+        module, _, name = BUILTIN[package].partition(":")
         provider: Provider = getattr(import_module(module), name)(ref)
         return provider
-    module_of = _file if ref.endswith(".py") else _module
-    found = module_of(ref)
+    if ref.startswith(PREFIX):
+        first, second = mutant_utilities(ref.removeprefix(PREFIX))
+        return Provider(name=ref, ref=ref, version=attncheck.__version__, modules=[first], v0=[second])
+    found = provider_file(ref, ref) if ref.endswith(".py") else _module(ref)
     v0 = _v0_of(found)
     return Provider(
         name=Path(ref).stem if ref.endswith(".py") else ref,
@@ -100,9 +107,14 @@ def _v0_of(found: ModuleType) -> Any:
     return getattr(found, "v0", None)
 
 
-def _file(ref: str) -> ModuleType:
+def provider_file(ref: str, path: str) -> ModuleType:
+    """Return the module that a file holds, for provider ``ref``.
+
+    Raises:
+        ProviderLoadError: it cannot be read or imported.
+    """
     try:
-        return registry.import_file(ref, Path(ref))
+        return registry.import_file(ref, Path(path))
     except BackendLoadError as error:
         raise ProviderLoadError(ref, error.reason) from error
 

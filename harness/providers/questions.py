@@ -49,6 +49,8 @@ class Subject:
 
     ``ask(target, *helpers, **arguments)`` puts a question to the object of that name and returns what is compared;
     ``helpers`` are further names of the same module it needs. ``is_function``: its parameters are compared, too.
+    ``newer``: parameters that older versions lack. A function without one is not asked about it. ``ours``: the
+    reference's object that has them, where the one of that name has not.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Subject:
     generation: Generation = "v1"
     helpers: tuple[str, ...] = ()
     is_function: bool = True
+    newer: frozenset[str] = frozenset()
+    ours: Callable[..., Any] | None = None
 
     @property
     def key(self) -> str:

@@ -12,11 +12,13 @@ PARAMETERS = "parameters"
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def signature_differences(ours: Callable[..., Any], theirs: Callable[..., Any]) -> list[AnswerDifference]:
+def signature_differences(
+    ours: Callable[..., Any], theirs: Callable[..., Any], newer: frozenset[str] = frozenset()
+) -> list[AnswerDifference]:
     """Parameters of ``ours`` that ``theirs`` lacks, has elsewhere or with another default; and further required ones.
 
-    A further optional parameter is tolerated. A function that takes anything (``*args, **kwargs``), or whose parameters
-    Python cannot tell, is judged by its answers alone.
+    A further optional parameter is tolerated, and so is the absence of a ``newer`` one. A function that takes anything
+    (``*args, **kwargs``), or whose parameters Python cannot tell, is judged by its answers alone.
     """
     try:
         known, seen = (inspect.signature(function).parameters for function in (ours, theirs))
@@ -24,7 +26,8 @@ def signature_differences(ours: Callable[..., Any], theirs: Callable[..., Any]) 
         return []
     if any(parameter.kind not in _NAMED for parameter in seen.values()):
         return []
-    return [*_changed(known, seen), *_further(known, seen)]
+    asked = {name: parameter for name, parameter in known.items() if name in seen or name not in newer}
+    return [*_changed(asked, seen), *_further(known, seen)]
 
 
 def _changed(known: Any, seen: Any) -> list[AnswerDifference]:

@@ -7,8 +7,9 @@ break it: vLLM is translated as it is found. Importing this module imports no vL
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from attncheck.backends import registry
 from attncheck.backends.candidates.vllm.metadata import their_fields
 from attncheck.errors import ProviderLoadError
-from attncheck.harness.providers.provider import Provider
+from attncheck.harness.providers.provider import Provider, provider_file
 from attncheck.harness.providers.vllm_departures import DEPARTURES
 from attncheck.reference import CommonAttentionMetadata, UBatchSlice
 
@@ -39,10 +40,12 @@ V0_MODULES = (
 
 
 def load_vllm(ref: str) -> Provider:
-    """The vLLM that is installed.
+    """Return the vLLM that is installed, or a file of functions in its objects: ``vllm:path/to/file.py``.
+
+    A file is held against the same known departures. One that mends them is no failure.
 
     Raises:
-        ProviderLoadError: vLLM is not installed, or does not import.
+        ProviderLoadError: vLLM is not installed, or does not import; the file does not.
     """
     try:
         package = importlib.import_module("vllm")
@@ -50,7 +53,7 @@ def load_vllm(ref: str) -> Provider:
         v0 = [module for name in V0_MODULES if (module := _module(name)) is not None]
     except (Exception, SystemExit) as error:
         raise ProviderLoadError(ref, registry.import_failure(error)) from error
-    return Provider(
+    installed = Provider(
         name="vllm",
         ref=ref,
         version=str(package.__version__),
@@ -59,6 +62,19 @@ def load_vllm(ref: str) -> Provider:
         adapt=with_reference_objects,
         adapters=ADAPTERS,
         departures=DEPARTURES,
+    )
+    path = ref.partition(":")[2]
+    if not path:
+        return installed
+    if not path.endswith(".py"):
+        raise ProviderLoadError(ref, "is neither 'vllm' nor 'vllm:path/to/file.py'")
+    return replace(
+        installed,
+        name=f"vllm:{Path(path).stem}",
+        version=f"{installed.version}, changed by {Path(path).name}",
+        modules=[provider_file(ref, path)],
+        v0=[],
+        departures=replace(DEPARTURES, gone=()),
     )
 
 
@@ -142,13 +158,35 @@ def with_reference_objects(target: Any) -> Any:
 
 
 def _first_of_pair(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Newer versions return the metadata and a function beside it."""
+    """Newer versions return the metadata, and a function that makes such a block table of any other."""
 
     def call(**arguments: Any) -> Any:
         one = _Translation()
         given = {name: one.to_vllm(value) for name, value in arguments.items()}
         returned = target(**given)
-        return one.from_vllm(returned[0] if isinstance(returned, tuple) else returned)
+        if not isinstance(returned, tuple):
+            return one.from_vllm(returned)
+        metadata, virtual_table = returned
+        table = given["common_attn_metadata"].block_table_tensor
+        if not torch.equal(virtual_table(table + 1000), metadata.block_table_tensor + 1000):
+            raise ValueError("the function beside the metadata takes other blocks of a table than the metadata has")
+        return one.from_vllm(metadata)
+
+    return call
+
+
+def _with_mamba_spec(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Of the cache's specs only one of state-space layers is taken."""
+
+    def call(kv_cache_spec: Any, **arguments: Any) -> Any:
+        home = _module("vllm.v1.kv_cache_interface")
+        made: Any = home and home.MambaSpec(
+            block_size=kv_cache_spec.block_size,
+            shapes=(),
+            dtypes=(),
+            num_speculative_blocks=kv_cache_spec.num_speculative_blocks,
+        )
+        return target(kv_cache_spec=made, **arguments)
 
     return call
 
@@ -209,4 +247,5 @@ ADAPTERS = {
     "compute_causal_conv1d_metadata": _with_device,
     "get_per_layer_parameters": _with_attention_layers,
     "create_fast_prefill_custom_backend": _with_translating_builder,
+    "mamba_get_block_table_tensor": _with_mamba_spec,
 }

@@ -76,6 +76,22 @@ def test_a_builder_that_is_captured_believes_in_graphs():
     assert compilation.max_cudagraph_capture_size == 8
 
 
+def test_a_config_that_is_changed_changes_no_other():
+    first, second = their_config(plain_config(**SIZES)), their_config(plain_config(**SIZES))
+    first.cache_config.block_size = 7
+    first.model_config.hf_config.num_attention_heads = 7
+    first.compilation_config.static_forward_context["layer.0"] = "a layer"
+    assert second.cache_config.block_size == SIZES["block_size"]
+    assert second.model_config.hf_config.num_attention_heads == SIZES["num_heads"]
+    assert not second.compilation_config.static_forward_context
+
+
+def test_a_model_is_told_more_and_others_are_not():
+    told = their_config(plain_config(**SIZES), model={"num_hidden_layers": 3})
+    assert told.model_config.hf_config.num_hidden_layers == 3
+    assert their_config(plain_config(**SIZES)).model_config.hf_config.num_hidden_layers == 2
+
+
 def test_drafts_are_told_and_a_tree_of_them_is_refused():
     plain = plain_config(**SIZES)
     plain.speculative_config = SimpleNamespace(num_speculative_tokens=3, speculative_token_tree=None)
@@ -87,7 +103,10 @@ def test_drafts_are_told_and_a_tree_of_them_is_refused():
 
 def test_declarations_are_the_class_s_own(cpu_attn):
     assert cpu_attn.get_name() == "CPU_ATTN"
-    assert cpu_attn.version() == "0.32.0"
+    version, path = cpu_attn.version().split(", ")
+    assert version == "0.32.0"
+    assert path in ("vec", "amx", "neon", "rvv", "vxe", "vsx")
+    assert path == package.module("vllm.v1.attention.backends.cpu_attn")._get_attn_isa(torch.bfloat16, 32, 64)
     assert not cpu_attn.forward_includes_kv_cache_update
     assert cpu_attn.get_supported_dtypes() == [torch.float16, torch.bfloat16, torch.float32]
     assert cpu_attn.supported_layouts == ("HND",)

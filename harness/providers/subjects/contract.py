@@ -143,12 +143,19 @@ def _cascade(target: Any) -> Any:
     return one.use_cascade_attention(512, np.array([1, 1]), 8, 2, False, False, False, 108)
 
 
+def _level(target: Any) -> Any:
+    """The attribute, or what the class method of newer versions returns."""
+    if hasattr(target, "cudagraph_support"):
+        return target.cudagraph_support
+    return target.get_cudagraph_support(SimpleNamespace(), SimpleNamespace())
+
+
 def _ask_builder(target: Any, *, what: str, **arguments: Any) -> Any:
     match what:
         case "facts":
             return _builder_facts(target)
         case "support":
-            return target.cudagraph_support.name
+            return _level(target).name
         case "cascade":
             return _cascade(target)
         case _:
@@ -167,7 +174,7 @@ def _config(speculative: int | None, *, ranks: int = 1, parallel_drafting: bool 
 
 def _builders(_: SubjectSetting) -> Iterator[SubjectCall]:
     yield subject_call("its methods and attributes", what="facts")
-    yield subject_call("cudagraph_support", "cudagraph_support", what="support")
+    yield subject_call("cudagraph_support", what="support")
     yield subject_call("use_cascade_attention", "use_cascade_attention", what="cascade")
     cases: tuple[tuple[tuple[Any, ...], int | None], ...] = (
         ((), -1),

@@ -1,12 +1,15 @@
-"""Questions about what kernels are launched with: causal-conv1d programs, rank-local lengths, reshapes of drafts."""
+"""Questions about what kernels are launched with: programs, blocks of states, lengths, prefix ranges, reshapes."""
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from attncheck.harness.providers.batches import ProviderBatch
 from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, are_apart, subject_call
 
 
@@ -121,9 +124,82 @@ def _outputs(setting: SubjectSetting) -> Iterator[SubjectCall]:
     yield ask(_numbered(2, 3, 2, 8).transpose(0, 1), text=", first axes swapped", refused=True)
 
 
+def _state_blocks(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(
+        lens: Tensor, text: str, mode: str, page: int, drafts: int, width: int, *, refused: bool = False
+    ) -> SubjectCall:
+        table = _numbered(len(lens), width).to(setting.device, torch.int32)
+        return subject_call(
+            f"{text}: mode {mode}, blocks of {page}, {drafts} speculative blocks, {width} columns",
+            refused=refused,
+            block_table=table,
+            seq_lens=lens,
+            kv_cache_spec=SimpleNamespace(block_size=page, num_speculative_blocks=drafts),
+            mamba_cache_mode=mode,
+        )
+
+    for batch in setting.batches:
+        lens, page = batch.metadata(setting.device).seq_lens, batch.block_size
+        blocks = max(1, -(-max(batch.seq_lens) // page))
+        yield ask(lens, str(batch), "none", page, 1, 2)
+        for drafts in (0, 2):
+            yield ask(lens, str(batch), "align", page, drafts, blocks + drafts)
+            yield ask(lens, str(batch), "align", page, drafts, blocks + drafts + 3)
+    lens = torch.tensor([9], dtype=torch.int32, device=setting.device)
+    yield ask(lens, "length 9", "align", 4, 1, 3, refused=True)
+
+
+def _same_object(target: Any, *, block_table: Tensor, **arguments: Any) -> dict[str, Any]:
+    made = target(block_table=block_table, **arguments)
+    return {"blocks": made, "is the table": made is block_table}
+
+
+def _prefix_ranges(batch: ProviderBatch) -> Iterator[tuple[str, dict[int, list[tuple[int, int]]] | None]]:
+    """What is bidirectional: nothing; a range of each request; several; one beyond the tokens of the step."""
+    ends = [s for s in batch.seq_lens if s]
+    yield "no ranges", None
+    yield "no request with a range", {}
+    yield "all but the last token", {request: [(0, end - 2)] for request, end in enumerate(ends) if end > 2}
+    yield "the last two tokens and more", {request: [(end - 2, end + 5)] for request, end in enumerate(ends) if end > 1}
+    yield (
+        "two ranges of every second request",
+        {request: [(0, 1), (2, end - 1)] for request, end in enumerate(ends) if end > 3 and not request % 2},
+    )
+    yield "a range of one token, and none", {0: [(ends[0] - 1, ends[0] - 1)], len(ends) - 1: []}
+    yield "a range behind all tokens", {0: [(ends[0] + 3, ends[0] + 9)]}
+
+
+def _range_tables(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    for batch in setting.batches:
+        for text, ranges in _prefix_ranges(batch):
+            yield subject_call(
+                f"{batch}: {text}", mm_prefix_range=ranges, num_seqs=batch.num_reqs, device=setting.device
+            )
+
+
+def _range_rows(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(batch: ProviderBatch, text: str, ranges: Any, rows: int, *, refused: bool = False) -> SubjectCall:
+        return subject_call(
+            f"{batch}: {text}, a buffer of {rows} rows",
+            refused=refused,
+            out=np.full((rows, 2), 77, dtype=np.int32),
+            mm_prefix_range=ranges,
+            query_start_loc_cpu=batch.offsets(),
+            seq_lens_cpu=batch.metadata(torch.device("cpu")).seq_lens_cpu,
+        )
+
+    for batch in setting.batches:
+        for text, ranges in _prefix_ranges(batch):
+            yield ask(batch, text, ranges, batch.num_tokens + batch.num_reqs % 3)
+        yield ask(batch, "a range of all", {0: [(0, 99)]}, batch.num_tokens - 1, refused=True)
+
+
 SUBJECTS = (
     Subject("compute_causal_conv1d_metadata", _conv1d, _programs),
+    Subject("mamba_get_block_table_tensor", _state_blocks, _same_object),
     Subject("get_dcp_local_seq_lens", _local_lens),
+    Subject("compute_mm_prefix_range_tensor", _range_tables),
+    Subject("fill_mm_prefix_query_ranges", _range_rows),
     Subject("reshape_query_for_spec_decode", _queries, _viewed),
     Subject("reshape_attn_output_for_spec_decode", _outputs, _viewed),
 )

@@ -38,13 +38,23 @@ class SpecialImpl(Impl):
     """A subclass, which is as good."""
 
 
+class OtherImpl:
+    """An implementation of another class."""
+
+    scale = 0.5
+
+    def get_impl_variants(self) -> "list[OtherImpl]":
+        """Itself alone."""
+        return [self]
+
+
 IMPLS: dict[str, Any] = {
     "a": Impl(sliding_window=(127, 0), logits_soft_cap=30.0, scale=0.125, sinks="some"),
     "b": Impl(scale=0.5),
     "c": SpecialImpl(sliding_window=(-1, -1), logits_soft_cap=None, scale=0.5, sinks=None),
     "d": Impl(sliding_window=(0, 0), logits_soft_cap=0.0, scale=1.0),
     "without a scale": Impl(sliding_window=(3, 0)),
-    "of another class": SimpleNamespace(scale=0.5),
+    "of another class": OtherImpl(),
     "with a window that is no pair": Impl(sliding_window=127, scale=0.5),
 }
 
@@ -79,6 +89,7 @@ def _groups(_: SubjectSetting) -> Iterator[SubjectCall]:
     yield ask((127, None, 0.5), (127, None, 0.5))
     yield ask((127, None, 0.5), (127, 30.0, 0.5))
     yield ask((-1, None, 0.5, True), (127, None, 0.5))
+    yield ask((127, None, 0.5), (63, None, 0.5))
     yield ask((-1, 30.0, 0.5, True))
     yield ask((127, None, 0.5), (127, None, 0.5, False, True, False), (127, None, 0.25))
     yield ask(refused=True)

@@ -1,16 +1,21 @@
 """Questions about the order of a batch: where decodes end, and what moves to the front."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import permutations, product
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from attncheck.harness.providers.batches import ProviderBatch
 from attncheck.harness.providers.questions import Subject, SubjectCall, SubjectSetting, subject_call
+from attncheck.reference import PrefillingMetadata
+from attncheck.reference.utilities.batch_order import split_finished_prompts
 
+HOST = torch.device("cpu")
 THRESHOLDS = (1, 2, 4)
 
 Numbers = tuple[int, ...]
@@ -38,7 +43,72 @@ def _boundaries(setting: SubjectSetting) -> Iterator[SubjectCall]:
             yield ask(batch, threshold, uniform=True)
         yield ask(batch, 1, spare=3)
         yield subject_call(f"{batch}: by default", common_attn_metadata=batch.metadata(setting.device))
+        yield from _flagged(batch, setting.device)
     yield ask(setting.batches[0], -1, "malformed", refused=True)
+
+
+def _flagged(batch: ProviderBatch, device: torch.device) -> Iterator[SubjectCall]:
+    """Short extends as prefills: whose prompts are not computed to their end is drawn in a few patterns."""
+    real = [tokens > 0 for tokens in batch.query_lens]
+    fresh = [q == s > 0 for q, s in zip(batch.query_lens, batch.seq_lens, strict=True)]
+    last = [place == sum(real) - 1 for place in range(len(real))]
+    patterns = {
+        "no prompt is": [False] * len(real),
+        "prompts of first chunks are": fresh,
+        "the last prompt is": last,
+        "every second prompt is": [flag and place % 2 == 1 for place, flag in enumerate(real)],
+    }
+    for told, flags in patterns.items():
+        metadata = batch.metadata(device)
+        shared = {each.name: getattr(metadata, each.name) for each in fields(metadata)}
+        for threshold, uniform in product(THRESHOLDS, (False, True)):
+            yield subject_call(
+                f"{batch}: threshold {threshold}{', uniform' if uniform else ''}, {told} unfinished, and no decode",
+                common_attn_metadata=PrefillingMetadata(**shared, is_prefilling=torch.tensor(flags)),
+                decode_threshold=threshold,
+                require_uniform=uniform,
+                treat_short_extends_as_decodes=False,
+            )
+
+
+def _three_parts(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    for batch in setting.batches:
+        for threshold in THRESHOLDS:
+            yield subject_call(
+                f"{batch}: threshold {threshold}",
+                *(["first chunks"] if _has_first_chunk(batch, threshold) else []),
+                common_attn_metadata=batch.metadata(setting.device),
+                decode_threshold=threshold,
+            )
+        metadata = batch.metadata(setting.device)
+        tag = "decodes alone" if max(batch.query_lens) <= 1 else "first chunks" if _has_first_chunk(batch, 1) else ""
+        yield subject_call(
+            f"{batch}: max_query_len 3 above the truth, by default",
+            tag,
+            common_attn_metadata=replace(metadata, max_query_len=metadata.max_query_len + 3),
+        )
+
+
+def _has_first_chunk(batch: ProviderBatch, threshold: int) -> bool:
+    return any(q == s > threshold for q, s in zip(batch.query_lens, batch.seq_lens, strict=True))
+
+
+def _workspaces(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    for batch in setting.batches:
+        longest, together = max(batch.seq_lens), sum(batch.seq_lens)
+        for size in dict.fromkeys((longest, longest + 1, 2 * longest, together)):
+            yield subject_call(
+                f"{batch}: a workspace of {size}",
+                seq_lens_cpu=batch.metadata(HOST).seq_lens_cpu,
+                workspace_size=size,
+                request_offset=size % 3,
+            )
+        yield subject_call(
+            f"{batch}: by default", seq_lens_cpu=batch.metadata(HOST).seq_lens_cpu, workspace_size=longest
+        )
+    lens = torch.tensor([3, 9], dtype=torch.int32)
+    yield subject_call("lengths 3 9: a workspace of 8", refused=True, seq_lens_cpu=lens, workspace_size=8)
+    yield subject_call("no request", seq_lens_cpu=lens[:0], workspace_size=8)
 
 
 @dataclass
@@ -69,6 +139,31 @@ def _reorder(target: Any, *, input_batch: InputBatch, scheduler_output: Any, **t
     return {"moved": moved, "front": sorted(input_batch.req_ids[:short]), "behind": sorted(input_batch.req_ids[short:])}
 
 
+REGIONS = {
+    "decode": (1, 9, 5),
+    "first decode": (1, 9, 9),
+    "decode of drafts": (2, 9, 5),
+    "short extend": (1, 3, 8),
+    "extend of two tokens": (2, 3, 8),
+    "long extend": (6, 3, 20),
+    "long past its prompt": (6, 20, 20),
+    "first chunk": (6, 0, 10),
+    "short first chunk": (1, 0, 10),
+    "whole prompt of one token": (1, 0, 1),
+}
+"""Scheduled tokens, computed tokens and tokens of the prompt of one request of every region, at every threshold."""
+
+
+def _mixtures() -> Iterator[tuple[str, ...]]:
+    """Every order of one request of each region, of two of each in a few, and longer mixtures."""
+    yield from permutations(("decode", "short extend", "long extend", "first chunk"))
+    yield from permutations(("first decode", "short first chunk", "extend of two tokens", "long past its prompt"))
+    kinds = tuple(REGIONS)
+    for step in (1, 2, 4, 5, 7, 8):
+        for count in (3, 5, 9, 16):
+            yield tuple(kinds[(place * step + place // len(kinds) + count) % len(kinds)] for place in range(count))
+
+
 def _orders(setting: SubjectSetting) -> Iterator[SubjectCall]:
     def ask(text: str, counts: Numbers, computed: Numbers, prompts: Numbers, *tags: str) -> Iterator[SubjectCall]:
         names = [f"r{number}" for number in range(len(counts))]
@@ -84,8 +179,14 @@ def _orders(setting: SubjectSetting) -> Iterator[SubjectCall]:
     for batch in setting.batches:
         computed, prompts = (9,) * batch.num_reqs, (5,) * batch.num_reqs
         yield from ask(f"{batch}, all past their prompts", batch.query_lens, computed, prompts)
+        computed = tuple(s - q for q, s in zip(batch.query_lens, batch.seq_lens, strict=True))
+        yield from ask(
+            f"{batch}, all in their prompts", batch.query_lens, computed, tuple(s + 1 for s in batch.seq_lens)
+        )
     yield from ask("counts 5 1 7 1 1, all past their prompts", (5, 1, 7, 1, 1), (9,) * 5, (5,) * 5)
-    yield from ask("a first chunk of one token", (1, 1, 6), (0, 5, 3), (1, 5, 10), "first chunks")
+    for mixture in _mixtures():
+        counts, computed, prompts = zip(*(REGIONS[kind] for kind in mixture), strict=True)
+        yield from ask(", ".join(mixture), counts, computed, prompts)
     yield from ask("no request at all", (), (), ())
     yield subject_call(
         "a request that was not scheduled",
@@ -96,6 +197,13 @@ def _orders(setting: SubjectSetting) -> Iterator[SubjectCall]:
 
 
 SUBJECTS = (
-    Subject("split_decodes_and_prefills", _boundaries),
+    Subject(
+        "split_decodes_and_prefills",
+        _boundaries,
+        newer=frozenset({"treat_short_extends_as_decodes"}),
+        ours=split_finished_prompts,
+    ),
+    Subject("split_decodes_prefills_and_extends", _three_parts),
+    Subject("split_prefill_chunks", _workspaces),
     Subject("reorder_batch_to_split_decodes_and_prefills", _orders, _reorder),
 )

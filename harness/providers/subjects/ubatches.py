@@ -3,9 +3,10 @@
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import torch
 
 from attncheck.harness.providers.batches import ALWAYS, ProviderBatch
@@ -150,9 +151,53 @@ def _many_pieces(setting: SubjectSetting) -> Iterator[SubjectCall]:
     yield ask(MIXED, [(0, 2, 0, 7), (0, 1, 0, 5)], "wrong end", refused=True)
 
 
+def _plans(setting: SubjectSetting) -> Iterator[SubjectCall]:
+    def ask(batch: ProviderBatch, count: int, spare: int, size: int | None = None) -> SubjectCall:
+        counts = np.array([tokens for tokens in batch.query_lens if tokens], dtype=np.int32)
+        return subject_call(
+            f"{batch}: {count} pieces{f' of {size} tokens' if size else ''}, {spare} padding tokens",
+            "cut",
+            should_ubatch=True,
+            num_scheduled_tokens=counts,
+            num_tokens_padded=batch.num_tokens + spare,
+            num_reqs_padded=batch.num_reqs + spare,
+            num_ubatches=count,
+            split_point=size,
+        )
+
+    for batch in setting.batches:
+        for count, spare in ((1, 0), (1, 3), (2, 0), (2, 1), (3, 2)):
+            size = (batch.num_tokens + spare) // count
+            if size and size * (count - 1) < batch.num_tokens:
+                yield ask(batch, count, spare)
+        if batch.num_tokens > 2:
+            yield ask(batch, 2, 3, size=batch.num_tokens - 1)
+            yield ask(batch, 3, 0, size=1)
+    by_default: dict[str, Any] = {
+        "num_scheduled_tokens": np.array([3, 4]),
+        "num_tokens_padded": 7,
+        "num_reqs_padded": 2,
+        "num_ubatches": 2,
+    }
+    yield subject_call("no micro-batches", should_ubatch=False, **by_default)
+    yield subject_call("two requests, by default", "cut", should_ubatch=True, **by_default)
+
+
+def _emptiness(_: SubjectSetting) -> Iterator[SubjectCall]:
+    for real, padded, count in product((1, 7, 8, 9, 11, 12, 13, 16), (8, 12, 16, 17, 24), (1, 2, 3, 4)):
+        yield subject_call(
+            f"{real} of {padded} tokens in {count}",
+            orig_num_tokens=real,
+            padded_num_tokens=padded,
+            num_ubatches=count,
+        )
+
+
 SUBJECTS = (
     Subject("slice_query_start_locs", _slices, _slice),
     Subject("UBatchSlice", _slice_questions, _ask_slice, is_function=False),
     Subject("_make_metadata_with_slice", _one_piece, _piece),
     Subject("split_attn_metadata", _many_pieces),
+    Subject("is_last_ubatch_empty", _emptiness),
+    Subject("maybe_create_ubatch_slices", _plans),
 )

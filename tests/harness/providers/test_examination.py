@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attncheck import reference
-from attncheck.harness.providers.batches import ALWAYS
+from attncheck.harness.providers.batches import ALWAYS, ProviderBatch
 from attncheck.harness.providers.departures import Departure, Departures
 from attncheck.harness.providers.examination import UnfitQuestionError, examine_subject
 from attncheck.harness.providers.provider import Provider
@@ -131,7 +131,8 @@ def test_a_padding_request_explains_nothing_about_the_others():
 
     subject, known = BY_KEY["make_local_attention_virtual_batches"], DEPARTURES.known
     seen = examine(subject, known, make_local_attention_virtual_batches=make_local_attention_virtual_batches)
-    assert {difference.place for difference in seen.first.differences} == {"returned.with queries.seq_lens[0]"}
+    assert seen.counts["differs"] > 0
+    assert "returned.with queries.seq_lens[0]" in {difference.place for difference in seen.first.differences}
 
 
 def test_a_renamed_parameter_differs_and_a_further_optional_one_does_not():
@@ -160,9 +161,13 @@ def causal(ubatch_slices, common_attn_metadata):
     return [replace(made, causal=True) for made in split_attn_metadata(ubatch_slices, common_attn_metadata)]
 
 
-CAUSAL = Departure(
-    "split_attn_metadata", "judgement", "forgets", places=("returned[].causal",), tags=frozenset({"not causal"})
-)
+def forgetful(target):
+    return lambda ubatch_slices, common_attn_metadata: [
+        replace(made, causal=True) for made in target(ubatch_slices, common_attn_metadata)
+    ]
+
+
+CAUSAL = Departure("split_attn_metadata", "judgement", "forgets", forgetful)
 
 
 @pytest.mark.parametrize(("kind", "verdict"), [("judgement", "judged"), ("drift", "drifted")])
@@ -189,6 +194,80 @@ def test_a_departure_that_no_longer_shows_is_stale():
     seen = examine(BY_KEY["split_attn_metadata"], [CAUSAL], split_attn_metadata=split_attn_metadata)
     assert seen.verdict == "equal"
     assert seen.stale == (CAUSAL,)
+
+
+def test_a_departure_that_shows_in_some_of_the_answers_it_predicts_is_stale_too():
+    def at_times(ubatch_slices, common_attn_metadata):
+        forgets = common_attn_metadata.num_reqs > 3
+        return (causal if forgets else split_attn_metadata)(ubatch_slices, common_attn_metadata)
+
+    batches = (ProviderBatch("four", (1, 1, 1, 1), (4, 5, 6, 7), causal=False), *ALWAYS)
+    setting = SubjectSetting(batches, torch.device("cpu"))
+    asked = provider([CAUSAL], split_attn_metadata=at_times)
+    seen = examine_subject(asked, BY_KEY["split_attn_metadata"], setting)
+    assert (seen.first, seen.stale) == (None, (CAUSAL,))
+    assert seen.shown[CAUSAL] > 0
+    assert seen.missed[CAUSAL] > 0
+
+
+LOOSE = Departure(
+    "split_attn_metadata",
+    "drift",
+    "the batch's",
+    lambda target: (
+        lambda ubatch_slices, common_attn_metadata: [
+            replace(made, max_seq_len=common_attn_metadata.max_seq_len)
+            for made in target(ubatch_slices, common_attn_metadata)
+        ]
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("longest", "verdict"),
+    [
+        (lambda own, whole: whole, "drifted"),
+        (lambda own, whole: own, "equal"),
+        (lambda own, whole: own - 1, "differs"),
+        (lambda own, whole: whole - 1, "differs"),
+        (lambda own, whole: whole + 1, "differs"),
+    ],
+)
+def test_where_the_bound_is_known_it_is_that_bound_or_the_truth(longest, verdict):
+    def split(ubatch_slices, common_attn_metadata):
+        made = split_attn_metadata(ubatch_slices, common_attn_metadata)
+        whole = common_attn_metadata.max_seq_len
+        return [replace(each, max_seq_len=longest(each.max_seq_len, whole)) for each in made]
+
+    seen = examine(BY_KEY["split_attn_metadata"], [LOOSE], split_attn_metadata=split)
+    assert seen.verdict == verdict
+
+
+@pytest.mark.parametrize("shown", [(), (CAUSAL,), (LOOSE,), (CAUSAL, LOOSE)])
+def test_departures_that_meet_in_one_question_are_told_apart(shown):
+    target = split_attn_metadata
+    for each in shown:
+        target = each.changes(target)
+
+    def split(ubatch_slices, common_attn_metadata):
+        return target(ubatch_slices, common_attn_metadata)
+
+    seen = examine(BY_KEY["split_attn_metadata"], [CAUSAL, LOOSE], split_attn_metadata=split)
+    assert seen.first is None
+    assert set(seen.shown) == set(shown)
+    assert set(seen.stale) == {CAUSAL, LOOSE} - set(shown)
+
+
+def test_a_function_without_a_newer_parameter_is_not_asked_about_it():
+    def older(common_attn_metadata, decode_threshold=1, require_uniform=False):
+        return split_decodes_and_prefills(common_attn_metadata, decode_threshold, require_uniform)
+
+    def newer(common_attn_metadata, decode_threshold=1, require_uniform=False, treat_short_extends_as_decodes=True):
+        return split_decodes_and_prefills(common_attn_metadata, decode_threshold, require_uniform)
+
+    assert examine(split_decodes_and_prefills=older).verdict == "equal"
+    seen = examine(split_decodes_and_prefills=newer)
+    assert seen.first.question.endswith("unfinished, and no decode")
 
 
 def test_a_departure_of_form_is_shown_by_the_object_itself():

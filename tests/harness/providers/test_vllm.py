@@ -5,7 +5,8 @@ tests/vllm.
 """
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -82,8 +83,9 @@ def split_attn_metadata(ubatch_slices, common_attn_metadata):
 
 
 def make_local_attention_virtual_batches(attn_chunk_size, common_attn_metadata, block_size=0):
+    made = partial(reference.make_local_attention_virtual_batches, attn_chunk_size, block_size=block_size)
     ours = common_attn_metadata.ours()
-    return theirs(reference.make_local_attention_virtual_batches(attn_chunk_size, ours, block_size)), None
+    return theirs(made(ours)), lambda table: made(replace(ours, block_table_tensor=table)).block_table_tensor
 
 
 def make_kv_sharing_fast_prefill_common_attn_metadata(common_attn_metadata):
@@ -194,6 +196,48 @@ def test_what_is_fixed_is_stale(package):
     assert seen.place == "vllm.v1.worker.ubatch_utils"
     assert seen.verdict == "equal"
     assert [departure.subject for departure in seen.stale] == ["slice_query_start_locs"]
+
+
+@pytest.fixture
+def patched(newer, tmp_path):
+    """A file of functions in the stand-in's objects."""
+    path = tmp_path / "patched.py"
+    path.write_text(
+        "from vllm.v1.attention.backends.utils import split_attn_metadata as right\n"
+        "from vllm.v1.worker.ubatch_utils import slice_query_start_locs\n"
+        "def split_attn_metadata(ubatch_slices, common_attn_metadata):\n"
+        "    made = right(ubatch_slices, common_attn_metadata)\n"
+        "    for each in made:\n"
+        "        each.max_seq_len -= 1\n"
+        "    return made\n"
+    )
+    return path
+
+
+def test_a_file_of_its_functions_is_asked_in_its_objects(package, patched):
+    classes = {"CommonAttentionMetadata": Metadata, "UBatchSlice": UBatchSlice}
+    package(
+        **{
+            "vllm.v1.attention.backends.utils": FUNCTIONS,
+            "vllm.v1.attention.backend": classes,
+            "vllm.v1.worker.ubatch_utils": {"slice_query_start_locs": reference.slice_query_start_locs},
+        }
+    )
+    found = load_provider(f"vllm:{patched}")
+    assert (found.name, found.version) == ("vllm:patched", "0.32.0, changed by patched.py")
+    seen = examine_subject(found, BY_KEY["split_attn_metadata"], SETTING)
+    assert seen.first.differences[0].place == "returned[0].max_seq_len"
+    mended = examine_subject(found, BY_KEY["slice_query_start_locs"], SETTING)
+    assert (mended.first, len(mended.stale)) == (None, 1)  # of another version, so that the run says so and goes on
+    assert found.version != found.departures.version
+    assert found.find("make_local_attention_virtual_batches") is None
+    assert found.departures.why_gone("subclass_attention_metadata") is None
+
+
+@pytest.mark.parametrize(("ref", "why"), [("vllm:nothing", "vllm:path/to/file.py"), ("vllm:absent.py", "cannot read")])
+def test_what_is_no_file_of_its_functions_is_told(newer, ref, why):
+    with pytest.raises(ProviderLoadError, match=why):
+        load_provider(ref)
 
 
 def test_a_missing_vllm_and_a_broken_one_are_told(package, monkeypatch):

@@ -1,0 +1,104 @@
+"""Each fault planted in vLLM's backends fails beside what is known of them, and the first finding names it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attncheck.reports.analysis.findings import findings
+from attncheck.reports.run_file.store import read_run
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+TESTS = Path(__file__).resolve().parents[1]
+EXPECTED = TESTS.parents[1] / "docs" / "expected"
+FAULTS = Path(__file__).with_name("faults.py")
+
+PLAIN = ("smoke/extend", "smoke/scale")
+WINDOW, CAPS = ("smoke/window-extend", "smoke/window-prefill.7"), ("smoke/soft-cap.5.0", "soft_cap/near-mixed.*")
+FP8 = ("smoke/fp8-cache", "fp8_kv/powers-of-two", "fp8_kv/subnormal")
+
+CPU = {
+    "WindowLonger": (WINDOW, "the window is one key too long"),
+    "WindowShorter": (WINDOW, "the window is one key too short"),
+    "CapIgnored": (CAPS, "the soft cap is ignored"),
+    "CapTooLarge": (CAPS, "the soft cap is 1.05"),
+    "ScaleTooLarge": (PLAIN, "the scale is 1.01"),
+    "AlibiDropped": (("smoke/alibi",), "the ALiBi bias is missing"),
+    "SinksIgnored": (("smoke/sinks",), "the sinks are ignored"),
+    "PaddingWritten": (("smoke/padded-tokens", "smoke/padded-mixed"), "rows with slot -1 were written to slot 0"),
+    "HeadsExchangedInCache": (PLAIN, "query head 0 reads KV head 1 in place of 0"),
+    "StaleLengths": (PLAIN, "something is kept from an earlier call"),
+    "LastRequestShort": (PLAIN, "the mask is that of the row before: a key too early"),
+    "PagesSwapped": (PLAIN, "the last two pages of the block table are exchanged"),
+    "CausalDropped": (PLAIN, "the causal mask is missing"),
+    "LevelRaised": (PLAIN, "build puts metadata.scheduler_metadata into new memory"),
+    "QueryScaledInPlace": (PLAIN, "inputs were changed: query"),
+    "HeadsShifted": (PLAIN, "query head h has the query of head h - 1"),
+    "KVHeadsShifted": (PLAIN, "query head 0 reads KV head 1 in place of 0"),
+    "KeyScaleIgnored": (FP8, "k_scale is left out"),
+    "ValueScaleIgnored": (FP8, "v_scale is left out"),
+    "SubnormalsFlushed": (FP8, "subnormal codes are read as 0"),
+    "OutputTooLarge": (PLAIN, "the output is the right one times 1.05"),
+    "NotANumberUnderACap": (CAPS, "NaN or Inf in the output. It could be"),
+}
+"""Fault: the cases asked, and how the first finding begins."""
+
+TRITON = {
+    "TritonWindowLonger": (("window",), "the window is one key too long"),
+    "TritonCapTooLarge": (("soft-cap",), "the soft cap is 1.05"),
+    "TritonScaleTooLarge": (("decode", "mixed"), "the scale is 1.02"),
+    "TritonSinksIgnored": (("sinks",), "the sinks are ignored"),
+}
+PAGES = ("--set", "cache.block_size=32", "--set", "cache.layout=HND")
+
+
+def first_findings(folder: Path, fault: str, known: str, cases: tuple[str, ...], *words: str) -> tuple[int, list[str]]:
+    """The exit status of a run under the documented expectations, and the titles of what they do not cover."""
+    ref = f"vllm:{FAULTS}:{fault}"
+    text = (EXPECTED / known).read_text(encoding="utf-8")
+    backend = next(line for line in text.splitlines() if line.startswith("- backend: "))
+    (folder / "expect.yaml").write_text(text.replace(backend, f"- backend: {ref}"), encoding="utf-8")
+    asked = [word for case in cases for word in ("--case", case)]
+    told = ("--expect", str(folder / "expect.yaml"), "--output", str(folder / "run.jsonl"))
+    done = subprocess.run(
+        [sys.executable, "-m", "attncheck", "run", "--backend", ref, *asked, *words, *told],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        timeout=600,
+    )
+    run = read_run(folder / "run.jsonl")
+    new = [found.title for found in findings(run.records, run.header) if not found.is_expected]
+    assert run.records, done.stdout + done.stderr
+    return done.returncode, new
+
+
+def suites(cases: tuple[str, ...]) -> tuple[str, ...]:
+    """The options that name the suites of the cases."""
+    return tuple(word for name in dict.fromkeys(case.partition("/")[0] for case in cases) for word in ("--suite", name))
+
+
+def test_without_a_fault_nothing_is_new(tmp_path: Path) -> None:
+    cases = (*PLAIN, *WINDOW, *CAPS, *FP8, "smoke/alibi", "smoke/padded-tokens", "smoke/padded-mixed")
+    assert first_findings(tmp_path, "Right", "vllm-cpu-attn.yaml", cases, *suites(cases), *PAGES) == (0, [])
+
+
+@pytest.mark.parametrize("fault", CPU)
+def test_a_fault_in_the_cpu_backend(tmp_path: Path, fault: str) -> None:
+    cases, cause = CPU[fault]
+    status, new = first_findings(tmp_path, fault, "vllm-cpu-attn.yaml", cases, *suites(cases), *PAGES)
+    assert status == 1
+    assert new[0].startswith(cause), new
+
+
+@pytest.mark.parametrize("fault", TRITON)
+def test_a_fault_in_the_triton_backend(tmp_path: Path, fault: str) -> None:
+    cases, cause = TRITON[fault]
+    suite = ("--suite", str(TESTS / "suites" / "interpreted.yaml"))
+    status, new = first_findings(tmp_path, fault, "vllm-triton-attn.yaml", cases, *suite)
+    assert status == 1
+    assert new[0].startswith(cause), new

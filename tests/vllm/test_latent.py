@@ -1,0 +1,166 @@
+"""vLLM's latent backends through its own ``MLAAttention``: what they get right, and faults planted in them."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import attncheck
+from attncheck.backends import registry
+from attncheck.errors import BackendLoadError
+from attncheck.reports.run_file.store import read_run
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+SUITE = str(Path(__file__).parent / "suites" / "latent.yaml")
+EXPECTED = str(Path(__file__).resolve().parents[2] / "docs" / "expected" / "vllm-mla.yaml")
+
+FAULTY = """
+import torch
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+
+
+class Right(CPUMLAImpl):
+    pass
+
+
+class Scale(CPUMLAImpl):
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.scale *= 1.05
+
+
+class StaleLengths(CPUMLAImpl):
+    kept = None
+
+    def forward_mqa(self, q, cache, metadata, layer):
+        lengths = metadata.decode.seq_lens
+        if self.kept is None or len(self.kept) != len(lengths):
+            self.kept = lengths.clone()
+        metadata.decode.seq_lens = self.kept
+        return super().forward_mqa(q, cache, metadata, layer)
+
+
+class LastKeyLost(CPUMLAImpl):
+    def forward_mqa(self, q, cache, metadata, layer):
+        metadata.decode.seq_lens = (metadata.decode.seq_lens - 1).clamp(min=1)
+        return super().forward_mqa(q, cache, metadata, layer)
+
+
+class WritesWithoutASlot(CPUMLAImpl):
+    def do_kv_cache_update(self, latent, rotated, cache, slots, *others):
+        super().do_kv_cache_update(latent, rotated, cache, slots.clamp(min=0), *others)
+
+
+class PartsExchanged(CPUMLAImpl):
+    def do_kv_cache_update(self, latent, rotated, cache, slots, *others):
+        super().do_kv_cache_update(latent, rotated.roll(1, dims=-1), cache, slots, *others)
+
+
+class ContextLost(CPUMLAImpl):
+    def _compute_prefill_context(self, *arguments, **keywords):
+        output, lse = super()._compute_prefill_context(*arguments, **keywords)
+        return output, torch.full_like(lse, float("-inf"))
+
+
+def backend(impl):
+    members = {"get_name": staticmethod(lambda: "CPU_MLA"), "get_impl_cls": staticmethod(lambda: impl)}
+    return type(impl.__name__, (CPUMLABackend,), members)
+
+
+Right, Scale, StaleLengths, LastKeyLost, WritesWithoutASlot, PartsExchanged, ContextLost = map(
+    backend, (Right, Scale, StaleLengths, LastKeyLost, WritesWithoutASlot, PartsExchanged, ContextLost)
+)
+"""
+
+FAULTS = {
+    "Right": set(),
+    "Scale": {"numerics"},
+    "StaleLengths": {"builder"},
+    "LastKeyLost": {"numerics"},
+    "WritesWithoutASlot": {"cache_write"},
+    "PartsExchanged": {"numerics"},
+    "ContextLost": {"numerics"},
+}
+CASES = ["decode.16", "extend.16", "padded-decode.16"]
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    path = tmp_path_factory.mktemp("faulty") / "faulty.py"
+    path.write_text(FAULTY, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_a_subclass_is_found_by_the_check_it_is_about(faulty, name):
+    checks = ["numerics", "cache_write", "invariance", "builder"]
+    run = attncheck.examine(f"vllm:{faulty}:{name}", suite=SUITE, cases=CASES, checks=checks, device="cpu")
+    failed = {record.check for record in run.records if record.outcome == "failed"}
+    assert failed >= FAULTS[name]
+    if not FAULTS[name]:
+        assert {record.outcome for record in run.records} == {"passed"}
+
+
+def examined(output, *arguments, **environment):
+    """The run of a command that ends well."""
+    command = [
+        sys.executable,
+        "-m",
+        "attncheck",
+        "run",
+        "--suite",
+        SUITE,
+        "--expect",
+        EXPECTED,
+        "--output",
+        str(output),
+    ]
+    done = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"} | environment,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_run(output).records
+
+
+@pytest.mark.parametrize(("name", "size"), [("CPU_MLA", 16), ("AMX_MLA", 32)])
+def test_the_cpu_s_classes_are_right_but_for_what_is_known(tmp_path, name, size):
+    records = examined(tmp_path / "run.jsonl", "--backend", f"vllm:{name}")
+    assert {record.outcome for record in records} == {"passed", "unsupported", "xfailed"}
+    passed = {(record.case_id, record.check) for record in records if record.outcome == "passed"}
+    for case in ("decode", "prefill", "mixed", "extend", "drafts", "scale", "values", "shared-prefix"):
+        assert {(f"{case}.{size}", check) for check in ("numerics", "cache_write", "containment")} <= passed
+    levels = {record.graph.measured for record in records if record.graph is not None}
+    assert levels == {"NEVER"}
+
+
+def test_triton_s_class_is_right_interpreted_but_for_what_is_known(tmp_path):
+    records = examined(tmp_path / "run.jsonl", "--backend", "vllm:TRITON_MLA", "--case", "triton-*")
+    assert Counter(record.outcome for record in records)["xfailed"] == 3
+    passed = {record.case_id for record in records if record.outcome == "passed" and record.check == "numerics"}
+    assert passed >= {f"triton-{kind}" for kind in ("decode", "mixed", "parts", "drafts", "block", "codes", "padded")}
+    written = [record for record in records if record.check == "cache_write"]
+    assert {record.outcome for record in written} == {"unsupported"}
+    assert "brings no writer" in written[0].reasons[0]
+
+
+def test_sparse_classes_are_refused_with_the_reason():
+    with pytest.raises(BackendLoadError, match="keys that an indexer chooses"):
+        registry.load("vllm:FLASHMLA_SPARSE")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("FLASHMLA", "compute capabilities of GPUs"), ("TOKENSPEED_MLA", "compute capabilities of GPUs")],
+)
+def test_a_class_for_gpus_gives_its_own_reason(name, why):
+    (reason, *_) = registry.load(f"vllm:{name}").backend.unavailable_reasons("cpu")
+    assert why in reason
