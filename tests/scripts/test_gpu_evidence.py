@@ -68,7 +68,7 @@ def test_a_trial_compares_emulated_with_emulated_and_leaves_run_files_and_report
     assert codes == ["exit code 1", "exit code 1", *["exit code 0"] * 3]
     assert ("machine.txt", "exit code 0", "attncheck doctor") in ended
     log = (folder / "miniatures" / "graphs.txt").read_text(encoding="utf-8")
-    assert log.startswith("$ attncheck run --backend=tests/miniatures/graphs.py:ClaimsSingleDecode --suite=")
+    assert log.startswith("$ attncheck run --backend=backends/mutants/graphs.py:ClaimsSingleDecode --suite=")
     assert "failed: 1 backend, 1 case: 1 failed" in log
 
 
@@ -128,9 +128,10 @@ def test_the_memory_checker_is_put_around_cases_that_exist(script, runs):
 
 def test_every_graph_miniature_is_asked_but_no_base(runs):
     refs = {ref for name, params in runs.items() if name.startswith("miniatures/") for ref in params["backend"]}
-    assert "tests/miniatures/graphs.py:RowByRow" in refs
-    assert not [ref for ref in refs if ref.endswith((":Miniature", "Backend"))]
-    files = {path.stem for path in (ROOT / "tests" / "miniatures").glob("graphs*.py")}
+    assert "backends/mutants/graphs.py:RowByRow" in refs
+    assert not [ref for ref in refs if ref.endswith((":Base", ":Miniature", "Backend"))]
+    folders = ROOT / "backends" / "mutants", ROOT / "tests" / "miniatures"
+    files = {path.stem for folder in folders for path in folder.glob("graphs*.py")}
     assert {f"miniatures/{file}" for file in files} <= runs.keys()
 
 

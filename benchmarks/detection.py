@@ -1,0 +1,178 @@
+"""How many wrong backends attncheck catches, and how many the tests of three other projects would.
+
+    python benchmarks/detection.py [-j N] [--output docs/detection.json]
+    python benchmarks/detection.py --show docs/detection.json
+
+The wrong backends are the mutants of attncheck's own catalogue, so the figure says what attncheck sees of the faults
+that its authors know. Mutants of metadata utilities are left out, since the other tests run backends alone, and so are
+those of Triton kernels, which a CPU interprets too slowly for batches of that size. The rules and batches of the others
+are those of :mod:`other_tests`. A mutant is examined until a check catches it; those that ``smoke`` misses are examined
+by the suites that the catalogue names for them, and then by all. ``--show`` prints the kept result as a Markdown table.
+"""
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from attncheck.backends.mutants.catalogue import Mutant, catalogue
+from attncheck.cases.loader import suite_names
+from attncheck.harness.cli.mutant_groups import examine_groups, groups_of
+from attncheck.harness.cli.run_options import RunOptions
+from attncheck.reports.run_file.records import FALLEN_SHORT
+
+OTHERS = ("vLLM", "FlashInfer-Bench", "FlashAttention")
+_AT_ONCE = 8
+"""Mutants that a process tries; more share the questions, and their right answers."""
+
+
+def asked_of_all() -> list[Mutant]:
+    """Return the mutants that all the tests can run on a CPU."""
+    return [each for each in catalogue() if not each.is_provider and not each.base.startswith("triton")]
+
+
+def measure(jobs: int) -> dict[str, Any]:
+    """Return the names that each way of testing catches, and the seconds each takes."""
+    mutants = asked_of_all()
+    names = [mutant.name for mutant in mutants]
+    began = time.monotonic()
+    smoke = _caught(mutants, [], jobs)
+    after_smoke = time.monotonic()
+    every = set(smoke)
+    for first in (True, False):
+        missed = [mutant for mutant in mutants if mutant.name not in every]
+        named = sorted({mutant.case.partition("/")[0] for mutant in missed if mutant.case})
+        suites = named if first else suite_names()
+        every |= _caught(missed, suites, jobs) if missed and suites else set()
+    after_all = time.monotonic()
+    others = _found_by_others([mutant.ref for mutant in mutants], jobs)
+    caught = {project: sorted(others[project]) for project in OTHERS}
+    caught |= {"smoke": sorted(smoke), "every suite": sorted(every)}
+    ends = {
+        "smoke": after_smoke - began,
+        "every suite": after_all - after_smoke,
+        "others": time.monotonic() - after_all,
+    }
+    return {"mutants": names, "caught": caught, "seconds": {name: round(took, 1) for name, took in ends.items()}}
+
+
+def _caught(mutants: Sequence[Mutant], suites: Sequence[str], jobs: int) -> set[str]:
+    """Return the names of those that a check of attncheck catches; no suites: the default ones."""
+    options = RunOptions(suites=tuple(suites), device="cpu", until_failure="backend")
+    caught: set[str] = set()
+    with tempfile.TemporaryDirectory() as folder:
+        # Right backends, which show that there is no false alarm, are examined by the default suites alone.
+        groups = [group for group in groups_of(mutants) if not (suites and group.are_right)]
+        for group in examine_groups(groups, options, jobs, Path(folder)):
+            if group.run is None:
+                raise SystemExit(f"{', '.join(group.refs)}: {group.reason}")
+            short = {record.backend_ref for record in group.run.records if record.outcome in FALLEN_SHORT}
+            if short and group.are_right:
+                raise SystemExit(f"false alarm: {', '.join(short)}")
+            caught |= {ref.partition(":")[2] for ref in short}
+    return caught
+
+
+def _found_by_others(refs: Sequence[str], jobs: int) -> dict[str, set[str]]:
+    """Return by project the names of the mutants that its tests find."""
+    found: dict[str, set[str]] = {project: set() for project in OTHERS}
+    groups = [refs[first : first + _AT_ONCE] for first in range(0, len(refs), _AT_ONCE)]
+    with ThreadPoolExecutor(jobs) as pool:
+        for group in pool.map(_found_in, groups):
+            for ref, projects in group.items():
+                for project in projects:
+                    found[project].add(ref.partition(":")[2])
+    return found
+
+
+def _found_in(refs: Sequence[str]) -> dict[str, set[str]]:
+    """Return by mutant the projects whose tests find it. One that ends the process of a test is found by it."""
+    try:
+        return _in_a_process(refs, OTHERS)
+    except BrokenProcessPool:
+        if len(refs) > 1:
+            return {ref: projects for each in refs for ref, projects in _found_in([each]).items()}
+    found: set[str] = set()
+    for project in OTHERS:
+        try:
+            found |= _in_a_process(refs, (project,)).get(refs[0], set())
+        except BrokenProcessPool:
+            found.add(project)
+    return {refs[0]: found}
+
+
+def _in_a_process(refs: Sequence[str], asked: Sequence[str]) -> dict[str, set[str]]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_try_others, refs, asked).result()
+
+
+def _try_others(refs: Sequence[str], asked: Sequence[str]) -> dict[str, set[str]]:
+    """Return by mutant those of the projects ``asked`` whose tests find it. What cannot be loaded here is left out."""
+    import torch
+    from other_tests import other_tests
+
+    from attncheck.errors import BackendUnavailableError
+    from attncheck.harness.run.backend_loading import load_backend
+    from attncheck.harness.run.plan import UnavailableBackend
+
+    torch.set_num_threads(1)
+    tests = list(other_tests())
+    found: dict[str, set[str]] = {}
+    for ref in refs:
+        try:
+            backend = load_backend(ref)
+        except BackendUnavailableError:
+            continue
+        if isinstance(backend, UnavailableBackend):
+            continue
+        projects: set[str] = set()
+        for test in tests:
+            if test.project in asked and test.project not in projects and test.finds(backend.backend):
+                projects.add(test.project)
+        found[ref] = projects
+    return found
+
+
+def table(measured: dict[str, Any]) -> str:
+    """Return the result as a Markdown table."""
+    total = len(measured["mutants"])
+    caught = {name: set(found) for name, found in measured["caught"].items()}
+    rows = {
+        "vLLM's backend test (1e-2, named batches, a cache of zeros)": caught["vLLM"],
+        "FlashInfer-Bench's rule (share of elements within 1e-2)": caught["FlashInfer-Bench"],
+        "FlashAttention's rule (twice the error of plain torch)": caught["FlashAttention"],
+        "these three together": set().union(*(caught[project] for project in OTHERS)),
+        "attncheck, suite `smoke`": caught["smoke"],
+        "attncheck, every suite": caught["every suite"],
+    }
+    cells = [[name, len(found), f"{100 * len(found) / total:.0f} %"] for name, found in rows.items()]
+    return str(tabulate(cells, headers=["tested by", f"caught of {total}", "share"], tablefmt="github"))
+
+
+def main() -> None:
+    """Read the command line, measure or show, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-j", "--jobs", type=int, default=multiprocessing.cpu_count(), help="processes at once")
+    parser.add_argument("--output", type=Path, help="file to write the result to, as JSON")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="measure nothing, but print this result")
+    options = parser.parse_args()
+    if options.show:
+        print(table(json.loads(options.show.read_text(encoding="utf-8"))))
+        return
+    measured = measure(options.jobs)
+    if options.output:
+        options.output.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    print(table(measured))
+    print(f"\nseconds: {measured['seconds']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""benchmarks/detection.py: what it counts."""
+
+from concurrent.futures.process import BrokenProcessPool
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from attncheck.backends.mutants.catalogue import catalogue
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def detection(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return import_module("detection")
+
+
+def test_all_suites_are_asked_for_what_smoke_misses(detection, monkeypatch):
+    asked = []
+
+    def caught(mutants, suites, _jobs):
+        names = [mutant.name for mutant in mutants]
+        asked.append((names, bool(suites)))
+        return set(names[:-1]) if not suites else set(names)
+
+    monkeypatch.setattr(detection, "_caught", caught)
+    monkeypatch.setattr(detection, "_found_by_others", lambda refs, _jobs: {name: set() for name in detection.OTHERS})
+    measured = detection.measure(1)
+    names = measured["mutants"]
+    assert asked == [(names, False), (names[-1:], True)]
+    assert len(measured["caught"]["smoke"]) == len(names) - 1
+    assert set(measured["caught"]["every suite"]) == set(names)
+    assert not {mutant.name for mutant in catalogue() if mutant.is_provider} & set(names)
+    assert "triton-lse-base-two" not in names
+
+
+def test_the_other_tests_together_count_a_mutant_once(detection):
+    caught = {"vLLM": ["a"], "FlashInfer-Bench": ["a"], "FlashAttention": ["a", "b"], "smoke": [], "every suite": ["c"]}
+    table = detection.table({"mutants": ["a", "b", "c", "d"], "caught": caught})
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert [row[1:] for row in cells] == [
+        ["1", "25 %"],
+        ["1", "25 %"],
+        ["2", "50 %"],
+        ["2", "50 %"],
+        ["0", "0 %"],
+        ["1", "25 %"],
+    ]
+
+
+def test_a_backend_that_ends_its_process_is_found_by_the_tests_that_it_ends(detection, monkeypatch):
+    def try_others(refs, projects):
+        if "mutants:dies" in refs and "vLLM" in projects:
+            raise BrokenProcessPool
+        return {ref: {"FlashAttention"} & set(projects) for ref in refs}
+
+    monkeypatch.setattr(detection, "_in_a_process", try_others)
+    assert detection._found_by_others(["mutants:dies", "mutants:lives"], 2) == {
+        "vLLM": {"dies"},
+        "FlashInfer-Bench": set(),
+        "FlashAttention": {"dies", "lives"},
+    }
+
+
+@pytest.mark.slow
+def test_other_tests_run_in_processes_of_their_own(detection):
+    found = detection._found_by_others(["mutants:window-off-by-one", "mutants:reads-past-the-end"], 1)
+    assert found == {
+        "vLLM": {"window-off-by-one"},
+        "FlashInfer-Bench": set(),
+        "FlashAttention": {"window-off-by-one"},
+    }
